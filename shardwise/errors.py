@@ -1,0 +1,67 @@
+"""Every error shardwise raises on purpose.
+
+A message has up to three parts, so that whoever reads it at 3 a.m. can act on it:
+
+    ConfigError: unit 'layers.3' cannot reshard to groups of 3: its shard world is 8
+      where: fully_shard(layers.3, reshard_after_forward=3), rank 0
+      fix:   use a divisor of 8 (2 or 4), or True / False
+
+Each error is also the built-in error that torch raises in its place, so ``except ValueError`` keeps working.
+This room imports nothing, torch least of all: errors cross process pipes and must load anywhere.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "ConfigTypeError",
+    "RankDisagreement",
+    "ShardwiseError",
+    "StateError",
+]
+
+
+class ShardwiseError(Exception):
+    """The root of the tree.
+
+    Args:
+        what: what happened, with the values that made it happen.
+        where: rank, unit, parameter or call.
+        fix: what to do about it, as an imperative.
+    """
+
+    def __init__(self, what: str, *, where: str | None = None, fix: str | None = None) -> None:
+        # ``args`` holds ``what`` alone: pickle calls ``cls(*args)`` and then restores the attributes.
+        super().__init__(what)
+        self.what = what
+        self.where = where
+        self.fix = fix
+
+    def __str__(self) -> str:
+        lines = [self.what]
+        if self.where is not None:
+            lines.append(f"  where: {self.where}")
+        if self.fix is not None:
+            lines.append(f"  fix:   {self.fix}")
+        return "\n".join(lines)
+
+
+class ConfigError(ShardwiseError, ValueError):
+    """An argument, or a combination of arguments, that cannot work."""
+
+
+class ConfigTypeError(ConfigError, TypeError):
+    """An argument of the wrong type, where torch promises a ``TypeError``."""
+
+
+class StateError(ShardwiseError, RuntimeError):
+    """A call at the wrong time: right in itself, but not in the present state."""
+
+
+class RankDisagreement(ShardwiseError, RuntimeError):
+    """Ranks that must agree do not: on the model, on the order of units, on an argument."""
+
+
+class CheckpointError(ShardwiseError, RuntimeError):
+    """A checkpoint that cannot be written, read, or fitted to this model."""
