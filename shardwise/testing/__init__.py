@@ -1,0 +1,10 @@
+"""For tests of sharded code: ranks on one machine, as threads, as processes, or on GPUs.
+
+It may use everything below it; nothing of the library uses it.
+"""
+
+from shardwise.testing.failures import RankFailure, RankReport, RankTimeout
+from shardwise.testing.processes import close_pools
+from shardwise.testing.ranks import run_ranks
+
+__all__ = ["RankFailure", "RankReport", "RankTimeout", "close_pools", "run_ranks"]

@@ -1,0 +1,128 @@
+"""How the failure of some ranks is told to the one who called them all.
+
+Every rank of a call ends in one of five ways, and a failure report says which way each went:
+
+    raised      its function raised
+    died        its process ended by itself
+    torn down   nothing wrong of its own: it was stopped, or lost its peers, because another rank failed
+    hung        still running at the timeout; its stack is in the report
+    finished    its function returned
+
+This file only describes; it starts and ends nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from shardwise.errors import ShardwiseError
+
+__all__ = ["Outcome", "RankFailure", "RankReport", "RankTimeout", "failure_of"]
+
+
+class Outcome(Enum):
+    """How one rank of a call ended."""
+
+    RAISED = "raised"
+    DIED = "died"
+    TORN_DOWN = "torn down"
+    HUNG = "hung"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """How one rank ended.
+
+    ``summary`` is one line, ``details`` a traceback or a stack. ``at_seconds`` is read from the machine's
+    monotonic clock, which all processes share, so that the first cause can be told from what it caused.
+    """
+
+    rank: int
+    outcome: Outcome
+    summary: str = ""
+    details: str = ""
+    at_seconds: float = 0.0
+    exception: BaseException | None = None
+
+
+class RankFailure(ShardwiseError, RuntimeError):
+    """At least one rank failed. ``rank`` is the first cause, ``reports`` tells of every rank, that one first.
+
+    ``__cause__`` is that rank's own exception where it could be brought here.
+    """
+
+    rank: int = -1
+    reports: tuple[RankReport, ...] = ()
+
+
+class RankTimeout(RankFailure):
+    """Ranks were still running when the time was up. The message holds the stack of each."""
+
+
+# The order of telling: first what can be a cause (by time), then what followed from it (by rank).
+_ORDER = {Outcome.RAISED: 0, Outcome.DIED: 0, Outcome.HUNG: 1, Outcome.TORN_DOWN: 2, Outcome.FINISHED: 3}
+
+_LOST_PEER_TEXTS = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Connection refused",
+    "Socket closed",
+    "Broken pipe",
+    "remote process has exited",
+)
+
+
+def lost_its_peers(error: BaseException) -> bool:
+    """Whether this error is what a rank sees of *another* rank's end."""
+    text = str(error)
+    return isinstance(error, (RuntimeError, OSError)) and any(sign in text for sign in _LOST_PEER_TEXTS)
+
+
+def failure_of(reports: Sequence[RankReport], *, call: str, timeout_seconds: float) -> RankFailure:
+    """The one error that tells of all ranks, the first cause first."""
+    told = sorted(reports, key=_order_of_telling)
+    first = told[0]
+    hung = [report for report in told if report.outcome is Outcome.HUNG]
+    causes = [report for report in told if report.outcome in (Outcome.RAISED, Outcome.DIED)]
+
+    if hung and not causes:
+        first = hung[0]
+        headline = f"{_ranks(hung)} of {len(told)} still running after {timeout_seconds:g} seconds"
+        error_type: type[RankFailure] = RankTimeout
+    else:
+        headline = f"rank {first.rank} of {len(told)} {first.summary or first.outcome.value}"
+        error_type = RankFailure
+
+    sections = [headline, f"  where: {call}"]
+    for report in told:
+        if report.outcome in (Outcome.RAISED, Outcome.DIED, Outcome.HUNG):
+            sections.append(f"\n--- rank {report.rank} {report.summary or report.outcome.value}")
+            sections.append(report.details.rstrip() or "(nothing more is known)")
+    torn_down = [report for report in told if report.outcome is Outcome.TORN_DOWN]
+    if torn_down:
+        sections.append("")
+        for report in torn_down:
+            reason = report.summary or "stopped while it waited for its peers"
+            sections.append(f"--- rank {report.rank} torn down because rank {first.rank} failed: {reason}")
+    finished = [report for report in told if report.outcome is Outcome.FINISHED]
+    if finished:
+        sections.append(f"\n--- {_ranks(finished)} finished")
+
+    failure = error_type("\n".join(sections))
+    failure.rank = first.rank
+    failure.reports = tuple(told)
+    failure.__cause__ = first.exception
+    return failure
+
+
+def _order_of_telling(report: RankReport) -> tuple[int, float, int]:
+    is_cause = report.outcome in (Outcome.RAISED, Outcome.DIED)
+    return _ORDER[report.outcome], report.at_seconds if is_cause else 0.0, report.rank
+
+
+def _ranks(reports: Sequence[RankReport]) -> str:
+    names = ", ".join(str(rank) for rank in sorted(report.rank for report in reports))
+    return f"rank {names}" if len(reports) == 1 else f"ranks {names}"

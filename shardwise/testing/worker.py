@@ -1,0 +1,177 @@
+"""What runs inside a process rank: take a job, be its rank, report, wait for the next.
+
+    caller                              worker
+      | -- job: group, function, args --> |   start a fresh default group, call the function
+      | <------- result or failure ------ |   after a failure: wait for the word, then end
+      | ---------- clean up ------------> |   only when every rank is through, so that none loses a peer
+      | <------------ done -------------- |
+
+A worker follows its caller: when the caller is gone, it ends. After a failure it is never used again, since
+nobody can say what the failure left behind.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import parent_process
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise import torch_internals
+from shardwise.errors import ConfigError
+from shardwise.testing.failures import lost_its_peers
+
+__all__ = ["CLEAN_UP", "DONE", "READY", "Answer", "Job", "serve"]
+
+READY = b"ready"
+CLEAN_UP = b"clean up"
+DONE = b"done"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One rank's part of a call. ``function`` is pickled by itself: loading it may import a test file."""
+
+    rank: int
+    world_size: int
+    backend: str
+    device_index: int | None
+    store_path: str
+    group_timeout_seconds: float
+    import_path: tuple[str, ...]
+    warning_filters: bytes
+    function: bytes
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a rank sends back. Result and exception are pickled apart: the caller may fail to load them."""
+
+    ok: bool
+    result: bytes = b""
+    summary: str = ""
+    details: str = ""
+    exception: bytes = b""
+    lost_its_peers: bool = False
+    at_seconds: float = 0.0
+
+
+def serve(connection: Connection, stack_path: str, environment: dict[str, str]) -> None:
+    """Take jobs until the caller closes the pipe."""
+    os.environ.update(environment)
+    # Ctrl-C is for the caller, which ends its ranks itself.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    stack_file = open(stack_path, "w")  # noqa: SIM115  stays open as long as the process: signals write to it
+    faulthandler.enable(stack_file)
+    faulthandler.register(signal.SIGUSR1, stack_file)
+    threading.Thread(target=_follow_the_caller, daemon=True).start()
+    torch.set_num_threads(1)
+    # What was imported stays for good; collections after each call look only at what the call left.
+    gc.freeze()
+    connection.send_bytes(READY)
+    while True:
+        try:
+            job = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            return
+        answer = _do(job)
+        connection.send_bytes(pickle.dumps(answer))
+        try:
+            connection.recv_bytes()
+        except EOFError:
+            answer = Answer(ok=False)
+        if not answer.ok:
+            _end_now()
+        dist.destroy_process_group()
+        torch_internals.forget_meshes()
+        gc.collect()
+        connection.send_bytes(DONE)
+
+
+def _do(job: Job) -> Answer:
+    try:
+        function, args, kwargs = _load(job)
+        torch.set_num_threads(1)
+        # The same start for every call, whatever ran on this worker before.
+        torch.manual_seed(0)
+        device = None
+        if job.device_index is not None:
+            device = torch.device("cuda", job.device_index)
+            torch.cuda.set_device(device)
+            torch.cuda.init()
+        dist.init_process_group(
+            job.backend,
+            store=dist.FileStore(job.store_path, job.world_size),  # type: ignore[attr-defined]
+            rank=job.rank,
+            world_size=job.world_size,
+            timeout=timedelta(seconds=job.group_timeout_seconds),
+            device_id=device if job.backend == "nccl" else None,
+        )
+        return Answer(ok=True, result=_dump_result(function(*args, **kwargs)))
+    except BaseException as error:  # noqa: BLE001  a rank reports whatever ended it, SystemExit included
+        return Answer(
+            ok=False,
+            summary="raised " + "".join(traceback.format_exception_only(type(error), error)).strip(),
+            details="".join(traceback.format_exception(type(error), error, error.__traceback__)),
+            exception=_dump_exception(error),
+            lost_its_peers=lost_its_peers(error),
+            at_seconds=time.monotonic(),
+        )
+
+
+def _load(job: Job) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    known = set(sys.path)
+    sys.path.extend(entry for entry in job.import_path if entry not in known)
+    if job.warning_filters:
+        warnings.filters[:] = pickle.loads(job.warning_filters)  # type: ignore[index]
+    function, args, kwargs = pickle.loads(job.function)
+    return function, args, kwargs
+
+
+def _dump_result(result: Any) -> bytes:
+    try:
+        return pickle.dumps(result)
+    except Exception as error:
+        raise ConfigError(
+            f"the result of a process rank cannot be pickled: {type(result).__name__}",
+            fix="return plain values and CPU tensors, or use kind='threads'",
+        ) from error
+
+
+def _dump_exception(error: BaseException) -> bytes:
+    try:
+        dumped = pickle.dumps(error)
+        # Some exceptions pickle but do not load; better to know here than to fail in the caller.
+        pickle.loads(dumped)
+        return dumped
+    except Exception:  # noqa: BLE001  the traceback text is always there; the object is a convenience
+        return b""
+
+
+def _follow_the_caller() -> None:
+    caller = parent_process()
+    if caller is not None:
+        caller.join()
+    os._exit(1)
+
+
+def _end_now() -> None:
+    """Without clean-up: a half-finished group could block it, and closed sockets are what frees the peers."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)

@@ -1,0 +1,25 @@
+"""What every test gets: one compute thread, and no rank process left behind."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from shardwise.testing import close_pools
+
+# Ranks are the parallelism here; with more threads each, they only get in one another's way.
+torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="no CUDA device here"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _rank_pools_end_with_the_session() -> Iterator[None]:
+    yield
+    close_pools()
