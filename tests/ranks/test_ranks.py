@@ -1,0 +1,438 @@
+"""run_ranks keeps its promises: results, failures, hangs, and a pool that outlives all of them."""
+
+import os
+import pickle
+import signal
+import threading
+import time
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from shardwise.errors import ConfigError, StateError
+from shardwise.testing import RankFailure, RankTimeout, close_pools, run_ranks
+
+CPU_KINDS = ["threads", "gloo"]
+every_cpu_kind = pytest.mark.parametrize("kind", CPU_KINDS)
+
+
+# --- what the ranks run; process ranks import it from here --------------------------------------------------
+
+
+def sum_of_ranks(start=0.0, *, scale=1.0):
+    total = torch.tensor([start + dist.get_rank()])
+    dist.all_reduce(total)
+    return dist.get_rank(), total.item() * scale
+
+
+def process_id():
+    return os.getpid()
+
+
+def setting():
+    return {
+        "threads": torch.get_num_threads(),
+        "interface": os.environ.get("GLOO_SOCKET_IFNAME"),
+        "backend": dist.get_backend(),
+        "draw": torch.rand(()).item(),
+        "gpu_in_use": torch.cuda.is_initialized(),
+    }
+
+
+def thread_of_backward():
+    seen = []
+    weight = torch.ones(2, requires_grad=True)
+    weight.register_hook(lambda grad: seen.append(threading.get_ident()))
+    weight.sum().backward()
+    return seen == [threading.get_ident()]
+
+
+def sum_within_halves():
+    halves = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("half", "member"))
+    total = torch.tensor([float(dist.get_rank())])
+    dist.all_reduce(total, group=halves.get_group("member"))
+    return total.item()
+
+
+def gather_a_dtensor(num_groups_before):
+    # Groups made first give the groups of the mesh other names than in a call without them.
+    for _ in range(num_groups_before):
+        dist.new_group([0])
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("half", "member"))["member"]
+    whole = torch.arange(6.0).reshape(3, 2)
+    sharded = distribute_tensor(whole, mesh, [Shard(0)])
+    # The sum's mesh comes out of a cache of DTensor's, by an equality that does not look at groups.
+    return torch.equal((sharded + 1).full_tensor(), whole + 1)
+
+
+def fail_on(failing_rank):
+    if dist.get_rank() == failing_rank:
+        raise ValueError(f"the batch of rank {failing_rank} is empty")
+    dist.barrier()
+
+
+def fail_everywhere_rank_2_first():
+    if dist.get_rank() != 2:
+        time.sleep(0.15)
+    raise KeyError(f"key {dist.get_rank()}")
+
+
+def fail_while_peers_sleep():
+    if dist.get_rank() == 0:
+        raise ValueError("at once")
+    time.sleep(50)
+
+
+class Unpicklable(Exception):
+    def __init__(self, first, second):
+        super().__init__(f"{first} and {second}")
+
+
+def fail_with_an_exception_that_does_not_pickle():
+    raise Unpicklable("this", "that")
+
+
+def return_a_lock():
+    return threading.Lock()
+
+
+def exit_quietly(code):
+    if dist.get_rank() == 1:
+        os._exit(code)
+    dist.barrier()
+
+
+def kill_itself():
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def a_line_to_look_for(release=None):
+    (release or threading.Event()).wait(50)
+
+
+def hang_on_rank_1(release=None):
+    if dist.get_rank() == 1:
+        a_line_to_look_for(release)
+    dist.barrier()
+
+
+def spin_forever():
+    while True:
+        pass
+
+
+def warn_as_configured():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.warn("tell", UserWarning, stacklevel=1)
+    return len(caught)
+
+
+def run_ranks_on_a_rank(kind):
+    run_ranks(process_id, 2, kind=kind)
+
+
+# --- results ------------------------------------------------------------------------------------------------
+
+
+@every_cpu_kind
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_results_come_back_in_rank_order(kind, world_size):
+    total = float(sum(range(world_size)))
+    assert run_ranks(sum_of_ranks, world_size, kind=kind) == [(rank, total) for rank in range(world_size)]
+
+
+@every_cpu_kind
+def test_arguments_reach_every_rank(kind):
+    assert run_ranks(sum_of_ranks, 2, 10.0, scale=2.0, kind=kind) == [(0, 42.0), (1, 42.0)]
+
+
+@every_cpu_kind
+def test_groups_of_a_mesh_work(kind):
+    assert run_ranks(sum_within_halves, 4, kind=kind) == [1.0, 1.0, 5.0, 5.0]
+
+
+@every_cpu_kind
+def test_the_next_call_does_not_meet_the_groups_of_the_last(kind):
+    for num_groups_before in (0, 2, 1):
+        assert run_ranks(gather_a_dtensor, 4, num_groups_before, kind=kind) == [True] * 4
+
+
+def test_128_ranks_run_as_threads():
+    total = 128 * 127 / 2
+    assert run_ranks(sum_of_ranks, 128) == [(rank, total) for rank in range(128)]
+
+
+def test_threads_may_run_functions_that_do_not_pickle():
+    here = threading.get_ident()
+    assert run_ranks(lambda: threading.get_ident() != here, 2) == [True, True]
+
+
+def test_backward_runs_on_the_ranks_own_thread():
+    assert run_ranks(thread_of_backward, 4) == [True] * 4
+
+
+def test_autograd_of_the_caller_is_as_it_was():
+    before = torch._C._is_multithreading_enabled()
+    run_ranks(sum_of_ranks, 2)
+    assert torch._C._is_multithreading_enabled() == before
+
+
+@every_cpu_kind
+def test_the_caller_has_no_default_group_before_or_after(kind):
+    assert not dist.is_initialized()
+    run_ranks(sum_of_ranks, 2, kind=kind)
+    assert not dist.is_initialized()
+
+
+def test_a_process_rank_has_one_thread_the_loopback_and_a_fixed_seed():
+    first = run_ranks(setting, 2, kind="gloo")
+    again = run_ranks(setting, 2, kind="gloo")
+    assert first == again
+    assert first[0] == first[1]
+    draw = torch.rand((), generator=torch.Generator().manual_seed(0)).item()
+    assert first[0] == {"threads": 1, "interface": "lo", "backend": "gloo", "draw": draw, "gpu_in_use": False}
+
+
+def test_warning_filters_of_the_caller_hold_on_process_ranks():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(RankFailure, match="UserWarning: tell"):
+            run_ranks(warn_as_configured, 2, kind="gloo")
+        warnings.simplefilter("ignore")
+        assert run_ranks(warn_as_configured, 2, kind="gloo") == [0, 0]
+
+
+# --- the pool -----------------------------------------------------------------------------------------------
+
+
+def test_the_pool_is_reused_and_grows_on_demand():
+    two = run_ranks(process_id, 2, kind="gloo")
+    four = run_ranks(process_id, 4, kind="gloo")
+    assert len({*four, os.getpid()}) == 5
+    assert four[:2] == two
+    assert run_ranks(process_id, 3, kind="gloo") == four[:3]
+    assert run_ranks(process_id, 2, kind="gloo") == two
+
+
+def test_closing_the_pools_ends_the_processes_and_the_next_call_starts_new_ones():
+    before = run_ranks(process_id, 2, kind="gloo")
+    close_pools()
+    for pid in before:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    assert not set(before) & set(run_ranks(process_id, 2, kind="gloo"))
+
+
+def test_a_worker_that_died_while_idle_is_replaced():
+    before = run_ranks(process_id, 2, kind="gloo")
+    os.kill(before[1], signal.SIGKILL)
+    for _ in range(100):
+        try:
+            os.kill(before[1], 0)
+        except ProcessLookupError:
+            break
+        time.sleep(0.02)
+    after = run_ranks(process_id, 2, kind="gloo")
+    assert after[0] == before[0]
+    assert after[1] != before[1]
+
+
+# --- failures -----------------------------------------------------------------------------------------------
+
+
+@every_cpu_kind
+def test_an_exception_is_reported_with_its_rank_and_traceback(kind):
+    with pytest.raises(RankFailure) as caught:
+        run_ranks(fail_on, 3, 1, kind=kind)
+    message = str(caught.value)
+    assert message.startswith("rank 1 of 3 raised ValueError: the batch of rank 1 is empty")
+    assert "Traceback (most recent call last)" in message
+    assert "in fail_on" in message
+    assert f"run_ranks(fail_on, 3, kind={kind!r})" in message
+    assert caught.value.rank == 1
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+@every_cpu_kind
+def test_peers_that_wait_are_told_as_torn_down_and_hold_nothing_up(kind):
+    began = time.monotonic()
+    with pytest.raises(RankFailure) as caught:
+        run_ranks(fail_on, 3, 1, kind=kind)
+    assert time.monotonic() - began < 10
+    message = str(caught.value)
+    assert "rank 0 torn down because rank 1 failed" in message
+    assert "rank 2 torn down because rank 1 failed" in message
+    assert message.count("Traceback") == 1
+
+
+@every_cpu_kind
+def test_when_several_ranks_fail_all_are_listed_and_the_first_is_first(kind):
+    with pytest.raises(RankFailure) as caught:
+        run_ranks(fail_everywhere_rank_2_first, 3, kind=kind)
+    assert caught.value.rank == 2
+    assert isinstance(caught.value.__cause__, KeyError)
+    message = str(caught.value)
+    assert message.startswith("rank 2 of 3 raised")
+    positions = [message.index(f"--- rank {rank} raised KeyError: 'key {rank}'") for rank in (2, 0, 1)]
+    assert positions[0] == min(positions)
+    assert message.count("Traceback") == 3
+
+
+@every_cpu_kind
+def test_ranks_answer_again_after_a_failure(kind):
+    for _ in range(2):
+        with pytest.raises(RankFailure):
+            run_ranks(fail_on, 3, 0, kind=kind)
+        assert run_ranks(sum_of_ranks, 4, kind=kind) == [(rank, 6.0) for rank in range(4)]
+
+
+def test_a_process_that_sleeps_while_a_peer_fails_is_ended_after_a_short_grace():
+    pids = run_ranks(process_id, 2, kind="gloo")
+    began = time.monotonic()
+    with pytest.raises(RankFailure, match="rank 1 torn down because rank 0 failed"):
+        run_ranks(fail_while_peers_sleep, 2, kind="gloo")
+    assert time.monotonic() - began < 10
+    with pytest.raises(ProcessLookupError):
+        os.kill(pids[1], 0)
+
+
+def test_an_exception_that_does_not_pickle_still_shows_its_traceback():
+    with pytest.raises(RankFailure, match="Unpicklable: this and that") as caught:
+        run_ranks(fail_with_an_exception_that_does_not_pickle, 2, kind="gloo")
+    assert "in fail_with_an_exception_that_does_not_pickle" in str(caught.value)
+    assert caught.value.__cause__ is None
+
+
+@pytest.mark.parametrize(
+    ("fn", "args", "ending"),
+    [(exit_quietly, (7,), "exited with code 7"), (kill_itself, (), "was killed by SIGKILL")],
+)
+def test_a_process_that_dies_is_reported_with_its_rank_and_how(fn, args, ending):
+    with pytest.raises(RankFailure, match=f"rank 1 of 2 {ending}"):
+        run_ranks(fn, 2, *args, kind="gloo")
+    assert run_ranks(sum_of_ranks, 2, kind="gloo") == [(0, 1.0), (1, 1.0)]
+
+
+def test_a_failure_survives_a_process_pipe():
+    with pytest.raises(RankFailure) as caught:
+        run_ranks(fail_on, 2, 1)
+    back = pickle.loads(pickle.dumps(caught.value))
+    assert (str(back), back.rank) == (str(caught.value), 1)
+
+
+# --- hangs --------------------------------------------------------------------------------------------------
+
+
+def test_a_hang_of_processes_ends_at_the_timeout_with_every_ranks_stack():
+    pids = run_ranks(process_id, 3, kind="gloo")
+    began = time.monotonic()
+    with pytest.raises(RankTimeout) as caught:
+        run_ranks(hang_on_rank_1, 3, kind="gloo", timeout_seconds=1.5)
+    assert 1.5 <= time.monotonic() - began < 10
+    message = str(caught.value)
+    assert message.startswith("ranks 0, 1, 2 of 3 still running after 1.5 seconds")
+    stacks = message.split("--- rank ")[1:]
+    assert [stack[0] for stack in stacks] == ["0", "1", "2"]
+    assert "in barrier" in stacks[0]
+    assert "in a_line_to_look_for" in stacks[1]
+    assert "in barrier" in stacks[2]
+    assert not set(pids) & set(run_ranks(process_id, 3, kind="gloo"))
+
+
+def test_a_hang_of_threads_ends_at_the_timeout_with_every_ranks_stack():
+    release = threading.Event()
+    began = time.monotonic()
+    with pytest.raises(RankTimeout) as caught:
+        run_ranks(hang_on_rank_1, 3, release, timeout_seconds=0.5)
+    release.set()
+    assert 0.5 <= time.monotonic() - began < 10
+    stacks = str(caught.value).split("--- rank ")[1:]
+    assert [stack[0] for stack in stacks] == ["0", "1", "2"]
+    assert "in hang_on_rank_1" in stacks[0]
+    assert "in a_line_to_look_for" in stacks[1]
+    assert "in hang_on_rank_1" in stacks[2]
+    assert run_ranks(sum_of_ranks, 3) == [(rank, 3.0) for rank in range(3)]
+
+
+@every_cpu_kind
+def test_ranks_that_compute_forever_are_stopped(kind):
+    with pytest.raises(RankTimeout, match="in spin_forever"):
+        run_ranks(spin_forever, 2, kind=kind, timeout_seconds=0.5)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("rank ")]
+    assert run_ranks(sum_of_ranks, 2, kind=kind) == [(0, 1.0), (1, 1.0)]
+
+
+@every_cpu_kind
+def test_a_rank_that_finished_before_the_hang_is_told_as_finished(kind):
+    with pytest.raises(RankTimeout) as caught:
+        run_ranks(hang_unless_rank_0, 2, kind=kind, timeout_seconds=0.5)
+    assert str(caught.value).startswith("rank 1 of 2 still running")
+    assert "rank 0 finished" in str(caught.value)
+
+
+def hang_unless_rank_0():
+    if dist.get_rank() != 0:
+        spin_forever()
+
+
+@every_cpu_kind
+def test_an_interrupted_call_leaves_the_ranks_usable(kind):
+    run_ranks(process_id, 2, kind=kind)
+
+    def interrupt(signum, frame):
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGUSR2, interrupt)
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR2))
+    timer.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_ranks(spin_forever, 2, kind=kind)
+    finally:
+        timer.join()
+        signal.signal(signal.SIGUSR2, previous)
+    assert run_ranks(sum_of_ranks, 2, kind=kind) == [(0, 1.0), (1, 1.0)]
+
+
+# --- bad input ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [0, -1, 1.5, "2"])
+def test_a_world_size_that_is_no_count_is_refused(world_size):
+    with pytest.raises(ConfigError, match="world_size is"):
+        run_ranks(process_id, world_size)
+
+
+def test_an_unknown_kind_is_refused_with_the_known_ones():
+    with pytest.raises(ConfigError, match="'threads', 'gloo', 'nccl', 'gloo-cuda'"):
+        run_ranks(process_id, 2, kind="mpi")
+
+
+def test_a_function_that_cannot_travel_is_refused_before_any_rank_starts():
+    with pytest.raises(ConfigError, match="top level of a module"):
+        run_ranks(lambda: 1, 2, kind="gloo")
+
+
+def test_a_result_that_cannot_travel_is_a_failure_that_says_so():
+    with pytest.raises(RankFailure, match="the result of a process rank cannot be pickled: lock"):
+        run_ranks(return_a_lock, 2, kind="gloo")
+
+
+@every_cpu_kind
+def test_ranks_cannot_start_ranks(kind):
+    with pytest.raises(RankFailure, match="run_ranks was called on a rank") as caught:
+        run_ranks(run_ranks_on_a_rank, 2, kind, kind=kind)
+    assert isinstance(caught.value.__cause__, StateError)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+@pytest.mark.parametrize("kind", ["nccl", "gloo-cuda"])
+def test_gpu_kinds_say_so_where_there_is_no_gpu(kind):
+    with pytest.raises(ConfigError, match="no CUDA device"):
+        run_ranks(process_id, 2, kind=kind)

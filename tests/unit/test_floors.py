@@ -1,0 +1,248 @@
+"""The house has floors, and imports only go down.
+
+The rules are checked on the source, not by importing it. Each rule is also shown to catch small offenders, so
+that none can pass by being blind.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "shardwise"
+
+# From the ground up. Rooms on one floor do not see each other.
+FLOORS = [
+    ("errors",),
+    ("policies", "trace", "torch_internals"),
+    ("plan", "comm"),
+    ("engine",),
+    ("frontends", "zero"),
+    ("checkpoint",),
+    ("train", "forecast", "testing", "compat"),
+    ("cli",),
+]
+FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+
+TORCHS_OWN_ANSWERS = (
+    "torch.distributed.fsdp",
+    "torch.distributed._composable.fsdp",
+    "torch.distributed.optim.ZeroRedundancyOptimizer",
+    "torch.distributed.optim.zero_redundancy_optimizer",
+    "torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook",
+)
+
+NAMES_THAT_SAY_NOTHING = {"utils", "util", "common", "helpers", "helper", "manager", "misc"}
+
+
+def imported_names(source: str, module: str) -> Iterator[str]:
+    """Every dotted name a file imports, with the names taken from it; relative imports made absolute."""
+    package = module.split(".")[:-1]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            origin = ".".join([*base, *([node.module] if node.module else [])])
+            for alias in node.names:
+                yield f"{origin}.{alias.name}"
+
+
+def reached_names(source: str) -> Iterator[str]:
+    """Every dotted name reached through an import, as in ``import torch; torch._C.x``."""
+    tree = ast.parse(source)
+    bound: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                bound[alias.asname or alias.name.split(".")[0]] = (
+                    alias.name if alias.asname else alias.name.split(".")[0]
+                )
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            for alias in node.names:
+                bound[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+    for node in ast.walk(tree):
+        path = []
+        while isinstance(node, ast.Attribute):
+            path.append(node.attr)
+            node = node.value
+        if path and isinstance(node, ast.Name) and node.id in bound:
+            yield ".".join([bound[node.id], *reversed(path)])
+
+
+def climbs(source: str, module: str) -> list[str]:
+    """Imports of ``shardwise`` that do not go down from ``module``."""
+    here = module.split(".")[1]
+    found = []
+    for name in imported_names(source, module):
+        parts = name.split(".")
+        if parts[0] != "shardwise" or here == "__init__":
+            continue
+        there = parts[1] if len(parts) > 1 else ""
+        if there == here:
+            continue
+        # What is no room is the front door, and that is for visitors.
+        if there not in FLOOR_OF or FLOOR_OF[there] >= FLOOR_OF[here]:
+            found.append(name)
+    return found
+
+
+def impurities_of_plan(source: str, module: str) -> list[str]:
+    """``plan`` decides with integers: no torch, and of shardwise only errors and itself."""
+    found = []
+    for name in imported_names(source, module):
+        root, *rest = name.split(".")
+        room = rest[0] if rest else ""
+        if root == "torch" or (root == "shardwise" and room not in ("errors", "plan")):
+            found.append(name)
+    return found
+
+
+def borrowed_answers(source: str, module: str) -> list[str]:
+    """FSDP and ZeRO are what this library is; torch's are for tests and benchmarks to compare with."""
+    names = [*imported_names(source, module), *reached_names(source)]
+    return [name for name in names if name.startswith(TORCHS_OWN_ANSWERS)]
+
+
+def underscores_of_torch(source: str, module: str) -> list[str]:
+    names = [*imported_names(source, module), *reached_names(source)]
+    return [
+        name
+        for name in names
+        if name.split(".")[0] == "torch"
+        and any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
+    ]
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts)
+
+
+LIBRARY = sorted(PACKAGE.rglob("*.py"))
+library_files = pytest.mark.parametrize("path", LIBRARY, ids=[module_of(path) for path in LIBRARY])
+
+
+@library_files
+def test_imports_only_go_down(path):
+    assert climbs(path.read_text(), module_of(path)) == []
+
+
+@library_files
+def test_every_file_is_in_a_room_of_the_house(path):
+    room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    assert room in FLOOR_OF or room in ("__init__", "__main__")
+
+
+@library_files
+def test_no_file_has_a_name_that_says_nothing(path):
+    assert path.stem not in NAMES_THAT_SAY_NOTHING
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "plan").rglob("*.py")), ids=lambda path: path.stem)
+def test_plan_imports_no_torch_and_of_shardwise_only_errors(path):
+    assert impurities_of_plan(path.read_text(), module_of(path)) == []
+
+
+@library_files
+def test_the_library_never_uses_torchs_own_fsdp_or_zero(path):
+    assert borrowed_answers(path.read_text(), module_of(path)) == []
+
+
+@library_files
+def test_only_torch_internals_uses_torchs_underscore_names(path):
+    if path.name != "torch_internals.py":
+        assert underscores_of_torch(path.read_text(), module_of(path)) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("shardwise.plan.rows", "from shardwise.engine import unit"),
+        ("shardwise.plan.rows", "from ..engine.unit import Unit"),
+        ("shardwise.plan.rows", "import shardwise.comm.mesh"),
+        ("shardwise.comm.mesh", "def late():\n    from shardwise.frontends import fully_shard"),
+        ("shardwise.errors", "import shardwise.policies"),
+        ("shardwise.engine.unit", "from shardwise import testing"),
+        ("shardwise.engine.unit", "from shardwise import fully_shard"),
+        ("shardwise.zero.optimizer", "from shardwise.frontends.wrapper import FullyShardedDataParallel"),
+    ],
+)
+def test_an_import_that_climbs_is_caught(module, source):
+    assert climbs(source, module)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("shardwise.engine.unit", "from shardwise.plan.rows import plan_rows"),
+        ("shardwise.engine.unit", "from shardwise import torch_internals, trace"),
+        ("shardwise.engine.unit", "from .storage import Storage\nfrom ..errors import StateError"),
+        ("shardwise.policies", "from shardwise.errors import ConfigError"),
+        ("shardwise.engine.__init__", "from .unit import Unit"),
+        ("shardwise.__init__", "from shardwise.frontends.fully_shard import fully_shard"),
+    ],
+)
+def test_an_import_that_goes_down_is_let_through(module, source):
+    assert climbs(source, module) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["import torch", "from torch import nn", "from shardwise.policies import X", "import shardwise.trace"],
+)
+def test_an_impure_plan_is_caught(source):
+    assert impurities_of_plan(source, "shardwise.plan.rows")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from torch.distributed.fsdp import fully_shard",
+        "from torch.distributed import fsdp",
+        "import torch.distributed.fsdp as peer",
+        "import torch.distributed as dist\ndist.fsdp.fully_shard",
+        "from torch.distributed._composable.fsdp import fully_shard",
+        "from torch.distributed.optim import ZeroRedundancyOptimizer",
+        "from torch.distributed.optim.zero_redundancy_optimizer import ZeroRedundancyOptimizer",
+        "from torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook import hook_with_zero_step",
+    ],
+)
+def test_torchs_own_fsdp_and_zero_are_caught(source):
+    assert borrowed_answers(source, "shardwise.engine.unit")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch._C",
+        "from torch import _C",
+        "from torch.utils._pytree import tree_flatten",
+        "from torch.distributed.tensor import _api",
+        "import torch\ntorch._foreach_copy_([], [])",
+        "import torch.distributed as dist\ndist.distributed_c10d._world",
+        "from torch.distributed import distributed_c10d as c10d\nc10d._get_default_group()",
+    ],
+)
+def test_underscore_names_of_torch_are_caught(source):
+    assert underscores_of_torch(source, "shardwise.engine.unit")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch\ntorch.__version__",
+        "from torch.nn import Module",
+        "self._x = 1",
+        "import torch as t\nt.nn",
+    ],
+)
+def test_public_names_of_torch_are_let_through(source):
+    assert underscores_of_torch(source, "shardwise.engine.unit") == []
+
+
+def test_the_checks_see_the_library():
+    assert PACKAGE / "errors.py" in LIBRARY
+    assert PACKAGE / "testing" / "ranks.py" in LIBRARY
