@@ -1,0 +1,1 @@
+"""TALK: tensors and processes. Nothing here knows a module."""

@@ -1,0 +1,54 @@
+"""Do all ranks mean the same? Compared before data of different sizes can meet in a collective.
+
+A short digest is exchanged first; only when digests differ do the ranks exchange the texts behind them, to name the
+first place where they part. Control traffic goes over the unit's own group and is not counted as the model's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from itertools import zip_longest
+
+import torch
+import torch.distributed as dist
+
+from shardwise.comm.collectives import GroupCalls
+from shardwise.errors import RankDisagreement
+from shardwise.torch_internals import unseen_by_modes
+
+
+def check_same_model(lines: Sequence[str], calls: GroupCalls, device: torch.device) -> None:
+    """Raises ``RankDisagreement`` on every rank unless all ranks of the group hold the same ``lines``.
+
+    Each line describes one parameter; the message names the first that differs, and which ranks hold what.
+    """
+    text = "\n".join(lines).encode()
+    with unseen_by_modes(), torch.inference_mode(False), torch.no_grad():
+        digests = _gather_bytes(hashlib.sha256(text).digest(), calls, device)
+        if len(set(digests)) == 1:
+            return
+        lengths = _gather_bytes(len(text).to_bytes(8, "little"), calls, device)
+        longest = max(int.from_bytes(length, "little") for length in lengths)
+        padded = _gather_bytes(text.ljust(longest, b"\0"), calls, device)
+    texts = [entry.rstrip(b"\0").decode().split("\n") for entry in padded]
+    ranks = dist.get_process_group_ranks(calls.group)
+    for entries in zip_longest(*texts, fillvalue="(nothing)"):
+        holders: dict[str, list[int]] = {}
+        for rank, entry in zip(ranks, entries, strict=True):
+            holders.setdefault(entry, []).append(rank)
+        if len(holders) > 1:
+            views = "; ".join(f"ranks {held} have {entry}" for entry, held in holders.items())
+            raise RankDisagreement(
+                f"ranks hold different models: {views}",
+                where=f"rank {dist.get_rank()}, before the first gather",
+                fix="build the same model, with the same names, shapes and dtypes, on every rank",
+            )
+
+
+def _gather_bytes(own: bytes, calls: GroupCalls, device: torch.device) -> list[bytes]:
+    sent = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(device)
+    received = torch.empty(len(own) * calls.world, dtype=torch.uint8, device=device)
+    calls.issue_all_gather(received, sent).wait()
+    everything = bytes(received.cpu().tolist())
+    return [everything[start : start + len(own)] for start in range(0, len(everything), len(own))]

@@ -1,0 +1,72 @@
+"""A process group's collectives, looked up once and called directly.
+
+``torch.distributed``'s own functions check and translate their arguments on every call; here that is done when the
+group is first seen. Two facts about a group decide how the engine uses it:
+
+``ordered_by_stream``: a collective takes its place in the stream it is issued on, and waiting for it costs the host
+nothing (NCCL). Otherwise waiting blocks the host (gloo), so the engine waits as late as it can.
+
+``averages``: the group divides by its size while it sums.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed import AllreduceOptions, ReduceScatterOptions
+
+from shardwise.torch_internals import AllgatherOptions, all_gather_call, backend_name, reduce_scatter_call
+
+
+class Work(Protocol):
+    """An issued collective."""
+
+    def wait(self) -> Any: ...
+
+
+class GroupCalls:
+    """What the engine asks of one process group."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        backend = backend_name(group, device)
+        self.group = group
+        self.world = group.size()
+        self.rank = group.rank()
+        self.ordered_by_stream = device.type == "cuda" and backend in ("nccl", "fake")
+        self.averages = backend == "nccl"
+        self._all_gather = all_gather_call(group)
+        self._reduce_scatter = reduce_scatter_call(group)
+        self._gather_options = AllgatherOptions()
+        self._sum_options = _reduce_scatter_options(dist.ReduceOp.SUM)
+        self._average_options = _reduce_scatter_options(dist.ReduceOp.AVG)
+        if self.ordered_by_stream:
+            # The collective runs on the stream it is issued on, which is a lane of ours: no stream of its own, and
+            # no events to tie that one to the lane.
+            for options in (self._gather_options, self._sum_options, self._average_options):
+                options.asyncOp = False
+
+    def issue_all_gather(self, output: torch.Tensor, own: torch.Tensor) -> Work:
+        """Gathers every rank's ``own`` into ``output``, in rank order."""
+        work: Work = self._all_gather(output, own, self._gather_options)
+        return work
+
+    def issue_reduce_scatter(self, output: torch.Tensor, rows: torch.Tensor, average: bool) -> Work:
+        """Reduces the rows of all ranks; this rank's row arrives in ``output``."""
+        work: Work = self._reduce_scatter(
+            output, rows, self._average_options if average else self._sum_options
+        )
+        return work
+
+    def issue_all_reduce(self, tensor: torch.Tensor, average: bool) -> Work:
+        options = AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if average else dist.ReduceOp.SUM)
+        work: Work = self.group.allreduce([tensor], options)
+        return work
+
+
+def _reduce_scatter_options(op: Any) -> Any:
+    options = ReduceScatterOptions()
+    options.reduceOp = op
+    return options

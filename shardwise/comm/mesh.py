@@ -1,0 +1,133 @@
+"""Which ranks share what: a device mesh read as data parallelism.
+
+One axis shards; a second one, if there is one, replicates the shards. After forward a unit may stay sharded over
+smaller groups of neighbours (*parts*): those groups are cut out of the shard axis here, once for a mesh.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from shardwise.comm.collectives import GroupCalls
+from shardwise.errors import ConfigError, StateError
+from shardwise.policies import DataParallelMeshDims
+from shardwise.torch_internals import concatenate_meshes, flatten_mesh
+
+
+@dataclass(frozen=True, eq=False)
+class DataMesh:
+    """A mesh of one axis (shard) or two (replicate, shard), with the calls of its groups."""
+
+    mesh: DeviceMesh
+    device: torch.device
+    shard: GroupCalls
+    replicate: GroupCalls | None
+    _parts: dict[int, GroupCalls] = field(default_factory=dict)
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the whole job: what messages to users name."""
+        return dist.get_rank()
+
+    def placements(self, dim: int) -> tuple[Placement, ...]:
+        return (Shard(dim),) if self.replicate is None else (Replicate(), Shard(dim))
+
+    def part(self, part_world: int) -> GroupCalls:
+        """The group of ``part_world`` neighbours on the shard axis to which this rank belongs."""
+        if part_world not in self._parts:
+            ranks = self.mesh.mesh.reshape(-1, part_world)
+            group = DeviceMesh(self.mesh.device_type, ranks).get_group(1)
+            self._parts[part_world] = GroupCalls(group, self.device)
+        return self._parts[part_world]
+
+
+def data_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims | None, where: str) -> DataMesh:
+    """Reads ``mesh``; units that are given the same mesh share one reading, and so its groups."""
+    readings: dict[DataParallelMeshDims | None, DataMesh] = mesh.__dict__.setdefault(
+        "_shardwise_readings", {}
+    )
+    if dims not in readings:
+        readings[dims] = _read(mesh, dims, where)
+    return readings[dims]
+
+
+def _read(mesh: DeviceMesh, dims: DataParallelMeshDims | None, where: str) -> DataMesh:
+    if dims is not None:
+        mesh = _named_axes(mesh, dims, where)
+    if mesh.ndim > 2:
+        raise ConfigError(
+            f"a mesh of {mesh.ndim} axes {tuple(mesh.mesh.shape)} does not say which of them shard",
+            where=where,
+            fix="name the axes: dp_mesh_dims=DataParallelMeshDims(shard=..., replicate=...)",
+        )
+    device = _device_of(mesh)
+    shard_axis = mesh.ndim - 1
+    shard = GroupCalls(mesh.get_group(shard_axis), device)
+    replicate = GroupCalls(mesh.get_group(0), device) if mesh.ndim == 2 else None
+    return DataMesh(mesh, device, shard, replicate)
+
+
+def _named_axes(mesh: DeviceMesh, dims: DataParallelMeshDims, where: str) -> DeviceMesh:
+    known = mesh.mesh_dim_names or ()
+    for name in (*dims.replicate_names, *dims.shard_names):
+        if name not in known:
+            raise ConfigError(
+                f"dp_mesh_dims names the axis '{name}', which the mesh does not have: its axes are {known}",
+                where=where,
+                fix="use names given to init_device_mesh(..., mesh_dim_names=...)",
+            )
+    if not dims.shard_names:
+        raise ConfigError(
+            "dp_mesh_dims names no axis to shard over",
+            where=where,
+            fix="name one with DataParallelMeshDims(shard=...); to replicate only, use DistributedDataParallel",
+        )
+    shard = _as_one_axis(mesh, dims.shard_names)
+    if not dims.replicate_names:
+        return shard
+    return concatenate_meshes([_as_one_axis(mesh, dims.replicate_names), shard])
+
+
+def _as_one_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    return mesh[names[0]] if len(names) == 1 else flatten_mesh(mesh[names], "_".join(names))
+
+
+def _device_of(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(mesh.device_type)
+
+
+class _DefaultMesh(threading.local):
+    """The mesh over the whole default group; one a thread, because ranks may be threads."""
+
+    group: weakref.ref[dist.ProcessGroup] | None = None
+    mesh: DeviceMesh | None = None
+
+
+_default = _DefaultMesh()
+
+
+def default_mesh(device_type: str, where: str) -> DeviceMesh:
+    """One axis over all ranks."""
+    if not dist.is_initialized():
+        raise StateError(
+            "there is no process group to shard over",
+            where=where,
+            fix="call torch.distributed.init_process_group() first (torchrun sets what it needs), or pass mesh=",
+        )
+    group = dist.group.WORLD
+    assert group is not None
+    known = _default.group() if _default.group is not None else None
+    if known is not group or _default.mesh is None or _default.mesh.device_type != device_type:
+        _default.mesh = init_device_mesh(device_type, (group.size(),))
+        _default.group = weakref.ref(group)
+    return _default.mesh

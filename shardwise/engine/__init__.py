@@ -1,0 +1,1 @@
+"""DO: makes the plan happen to real parameters."""

@@ -1,0 +1,128 @@
+"""Slots: one parameter each, in its two forms, and the places in modules that show it.
+
+A module's ``_parameters`` hold the sharded form (a DTensor, what optimizers and state dicts see) except while the
+unit is unsharded. A parameter that several modules share has one slot and several places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from shardwise.torch_internals import Spec, local_of, parameters_of
+
+if TYPE_CHECKING:
+    from shardwise.engine.unit import Unit
+
+
+class Place:
+    """A name in a module's own parameters."""
+
+    __slots__ = ("module", "name", "params")
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self.module = module
+        self.name = name
+        self.params = parameters_of(module)
+
+
+class Slot:
+    """One parameter of a unit.
+
+    ``local`` is the sharded form's local tensor as the engine made it: when the parameter shows another one, somebody
+    has replaced it. ``held`` is a gradient kept without sync, in the reduce dtype, when that is wider.
+    """
+
+    __slots__ = (
+        "compute_dtype",
+        "dim",
+        "held",
+        "local",
+        "name",
+        "places",
+        "shape",
+        "sharded",
+        "spec",
+        "stored_dtype",
+        "unsharded",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        name: str,
+        places: list[Place],
+        dim: int,
+        compute_dtype: torch.dtype,
+        spec: Spec,
+        sharded: nn.Parameter,
+    ) -> None:
+        self.name = name
+        self.places = places
+        self.dim = dim
+        self.shape = tuple(sharded.shape)
+        self.stored_dtype = sharded.dtype
+        self.compute_dtype = compute_dtype
+        self.spec = spec
+        self.sharded = sharded
+        self.local = local_of(sharded)
+        self.unsharded: nn.Parameter = sharded
+        self.held: torch.Tensor | None = None
+
+    def is_as_left(self) -> bool:
+        """Whether every place still shows the sharded parameter, and that one its own local tensor."""
+        sharded = self.sharded
+        if local_of(sharded) is not self.local:
+            return False
+        for place in self.places:  # noqa: SIM110 - called for every parameter of a step; a generator costs more
+            if place.params.get(place.name) is not sharded:
+                return False
+        return True
+
+    def version(self) -> int:
+        """Rises with every in-place write to the parameter, whether through the DTensor or its local tensor."""
+        return self.sharded._version + self.local._version
+
+    def take_gradient(self) -> torch.Tensor | None:
+        """The gradient that came in since the last time, with what was held back before."""
+        gradient = self.unsharded.grad
+        self.unsharded.grad = None
+        if self.held is None:
+            return gradient
+        held, self.held = self.held, None
+        return held if gradient is None else held.add_(gradient)
+
+    def hold_gradient(self, dtype: torch.dtype) -> None:
+        """Keeps the gradient without sync; in ``dtype``, so that many micro-batches do not round in a narrow one."""
+        gradient = self.unsharded.grad
+        if gradient is None or gradient.dtype == dtype:
+            return
+        self.held = gradient.to(dtype) if self.held is None else self.held.add_(gradient)
+        self.unsharded.grad = None
+
+    def drop_gradient(self) -> None:
+        self.unsharded.grad = None
+        self.held = None
+
+
+UNITS_ATTRIBUTE = "_shardwise_units"
+
+
+def units_of(module: nn.Module) -> tuple[Unit, ...]:
+    """The units a module was made part of: one for each face that sharded it."""
+    units: tuple[Unit, ...] = module.__dict__.get(UNITS_ATTRIBUTE, ())
+    return units
+
+
+def show_sharded(slots: Iterable[Slot]) -> None:
+    for slot in slots:
+        for place in slot.places:
+            place.params[place.name] = slot.sharded
+
+
+def show_unsharded(slots: Iterable[Slot]) -> None:
+    for slot in slots:
+        for place in slot.places:
+            place.params[place.name] = slot.unsharded

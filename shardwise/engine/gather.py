@@ -1,0 +1,112 @@
+"""Gathering a unit: from every rank's row of shards to full parameters.
+
+    shards (own row) ──cast──▶ sent row ──one all-gather──▶ rows of all ranks ──copy-out──▶ full parameters
+
+The cast falls away when rows are sent as they are stored. All of it runs on the gather lane. With *parts*, a rank
+keeps a run of neighbouring rows after forward; the gather in backward then fetches only the others' runs, over a
+smaller group, and arrives at the very same rows.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from shardwise.comm.collectives import GroupCalls, Work
+from shardwise.engine.storage import Elastic
+from shardwise.plan.rows import RowsLayout, plan_pieces
+from shardwise.torch_internals import copy_all
+
+
+class PackedGather:
+    """The gather of one unit, with everything but the collective itself decided beforehand."""
+
+    def __init__(
+        self,
+        layout: RowsLayout,
+        shards: torch.Tensor,
+        stored_dtypes: list[torch.dtype],
+        sent_dtypes: list[torch.dtype],
+        full: Elastic,
+        device: torch.device,
+        calls: GroupCalls,
+        part_calls: GroupCalls | None,
+    ) -> None:
+        self._calls = calls
+        self._part_calls = part_calls
+        self._full = full
+        self._rows = Elastic(layout.world * layout.sent_bytes, device)
+        self._all_rows = self._rows.tensor(torch.uint8, 0, (layout.world * layout.sent_bytes,))
+        self._work: Work | None = None
+
+        self._own = shards
+        self._casts: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._cast_row: Elastic | None = None
+        if sent_dtypes != stored_dtypes or shards.device != device:
+            self._cast_row = Elastic(layout.sent_bytes, device)
+            self._own = self._cast_row.tensor(torch.uint8, 0, (layout.sent_bytes,))
+            for segment in layout.segments:
+                stored_dtype, sent_dtype = stored_dtypes[segment.members[0]], sent_dtypes[segment.members[0]]
+                stored_bytes = segment.numel * segment.stored_itemsize
+                source = shards[segment.stored_start_bytes : segment.stored_start_bytes + stored_bytes]
+                target = self._cast_row.tensor(sent_dtype, segment.sent_start_bytes, (segment.numel,))
+                self._casts.append((target, source.view(stored_dtype)))
+
+        self._targets: list[torch.Tensor] = []
+        self._sources: list[torch.Tensor] = []
+        for index, (cut, dtype) in enumerate(zip(layout.cuts, sent_dtypes, strict=True)):
+            start_bytes, full_bytes = layout.sent_starts_bytes[index], layout.full_starts_bytes[index]
+            for piece in plan_pieces(cut, start_bytes // dtype.itemsize, layout.sent_bytes // dtype.itemsize):
+                self._targets.append(
+                    full.tensor(
+                        dtype, full_bytes + piece.full_start * dtype.itemsize, piece.shape, piece.full_strides
+                    )
+                )
+                self._sources.append(
+                    self._rows.tensor(
+                        dtype, piece.packed_start * dtype.itemsize, piece.shape, piece.packed_strides
+                    )
+                )
+
+        self._part: Elastic | None = None
+        if part_calls is not None:
+            part_bytes = layout.sent_bytes * layout.world // part_calls.world
+            self._part = Elastic(part_bytes, device)
+            self._part_row = self._part.tensor(torch.uint8, 0, (part_bytes,))
+            self._part_source = self._rows.tensor(torch.uint8, part_calls.rank * part_bytes, (part_bytes,))
+
+    def issue(self) -> None:
+        """Starts the gather from every rank's shards."""
+        self._full.grow()
+        self._rows.grow()
+        if self._cast_row is not None:
+            self._cast_row.grow()
+            for target, source in self._casts:
+                target.copy_(source, non_blocking=True)
+        self._work = self._calls.issue_all_gather(self._all_rows, self._own)
+
+    def issue_from_parts(self) -> None:
+        """Starts the gather from the runs of rows kept after forward."""
+        assert self._part_calls is not None
+        self._full.grow()
+        self._rows.grow()
+        self._work = self._part_calls.issue_all_gather(self._all_rows, self._part_row)
+
+    def finish(self, keep_part: bool) -> None:
+        """Waits for the rows and copies them out; with ``keep_part``, this rank's run of rows stays behind."""
+        assert self._work is not None
+        self._work.wait()
+        self._work = None
+        copy_all(self._targets, self._sources)
+        if keep_part:
+            assert self._part is not None
+            self._part.grow()
+            self._part_row.copy_(self._part_source)
+        else:
+            self.drop_part()
+        self._rows.shrink()
+        if self._cast_row is not None:
+            self._cast_row.shrink()
+
+    def drop_part(self) -> None:
+        if self._part is not None:
+            self._part.shrink()

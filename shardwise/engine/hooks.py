@@ -1,0 +1,266 @@
+"""Where forward and backward touch a unit.
+
+A *pass* is one forward of a unit and the backward through it. Its signals:
+
+    outputs' gradient arrives   the weights are needed: gather them, and prefetch the next
+    inputs' gradients are done  the weights are no longer needed: reduce what has come in, free
+
+Inputs are passed on as views of themselves, and the signal is a hook on those views; a module that writes to its
+input in place keeps working (it loses the signal, and is served at the end of backward). Where no input needs a
+gradient, complete gradients of all parameters are the signal instead. Whatever gave no signal is flushed when
+backward ends.
+
+The graph holds the pass (through its hooks) and the pass holds its window; nothing here holds the graph.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise import trace
+from shardwise.engine.structure import map_tensors, tensors_in
+from shardwise.engine.unit import Unit
+from shardwise.plan.schedule import Window
+from shardwise.torch_internals import inside_backward
+
+
+class Pass:
+    """One forward of a unit, as its backward will find it."""
+
+    __slots__ = ("__weakref__", "has_input_signal", "hooks", "is_open", "place", "window")
+
+    def __init__(self, hooks: Hooks, window: Window) -> None:
+        self.hooks = hooks
+        self.window = window
+        self.place: int | None = None
+        self.is_open = False
+        self.has_input_signal = False
+
+    def outputs_gradient_arrives(self, gradient: torch.Tensor) -> None:
+        self.hooks.pre_backward(self)
+
+    def inputs_gradients_are_done(self, gradients: Any) -> None:
+        self.hooks.post_backward(self)
+
+
+class Hooks:
+    """The hooks of one unit on its modules, parameters and activations."""
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        self._visit: Pass | None = None
+        self._open: list[Pass] = []
+        self._is_lent = False
+        self._arrived = 0
+        self._owes_report = False
+        # Modules of a unit that still have to run in this forward: a unit of several frees after the last.
+        self._still_to_run: set[nn.Module] = set()
+        precision = unit.precision
+        self._input_dtype = precision.param_dtype if precision.cast_forward_inputs else None
+        self._output_dtype = precision.output_dtype
+        for module in unit.modules:
+            module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self.post_forward)
+
+    # --- forward --------------------------------------------------------------------------------------------------
+
+    def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        unit = self.unit
+        if unit.root.in_backward and inside_backward():
+            self._gather_for_recompute()
+        elif not self._still_to_run:
+            self._begin_forward()
+        if self._input_dtype is not None:
+            args, kwargs = map_tensors(self._cast_input, (args, kwargs))
+        visit = self._visit
+        if visit is not None and not visit.has_input_signal and torch.is_grad_enabled():
+            args, kwargs = self._signal_inputs(visit, args, kwargs)
+        return args, kwargs
+
+    def _begin_forward(self) -> None:
+        unit = self.unit
+        if unit.root.top is unit:
+            unit.root.begin_forward()
+        if len(unit.modules) > 1:
+            self._still_to_run = set(unit.modules)
+        root = unit.root
+        if unit.needs or root.top is unit:
+            self._visit = Pass(self, root.window)
+        for needed in unit.needs:
+            if needed.holders == 0 and needed.is_stale():
+                needed.reshard(trace.IN_FORWARD)
+            needed.holders += 1
+            needed.issue_gather(trace.IN_FORWARD, in_forward=True)
+        for chosen in unit.forward_prefetch:
+            chosen.issue_gather(trace.IN_FORWARD, in_forward=True, prefetch=True)
+        for needed in unit.needs:
+            needed.wait_gather()
+        if unit.recorder is not None and unit.slots:
+            unit.recorder.add(trace.PRE_FORWARD, unit.name, trace.IN_FORWARD, unit.rank)
+
+    def _gather_for_recompute(self) -> None:
+        """Activation checkpointing runs forward again inside backward: what it gathers, that backward frees."""
+        unit = self.unit
+        self._visit = Pass(self, unit.root.window) if unit.needs else None
+        for needed in unit.needs:
+            needed.issue_gather(trace.IN_PRE_BACKWARD)
+            needed.wait_gather()
+
+    def _cast_input(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self._input_dtype) if tensor.is_floating_point() else tensor
+
+    def _cast_output(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self._output_dtype) if tensor.is_floating_point() else tensor
+
+    def _signal_inputs(self, visit: Pass, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Passes the inputs on as views of themselves that tell when all their gradients are done."""
+        views: dict[int, torch.Tensor] = {}
+        for tensor in tensors_in((args, kwargs) if kwargs else args):
+            if tensor.requires_grad and id(tensor) not in views:
+                views[id(tensor)] = tensor.view_as(tensor)
+        if not views:
+            return args, kwargs
+        visit.has_input_signal = True
+        signals = list(views.values())
+        if len(signals) == 1:
+            signals[0].register_hook(visit.inputs_gradients_are_done)
+        else:
+            torch.autograd.graph.register_multi_grad_hook(
+                signals, visit.inputs_gradients_are_done, mode="all"
+            )
+        if not kwargs and all(isinstance(arg, torch.Tensor) for arg in args):
+            return tuple([views.get(id(arg), arg) for arg in args]), kwargs
+        return map_tensors(lambda tensor: views.get(id(tensor), tensor), (args, kwargs))
+
+    def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        unit, visit = self.unit, self._visit
+        recomputes = unit.root.in_backward and inside_backward()
+        if self._output_dtype is not None:
+            output = map_tensors(self._cast_output, output)
+        if visit is not None and torch.is_grad_enabled():
+            self._signal_outputs(visit, output, recomputes)
+        if recomputes:
+            return output
+        self._still_to_run.discard(module)
+        if not self._still_to_run:
+            self._end_forward()
+        return output
+
+    def _signal_outputs(self, visit: Pass, output: Any, recomputes: bool) -> None:
+        waits_for_gradient = False
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(visit.outputs_gradient_arrives)
+                waits_for_gradient = True
+        if not waits_for_gradient:
+            return
+        if visit.place is None and not recomputes:
+            visit.place = visit.window.ran(self.unit.number)
+        if not visit.has_input_signal:
+            self.unit.watch_gradients(self._gradient_arrived)
+
+    def _end_forward(self) -> None:
+        unit = self.unit
+        self._visit = None
+        if unit.recorder is not None and unit.slots:
+            unit.recorder.add(trace.POST_FORWARD, unit.name, trace.IN_FORWARD, unit.rank)
+        for needed in unit.needs:
+            needed.holders -= 1
+            if needed.holders == 0 and not needed.keeps_after_forward:
+                needed.reshard(trace.IN_FORWARD, keep_part=True)
+        if unit.root.top is unit:
+            unit.root.end_forward()
+
+    # --- backward -------------------------------------------------------------------------------------------------
+
+    def pre_backward(self, visit: Pass) -> None:
+        unit = self.unit
+        root = unit.root
+        root.begin_backward()
+        if visit.is_open:
+            return
+        visit.is_open = True
+        if not self._open:
+            self._arrived = 0
+        self._open.append(visit)
+        with torch.no_grad():
+            for needed in unit.needs:
+                needed.holders += 1
+                needed.issue_gather(trace.IN_PRE_BACKWARD)
+            for needed in unit.needs:
+                needed.wait_gather()
+                if needed is not unit:
+                    needed.hooks.lend()
+            if unit.recorder is not None and unit.slots:
+                unit.recorder.add(trace.PRE_BACKWARD, unit.name, trace.IN_PRE_BACKWARD, unit.rank)
+            root.prefetch_before(unit, visit)
+
+    def post_backward(self, visit: Pass) -> None:
+        """The inputs' gradients are done, so nothing of this pass is left in backward."""
+        if not visit.is_open:
+            return
+        with torch.no_grad():
+            self.unit.reduce_gradients()
+            self._report()
+            self._close(visit)
+
+    def _gradient_arrived(self, param: torch.Tensor) -> None:
+        """Counts complete gradients: all of them let the reduce start where no input gives a signal.
+
+        A frozen sibling may still be waiting for its turn in backward; the weights then stay until backward ends.
+        """
+        self._arrived += 1
+        if self._arrived != self.unit.num_trainable or not self._open:
+            return
+        if any(visit.has_input_signal for visit in self._open):
+            return
+        with torch.no_grad():
+            self.unit.reduce_gradients()
+            self._owes_report = True
+            if not self.unit.has_frozen:
+                for visit in tuple(self._open):
+                    self._close(visit)
+
+    def flush(self) -> None:
+        """The end of backward: reduces, frees and reports what gave no signal."""
+        if not (self._open or self._owes_report or self._is_lent):
+            return
+        if self._open or self.unit.has_gradients():
+            self.unit.reduce_gradients()
+            self._owes_report = True
+        if self._owes_report:
+            self._report()
+        for visit in tuple(self._open):
+            self._close(visit)
+        self._is_lent = self._owes_report = False
+
+    def _report(self) -> None:
+        unit = self.unit
+        if unit.recorder is not None and unit.slots:
+            unit.recorder.add(trace.POST_BACKWARD, unit.name, trace.IN_POST_BACKWARD, unit.rank)
+
+    def _close(self, visit: Pass) -> None:
+        visit.is_open = False
+        self._open.remove(visit)
+        for needed in self.unit.needs:
+            needed.holders -= 1
+            if needed.holders == 0 and needed.frees_after_backward:
+                needed.reshard(trace.IN_POST_BACKWARD)
+
+    def lend(self) -> None:
+        """Notes that another unit's backward uses this one's parameters: their gradients come without a pass here."""
+        self._is_lent = True
+
+    def forget(self) -> None:
+        """Drops what a broken-off step left behind."""
+        for visit in self._open:
+            visit.is_open = False
+        self._open.clear()
+        self._still_to_run.clear()
+        self._visit = None
+        self._is_lent = False
+        self._owes_report = False
+        self._arrived = 0

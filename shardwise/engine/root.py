@@ -1,0 +1,224 @@
+"""A root: the units of one model, what they have in flight, and the step they are in.
+
+A unit is born as its own root. The first forward of an outer unit adopts the units below it; from then on they share
+lanes, order and phase. Everything here is owned by one rank.
+
+Memory in flight, on a device whose host runs ahead: a unit that is let go keeps its memory until the compute stream
+has passed it, and the gather lane takes that memory back before it gathers the next but one.
+
+    compute   | unit 0 | unit 1 | unit 2 |
+    gather    | 1 |    | 2 |▲   | 3 |▲             ▲ waits until compute has left unit 0, then unit 1
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+import torch
+
+from shardwise import trace
+from shardwise.comm.agreement import check_same_model
+from shardwise.comm.streams import Mark, lanes_for
+from shardwise.engine.binding import units_of
+from shardwise.engine.reduce import PackedReduce, run_user_hooks
+from shardwise.errors import StateError
+from shardwise.plan.lifecycle import State
+from shardwise.plan.schedule import Window
+from shardwise.torch_internals import inside_backward, queue_end_of_backward
+
+if TYPE_CHECKING:
+    from shardwise.engine.hooks import Pass
+    from shardwise.engine.unit import Unit
+
+
+class Root:
+    """The step of one model on one rank."""
+
+    def __init__(self, top: Unit) -> None:
+        self.top = top
+        self.lanes = lanes_for(top.mesh.device)
+        self.in_forward = False
+        self.in_backward = False
+        self.is_last_backward = True
+        self.window = Window()
+        self.units: list[Unit] = []
+        self._is_settled = False
+        self._leaving: deque[tuple[Unit, Mark]] = deque()
+        self._reducing: tuple[PackedReduce, list[torch.Tensor | None], Mark] | None = None
+        self._adopt(top)
+
+    # --- the family -----------------------------------------------------------------------------------------------
+
+    def _adopt(self, unit: Unit) -> None:
+        unit.root = self
+        unit.number = len(self.units)
+        self.units.append(unit)
+
+    def settle(self) -> None:
+        """Adopts every unit below, names them by their place in the model, and checks that all ranks mean the same."""
+        if self._is_settled:
+            return
+        names: dict[Unit, str] = {self.top: ""}
+        for module in self.top.modules:
+            for name, child in module.named_modules():
+                for unit in units_of(child):
+                    names.setdefault(unit, name)
+        for unit in names:
+            if unit.root is not self and unit.root.is_busy:
+                raise StateError(
+                    f"unit '{unit.name}' is in the middle of a step of its own",
+                    where=f"first forward of the model around it, rank {unit.rank}",
+                    fix="finish its backward before the outer model runs for the first time",
+                )
+        self.units = []
+        for unit, name in names.items():
+            unit.name = name
+            self._adopt(unit)
+        self._check_agreement()
+        self._is_settled = True
+
+    def _check_agreement(self) -> None:
+        lines_of_mesh: dict[int, list[str]] = {}
+        meshes = {id(unit.mesh): unit.mesh for unit in self.units}
+        for unit in self.units:
+            lines = lines_of_mesh.setdefault(id(unit.mesh), [])
+            lines.extend(unit.descriptions())
+        for key, mesh in meshes.items():
+            for calls in (mesh.shard, mesh.replicate):
+                if calls is not None:
+                    check_same_model(lines_of_mesh[key], calls, mesh.device)
+
+    @property
+    def is_busy(self) -> bool:
+        return self.in_forward or self.in_backward
+
+    # --- forward --------------------------------------------------------------------------------------------------
+
+    def begin_forward(self) -> None:
+        if self.is_busy:
+            # The last step raised before its end: a forward or backward that ends well says so.
+            self.reset()
+        self.settle()
+        self.in_forward = True
+        self.window = Window()
+        # order: the optimizer's writes before the gathers of this step, because they read the shards
+        self.lanes.gather.after_compute()
+
+    def end_forward(self) -> None:
+        self.in_forward = False
+
+    # --- memory ---------------------------------------------------------------------------------------------------
+
+    def make_room(self, unit: Unit, prefetch: bool) -> None:
+        """Takes back memory that compute has left before ``unit`` is gathered.
+
+        A gather on demand may run beside the unit computed now, whose own memory is then the last one leaving; a
+        prefetch is one ahead already.
+        """
+        if not self.is_busy:
+            # order: writes to the shards before this gather, because no step began that would have waited for them
+            self.lanes.gather.after_compute()
+        self._take_back(0 if prefetch or any(leaving is unit for leaving, _ in self._leaving) else 1)
+
+    def let_go(self, unit: Unit) -> None:
+        """Frees a unit's full parameters, as soon as the compute stream has passed them."""
+        if self.lanes.host_runs_ahead:
+            self._leaving.append((unit, self.lanes.mark_compute()))
+        else:
+            unit.full.shrink()
+
+    def _take_back(self, keep: int) -> None:
+        while len(self._leaving) > keep:
+            gone, mark = self._leaving.popleft()
+            # order: compute's last use before the memory goes back to the lane, because the next gather writes it
+            self.lanes.gather.after(mark)
+            with self.lanes.gather:
+                gone.full.shrink()
+
+    # --- backward -------------------------------------------------------------------------------------------------
+
+    def begin_backward(self) -> None:
+        if not self.in_backward:
+            self.in_backward = True
+            queue_end_of_backward(self.end_backward)
+
+    def prefetch_before(self, unit: Unit, visit: Pass) -> None:
+        """Gathers ahead what this backward uses next."""
+        if unit.backward_prefetch is not None:
+            for chosen in unit.backward_prefetch:
+                chosen.issue_gather(trace.IN_PRE_BACKWARD, prefetch=True)
+        elif visit.place is not None:
+            number = visit.window.before(visit.place, self._is_reached)
+            if number is not None:
+                for needed in self.units[number].needs:
+                    needed.issue_gather(trace.IN_PRE_BACKWARD, prefetch=True)
+
+    def _is_reached(self, number: int) -> bool:
+        return self.units[number].is_reached_by_backward()
+
+    def start_reduce(self, reduce: PackedReduce, gradients: list[torch.Tensor | None]) -> None:
+        """Starts a reduce, once the one before it has given its gradients out."""
+        self.finish_reduce()
+        lane = self.lanes.reduce
+        # order: gradients before their packing, because backward writes them on the compute stream
+        lane.after_compute()
+        with lane:
+            reduce.issue(gradients)
+        # alive: the gradients, until compute has waited for their packing and may reuse their memory
+        self._reducing = (reduce, gradients if self.lanes.host_runs_ahead else [], lane.mark())
+
+    def finish_reduce(self) -> None:
+        if self._reducing is None:
+            return
+        reduce, _, packed = self._reducing
+        # order: packing before compute, because compute's allocator reuses the gradients' memory from here on
+        self.lanes.compute_after(packed)
+        self._reducing = None
+        lane = self.lanes.reduce
+        with lane:
+            received = reduce.finish()
+            hooks_ran = run_user_hooks(received)
+        if hooks_ran:
+            # order: an optimizer that steps in a hook before later gathers, because it writes the shards
+            self.lanes.gather.after(lane.mark())
+
+    def end_backward(self) -> None:
+        """Flushes what no signal has reduced or freed, and lets the compute stream see the gradients."""
+        with torch.no_grad():
+            for unit in reversed(self.units):
+                unit.hooks.flush()
+            self.finish_reduce()
+            if self.is_last_backward:
+                for unit in self.units:
+                    if unit.prefetched and unit.state is State.GATHERING:
+                        unit.reshard(trace.IN_POST_BACKWARD)
+            self._take_back(0)
+            # order: reduced gradients before what follows backward, because clipping and the optimizer read them
+            self.lanes.compute_after(self.lanes.reduce.mark())
+        self.in_backward = False
+
+    # --- recovery -------------------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Forgets a step that broke off: parameters sharded, nothing in flight, no gradient half way."""
+        if self.in_backward and inside_backward():
+            raise StateError(
+                "a step cannot be reset while its backward runs",
+                where=f"rank {self.top.rank}",
+                fix="let the exception leave backward() first",
+            )
+        with torch.no_grad():
+            if self._reducing is not None:
+                reduce, _, packed = self._reducing
+                self.lanes.compute_after(packed)
+                self._reducing = None
+                with self.lanes.reduce:
+                    reduce.abandon()
+            for unit in self.units:
+                unit.holders = 0
+                unit.hooks.forget()
+                unit.reshard(trace.IDLE)
+                unit.drop_gradients()
+            self._take_back(0)
+        self.in_forward = self.in_backward = False

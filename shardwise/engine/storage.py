@@ -1,0 +1,85 @@
+"""Memory of a unit: one buffer of shards that stays, and elastic buffers that come and go.
+
+Shards live in one flat buffer for as long as the model. Each sharded parameter is an alias of its part of it, made
+through dlpack: a plain view would carry its offset into the buffer, and then saving or copying one parameter takes
+the whole buffer along.
+
+An elastic buffer's tensors are persistent objects over memory that is not: its storage is grown before use and shrunk
+to nothing after. Autograd's saved tensors, hooks and compiled code keep pointing at the same tensors throughout.
+Each of its tensors has a version counter of its own (they are not views of one another), so filling one through an
+alias does not look to autograd like a change of the parameter.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from shardwise.plan.rows import RowsLayout
+
+
+def allocate_shards(
+    layout: RowsLayout, device: torch.device, dtypes: list[torch.dtype], rank: int
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """A rank's buffer of shards, zeroed so that padding is zero, and each parameter's part as a tensor of its own."""
+    buffer = torch.zeros(layout.stored_bytes, dtype=torch.uint8, device=device)
+    parts = []
+    for cut, start, dtype in zip(layout.cuts, layout.stored_starts_bytes, dtypes, strict=True):
+        shape = cut.local_shape(rank)
+        parts.append(alias(buffer, start, prod(shape), dtype).view(shape))
+    return buffer, parts
+
+
+def alias(buffer: torch.Tensor, start_bytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Part of a byte buffer as a tensor that owns exactly that part, as far as torch can see."""
+    part = buffer[start_bytes : start_bytes + numel * dtype.itemsize]
+    if buffer.device.type == "meta":
+        return torch.empty(numel, dtype=dtype, device="meta")
+    return from_dlpack(part).view(dtype)
+
+
+class Elastic:
+    """A buffer whose tensors persist while its memory comes and goes."""
+
+    def __init__(self, size_bytes: int, device: torch.device) -> None:
+        self._size_bytes = size_bytes
+        self._bytes = torch.empty(0, dtype=torch.uint8, device=device)
+        self._storage = self._bytes.untyped_storage()
+        self._grown = False
+
+    def tensor(
+        self,
+        dtype: torch.dtype,
+        start_bytes: int,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...] | None = None,
+    ) -> torch.Tensor:
+        """A tensor over this memory, present or not; ``strides`` default to contiguous ones."""
+        strides = contiguous_strides(shape) if strides is None else strides
+        made = torch.empty(0, dtype=dtype, device=self._bytes.device)
+        # Growing first keeps ``set_`` from sizing the storage to this one tensor.
+        grown = self._grown
+        self.grow()
+        made.set_(self._storage, start_bytes // dtype.itemsize, shape, strides)
+        if not grown:
+            self.shrink()
+        return made
+
+    def grow(self) -> None:
+        if not self._grown:
+            self._storage.resize_(self._size_bytes)
+            self._grown = True
+
+    def shrink(self) -> None:
+        if self._grown:
+            self._storage.resize_(0)
+            self._grown = False
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides = [1] * len(shape)
+    for i in range(len(shape) - 2, -1, -1):
+        strides[i] = strides[i + 1] * max(shape[i + 1], 1)
+    return tuple(strides)

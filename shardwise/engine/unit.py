@@ -1,0 +1,353 @@
+"""A unit: parameters that travel together, and their way through a training step.
+
+The unit knows its memory, its gather and its reduce, and moves through the states of ``plan/lifecycle``. *When* it
+moves is not decided here: forward and backward reach it through ``hooks``, order and prefetch through ``root``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardwise import trace
+from shardwise.comm.mesh import DataMesh
+from shardwise.engine.binding import Slot, show_sharded, show_unsharded
+from shardwise.engine.gather import PackedGather
+from shardwise.engine.reduce import PackedReduce
+from shardwise.engine.storage import Elastic, allocate_shards
+from shardwise.errors import StateError
+from shardwise.plan.lifecycle import State, Step, advance
+from shardwise.plan.rows import RowParam, RowsLayout, plan_rows
+from shardwise.plan.schedule import KEEP, AfterForward
+from shardwise.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from shardwise.torch_internals import (
+    backward_reaches,
+    dtensor_spec,
+    local_of,
+    replace_local,
+    spec_of,
+)
+
+if TYPE_CHECKING:
+    from shardwise.engine.hooks import Hooks
+    from shardwise.engine.root import Root
+
+
+class Unit:
+    """Parameters that are gathered, freed and reduced together."""
+
+    def __init__(
+        self,
+        name: str,
+        modules: tuple[nn.Module, ...],
+        slots: list[Slot],
+        mesh: DataMesh,
+        after_forward: AfterForward,
+        precision: MixedPrecisionPolicy,
+        offload: OffloadPolicy,
+    ) -> None:
+        self.name = name
+        self.modules = modules
+        self.slots = slots
+        self.mesh = mesh
+        self.precision = precision
+        self.offload = offload
+        self.rank = mesh.rank
+        self.recorder: trace.Recorder | None = None
+        # Set before anything else can reach the unit: its hooks on making, its root on adoption.
+        self.hooks: Hooks
+        self.root: Root
+        self.number = 0
+
+        # What users set on the module, read in the step.
+        self.after_forward = after_forward
+        self.after_forward_is_explicit = False
+        self.syncs_gradients = True
+        self.frees_after_backward = True
+        self.forward_prefetch: tuple[Unit, ...] = ()
+        self.backward_prefetch: tuple[Unit, ...] | None = None
+
+        # Units whose parameters this unit's modules show: its own, and those a tied parameter belongs to.
+        self.needs: tuple[Unit, ...] = (self,) if slots else ()
+        self.state = State.SHARDED
+        self.holders = 0
+        self.prefetched = False
+        self._gathers_part = False
+        self._gathered_version = -1
+        self._reduces: dict[tuple[bool, ...], PackedReduce] = {}
+        self._trainable: tuple[bool, ...] = ()
+        self._build()
+
+    # --- memory ---------------------------------------------------------------------------------------------------
+
+    def _build(self) -> None:
+        """Lays out the slots and gives them memory; sharded parameters keep their values and identity."""
+        with torch.inference_mode(False), torch.no_grad():
+            self._build_shards()
+            if self._is_meta:
+                return
+            self._build_full()
+
+    def _build_shards(self) -> None:
+        slots, mesh = self.slots, self.mesh
+        stored = [slot.stored_dtype for slot in slots]
+        sent = [slot.compute_dtype for slot in slots]
+        params = [
+            RowParam(slot.shape, slot.dim, (slot.stored_dtype, slot.compute_dtype), a.itemsize, b.itemsize)
+            for slot, a, b in zip(slots, stored, sent, strict=True)
+        ]
+        self.layout: RowsLayout = plan_rows(params, mesh.shard.world)
+        self._is_meta = any(slot.local.device.type == "meta" for slot in slots)
+        if self._is_meta:
+            return
+        on_host = isinstance(self.offload, CPUOffloadPolicy)
+        device = torch.device("cpu") if on_host else mesh.device
+        self.shards, parts = allocate_shards(self.layout, device, stored, mesh.shard.rank)
+        for slot, part in zip(slots, parts, strict=True):
+            part.copy_(slot.local)
+            replace_local(slot.sharded, part)
+            slot.local = part
+
+    def _build_full(self) -> None:
+        slots, mesh = self.slots, self.mesh
+        sent = [slot.compute_dtype for slot in slots]
+        self.full = Elastic(self.layout.full_bytes, mesh.device)
+        part_world = self.after_forward.part_world
+        self.gather = PackedGather(
+            self.layout,
+            self.shards,
+            [slot.stored_dtype for slot in slots],
+            sent,
+            self.full,
+            mesh.device,
+            mesh.shard,
+            mesh.part(part_world) if part_world else None,
+        )
+        for slot, dtype, start in zip(slots, sent, self.layout.full_starts_bytes, strict=True):
+            tensor = self.full.tensor(dtype, start, slot.shape)
+            slot.unsharded = nn.Parameter(tensor, requires_grad=slot.sharded.requires_grad)
+        self._watched: set[int] = set()
+        self._reduces = {}
+        self._note_trainable()
+
+    def descriptions(self) -> list[str]:
+        """A line for each parameter that tells whether ranks hold the same model."""
+        prefix = f"{self.name}." if self.name else ""
+        return [
+            f"'{prefix}{slot.name}' {list(slot.shape)} {slot.stored_dtype} sharded on dim {slot.dim}, computed in "
+            f"{slot.compute_dtype}, {'no memory yet' if slot.local.device.type == 'meta' else 'with memory'}"
+            for slot in self.slots
+        ]
+
+    def adopt_replaced_parameters(self) -> None:
+        """Takes parameters that were replaced from outside back into the unit's buffer.
+
+        ``.to()`` and ``to_empty()`` leave the buffer, ``load_state_dict(assign=True)`` brings new parameters. What
+        came must still be this unit's shards: anything else is refused, with the parameter's name.
+        """
+        for slot in self.slots:
+            place = slot.places[0]
+            param = place.params.get(place.name)
+            if param is None or not self._fits(slot, param):
+                raise StateError(
+                    f"parameter '{slot.name}' was replaced by {_described(param)}, which cannot take the place of "
+                    f"{_described(slot.sharded)}",
+                    where=f"unit '{self.name}', rank {self.rank}",
+                    fix="replace it with a DTensor of the same shape, mesh and placements, or load values with "
+                    "load_state_dict",
+                )
+            slot.sharded = param
+            slot.local = local_of(param)
+            if slot.compute_dtype == slot.stored_dtype:
+                slot.compute_dtype = param.dtype
+            slot.stored_dtype = param.dtype
+            spec = spec_of(param)
+            slot.spec = dtensor_spec(spec.mesh, spec.placements, param.shape, slot.spec.stride, param.dtype)
+        show_sharded(self.slots)
+        if meta := [slot.name for slot in self.slots if slot.local.device.type == "meta"]:
+            raise StateError(
+                f"parameters {meta} of unit '{self.name}' are still on the meta device",
+                where=f"rank {self.rank}",
+                fix="give them memory and values before the first forward: model.to_empty(device=...), then "
+                "initialise (e.g. reset_parameters()) or load a state dict",
+            )
+        self._build()
+
+    def _fits(self, slot: Slot, param: torch.Tensor) -> bool:
+        return (
+            isinstance(param, DTensor)
+            and tuple(param.shape) == slot.shape
+            and param.device_mesh == self.mesh.mesh
+            and tuple(param.placements) == tuple(slot.spec.placements)
+            and tuple(local_of(param).shape) == tuple(slot.local.shape)
+        )
+
+    def _note_trainable(self) -> None:
+        """Reads ``requires_grad``, which users may flip between steps, over to the unsharded parameters."""
+        trainable = tuple(slot.sharded.requires_grad for slot in self.slots)
+        if trainable != self._trainable:
+            self._trainable = trainable
+            for slot, requires_grad in zip(self.slots, trainable, strict=True):
+                slot.unsharded.requires_grad_(requires_grad)
+
+    # --- sharded and unsharded ------------------------------------------------------------------------------------
+
+    def issue_gather(self, phase: str, in_forward: bool = False, prefetch: bool = False) -> None:
+        """Starts to gather the parameters, unless they are there or under way."""
+        state = self.state
+        if state is State.UNSHARDED or state is State.GATHERING or not self.slots:
+            return
+        for slot in self.slots:
+            if not slot.is_as_left() or self._is_meta:
+                self.adopt_replaced_parameters()
+                break
+        self._note_trainable()
+        root = self.root
+        root.make_room(self, prefetch)
+        lane = root.lanes.gather
+        self._gathers_part = in_forward and self.after_forward.part_world > 0 and not self.keeps_after_forward
+        with lane:
+            if state is State.SHARDED_AFTER_FORWARD and not in_forward:
+                self.gather.issue_from_parts()
+            else:
+                self.gather.drop_part()
+                self.gather.issue()
+            if self.mesh.shard.ordered_by_stream:
+                self._finish_gather()
+        self.state = advance(state, Step.GATHER)
+        self.prefetched = prefetch
+        if self.recorder is not None:
+            self.recorder.add(trace.UNSHARD, self.name, phase, self.rank)
+
+    def _finish_gather(self) -> None:
+        self.gather.finish(self._gathers_part)
+        self._arrival = self.root.lanes.gather.mark()
+
+    def wait_gather(self) -> None:
+        """Makes the parameters usable by what comes next on the compute stream, and shows them."""
+        if self.state is not State.GATHERING:
+            return
+        if not self.mesh.shard.ordered_by_stream:
+            with self.root.lanes.gather:
+                self._finish_gather()
+        # order: copy-out before compute, because forward and backward read the full parameters
+        self.root.lanes.compute_after(self._arrival)
+        show_unsharded(self.slots)
+        self._gathered_version = self._version()
+        self.state = advance(State.GATHERING, Step.ARRIVE)
+        self.prefetched = False
+
+    def reshard(self, phase: str, keep_part: bool = False) -> None:
+        """Frees the unsharded parameters, or calls off a gather that nobody waits for."""
+        state = self.state
+        if state is State.SHARDED:
+            return
+        if state is State.GATHERING:
+            self.wait_gather()  # the collective is under way on all ranks: it must land before its memory goes
+        if state is State.SHARDED_AFTER_FORWARD:
+            self.gather.drop_part()
+        else:
+            show_sharded(self.slots)
+            self.root.let_go(self)
+        keep_part = keep_part and self._gathers_part
+        if not keep_part and self._gathers_part:
+            self.gather.drop_part()
+        self.state = advance(self.state, Step.KEEP_PART if keep_part else Step.RESHARD)
+        if self.recorder is not None:
+            self.recorder.add(trace.RESHARD, self.name, phase, self.rank)
+
+    def _version(self) -> int:
+        return sum(slot.version() for slot in self.slots)
+
+    def is_stale(self) -> bool:
+        """Whether the shards were written to since the parameters were gathered."""
+        return self.state is State.UNSHARDED and self._version() != self._gathered_version
+
+    @property
+    def keeps_after_forward(self) -> bool:
+        """The root's parameters are needed at once when backward begins, so it keeps them unless told otherwise."""
+        if self.root.top is self and not self.after_forward_is_explicit:
+            return True
+        return self.after_forward is KEEP
+
+    # --- gradients ------------------------------------------------------------------------------------------------
+
+    @property
+    def num_trainable(self) -> int:
+        return sum(self._trainable)
+
+    @property
+    def has_frozen(self) -> bool:
+        return not all(self._trainable)
+
+    def has_gradients(self) -> bool:
+        return any(slot.unsharded.grad is not None for slot in self.slots)
+
+    def is_reached_by_backward(self) -> bool:
+        """Whether the backward that is running now will use this unit's parameters.
+
+        Trainable parameters tell by their gradients. A unit that is frozen through and through cannot tell, and is
+        taken to be used.
+        """
+        if not self.slots:
+            return False
+        leaves = [slot.unsharded for slot in self.slots if slot.unsharded.requires_grad]
+        return not leaves or any(backward_reaches(leaf) for leaf in leaves)
+
+    def watch_gradients(self, arrived: Callable[[torch.Tensor], None]) -> None:
+        """Calls ``arrived`` as each trainable parameter's gradient is complete; registered once in a lifetime."""
+        for index, slot in enumerate(self.slots):
+            if slot.unsharded.requires_grad and index not in self._watched:
+                self._watched.add(index)
+                slot.unsharded.register_post_accumulate_grad_hook(arrived)
+
+    def reduce_gradients(self) -> None:
+        """Starts to reduce the gradients that have come in; without sync, keeps them."""
+        if not self.syncs_gradients:
+            dtype = self._held_dtype()
+            for slot in self.slots:
+                slot.hold_gradient(dtype or slot.compute_dtype)
+            return
+        slots = [slot for slot in self.slots if slot.unsharded.requires_grad]
+        gradients = [slot.take_gradient() for slot in slots]
+        if all(gradient is None for gradient in gradients):
+            return
+        reduce = self._reduces.get(self._trainable)
+        if reduce is None:
+            reduce = PackedReduce(slots, self.mesh, self._reduce_dtype(slots), self.shards.device)
+            self._reduces[self._trainable] = reduce
+        self.root.start_reduce(reduce, gradients)
+        if self.recorder is not None:
+            self.recorder.add(trace.REDUCE, self.name, trace.IN_POST_BACKWARD, self.rank)
+
+    def _reduce_dtype(self, slots: list[Slot]) -> torch.dtype:
+        """One dtype for the whole unit: the policy's, or the one that holds all gradients without loss."""
+        if self.precision.reduce_dtype is not None:
+            return self.precision.reduce_dtype
+        dtype = slots[0].compute_dtype
+        for slot in slots[1:]:
+            dtype = torch.promote_types(dtype, slot.compute_dtype)
+        return dtype
+
+    def _held_dtype(self) -> torch.dtype | None:
+        """The policy's reduce dtype if it is wider than what gradients come in."""
+        wide, narrow = self.precision.reduce_dtype, self.precision.param_dtype
+        if wide is None or (narrow is not None and wide.itemsize <= narrow.itemsize):
+            return None
+        return wide
+
+    def drop_gradients(self) -> None:
+        for slot in self.slots:
+            slot.drop_gradient()
+
+
+def _described(param: object) -> str:
+    if isinstance(param, DTensor):
+        return f"a DTensor of shape {tuple(param.shape)} placed {tuple(param.placements)}"
+    if isinstance(param, torch.Tensor):
+        return f"a plain tensor of shape {tuple(param.shape)}"
+    return "nothing" if param is None else f"a {type(param).__name__}"

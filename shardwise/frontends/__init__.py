@@ -1,0 +1,1 @@
+"""SHOW: the public faces of the engine."""

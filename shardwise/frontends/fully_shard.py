@@ -1,0 +1,417 @@
+"""``fully_shard``: the composable face. Modules keep their class and names; their parameters become DTensors.
+
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)                 # or, in one call: fully_shard(model, wrap=Block)
+
+Arguments are checked here, completely, before the engine changes anything.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Any, NoReturn, TypeVar, overload
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise import trace
+from shardwise.comm.mesh import DataMesh, data_mesh, default_mesh
+from shardwise.engine.binding import units_of
+from shardwise.engine.making import PlacementFn, check_unit, make_unit
+from shardwise.engine.unit import Unit
+from shardwise.errors import ConfigError, ConfigTypeError, StateError
+from shardwise.frontends.wrapping import Wrap, choose_modules, has_forward
+from shardwise.plan.schedule import FREE, KEEP, plan_after_forward
+from shardwise.policies import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from shardwise.torch_internals import default_device_type
+
+M = TypeVar("M", bound=nn.Module)
+
+_AS_IS = MixedPrecisionPolicy()
+_ON_DEVICE = OffloadPolicy()
+
+
+@overload
+def fully_shard(
+    module: M,
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: PlacementFn | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
+    wrap: Wrap | None = ...,
+) -> M: ...
+
+
+@overload
+def fully_shard(
+    module: list[nn.Module],
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: PlacementFn | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
+) -> list[nn.Module]: ...
+
+
+def fully_shard(
+    module: Any,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: PlacementFn | None = None,
+    mp_policy: MixedPrecisionPolicy = _AS_IS,
+    offload_policy: OffloadPolicy = _ON_DEVICE,
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+    wrap: Wrap | None = None,
+) -> Any:
+    """Shards a module's parameters, gradients and so its optimizer state over the ranks of a mesh.
+
+    The parameters of ``module`` that no earlier call took become one *unit*: gathered together before the module
+    runs, freed after it, gathered again for its backward, their gradients reduced together. So call it bottom-up, on
+    the blocks of a model and then on the model; or let ``wrap`` do that.
+
+    Args:
+        module: the module to shard, in place; or a list of modules that become one unit.
+        mesh: one axis (shard) or two (replicate, shard). Default: all ranks.
+        reshard_after_forward: ``True`` frees parameters after forward and gathers them again in backward; ``False``
+            keeps them; an int keeps them sharded over that many neighbouring ranks; ``None`` means ``True``. The
+            outermost unit keeps its parameters in any case (``set_reshard_after_forward`` overrides that).
+        shard_placement_fn: takes a parameter, returns the ``Shard(dim)`` it is cut along, or ``None`` for dim 0. Sizes
+            need not divide.
+        mp_policy: dtypes to compute and reduce in.
+        offload_policy: where shards live.
+        ignored_params: parameters to leave alone.
+        dp_mesh_dims: which axes of a larger mesh shard and replicate.
+        wrap: which modules below become units of their own first: a class, several, a least number of elements, or a
+            callable that takes a module and returns a bool or a mapping of keywords for it.
+
+    Returns:
+        ``module``, whose class is now also an ``FSDPModule``.
+    """
+    modules = _as_modules(module)
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "reshard_after_forward": reshard_after_forward,
+        "shard_placement_fn": shard_placement_fn,
+        "mp_policy": mp_policy,
+        "offload_policy": offload_policy,
+        "dp_mesh_dims": dp_mesh_dims,
+    }
+    ignored = _checked_ignored(ignored_params)
+    chosen: list[tuple[tuple[nn.Module, ...], dict[str, Any]]] = []
+    if wrap is not None:
+        if len(modules) != 1:
+            raise ConfigError(
+                "wrap chooses units inside one module, but a list of modules was given",
+                where="fully_shard([...], wrap=...)",
+                fix="call fully_shard once for each of them",
+            )
+        for inner, overrides in choose_modules(modules[0], wrap, ignored):
+            if not units_of(inner):
+                chosen.append(((inner,), {**options, **overrides}))
+    chosen.append((modules, options))
+    # Every call is checked before the first one changes anything: a refusal leaves the whole model as it was.
+    calls = [_Call(members, ignored, **chosen_options) for members, chosen_options in chosen]
+    for call in calls:
+        call.make()
+    return module
+
+
+class _Call:
+    """One checked call: everything a unit needs, and nothing changed yet."""
+
+    def __init__(
+        self,
+        modules: tuple[nn.Module, ...],
+        ignored: set[nn.Parameter],
+        mesh: DeviceMesh | None,
+        reshard_after_forward: bool | int | None,
+        shard_placement_fn: PlacementFn | None,
+        mp_policy: MixedPrecisionPolicy,
+        offload_policy: OffloadPolicy,
+        dp_mesh_dims: DataParallelMeshDims | None,
+    ) -> None:
+        self.modules = modules
+        self.ignored = ignored
+        self.placement_fn = shard_placement_fn
+        self.precision = mp_policy
+        self.offload = offload_policy
+        self.name = type(modules[0]).__name__
+        call = f"fully_shard({self.name})"
+        _check_modules(modules, call)
+        _check_policies(mp_policy, offload_policy, call)
+        if mesh is None:
+            mesh = default_mesh(default_device_type(), call)
+        elif not isinstance(mesh, DeviceMesh):
+            raise ConfigTypeError(
+                f"mesh is a {type(mesh).__name__}, not a DeviceMesh",
+                where=call,
+                fix="make one with torch.distributed.device_mesh.init_device_mesh",
+            )
+        self.mesh: DataMesh = data_mesh(mesh, dp_mesh_dims, call)
+        self.where = f"{call}, rank {self.mesh.rank}"
+        self.after_forward = plan_after_forward(
+            reshard_after_forward,
+            self.mesh.shard.world,
+            self.name,
+            f"fully_shard({self.name}, reshard_after_forward={reshard_after_forward!r}), rank {self.mesh.rank}",
+        )
+        if reshard_after_forward == 1 and reshard_after_forward is not True:
+            warnings.warn(
+                "reshard_after_forward=1 keeps the parameters whole on every rank, which is False; True frees them",
+                stacklevel=3,
+            )
+        check_unit(modules, ignored, shard_placement_fn, self.where)
+
+    def make(self) -> None:
+        unit = make_unit(
+            self.name,
+            self.modules,
+            self.mesh,
+            self.after_forward,
+            self.placement_fn,
+            self.precision,
+            self.offload,
+            self.ignored,
+        )
+        for module in self.modules:
+            _become_fsdp_module(module)
+        _keep_state_dicts_sharded(unit)
+
+
+def _as_modules(module: Any) -> tuple[nn.Module, ...]:
+    modules = tuple(module) if isinstance(module, (list, tuple)) else (module,)
+    for member in modules:
+        if not isinstance(member, nn.Module):
+            raise ConfigTypeError(
+                f"fully_shard was given a {type(member).__name__}, not a module",
+                where=f"fully_shard({type(module).__name__})",
+                fix="pass an nn.Module or a list of them",
+            )
+    if not modules:
+        raise ConfigError("fully_shard was given no module", where="fully_shard([])", fix="pass at least one")
+    return modules
+
+
+def _checked_ignored(ignored: Iterable[nn.Parameter] | None) -> set[nn.Parameter]:
+    result = set(ignored or ())
+    for param in result:
+        if not isinstance(param, torch.Tensor):
+            raise ConfigTypeError(
+                f"ignored_params holds a {type(param).__name__}",
+                where="fully_shard(ignored_params=...)",
+                fix="pass the parameters themselves, e.g. set(model.adapter.parameters())",
+            )
+    return result
+
+
+def _check_modules(modules: tuple[nn.Module, ...], where: str) -> None:
+    if len(set(modules)) != len(modules):
+        raise ConfigError("a module stands in the list twice", where=where, fix="name each module once")
+    for module in modules:
+        name = type(module).__name__
+        if units_of(module):
+            raise ConfigError(
+                f"{name} is sharded already", where=where, fix="call fully_shard once for each module"
+            )
+        if not has_forward(module):
+            raise ConfigError(
+                f"{name} only holds modules: nothing calls it, so nothing would gather its parameters",
+                where=where,
+                fix=f"shard the modules inside the {name}, or the module around it",
+            )
+
+
+def _check_policies(precision: MixedPrecisionPolicy, offload: OffloadPolicy, where: str) -> None:
+    if not isinstance(precision, MixedPrecisionPolicy):
+        raise ConfigTypeError(
+            f"mp_policy is a {type(precision).__module__}.{type(precision).__name__}",
+            where=where,
+            fix="pass a shardwise.MixedPrecisionPolicy",
+        )
+    if not isinstance(offload, OffloadPolicy):
+        raise ConfigTypeError(
+            f"offload_policy is a {type(offload).__module__}.{type(offload).__name__}",
+            where=where,
+            fix="pass a shardwise.CPUOffloadPolicy or leave it out",
+        )
+
+
+# --- the module's new class ---------------------------------------------------------------------------------------
+
+_FSDP_CLASSES: dict[type, type] = {}
+
+
+def _become_fsdp_module(module: nn.Module) -> None:
+    cls = type(module)
+    if issubclass(cls, FSDPModule):
+        return
+    fsdp_cls = _FSDP_CLASSES.get(cls)
+    if fsdp_cls is None:
+        # Threads that race here make equal classes; one of them stays.
+        made = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
+        fsdp_cls = _FSDP_CLASSES.setdefault(cls, made)
+    module.__class__ = fsdp_cls
+
+
+def _keep_state_dicts_sharded(unit: Unit) -> None:
+    """State dicts are read and written in the sharded form, whatever state the unit is in."""
+    for module in {place.module: None for slot in unit.slots for place in slot.places}:
+        module.register_state_dict_pre_hook(lambda *_: _reshard_for_state_dict(unit))
+        module.register_load_state_dict_pre_hook(lambda *_: _reshard_for_state_dict(unit))
+
+
+def _reshard_for_state_dict(unit: Unit) -> None:
+    if unit.holders:
+        raise StateError(
+            f"a state dict was asked for while unit '{unit.name}' is in use",
+            where=f"rank {unit.rank}, inside a forward or backward",
+            fix="take state dicts between steps",
+        )
+    unit.reshard(trace.IDLE)
+
+
+class UnshardHandle:
+    """What ``unshard(async_op=True)`` returns: wait on it before using the parameters."""
+
+    def __init__(self, units: tuple[Unit, ...] = ()) -> None:
+        self._units = units
+
+    def wait(self) -> None:
+        """Makes the unsharded parameters usable and shows them in the module. Waiting twice does no harm."""
+        for unit in self._units:
+            unit.wait_gather()
+        self._units = ()
+
+
+class FSDPModule:
+    """What a sharded module can do besides being the module it was."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        # Containers build parts of themselves by calling their class (slicing a Sequential): those are plain.
+        plain: Any = cls.__mro__[2]
+        return plain(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise _not_copied("deepcopy", self)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise _not_copied("pickle", self)
+
+    # --- parameters by hand ---------------------------------------------------------------------------------------
+
+    def reshard(self) -> None:
+        """Frees this module's unsharded parameters, if it has any, and shows the sharded ones. Not recursive."""
+        for unit in _own_units(self):
+            unit.reshard(trace.IDLE)
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gathers this module's parameters. Not recursive.
+
+        With ``async_op`` the gather runs in the background: the handle's ``wait()``, or the module's own forward,
+        waits for it.
+        """
+        units = _own_units(self)
+        for unit in units:
+            unit.root.settle()
+            if unit.is_stale():
+                unit.reshard(trace.IDLE)
+            unit.issue_gather(trace.IDLE)
+        handle = UnshardHandle(units)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reset_iter_state(self) -> None:
+        """Forgets a step that raised: parameters are sharded again, gradients half way are dropped.
+
+        The next forward of the root does this by itself; call it to have the memory back at once.
+        """
+        for unit in _own_units(self):
+            unit.root.reset()
+
+    # --- settings -------------------------------------------------------------------------------------------------
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Says whether the next backward is the last one through this forward."""
+        for unit in _own_units(self):
+            unit.root.is_last_backward = is_last_backward
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Without sync, gradients stay unsharded on this rank: for micro-batches before the last one."""
+        for unit in _units_below(self, recurse):
+            unit.syncs_gradients = requires_gradient_sync
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Changes what is kept after forward; said to the root itself, it holds for the root too."""
+        if not isinstance(reshard_after_forward, bool):
+            raise ConfigTypeError(
+                f"set_reshard_after_forward takes a bool, not {reshard_after_forward!r}",
+                where=f"{type(self).__name__}.set_reshard_after_forward",
+                fix="pass True or False; an int is given to fully_shard, which makes its groups",
+            )
+        for unit in _units_below(self, recurse):
+            unit.after_forward = FREE if reshard_after_forward else KEEP
+            unit.after_forward_is_explicit = True
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Keeps parameters unsharded after backward, to save the next forward's gather while they do not change."""
+        for unit in _units_below(self, recurse):
+            unit.frees_after_backward = reshard_after_backward
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Gathers these modules when this one's forward begins."""
+        chosen = _units_of_all(modules, "set_modules_to_forward_prefetch")
+        for unit in _own_units(self):
+            unit.forward_prefetch = chosen
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Gathers these modules when this one's backward begins, instead of the one that ran before it."""
+        chosen = _units_of_all(modules, "set_modules_to_backward_prefetch")
+        for unit in _own_units(self):
+            unit.backward_prefetch = chosen
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        # ``.to()`` and the like must find the sharded parameters, not the unsharded ones.
+        self.reshard()
+        return super()._apply(*args, **kwargs)  # type: ignore[misc]
+
+
+def _own_units(module: Any) -> tuple[Unit, ...]:
+    return units_of(module)
+
+
+def _units_below(module: Any, recurse: bool) -> list[Unit]:
+    modules = module.modules() if recurse else (module,)
+    return list(dict.fromkeys(unit for member in modules for unit in units_of(member)))
+
+
+def _units_of_all(modules: list[FSDPModule], call: str) -> tuple[Unit, ...]:
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ConfigTypeError(
+                f"{call} was given a {type(module).__name__}, which is not sharded",
+                where=call,
+                fix="pass modules on which fully_shard was called",
+            )
+    return tuple(unit for module in modules for unit in _own_units(module))
+
+
+def _not_copied(how: str, module: FSDPModule) -> StateError:
+    return StateError(
+        f"{type(module).__name__} cannot be copied by {how}: its parameters are tied to the ranks it is sharded over",
+        where=f"{how} of a sharded module",
+        fix="copy the model before fully_shard, or build a second one and load this one's state_dict() into it",
+    )

@@ -1,0 +1,125 @@
+"""Which modules of a model become units: by class, by size, or by a callable.
+
+    fully_shard(model, wrap=TransformerBlock)
+    fully_shard(model, wrap=(Block, nn.Embedding))
+    fully_shard(model, wrap=20_000_000)                        # a module whose parameters reach this many elements
+    fully_shard(model, wrap=lambda module: isinstance(module, Block) and {"reshard_after_forward": False})
+
+The model itself always becomes a unit, after the modules chosen here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+from shardwise.errors import ConfigError, ConfigTypeError
+
+Choice = bool | Mapping[str, Any] | None
+Wrap = type[nn.Module] | Iterable[type[nn.Module]] | int | Callable[[nn.Module], Choice]
+
+# What a callable may set for a module it chooses.
+OVERRIDES = frozenset(
+    ("mesh", "reshard_after_forward", "shard_placement_fn", "mp_policy", "offload_policy", "dp_mesh_dims")
+)
+
+
+def choose_modules(
+    model: nn.Module, wrap: Wrap, ignored: set[nn.Parameter]
+) -> list[tuple[nn.Module, dict[str, Any]]]:
+    """The modules below ``model`` that become units, inner ones first, each with the keywords it overrides."""
+    if isinstance(wrap, bool):
+        raise _unknown(wrap)
+    if isinstance(wrap, int):
+        chosen: list[tuple[nn.Module, dict[str, Any]]] = [
+            (module, {}) for module in _by_size(model, wrap, ignored)
+        ]
+    elif isinstance(wrap, type):
+        chosen = _by_choice(model, _is_one_of((wrap,)))
+    elif isinstance(wrap, Iterable):
+        classes = tuple(wrap)
+        if not classes or not all(isinstance(cls, type) for cls in classes):
+            raise _unknown(classes)
+        chosen = _by_choice(model, _is_one_of(classes))
+    elif callable(wrap):
+        chosen = _by_choice(model, wrap)
+    else:
+        raise _unknown(wrap)
+    if not chosen:
+        raise ConfigError(
+            f"wrap={wrap!r} chooses no module of {type(model).__name__}: the whole model would be one unit",
+            where=f"fully_shard({type(model).__name__}, wrap=...)",
+            fix="name a class that the model contains, a smaller size, or leave wrap out to shard it as one unit",
+        )
+    return chosen
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Containers such as ``ModuleList`` only hold modules: nothing calls them, so nothing would gather them."""
+    return type(module).forward is not nn.Module.forward
+
+
+def _is_one_of(classes: tuple[type, ...]) -> Callable[[nn.Module], bool]:
+    return lambda module: isinstance(module, classes)
+
+
+def _by_choice(
+    model: nn.Module, choose: Callable[[nn.Module], Choice]
+) -> list[tuple[nn.Module, dict[str, Any]]]:
+    chosen = []
+    for module in _inner_first(model):
+        choice = choose(module)
+        if not choice and not isinstance(choice, Mapping):
+            continue
+        overrides = dict(choice) if isinstance(choice, Mapping) else {}
+        if unknown := set(overrides) - OVERRIDES:
+            raise ConfigError(
+                f"wrap returned the keywords {sorted(unknown)} for a {type(module).__name__}",
+                where="fully_shard(model, wrap=...)",
+                fix=f"return a bool, or a mapping with keys of {sorted(OVERRIDES)}",
+            )
+        chosen.append((module, overrides))
+    return chosen
+
+
+def _by_size(model: nn.Module, least_numel: int, ignored: set[nn.Parameter]) -> list[nn.Module]:
+    if least_numel < 1:
+        raise ConfigError(
+            f"wrap={least_numel} is no size",
+            where="fully_shard(model, wrap=...)",
+            fix="pass the least number of elements of a unit, e.g. wrap=10_000_000",
+        )
+    taken: set[int] = {id(param) for param in ignored}
+    chosen = []
+    for module in _inner_first(model):
+        free = [param for param in module.parameters() if id(param) not in taken]
+        if has_forward(module) and sum(param.numel() for param in free) >= least_numel:
+            chosen.append(module)
+            taken.update(id(param) for param in free)
+    return chosen
+
+
+def _inner_first(model: nn.Module) -> list[nn.Module]:
+    """Every module below ``model`` but not itself, children before parents."""
+    order: list[nn.Module] = []
+    seen = {model}
+
+    def visit(module: nn.Module) -> None:
+        for child in module.children():
+            if child not in seen:
+                seen.add(child)
+                visit(child)
+                order.append(child)
+
+    visit(model)
+    return order
+
+
+def _unknown(wrap: object) -> ConfigTypeError:
+    return ConfigTypeError(
+        f"wrap={wrap!r} says nothing about which modules to shard",
+        where="fully_shard(model, wrap=...)",
+        fix="pass a module class, several, a least number of elements, or a callable that takes a module",
+    )

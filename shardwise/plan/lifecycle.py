@@ -1,0 +1,57 @@
+"""The states of a unit's parameters, and every step between them.
+
+                 gather               arrive                 keep_part
+    SHARDED ───────────▶ GATHERING ───────────▶ UNSHARDED ───────────▶ SHARDED_AFTER_FORWARD
+       ▲ ▲                │      ▲                  │                       │         │
+       │ └────abandon─────┘      └──────────────────┼────────gather─────────┘         │
+       └───────────────────reshard──────────────────┴─────────────────reshard─────────┘
+
+A step that is not in the table is a bug in the engine, and says so.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from shardwise.errors import StateError
+
+
+class State(Enum):
+    SHARDED = "sharded"
+    GATHERING = "gathering"
+    UNSHARDED = "unsharded"
+    SHARDED_AFTER_FORWARD = "sharded after forward"
+
+    # Enum's own hash goes through the member's name on every look-up; states key a table in the training step.
+    __hash__ = object.__hash__
+
+
+class Step(Enum):
+    GATHER = "gather"
+    ARRIVE = "arrive"
+    ABANDON = "abandon"
+    RESHARD = "reshard"
+    KEEP_PART = "keep_part"
+
+    __hash__ = object.__hash__
+
+
+TRANSITIONS = {
+    (State.SHARDED, Step.GATHER): State.GATHERING,
+    (State.SHARDED_AFTER_FORWARD, Step.GATHER): State.GATHERING,
+    (State.GATHERING, Step.ARRIVE): State.UNSHARDED,
+    (State.GATHERING, Step.ABANDON): State.SHARDED,
+    (State.UNSHARDED, Step.RESHARD): State.SHARDED,
+    (State.UNSHARDED, Step.KEEP_PART): State.SHARDED_AFTER_FORWARD,
+    (State.SHARDED_AFTER_FORWARD, Step.RESHARD): State.SHARDED,
+}
+
+
+def advance(state: State, step: Step) -> State:
+    following = TRANSITIONS.get((state, step))
+    if following is None:
+        raise StateError(
+            f"a unit that is {state.value} cannot take the step '{step.value}'",
+            fix="this is a defect of shardwise: please report it with the trace of the step",
+        )
+    return following

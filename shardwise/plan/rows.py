@@ -1,0 +1,264 @@
+"""The ``rows`` layout: every parameter is cut along one dim, and a unit's parts travel together.
+
+Take a unit of two parameters, A (5 rows) and B (4 rows), over 2 ranks. A rank's *row* holds its part of each,
+padded at its end to the same length everywhere, so that one plain collective can carry the whole unit:
+
+    rank 0   | A0 A1 A2 | B0 B1 |
+    rank 1   | A3 A4 .. | B2 B3 |        '..' is padding, always zero
+
+    full     | A0 A1 A2 A3 A4 |  | B0 B1 B2 B3 |      each parameter contiguous again
+
+Parameters of the same kind (dtype) stand together in a *segment*: one cast serves a segment. Starts are aligned,
+so that every part can be used as a tensor of its own. A row exists in two measures: *stored* (the dtype the
+optimizer sees) and *sent* (the dtype that goes over the wire); element offsets within a segment are the same in
+both. The pieces below say which strided block of a full parameter is which strided block of the packed rows; they
+serve the copy-out after a gather and the pack before a reduce alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from shardwise.plan.spans import Span, aligned, ceil_div, cut_evenly
+
+ALIGNMENT_BYTES = 16
+
+
+@dataclass(frozen=True)
+class RowParam:
+    """One parameter as the plan sees it: its shape, the dim it is cut along, and its element sizes."""
+
+    shape: tuple[int, ...]
+    dim: int
+    kind: Hashable
+    stored_itemsize: int
+    sent_itemsize: int
+
+
+@dataclass(frozen=True)
+class RowCut:
+    """How one parameter is cut along ``dim`` over ``world`` ranks."""
+
+    shape: tuple[int, ...]
+    dim: int
+    world: int
+
+    @property
+    def size(self) -> int:
+        return self.shape[self.dim]
+
+    @property
+    def share(self) -> int:
+        """Rows a rank holds, padding included."""
+        return ceil_div(self.size, self.world)
+
+    @property
+    def outer(self) -> int:
+        return prod(self.shape[: self.dim])
+
+    @property
+    def inner(self) -> int:
+        return prod(self.shape[self.dim + 1 :])
+
+    @property
+    def padded_numel(self) -> int:
+        """Elements of the parameter in every rank's row."""
+        return self.outer * self.share * self.inner
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    def rows_of(self, rank: int) -> Span:
+        return cut_evenly(self.size, self.world, rank)
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        return (*self.shape[: self.dim], self.rows_of(rank).numel, *self.shape[self.dim + 1 :])
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The same elements twice: as a strided block of the full parameter, and of the packed rows of all ranks."""
+
+    shape: tuple[int, ...]
+    full_start: int
+    full_strides: tuple[int, ...]
+    packed_start: int
+    packed_strides: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Pad:
+    """A strided block of the packed rows that no parameter fills."""
+
+    shape: tuple[int, ...]
+    packed_start: int
+    packed_strides: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Neighbours of one kind in a row. ``starts`` are element offsets from the segment's own start."""
+
+    kind: Hashable
+    members: tuple[int, ...]
+    starts: tuple[int, ...]
+    numel: int
+    stored_itemsize: int
+    sent_itemsize: int
+    stored_start_bytes: int
+    sent_start_bytes: int
+
+
+@dataclass(frozen=True)
+class RowsLayout:
+    """Where every parameter of a unit stands: in a rank's row (stored and sent) and in the full buffer."""
+
+    world: int
+    cuts: tuple[RowCut, ...]
+    segments: tuple[Segment, ...]
+    stored_bytes: int
+    sent_bytes: int
+    stored_starts_bytes: tuple[int, ...]
+    sent_starts_bytes: tuple[int, ...]
+    full_starts_bytes: tuple[int, ...]
+    full_bytes: int
+
+    @property
+    def sent_as_stored(self) -> bool:
+        """Whether a row goes over the wire byte for byte as it is stored."""
+        return all(segment.stored_itemsize == segment.sent_itemsize for segment in self.segments)
+
+
+def plan_rows(params: Sequence[RowParam], world: int) -> RowsLayout:
+    """Lays out a unit's parameters; those of one kind keep their order and stand together."""
+    cuts = tuple(RowCut(param.shape, param.dim, world) for param in params)
+    members_by_kind: dict[Hashable, list[int]] = {}
+    for index, param in enumerate(params):
+        members_by_kind.setdefault(param.kind, []).append(index)
+
+    segments: list[Segment] = []
+    stored_starts = [0] * len(params)
+    sent_starts = [0] * len(params)
+    stored_end = sent_end = 0
+    for kind, members in members_by_kind.items():
+        stored_itemsize = params[members[0]].stored_itemsize
+        sent_itemsize = params[members[0]].sent_itemsize
+        # The narrower of the two measures needs the coarser grid; both then start on whole aligned bytes.
+        grid = max(1, ALIGNMENT_BYTES // min(stored_itemsize, sent_itemsize))
+        starts: list[int] = []
+        end = 0
+        for index in members:
+            starts.append(end)
+            stored_starts[index] = stored_end + end * stored_itemsize
+            sent_starts[index] = sent_end + end * sent_itemsize
+            end = aligned(end + cuts[index].padded_numel, grid)
+        segments.append(
+            Segment(
+                kind,
+                tuple(members),
+                tuple(starts),
+                end,
+                stored_itemsize,
+                sent_itemsize,
+                stored_end,
+                sent_end,
+            )
+        )
+        stored_end = aligned(stored_end + end * stored_itemsize, ALIGNMENT_BYTES)
+        sent_end = aligned(sent_end + end * sent_itemsize, ALIGNMENT_BYTES)
+
+    full_starts = []
+    full_end = 0
+    for param, cut in zip(params, cuts, strict=True):
+        full_starts.append(full_end)
+        full_end = aligned(full_end + cut.numel * param.sent_itemsize, ALIGNMENT_BYTES)
+    return RowsLayout(
+        world,
+        cuts,
+        tuple(segments),
+        stored_end,
+        sent_end,
+        tuple(stored_starts),
+        tuple(sent_starts),
+        tuple(full_starts),
+        full_end,
+    )
+
+
+def plan_pieces(cut: RowCut, start: int, row_numel: int) -> tuple[Piece, ...]:
+    """The blocks of one parameter: one for the ranks whose share is whole, one for the rank that has the rest.
+
+    ``start`` is where the parameter stands in a row and ``row_numel`` a row's length, both in its own elements.
+    """
+    if cut.numel == 0:
+        return ()
+    block = cut.share * cut.inner
+    whole_ranks, rest = divmod(cut.size, cut.share)
+    pieces = []
+    if whole_ranks:
+        pieces.append(
+            _squeezed(
+                Piece(
+                    (whole_ranks, cut.outer, block),
+                    0,
+                    (block, cut.size * cut.inner, 1),
+                    start,
+                    (row_numel, block, 1),
+                )
+            )
+        )
+    if rest:
+        pieces.append(
+            _squeezed(
+                Piece(
+                    (cut.outer, rest * cut.inner),
+                    whole_ranks * block,
+                    (cut.size * cut.inner, 1),
+                    whole_ranks * row_numel + start,
+                    (rest * cut.inner, 1),
+                )
+            )
+        )
+    return tuple(pieces)
+
+
+def plan_pads(cuts: Sequence[RowCut], starts: Sequence[int], row_numel: int) -> tuple[Pad, ...]:
+    """What is left between and behind the parameters in the rows of all ranks; all parameters of one dtype."""
+    pads: list[Pad] = []
+    order = sorted(range(len(cuts)), key=lambda index: starts[index])
+    ends = [starts[index] for index in order[1:]] + [row_numel]
+    if not order:
+        return ()
+    world = cuts[0].world
+    for index, end in zip(order, ends, strict=True):
+        cut, start = cuts[index], starts[index]
+        gap = end - start - cut.padded_numel
+        if gap:
+            pads.append(Pad((world, gap), start + cut.padded_numel, (row_numel, 1)))
+        if cut.padded_numel == 0:
+            continue
+        whole_ranks, rest = divmod(cut.size, cut.share)
+        if rest:
+            filled = cut.outer * rest * cut.inner
+            pads.append(Pad((cut.padded_numel - filled,), whole_ranks * row_numel + start + filled, (1,)))
+        empty_from = whole_ranks + bool(rest)
+        if empty_from < world:
+            pads.append(
+                Pad((world - empty_from, cut.padded_numel), empty_from * row_numel + start, (row_numel, 1))
+            )
+    return tuple(pads)
+
+
+def _squeezed(piece: Piece) -> Piece:
+    """The piece without dims of length one: fewer dims make faster copies."""
+    keep = [i for i, length in enumerate(piece.shape) if length != 1] or [len(piece.shape) - 1]
+    return Piece(
+        tuple(piece.shape[i] for i in keep),
+        piece.full_start,
+        tuple(piece.full_strides[i] for i in keep),
+        piece.packed_start,
+        tuple(piece.packed_strides[i] for i in keep),
+    )

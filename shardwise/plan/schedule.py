@@ -1,0 +1,81 @@
+"""What happens to a unit after forward, and which unit a backward needs next.
+
+Orders are kept per root forward, in a *window*. A window belongs to the passes of its forward: when the autograd
+graph of that forward goes, its window goes too, so forwards without a backward leave nothing behind.
+
+    window of one forward     layers.0   layers.1   layers.2   (root)
+    backward is here                                   ▲
+    prefetch                                ◀──────────┘   the nearest one before that this backward will use
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shardwise.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class AfterForward:
+    """What a unit keeps between its forward and its backward.
+
+    ``frees``: the unsharded parameters go. ``part_world``: with ``frees``, the world over which a larger part stays
+    sharded, so that the gather in backward is small; 0 for none.
+    """
+
+    frees: bool
+    part_world: int = 0
+
+
+KEEP = AfterForward(frees=False)
+FREE = AfterForward(frees=True)
+
+
+def plan_after_forward(requested: object, shard_world: int, unit: str, where: str) -> AfterForward:
+    """Reads ``reshard_after_forward``: None or True frees, False keeps, an int keeps a part over that many ranks."""
+    if requested is None or requested is True:
+        return FREE
+    if requested is False:
+        return KEEP
+    if not isinstance(requested, int):
+        raise ConfigError(
+            f"unit '{unit}' cannot reshard to {requested!r}: that is neither a bool nor an int",
+            where=where,
+            fix="pass True, False, None, or the number of ranks that keep the parameters between them",
+        )
+    if requested < 1 or shard_world % requested:
+        proper = [str(k) for k in range(2, shard_world) if shard_world % k == 0]
+        divisors = f"use a divisor of {shard_world} ({' or '.join(proper)}), or True / False"
+        raise ConfigError(
+            f"unit '{unit}' cannot reshard to groups of {requested}: its shard world is {shard_world}",
+            where=where,
+            fix=divisors if proper else "use True / False",
+        )
+    if requested == shard_world:
+        return FREE
+    return KEEP if requested == 1 else AfterForward(frees=True, part_world=requested)
+
+
+class Window:
+    """The order in which units ran in one root forward."""
+
+    __slots__ = ("__weakref__", "_units")
+
+    def __init__(self) -> None:
+        self._units: list[int] = []
+
+    def ran(self, unit: int) -> int:
+        """Notes that ``unit`` has run; returns its place."""
+        self._units.append(unit)
+        return len(self._units) - 1
+
+    def before(self, place: int, wanted: Callable[[int], bool]) -> int | None:
+        """The nearest unit that ran before ``place`` and is ``wanted``: what a backward at ``place`` prefetches."""
+        units = self._units
+        current = units[place]
+        for earlier in range(place - 1, -1, -1):
+            unit = units[earlier]
+            if unit != current and wanted(unit):
+                return unit
+        return None

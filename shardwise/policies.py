@@ -1,0 +1,95 @@
+"""What users choose, as frozen records.
+
+A policy is read once, when a unit is made, and turned into decisions there; nothing in a training step asks a
+policy a question. Names and fields are torch's, so that a program changes one import line.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from shardwise.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """The dtypes of a unit: what it computes in, reduces in and returns.
+
+    Attributes:
+        param_dtype: dtype of the unsharded parameters, hence of compute and of the gather. ``None`` keeps each
+            parameter's own.
+        reduce_dtype: dtype in which gradients are summed over ranks. ``None`` means the dtype they were computed
+            in. Without gradient sync, gradients accumulate in this dtype when it is the wider one.
+        output_dtype: dtype to which floating-point forward outputs are cast. ``None`` leaves them.
+        cast_forward_inputs: cast floating-point forward inputs to ``param_dtype``.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+
+    def __post_init__(self) -> None:
+        for field in ("param_dtype", "reduce_dtype", "output_dtype"):
+            dtype = getattr(self, field)
+            if dtype is None:
+                continue
+            if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+                raise ConfigError(
+                    f"MixedPrecisionPolicy.{field} is {dtype!r}, which is not a floating-point dtype",
+                    where=f"MixedPrecisionPolicy({field}=...)",
+                    fix="pass torch.bfloat16, torch.float16, torch.float32 or None",
+                )
+
+
+@dataclass(frozen=True)
+class OffloadPolicy:
+    """Keeps shards on the device that computes: the default."""
+
+
+@dataclass(frozen=True)
+class CPUOffloadPolicy(OffloadPolicy):
+    """Keeps shards, their gradients and so the optimizer's state in host memory.
+
+    Attributes:
+        pin_memory: page-lock the host buffers, so that transfers overlap with compute.
+    """
+
+    pin_memory: bool = True
+
+
+@dataclass(frozen=True)
+class DataParallelMeshDims:
+    """Which axes of a mesh, by name, carry data parallelism.
+
+    Attributes:
+        shard: the axis (or axes, taken together) over which parameters are sharded.
+        replicate: the axis (or axes) over which the shards are replicated.
+    """
+
+    shard: str | tuple[str, ...] | None = None
+    replicate: str | tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.shard is None and self.replicate is None:
+            raise ConfigError(
+                "DataParallelMeshDims names no axis at all",
+                where="DataParallelMeshDims(shard=None, replicate=None)",
+                fix="name at least one axis, e.g. DataParallelMeshDims(shard='dp')",
+            )
+
+    @property
+    def shard_names(self) -> tuple[str, ...]:
+        return _names(self.shard)
+
+    @property
+    def replicate_names(self) -> tuple[str, ...]:
+        return _names(self.replicate)
+
+
+def _names(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    if axes is None:
+        return ()
+    return (axes,) if isinstance(axes, str) else tuple(axes)

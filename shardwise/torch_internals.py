@@ -1,0 +1,255 @@
+"""The only door to torch's underscore names.
+
+Everything here was checked on torch 2.11 and 2.13. When a torch release moves one of these names, this is the one
+file that changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import AllgatherOptions as AllgatherOptions
+from torch.autograd import Variable
+from torch.distributed.algorithms.join import Joinable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement
+from torch.utils._python_dispatch import _disable_current_modes
+
+# Parameters that are DTensors are typed as plain tensors and parameters everywhere else, as torch itself does; the
+# functions here take them so.
+
+# --- DTensor -----------------------------------------------------------------------------------------------------
+
+
+Spec = DTensorSpec
+
+
+def dtensor_spec(
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    shape: torch.Size,
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
+) -> DTensorSpec:
+    return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, dtype))
+
+
+def dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """Wraps a local tensor without the checks and communication of ``from_local`` (a twentieth of its time)."""
+    return DTensor(local, spec, requires_grad=False)
+
+
+def spec_of(tensor: torch.Tensor) -> DTensorSpec:
+    spec: DTensorSpec = tensor._spec  # type: ignore[attr-defined]
+    return spec
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The local tensor itself; ``to_local()`` would give a new one each time."""
+    local: torch.Tensor = tensor._local_tensor  # type: ignore[attr-defined]
+    return local
+
+
+def replace_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
+    """Points a DTensor at another local tensor of the same shape, keeping the object that optimizers hold."""
+    tensor._local_tensor = local  # type: ignore[attr-defined]
+
+
+def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    return mesh._flatten(name)
+
+
+def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
+    return DeviceMesh._concatenate(meshes)
+
+
+# --- autograd ----------------------------------------------------------------------------------------------------
+
+
+def inside_backward() -> bool:
+    """Whether this thread is running a backward right now."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def queue_end_of_backward(callback: Callable[[], None]) -> None:
+    """Runs ``callback`` once when the backward that is running now has ended."""
+    Variable._execution_engine.queue_callback(callback)
+
+
+def backward_reaches(leaf: torch.Tensor) -> bool:
+    """Whether the backward that is running now gives ``leaf`` a gradient."""
+    node = torch.autograd.graph.get_gradient_edge(leaf).node
+    return torch._C._will_engine_execute_node(node)
+
+
+def post_accumulate_hooks(param: torch.Tensor) -> Mapping[int, Callable[[torch.Tensor], None]] | None:
+    """The hooks a user registered with ``register_post_accumulate_grad_hook``."""
+    return param._post_accumulate_grad_hooks
+
+
+# --- process groups ----------------------------------------------------------------------------------------------
+
+
+def all_gather_call(group: dist.ProcessGroup) -> Callable[..., Any]:
+    """The group's own gather into one tensor; Python-made groups only know the newer of its two names."""
+    return getattr(group, "all_gather_single", None) or group._allgather_base
+
+
+def reduce_scatter_call(group: dist.ProcessGroup) -> Callable[..., Any]:
+    return getattr(group, "reduce_scatter_single", None) or group._reduce_scatter_base
+
+
+def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The backend that serves ``device`` in this group; a group made in Python is its own backend."""
+    try:
+        return str(group._get_backend(device).name())
+    except RuntimeError:
+        return str(group.name())
+
+
+def default_device_type() -> str:
+    """The device type that the default group talks for: "cuda" with NCCL, else "cpu"."""
+    if torch.cuda.is_available() and dist.is_initialized():
+        backend = dist.get_backend()
+        if "nccl" in backend or ("fake" in backend and torch.cuda.is_initialized()):
+            return "cuda"
+    return "cpu"
+
+
+@contextmanager
+def unseen_by_modes() -> Iterator[None]:
+    """Runs collectives past torch's dispatch modes, so that control traffic is not counted as the model's."""
+    with _disable_current_modes():
+        yield
+
+
+# --- modules and kernels -----------------------------------------------------------------------------------------
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The module's own parameters by name; writing here costs a tenth of ``setattr``."""
+    return module._parameters
+
+
+def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    return module._buffers
+
+
+def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    torch._foreach_copy_(targets, sources)
+
+
+def add_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    torch._foreach_add_(targets, sources)
+
+
+def zero_all(targets: list[torch.Tensor]) -> None:
+    torch._foreach_zero_(targets)
+
+
+# --- CUDA streams ------------------------------------------------------------------------------------------------
+
+
+def set_cuda_stream(stream: torch.cuda.Stream) -> None:
+    """``torch.cuda.set_stream`` without its checks."""
+    torch._C._cuda_setStream(
+        stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
+    )
+
+
+# --- ranks as threads, for shardwise.testing ----------------------------------------------------------------
+# torch keeps its threaded group among its own tests, so it is imported only when ranks are threads.
+
+
+@contextmanager
+def threaded_world() -> Iterator[None]:
+    """While it is open, each thread has process groups of its own, and groups are found by name per thread."""
+    from torch.testing._internal.distributed import multi_threaded_pg as threaded
+
+    c10d = dist.distributed_c10d
+    world_of_the_process = c10d._world
+    threaded.ProcessLocalGroup.reset()
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
+    c10d._world = threaded.ThreadLocalWorld()  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        c10d._world = world_of_the_process
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)  # type: ignore[attr-defined]
+
+
+def start_threaded_rank(
+    rank: int,
+    world_size: int,
+    store: dist.Store,  # type: ignore[name-defined]
+    *,
+    call_number: int,
+    timeout: timedelta,
+) -> None:
+    """Makes this thread rank ``rank`` of a default group whose group names no other call number has."""
+    dist.distributed_c10d._world.group_count = call_number * 1_000_000
+    # An engine thread of autograd would not know which rank it works for.
+    torch._C._set_multithreading_enabled(False)
+    dist.init_process_group("threaded", rank=rank, world_size=world_size, store=store, timeout=timeout)
+
+
+def stop_threaded_ranks() -> None:
+    """Ranks that wait in a collective, or enter one, leave by ``SystemExit``."""
+    from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGroup
+
+    ProcessLocalGroup._terminate.set()
+    with ProcessLocalGroup._coll_lock:
+        collectives = list(ProcessLocalGroup._cur_coll_on_pgs.values())
+    for collective in collectives:
+        for condition in (collective._start_cond, collective._done_cond):
+            with condition:
+                condition.notify_all()
+
+
+def threaded_ranks_are_stopping() -> bool:
+    from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGroup
+
+    return ProcessLocalGroup._terminate.is_set()
+
+
+def forget_meshes() -> None:
+    """Drops DTensor's caches: they hold meshes, and an equal mesh of the next default group would be given the
+    groups of the last one."""
+    from torch.distributed.tensor import _redistribute, debug
+
+    debug._clear_sharding_prop_cache()
+    clear_plans = getattr(_redistribute, "clear_redistribute_planner_cache", None)
+    if clear_plans is not None:
+        clear_plans()
+
+
+# --- ZeRO --------------------------------------------------------------------------------------------------------
+
+
+def issue_grouped_broadcasts(
+    group: dist.ProcessGroup, device: torch.device, tensors_by_source: Sequence[Sequence[torch.Tensor]]
+) -> dist.Work:
+    """Each rank's tensors to all the others, as one operation of the backend (NCCL runs it as one kernel)."""
+    group._start_coalescing(device)
+    for source, tensors in enumerate(tensors_by_source):
+        for tensor in tensors:
+            dist.broadcast(tensor, group=group, group_src=source, async_op=True)
+    return group._end_coalescing(device)
+
+
+def note_optimizer_step(optimizer: torch.optim.Optimizer) -> None:
+    """Tells learning-rate schedulers that a step was made without a call of ``step()``."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def join_is_watching(joinable: Joinable) -> bool:
+    """Whether torch's ``Join`` counts this object's steps."""
+    return bool(joinable._join_config.enable)

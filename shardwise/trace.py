@@ -1,0 +1,152 @@
+"""What the engine did, in order: events that tests and users read.
+
+    with trace.record(model) as recorder:
+        model(batch).sum().backward()
+    print(recorder.text())
+    recorder.save_chrome("step.json")       # for chrome://tracing or Perfetto
+
+With no recorder a unit pays one attribute test an event. Events carry host time: they show when the engine issued
+work, not when a device ran it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+UNSHARD = "unshard"
+RESHARD = "reshard"
+REDUCE = "reduce"
+PRE_FORWARD = "pre_forward"
+POST_FORWARD = "post_forward"
+PRE_BACKWARD = "pre_backward"
+POST_BACKWARD = "post_backward"
+KINDS = (UNSHARD, RESHARD, REDUCE, PRE_FORWARD, POST_FORWARD, PRE_BACKWARD, POST_BACKWARD)
+
+IN_FORWARD = "forward"
+IN_PRE_BACKWARD = "pre_backward"
+IN_POST_BACKWARD = "post_backward"
+IDLE = "idle"
+
+# A begin and the end that closes it, for exports that draw bars.
+_BARS = {PRE_FORWARD: POST_FORWARD, PRE_BACKWARD: POST_BACKWARD}
+_BAR_NAMES = {PRE_FORWARD: "forward", PRE_BACKWARD: "backward"}
+
+
+@dataclass(frozen=True)
+class Event:
+    """One thing the engine did to one unit.
+
+    ``kind`` is one of ``KINDS``; ``phase`` says in which part of the step it happened; ``order`` counts the events of
+    one recorder; ``unit`` is the module's name within its root, "" for the root itself.
+    """
+
+    kind: str
+    unit: str
+    phase: str
+    rank: int
+    order: int
+    time_ns: int
+
+
+class Traced(Protocol):
+    """What a recorder attaches to: anything with a slot for one."""
+
+    recorder: Recorder | None
+
+
+class Recorder:
+    """Collects the events of the units it is attached to."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def add(self, kind: str, unit: str, phase: str, rank: int) -> None:
+        self.events.append(Event(kind, unit, phase, rank, len(self.events), time.perf_counter_ns()))
+
+    def of(self, *kinds: str) -> list[tuple[str, str, str]]:
+        """``(kind, unit, phase)`` of the events of these kinds (of all, if none is named), in order."""
+        return [(e.kind, e.unit, e.phase) for e in self.events if not kinds or e.kind in kinds]
+
+    def clear(self) -> None:
+        self.events.clear()
+
+    def text(self) -> str:
+        """A table, one event a line, times in microseconds from the first event."""
+        if not self.events:
+            return "(no events)"
+        start = self.events[0].time_ns
+        lines = [f"{'order':>5} {'us':>10} rank {'phase':<14}{'event':<15}unit"]
+        for e in self.events:
+            elapsed_us = (e.time_ns - start) / 1000
+            lines.append(
+                f"{e.order:>5} {elapsed_us:>10.1f} {e.rank:>4} {e.phase:<14}{e.kind:<15}{e.unit or '(root)'}"
+            )
+        return "\n".join(lines)
+
+    def chrome(self) -> dict[str, Any]:
+        """The events in Chrome's trace format: forwards and backwards as bars, the rest as marks."""
+        rows: list[dict[str, Any]] = []
+        open_bars: dict[tuple[str, str, int], list[Event]] = {}
+        for e in self.events:
+            if e.kind in _BARS:
+                open_bars.setdefault((_BARS[e.kind], e.unit, e.rank), []).append(e)
+            elif begins := open_bars.get((e.kind, e.unit, e.rank)):
+                rows.append(_bar(begins.pop(), e))
+            else:
+                rows.append(_mark(e))
+        for begins in open_bars.values():
+            rows.extend(_mark(begin) for begin in begins)
+        rows.sort(key=lambda row: row["ts"])
+        return {"traceEvents": rows, "displayTimeUnit": "ms"}
+
+    def save_chrome(self, path: str | Path) -> None:
+        Path(path).write_text(json.dumps(self.chrome()))
+
+
+def _bar(begin: Event, end: Event) -> dict[str, Any]:
+    row = _row(begin, _BAR_NAMES[begin.kind])
+    return {**row, "ph": "X", "dur": (end.time_ns - begin.time_ns) / 1000}
+
+
+def _mark(event: Event) -> dict[str, Any]:
+    return {**_row(event, event.kind), "ph": "i", "s": "t"}
+
+
+def _row(event: Event, name: str) -> dict[str, Any]:
+    return {
+        "name": f"{name} {event.unit or '(root)'}",
+        "cat": event.phase,
+        "pid": event.rank,
+        "tid": name,
+        "ts": event.time_ns / 1000,
+        "args": {"unit": event.unit, "phase": event.phase, "order": event.order},
+    }
+
+
+@contextmanager
+def record(model: Any) -> Iterator[Recorder]:
+    """Records the events of every unit below ``model`` while the block runs.
+
+    The recorder belongs to this model on this rank: ranks that live as threads of one process record apart.
+    """
+    recorder = Recorder()
+    units: list[Traced] = list({id(unit): unit for unit in _units_below(model)}.values())
+    outer = [unit.recorder for unit in units]
+    for unit in units:
+        unit.recorder = recorder
+    try:
+        yield recorder
+    finally:
+        for unit, previous in zip(units, outer, strict=True):
+            unit.recorder = previous
+
+
+def _units_below(model: Any) -> Iterator[Traced]:
+    for module in model.modules():
+        yield from getattr(module, "_shardwise_units", ())
