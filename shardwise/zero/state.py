@@ -1,0 +1,292 @@
+"""Optimizer state in three forms, and the ways between them.
+
+    local         on the owner, by stepped tensor: what the local optimizer works with
+    consolidated  on one rank, by parameter number: what an unsharded optimizer's state_dict() looks like
+    sharded       on every rank its own part: what torch.distributed.checkpoint saves and loads
+
+State that has an element for each element of its piece is cut and joined like the piece; anything else (a step
+count) is the same for every piece of a parameter and is taken from the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from shardwise.errors import CheckpointError, ConfigError
+from shardwise.plan.ownership import Piece
+from shardwise.zero.partition import Partition, in_memory_order
+
+__all__ = [
+    "PieceState",
+    "StateSpan",
+    "check_fits",
+    "consolidate",
+    "owned_state",
+    "saved_positions",
+    "sharded_entries",
+    "state_of_own_pieces",
+    "state_of_sharded",
+    "templates",
+]
+
+State = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class PieceState:
+    """The state of one piece, on the CPU, ready to travel."""
+
+    piece: Piece
+    is_whole: bool
+    values: State
+
+
+# --- local to consolidated -----------------------------------------------------------------------------------
+
+
+def owned_state(
+    partition: Partition, local: Mapping[Tensor, State], *, only: Iterable[int] | None = None
+) -> list[PieceState]:
+    """The state of this rank's pieces, copied to the CPU."""
+    chosen = None if only is None else set(only)
+    return [
+        PieceState(piece, partition.is_whole(piece), {name: _to_cpu(value) for name, value in values.items()})
+        for piece in partition.owned
+        if (chosen is None or piece.param in chosen) and (values := local.get(partition.stepped(piece)))
+    ]
+
+
+def consolidate(states: Iterable[PieceState], params: Sequence[Tensor]) -> dict[int, State]:
+    """Puts the pieces of all ranks together, by parameter number."""
+    by_param: dict[int, list[PieceState]] = {}
+    for state in sorted(states, key=lambda state: state.piece):
+        by_param.setdefault(state.piece.param, []).append(state)
+    return {index: _join(parts, params[index]) for index, parts in sorted(by_param.items())}
+
+
+def _join(parts: Sequence[PieceState], param: Tensor) -> State:
+    first = parts[0]
+    if first.is_whole:
+        return first.values
+    joined = {}
+    for name, value in first.values.items():
+        if _is_per_element(value, (first.piece.numel,)):
+            flat = torch.cat([part.values[name] for part in parts])
+            joined[name] = flat.as_strided(param.size(), param.stride())
+        else:
+            joined[name] = value
+    return joined
+
+
+# --- consolidated to local -----------------------------------------------------------------------------------
+
+
+def check_fits(
+    state_dict: Mapping[str, Any], groups: Sequence[Sequence[Tensor]], *, element_wise: bool
+) -> None:
+    """Raises unless a consolidated state dict can be of this model; touches nothing."""
+    where = "ZeroRedundancyOptimizer.load_state_dict()"
+    fix = "load a state dict that was saved for the same model with the same parameter groups"
+    missing = {"state", "param_groups"} - set(state_dict)
+    if missing:
+        raise ConfigError(
+            f"the state dict has no {sorted(missing)}, only {sorted(state_dict)}", where=where, fix=fix
+        )
+    saved_sizes = [len(group["params"]) for group in state_dict["param_groups"]]
+    sizes = [len(group) for group in groups]
+    if saved_sizes != sizes:
+        raise ConfigError(
+            f"the state dict has groups of {saved_sizes} parameters, this optimizer has groups of {sizes}",
+            where=where,
+            fix=fix,
+        )
+    positions = saved_positions(state_dict)
+    params = [param for group in groups for param in group]
+    for number, values in state_dict["state"].items():
+        if number not in positions:
+            raise ConfigError(
+                f"the state dict has state of a parameter {number!r} of no group", where=where, fix=fix
+            )
+        if values is None or not element_wise:
+            continue
+        shape = params[positions[number]].shape
+        for name, value in values.items():
+            if isinstance(value, Tensor) and value.dim() and value.shape != shape:
+                raise ConfigError(
+                    f"{name!r} of parameter {number} has shape {tuple(value.shape)} in the state dict, and the "
+                    f"parameter {tuple(shape)}",
+                    where=where,
+                    fix=fix,
+                )
+
+
+def saved_positions(state_dict: Mapping[str, Any]) -> dict[Any, int]:
+    """A state dict numbers parameters as it likes; their order in its groups says which is which."""
+    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+    return {number: position for position, number in enumerate(numbers)}
+
+
+def state_of_own_pieces(partition: Partition, by_param: Mapping[int, State]) -> dict[Piece, State]:
+    """This rank's part of a consolidated state, in memory of its own."""
+    return {
+        piece: {name: _cut(value, piece, partition) for name, value in values.items()}
+        for piece in partition.owned
+        if (values := by_param.get(piece.param))
+    }
+
+
+def _cut(value: Any, piece: Piece, partition: Partition) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    param = partition.params[piece.param]
+    if partition.is_whole(piece) or value.shape != param.shape or value.dim() == 0:
+        return value.clone()
+    ordered = torch.empty_strided(param.size(), param.stride(), dtype=value.dtype).copy_(value)
+    return in_memory_order(ordered)[piece.start : piece.stop].clone()
+
+
+# --- local to sharded, and back ------------------------------------------------------------------------------
+
+
+class StateSpan(Tensor):
+    """Elements of a larger flat tensor, which distributed checkpoints save and load as just that."""
+
+    start: int
+    total_numel: int
+
+    @classmethod
+    def of(cls, values: Tensor, start: int, total_numel: int) -> StateSpan:
+        span = values.detach().as_subclass(cls)
+        span.start, span.total_numel = start, total_numel
+        return span
+
+    @property
+    def values(self) -> Tensor:  # type: ignore[override]
+        return self.as_subclass(Tensor)
+
+    def _chunk(self) -> ChunkStorageMetadata:
+        return ChunkStorageMetadata(offsets=torch.Size([self.start]), sizes=torch.Size([self.numel()]))
+
+    def __create_write_items__(self, fqn: str, _span: object) -> list[WriteItem]:
+        chunk = self._chunk()
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=chunk,
+                    properties=TensorProperties.create_from_tensor(self.values),
+                    size=torch.Size([self.total_numel]),
+                ),
+            )
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [self._chunk()]
+
+    def __get_tensor_shard__(self, _index: MetadataIndex) -> Tensor:
+        return self.values
+
+
+def sharded_entries(partition: Partition, local: Mapping[Tensor, State]) -> dict[str, Any]:
+    """This rank's state under keys that mean the same on every rank; no copies, no communication."""
+    entries: dict[str, Any] = {}
+    for piece in partition.owned:
+        shape = partition.params[piece.param].shape if partition.is_whole(piece) else (piece.numel,)
+        for name, value in local.get(partition.stepped(piece), {}).items():
+            if _is_per_element(value, shape):
+                value = _span_of(value, piece, partition)
+            entries[_key(piece.param, name)] = value
+    return entries
+
+
+def _span_of(value: Tensor, piece: Piece, partition: Partition) -> StateSpan:
+    param = partition.params[piece.param]
+    if partition.is_whole(piece) and value.stride() != param.stride():
+        value = torch.empty_like(param, dtype=value.dtype).copy_(value)
+    return StateSpan.of(in_memory_order(value), piece.start, param.numel())
+
+
+def templates(partition: Partition, metadata: Metadata, prefix: str) -> dict[str, Any]:
+    """Room for what a checkpoint holds of this rank's pieces, under the keys of ``sharded_entries``."""
+    names: dict[int, list[str]] = {}
+    for key in metadata.state_dict_metadata:
+        if key.startswith(f"{prefix}state."):
+            number, name = key.removeprefix(f"{prefix}state.").split(".", 1)
+            names.setdefault(int(number), []).append(name)
+    beyond = [index for index in names if index >= len(partition.params)]
+    if beyond:
+        raise CheckpointError(
+            f"the checkpoint has state of parameter {beyond[0]}, this optimizer has {len(partition.params)} parameters",
+            where="ZeroRedundancyOptimizer.sharded_state_dict(like=…)",
+            fix="load a checkpoint of the same model with the same parameter groups",
+        )
+    entries: dict[str, Any] = {}
+    for piece in partition.owned:
+        for name in names.get(piece.param, ()):
+            key = _key(piece.param, name)
+            entries[key] = _template(metadata.state_dict_metadata[prefix + key], piece, partition)
+    return entries
+
+
+def _template(saved: Any, piece: Piece, partition: Partition) -> Any:
+    if not isinstance(saved, TensorStorageMetadata):
+        return None
+    param = partition.params[piece.param]
+    dtype = saved.properties.dtype
+    if saved.size == (param.numel(),):
+        room = torch.empty(piece.numel, dtype=dtype, device=param.device)
+        return StateSpan.of(room, piece.start, param.numel())
+    if len(saved.size) == 1:
+        raise CheckpointError(
+            f"the checkpoint has state of {saved.size[0]} elements for parameter {piece.param}, which has "
+            f"{param.numel()}",
+            where=f"ZeroRedundancyOptimizer.sharded_state_dict(like=…), rank {partition.rank}",
+            fix="load a checkpoint of the same model with the same parameter groups",
+        )
+    return torch.empty(saved.size, dtype=dtype)
+
+
+def state_of_sharded(partition: Partition, entries: Mapping[str, Any]) -> dict[Piece, State]:
+    """This rank's pieces' state from entries that were loaded."""
+    states: dict[Piece, State] = {}
+    for piece in partition.owned:
+        prefix = _key(piece.param, "")
+        values = {key.removeprefix(prefix): value for key, value in entries.items() if key.startswith(prefix)}
+        if values:
+            states[piece] = {name: _unspanned(value, piece, partition) for name, value in values.items()}
+    return states
+
+
+def _unspanned(value: Any, piece: Piece, partition: Partition) -> Any:
+    if not isinstance(value, StateSpan):
+        return value
+    if not partition.is_whole(piece):
+        return value.values
+    param = partition.params[piece.param]
+    return value.values.as_strided(param.size(), param.stride())
+
+
+def _key(index: int, name: str) -> str:
+    return f"state.{index}.{name}"
+
+
+def _is_per_element(value: Any, shape: Sequence[int]) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == torch.Size(shape)
+
+
+def _to_cpu(value: Any) -> Any:
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
