@@ -43,8 +43,11 @@ def dtensor_spec(
 
 
 def dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """Wraps a local tensor without the checks and communication of ``from_local`` (a twentieth of its time)."""
-    return DTensor(local, spec, requires_grad=False)
+    """Wraps a local tensor without the checks and communication of ``from_local`` (a twentieth of its time).
+
+    ``__new__`` alone: ``__init__`` does nothing but pass through several wrappers.
+    """
+    return DTensor.__new__(DTensor, local, spec, requires_grad=False)
 
 
 def spec_of(tensor: torch.Tensor) -> DTensorSpec:
@@ -151,6 +154,11 @@ def add_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     torch._foreach_add_(targets, sources)
 
 
+def chunk_cat(tensors: list[torch.Tensor], num_chunks: int, rows: torch.Tensor) -> None:
+    """Cuts each tensor along dim 0 into ``num_chunks``, padded with zero rows, and lays chunk i of all into row i."""
+    torch._chunk_cat(tensors, 0, num_chunks, out=rows)
+
+
 def zero_all(targets: list[torch.Tensor]) -> None:
     torch._foreach_zero_(targets)
 
@@ -178,7 +186,11 @@ def threaded_world() -> Iterator[None]:
     world_of_the_process = c10d._world
     threaded.ProcessLocalGroup.reset()
     torch._C._distributed_c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
-    c10d._world = threaded.ThreadLocalWorld()  # type: ignore[assignment]
+    world = threaded.ThreadLocalWorld()
+    if not hasattr(type(world), "comms"):
+        # torch 2.11 forgot this field, and ends every group by looking into it.
+        world.comms = []  # type: ignore[misc]
+    c10d._world = world  # type: ignore[assignment]
     try:
         yield
     finally:
@@ -195,6 +207,10 @@ def start_threaded_rank(
     timeout: timedelta,
 ) -> None:
     """Makes this thread rank ``rank`` of a default group whose group names no other call number has."""
+    from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
+
+    # What an earlier call left on this thread, if it failed before it could end its groups.
+    ThreadLocalWorld._world.__dict__.clear()
     dist.distributed_c10d._world.group_count = call_number * 1_000_000
     # An engine thread of autograd would not know which rank it works for.
     torch._C._set_multithreading_enabled(False)

@@ -33,7 +33,7 @@ class Slot:
     """One parameter of a unit.
 
     ``local`` is the sharded form's local tensor as the engine made it: when the parameter shows another one, somebody
-    has replaced it. ``held`` is a gradient kept without sync, in the reduce dtype, when that is wider.
+    has replaced it. ``held`` is a gradient kept without sync, in the reduce dtype when that is wider.
     """
 
     __slots__ = (
@@ -71,35 +71,27 @@ class Slot:
         self.unsharded: nn.Parameter = sharded
         self.held: torch.Tensor | None = None
 
-    def is_as_left(self) -> bool:
-        """Whether every place still shows the sharded parameter, and that one its own local tensor."""
-        sharded = self.sharded
-        if local_of(sharded) is not self.local:
-            return False
-        for place in self.places:  # noqa: SIM110 - called for every parameter of a step; a generator costs more
-            if place.params.get(place.name) is not sharded:
-                return False
-        return True
-
     def version(self) -> int:
         """Rises with every in-place write to the parameter, whether through the DTensor or its local tensor."""
         return self.sharded._version + self.local._version
 
-    def take_gradient(self) -> torch.Tensor | None:
-        """The gradient that came in since the last time, with what was held back before."""
-        gradient = self.unsharded.grad
-        self.unsharded.grad = None
+    def add_held(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """``gradient`` on top of what was put by, which is thereby taken."""
         if self.held is None:
             return gradient
         held, self.held = self.held, None
         return held if gradient is None else held.add_(gradient)
 
-    def hold_gradient(self, dtype: torch.dtype) -> None:
-        """Keeps the gradient without sync; in ``dtype``, so that many micro-batches do not round in a narrow one."""
+    def hold_gradient(self, dtype: torch.dtype | None) -> None:
+        """Puts the gradient by, without sync; in ``dtype``, so that many micro-batches do not round in a narrow one.
+
+        Put by, it cannot be taken for one that came in later: a unit that is passed twice in a backward has a first
+        signal before its gradients are there.
+        """
         gradient = self.unsharded.grad
-        if gradient is None or gradient.dtype == dtype:
+        if gradient is None:
             return
-        self.held = gradient.to(dtype) if self.held is None else self.held.add_(gradient)
+        self.held = gradient.to(dtype or gradient.dtype) if self.held is None else self.held.add_(gradient)
         self.unsharded.grad = None
 
     def drop_gradient(self) -> None:

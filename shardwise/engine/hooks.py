@@ -169,8 +169,11 @@ class Hooks:
             unit.recorder.add(trace.POST_FORWARD, unit.name, trace.IN_FORWARD, unit.rank)
         for needed in unit.needs:
             needed.holders -= 1
-            if needed.holders == 0 and not needed.keeps_after_forward:
-                needed.reshard(trace.IN_FORWARD, keep_part=True)
+            if needed.holders == 0:
+                if needed.keeps_after_forward:
+                    needed.keep()
+                else:
+                    needed.reshard(trace.IN_FORWARD, keep_part=True)
         if unit.root.top is unit:
             unit.root.end_forward()
 
@@ -226,11 +229,12 @@ class Hooks:
 
     def flush(self) -> None:
         """The end of backward: reduces, frees and reports what gave no signal."""
-        if not (self._open or self._owes_report or self._is_lent):
+        unit = self.unit
+        if not (self._open or self._owes_report or self._is_lent or unit.holds_gradients):
             return
-        if self._open or self.unit.has_gradients():
-            self.unit.reduce_gradients()
+        if unit.reduce_gradients() or self._open:
             self._owes_report = True
+        unit.reduce_held_gradients()
         if self._owes_report:
             self._report()
         for visit in tuple(self._open):
@@ -247,8 +251,11 @@ class Hooks:
         self._open.remove(visit)
         for needed in self.unit.needs:
             needed.holders -= 1
-            if needed.holders == 0 and needed.frees_after_backward:
-                needed.reshard(trace.IN_POST_BACKWARD)
+            if needed.holders == 0:
+                if needed.frees_after_backward:
+                    needed.reshard(trace.IN_POST_BACKWARD)
+                else:
+                    needed.keep()
 
     def lend(self) -> None:
         """Notes that another unit's backward uses this one's parameters: their gradients come without a pass here."""

@@ -76,10 +76,16 @@ class Unit:
         self.state = State.SHARDED
         self.holders = 0
         self.prefetched = False
+        self.num_trainable = 0
+        self.holds_gradients = False
         self._gathers_part = False
-        self._gathered_version = -1
-        self._reduces: dict[tuple[bool, ...], PackedReduce] = {}
-        self._trainable: tuple[bool, ...] = ()
+        self._kept_version = 0
+        self._reduces: dict[tuple[bool, ...], PackedReduce | None] = {}
+        self._reduce: PackedReduce | None = None
+        self._trainable: list[bool] = []
+        wide, narrow = precision.reduce_dtype, precision.param_dtype
+        # Gradients put by accumulate in the reduce dtype if that is wider than what they come in.
+        self._held_dtype = wide if wide and (narrow is None or wide.itemsize > narrow.itemsize) else None
         self._build()
 
     # --- memory ---------------------------------------------------------------------------------------------------
@@ -132,7 +138,11 @@ class Unit:
             slot.unsharded = nn.Parameter(tensor, requires_grad=slot.sharded.requires_grad)
         self._watched: set[int] = set()
         self._reduces = {}
+        self._trainable = []
         self._note_trainable()
+        self._left = [
+            (place.params, place.name, slot.sharded, slot.local) for slot in slots for place in slot.places
+        ]
 
     def descriptions(self) -> list[str]:
         """A line for each parameter that tells whether ranks hold the same model."""
@@ -188,11 +198,29 @@ class Unit:
 
     def _note_trainable(self) -> None:
         """Reads ``requires_grad``, which users may flip between steps, over to the unsharded parameters."""
-        trainable = tuple(slot.sharded.requires_grad for slot in self.slots)
-        if trainable != self._trainable:
-            self._trainable = trainable
-            for slot, requires_grad in zip(self.slots, trainable, strict=True):
-                slot.unsharded.requires_grad_(requires_grad)
+        trainable = [slot.sharded.requires_grad for slot in self.slots]
+        if trainable == self._trainable:
+            return
+        self._trainable = trainable
+        for slot, requires_grad in zip(self.slots, trainable, strict=True):
+            slot.unsharded.requires_grad_(requires_grad)
+        self.num_trainable = sum(trainable)
+        key = tuple(trainable)
+        if key not in self._reduces:
+            slots = [slot for slot in self.slots if slot.unsharded.requires_grad]
+            self._reduces[key] = (
+                PackedReduce(slots, self.mesh, self._reduce_dtype(slots), self.shards.device)
+                if slots
+                else None
+            )
+        self._reduce = self._reduces[key]
+
+    def _is_as_left(self) -> bool:
+        """Whether modules still show the sharded parameters the engine made, and those their own local tensors."""
+        for params, name, sharded, local in self._left:
+            if params.get(name) is not sharded or local_of(sharded) is not local:
+                return False
+        return True
 
     # --- sharded and unsharded ------------------------------------------------------------------------------------
 
@@ -201,10 +229,8 @@ class Unit:
         state = self.state
         if state is State.UNSHARDED or state is State.GATHERING or not self.slots:
             return
-        for slot in self.slots:
-            if not slot.is_as_left() or self._is_meta:
-                self.adopt_replaced_parameters()
-                break
+        if self._is_meta or not self._is_as_left():
+            self.adopt_replaced_parameters()
         self._note_trainable()
         root = self.root
         root.make_room(self, prefetch)
@@ -237,7 +263,6 @@ class Unit:
         # order: copy-out before compute, because forward and backward read the full parameters
         self.root.lanes.compute_after(self._arrival)
         show_unsharded(self.slots)
-        self._gathered_version = self._version()
         self.state = advance(State.GATHERING, Step.ARRIVE)
         self.prefetched = False
 
@@ -263,9 +288,13 @@ class Unit:
     def _version(self) -> int:
         return sum(slot.version() for slot in self.slots)
 
+    def keep(self) -> None:
+        """Stays unsharded for now; notes what the shards are, to notice when the parameters have gone stale."""
+        self._kept_version = self._version()
+
     def is_stale(self) -> bool:
-        """Whether the shards were written to since the parameters were gathered."""
-        return self.state is State.UNSHARDED and self._version() != self._gathered_version
+        """Whether the shards were written to since the unit was kept."""
+        return self.state is State.UNSHARDED and self._version() != self._kept_version
 
     @property
     def keeps_after_forward(self) -> bool:
@@ -277,15 +306,8 @@ class Unit:
     # --- gradients ------------------------------------------------------------------------------------------------
 
     @property
-    def num_trainable(self) -> int:
-        return sum(self._trainable)
-
-    @property
     def has_frozen(self) -> bool:
-        return not all(self._trainable)
-
-    def has_gradients(self) -> bool:
-        return any(slot.unsharded.grad is not None for slot in self.slots)
+        return self.num_trainable != len(self.slots)
 
     def is_reached_by_backward(self) -> bool:
         """Whether the backward that is running now will use this unit's parameters.
@@ -305,21 +327,38 @@ class Unit:
                 self._watched.add(index)
                 slot.unsharded.register_post_accumulate_grad_hook(arrived)
 
-    def reduce_gradients(self) -> None:
-        """Starts to reduce the gradients that have come in; without sync, keeps them."""
-        if not self.syncs_gradients:
-            dtype = self._held_dtype()
-            for slot in self.slots:
-                slot.hold_gradient(dtype or slot.compute_dtype)
-            return
-        slots = [slot for slot in self.slots if slot.unsharded.requires_grad]
-        gradients = [slot.take_gradient() for slot in slots]
-        if all(gradient is None for gradient in gradients):
-            return
-        reduce = self._reduces.get(self._trainable)
+    def reduce_gradients(self) -> bool:
+        """Starts to reduce the gradients that have come in, with those put by before; without sync, puts them by.
+
+        Returns whether there were any.
+        """
+        reduce = self._reduce
         if reduce is None:
-            reduce = PackedReduce(slots, self.mesh, self._reduce_dtype(slots), self.shards.device)
-            self._reduces[self._trainable] = reduce
+            return False
+        gradients = [param.grad for param in reduce.params]
+        if all(gradient is None for gradient in gradients):
+            return False
+        if self.syncs_gradients:
+            for param in reduce.params:
+                param.grad = None
+            self._issue_reduce(reduce, gradients)
+        else:
+            self.holds_gradients = True
+            for slot in reduce.slots:
+                slot.hold_gradient(self._held_dtype)
+        return True
+
+    def reduce_held_gradients(self) -> None:
+        """Starts to reduce what earlier micro-batches put by, if this backward brought nothing to add to it."""
+        if self.holds_gradients and self.syncs_gradients and self._reduce is not None:
+            self._issue_reduce(self._reduce, [None] * len(self._reduce.slots))
+
+    def _issue_reduce(self, reduce: PackedReduce, gradients: list[torch.Tensor | None]) -> None:
+        if self.holds_gradients:
+            self.holds_gradients = False
+            gradients = [
+                slot.add_held(gradient) for slot, gradient in zip(reduce.slots, gradients, strict=True)
+            ]
         self.root.start_reduce(reduce, gradients)
         if self.recorder is not None:
             self.recorder.add(trace.REDUCE, self.name, trace.IN_POST_BACKWARD, self.rank)
@@ -333,14 +372,8 @@ class Unit:
             dtype = torch.promote_types(dtype, slot.compute_dtype)
         return dtype
 
-    def _held_dtype(self) -> torch.dtype | None:
-        """The policy's reduce dtype if it is wider than what gradients come in."""
-        wide, narrow = self.precision.reduce_dtype, self.precision.param_dtype
-        if wide is None or (narrow is not None and wide.itemsize <= narrow.itemsize):
-            return None
-        return wide
-
     def drop_gradients(self) -> None:
+        self.holds_gradients = False
         for slot in self.slots:
             slot.drop_gradient()
 

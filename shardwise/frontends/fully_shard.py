@@ -292,6 +292,7 @@ class UnshardHandle:
         """Makes the unsharded parameters usable and shows them in the module. Waiting twice does no harm."""
         for unit in self._units:
             unit.wait_gather()
+            unit.keep()
         self._units = ()
 
 
