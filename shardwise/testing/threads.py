@@ -4,21 +4,29 @@ Collectives are copies under a lock, done by torch's own threaded group. What th
 share: the default random generator, warning filters, module globals. Autograd runs in the rank's own thread,
 because an engine thread would not know which rank it works for.
 
-A thread cannot be killed. A rank that never returns to Python bytecode (a C call that blocks for good) is
-left behind as a daemon when its call is over; it keeps its memory but cannot meet later calls, whose groups
+Rank threads never end; they wait for the next call. A thread that ends frees what C++ kept for it, and in
+torch 2.11 DTensor's part of that takes a lock and then the interpreter's, while a running rank takes them the
+other way round.
+
+A thread cannot be killed. A rank that does not come back to Python bytecode in time (a C call that blocks) is
+left behind and another thread takes its place; it keeps its memory but cannot meet later calls, whose groups
 have other names.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
+import queue
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
@@ -57,6 +65,38 @@ def run_threads(
             return crew.run(call)
 
 
+class _RankThread:
+    """A thread that does one job after another, for as long as the process lives."""
+
+    def __init__(self, rank: int) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name=f"rank {rank}", daemon=True)
+        self._thread.start()
+
+    def give(self, job: Callable[[], None]) -> None:
+        self._jobs.put(job)
+
+    def frame(self) -> FrameType | None:
+        return sys._current_frames().get(self._thread.ident or -1)
+
+    def interrupt(self) -> None:
+        """Raise SystemExit in it at its next bytecode; what blocks in C does not notice."""
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+            ctypes.c_ulong(self._thread.ident or 0), ctypes.py_object(SystemExit)
+        )
+
+    def _serve(self) -> None:
+        _rank_thread.active = True
+        while True:
+            # An interrupt that comes late ends a job, or nothing; the thread itself stays.
+            with contextlib.suppress(SystemExit):
+                self._jobs.get()()
+
+
+# By rank. A thread that did not come back from its call is no longer here.
+_idle_threads: dict[int, _RankThread] = {}
+
+
 class _Crew:
     """The threads of one call, and what has become of each."""
 
@@ -78,23 +118,24 @@ class _Crew:
         self._results: list[Any] = [None] * world_size
         self._reports: dict[int, RankReport] = {}
         self._changed = threading.Condition()
-        self._threads = [
-            threading.Thread(target=self._be_rank, args=(rank,), name=f"rank {rank}", daemon=True)
-            for rank in range(world_size)
-        ]
+        self._threads: list[_RankThread] = []
 
     def run(self, call: str) -> list[Any]:
         deadline = time.monotonic() + self._timeout_seconds
-        started = 0
+        stacks: dict[int, str] = {}
         try:
-            for thread in self._threads:
-                thread.start()
-                started += 1
-            in_time = self._wait_until_failure_or_end(deadline)
-            stacks = {} if in_time else self._stacks()
+            for rank in range(self._world_size):
+                thread = _idle_threads.pop(rank, None) or _RankThread(rank)
+                self._threads.append(thread)
+                thread.give(partial(self._be_rank, rank))
+            if not self._wait_until_failure_or_end(deadline):
+                stacks = self._stacks()
         finally:
             # Nothing to stop after an ordinary end; but after a failure, a hang or an interrupt there is.
-            self._stop_the_rest(self._threads[:started])
+            self._stop_the_rest()
+            for rank, thread in enumerate(self._threads):
+                if rank in self._reports:
+                    _idle_threads[rank] = thread
         if len(self._reports) == self._world_size and all(
             report.outcome is Outcome.FINISHED for report in self._reports.values()
         ):
@@ -102,7 +143,6 @@ class _Crew:
         raise failure_of(self._final_reports(stacks), call=call, timeout_seconds=self._timeout_seconds)
 
     def _be_rank(self, rank: int) -> None:
-        _rank_thread.active = True
         try:
             # Numbers never come twice, so a rank left behind by an earlier call can meet nobody here.
             torch_internals.start_threaded_rank(
@@ -117,6 +157,7 @@ class _Crew:
                 report = RankReport(rank, Outcome.FINISHED, at_seconds=time.monotonic())
             finally:
                 dist.destroy_process_group()
+                torch_internals.forget_meshes()
         except BaseException as error:  # noqa: BLE001  a rank reports whatever ended it, SystemExit included
             report = self._report_of(rank, error)
         with self._changed:
@@ -146,28 +187,28 @@ class _Crew:
             return True
         return any(report.outcome is not Outcome.FINISHED for report in self._reports.values())
 
-    def _stop_the_rest(self, threads: list[threading.Thread]) -> None:
+    def _stop_the_rest(self) -> None:
         """Wake ranks that wait in a collective, interrupt those that compute, leave those that are deaf."""
         grace_ends = time.monotonic() + _GRACE_SECONDS
         interrupted = False
-        while any(thread.is_alive() for thread in threads):
-            if len(self._reports) < self._world_size:
+        with self._changed:
+            while len(self._reports) < len(self._threads):
                 torch_internals.stop_threaded_ranks()
                 remaining = grace_ends - time.monotonic()
                 if remaining < 0:
                     break
                 if remaining < _GRACE_SECONDS / 2 and not interrupted:
                     interrupted = True
-                    for thread in threads:
-                        _interrupt(thread)
-            with self._changed:
+                    for rank, thread in enumerate(self._threads):
+                        # A rank that has reported may be waiting for its next job, which is not to be lost.
+                        if rank not in self._reports:
+                            thread.interrupt()
                 self._changed.wait(_POLL_SECONDS)
 
     def _stacks(self) -> dict[int, str]:
-        frames = sys._current_frames()
         stacks = {}
         for rank, thread in enumerate(self._threads):
-            frame = frames.get(thread.ident or -1)
+            frame = thread.frame()
             if rank not in self._reports and frame is not None:
                 lines = traceback.format_stack(frame)
                 # The first frames are how a thread starts, up to the call of the rank's function.
@@ -189,9 +230,3 @@ class _Crew:
                 )
             reports.append(report)
         return reports
-
-
-def _interrupt(thread: threading.Thread) -> None:
-    """Raise SystemExit in a thread at its next bytecode; what blocks in C does not notice."""
-    if thread.ident is not None and thread.is_alive():
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))

@@ -33,6 +33,10 @@ def process_id():
     return os.getpid()
 
 
+def thread_id():
+    return threading.get_ident()
+
+
 def setting():
     return {
         "threads": torch.get_num_threads(),
@@ -171,6 +175,10 @@ def test_128_ranks_run_as_threads():
 def test_threads_may_run_functions_that_do_not_pickle():
     here = threading.get_ident()
     assert run_ranks(lambda: threading.get_ident() != here, 2) == [True, True]
+
+
+def test_rank_threads_are_reused():
+    assert run_ranks(thread_id, 3) == run_ranks(thread_id, 4)[:3]
 
 
 def test_backward_runs_on_the_ranks_own_thread():
@@ -362,9 +370,12 @@ def test_a_hang_of_threads_ends_at_the_timeout_with_every_ranks_stack():
 
 @every_cpu_kind
 def test_ranks_that_compute_forever_are_stopped(kind):
+    ids = run_ranks(thread_id, 2, kind=kind)
     with pytest.raises(RankTimeout, match="in spin_forever"):
         run_ranks(spin_forever, 2, kind=kind, timeout_seconds=0.5)
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("rank ")]
+    if kind == "threads":
+        # They came back to be used again: none is left spinning.
+        assert run_ranks(thread_id, 2, kind=kind) == ids
     assert run_ranks(sum_of_ranks, 2, kind=kind) == [(0, 1.0), (1, 1.0)]
 
 
