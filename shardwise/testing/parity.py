@@ -1,0 +1,356 @@
+"""Does a sharded run compute what a plain one does?
+
+Two roads lead to the same `History`, and `differences` compares them:
+
+    every rank   run_sharded: units sharded, its own slice of the data ──> LocalHistory ─┐
+                                                                         gather_histories ┴─> History
+    one process  run_plain:   every rank's slice in turn on the plain model, gradients
+                              summed in rank order in the reduce dtype ──────────────────> History
+
+The oracle (`run_plain`) shards nothing and communicates nothing. It models what a user is promised:
+parameters and floating inputs of a unit cast to the parameter dtype, gradients summed in the reduce dtype and
+averaged over ranks, master parameters and optimizer state in the parameters' own dtype. The models to run are
+in `workloads.py`. This file knows nothing of how sharding is done: it is handed a function that does it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils._pytree import tree_map_only
+
+from shardwise.testing.workloads import Batch, Workload
+
+__all__ = [
+    "BF16",
+    "BF16_REDUCED_IN_BF16",
+    "FP32",
+    "ONE_BATCH",
+    "Accumulation",
+    "History",
+    "LocalHistory",
+    "Precision",
+    "differences",
+    "gather_histories",
+    "run_plain",
+    "run_sharded",
+]
+
+OptimizerFactory: TypeAlias = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+# --- what is run --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Dtypes of compute and of the reduce; None means the parameters' own."""
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+
+    @property
+    def label(self) -> str:
+        names = [
+            str(dtype).removeprefix("torch.") for dtype in (self.param_dtype, self.reduce_dtype) if dtype
+        ]
+        return "+".join(names) or "own dtype"
+
+
+FP32 = Precision()
+BF16 = Precision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+BF16_REDUCED_IN_BF16 = Precision(param_dtype=torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Accumulation:
+    """How many micro-batches make a step, and whether each is reduced or only the last."""
+
+    micro_batches: int = 1
+    sync_each: bool = True
+
+    def syncs(self, micro_batch: int) -> bool:
+        return self.sync_each or micro_batch == self.micro_batches - 1
+
+    @property
+    def label(self) -> str:
+        if self.micro_batches == 1:
+            return "1 micro-batch"
+        return f"{self.micro_batches} micro-batches, {'each' if self.sync_each else 'last'} reduced"
+
+
+ONE_BATCH = Accumulation()
+
+
+# --- what came out ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One rank's shard of a tensor, cut along `dim`."""
+
+    values: Tensor
+    dim: int
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # torch pickles a tensor in about 0.1 ms, which thousands of small pieces would feel.
+        raw = self.values.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        return _unpickled_piece, (raw, self.values.dtype, self.values.shape, self.dim)
+
+
+def _unpickled_piece(raw: bytes, dtype: torch.dtype, shape: torch.Size, dim: int) -> Piece:
+    values = torch.frombuffer(bytearray(raw), dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+    return Piece(values.view(shape), dim)
+
+
+@dataclass
+class LocalHistory:
+    """What one rank saw, step by step."""
+
+    losses: list[list[float]] = field(default_factory=list)
+    grads: list[dict[str, Piece | None]] = field(default_factory=list)
+    params: list[dict[str, Piece]] = field(default_factory=list)
+
+
+@dataclass
+class History:
+    """What a run computed: `losses[step][rank][micro_batch]`, full gradients and parameters of each step."""
+
+    losses: list[list[list[float]]] = field(default_factory=list)
+    grads: list[dict[str, Tensor | None]] = field(default_factory=list)
+    params: list[dict[str, Tensor]] = field(default_factory=list)
+
+
+def sgd(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """The default optimizer: unlike Adam it is not blind to a gradient that is off by a factor."""
+    return torch.optim.SGD(params, lr=0.01, momentum=0.9)
+
+
+# --- the oracle ---------------------------------------------------------------------------------------------
+
+
+def run_plain(
+    workload: Workload,
+    world_size: int,
+    *,
+    precision: Precision = FP32,
+    accumulation: Accumulation = ONE_BATCH,
+    steps: int = 10,
+    optimizer: OptimizerFactory = sgd,
+    device: torch.device | str = "cpu",
+) -> History:
+    """Train in this process alone, each rank's slice in turn; needs no process group."""
+    master = workload.model(device)
+    named = dict(master.named_parameters())
+    optim = optimizer(named.values())
+    worker = _Worker(workload, master, precision)
+    history = History()
+    for step in range(steps):
+        worker.load(named)
+        losses: list[list[float]] = [[] for _ in range(world_size)]
+        held: list[dict[str, Tensor]] = [{} for _ in range(world_size)]
+        for micro_batch in range(accumulation.micro_batches):
+            for rank in range(world_size):
+                batch = workload.data(step, micro_batch, rank, device)
+                losses[rank].append(worker.run(batch, held[rank]))
+            if accumulation.syncs(micro_batch):
+                _reduce(named, held, precision)
+                held = [{} for _ in range(world_size)]
+        history.losses.append(losses)
+        history.grads.append({name: _snapshot(param.grad) for name, param in named.items()})
+        optim.step()
+        optim.zero_grad()
+        history.params.append({name: param.detach().cpu().clone() for name, param in named.items()})
+    return history
+
+
+class _Worker:
+    """The model as one rank computes with it: cast to the parameter dtype, unsharded."""
+
+    def __init__(self, workload: Workload, master: nn.Module, precision: Precision) -> None:
+        self._workload = workload
+        self._model = copy.deepcopy(master)
+        self._precision = precision
+        self._named = dict(self._model.named_parameters())
+        dtype = precision.param_dtype
+        if dtype is not None:
+            for param in self._named.values():
+                param.data = param.data.to(dtype)
+            for unit in [*workload.units(self._model), self._model]:
+                unit.register_forward_pre_hook(_InputCast(dtype), with_kwargs=True)
+
+    def load(self, masters: dict[str, nn.Parameter]) -> None:
+        with torch.no_grad():
+            for name, param in self._named.items():
+                param.copy_(masters[name])
+
+    def run(self, batch: Batch, held: dict[str, Tensor]) -> float:
+        """Forward and backward of one slice; adds its gradients to `held`, in the reduce dtype if wider."""
+        loss = self._workload.loss(self._model(*batch), batch)
+        loss.backward()
+        for name, param in self._named.items():
+            grad, param.grad = param.grad, None
+            if grad is None:
+                continue
+            wide = _wider(grad.dtype, self._precision.reduce_dtype)
+            held[name] = grad.to(wide) if name not in held else held[name] + grad
+        return loss.item()
+
+
+class _InputCast:
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return tree_map_only(Tensor, self._cast, (args, kwargs))  # type: ignore[no-any-return]
+
+    def _cast(self, value: Tensor) -> Tensor:
+        return value.to(self._dtype) if value.is_floating_point() else value
+
+
+def _wider(dtype: torch.dtype, other: torch.dtype | None) -> torch.dtype:
+    return other if other is not None and other.itemsize > dtype.itemsize else dtype
+
+
+def _reduce(named: dict[str, nn.Parameter], held: list[dict[str, Tensor]], precision: Precision) -> None:
+    for name, param in named.items():
+        contributions = [rank[name] for rank in held if name in rank]
+        if not contributions:
+            continue
+        dtype = precision.reduce_dtype or contributions[0].dtype
+        total = contributions[0].to(dtype, copy=True)
+        for contribution in contributions[1:]:
+            total += contribution.to(dtype)
+        average = (total / len(held)).to(param.dtype)
+        param.grad = average if param.grad is None else param.grad + average
+
+
+def _snapshot(value: Tensor | None) -> Tensor | None:
+    return None if value is None else value.detach().cpu().clone()
+
+
+# --- the sharded run ----------------------------------------------------------------------------------------
+
+
+def run_sharded(
+    workload: Workload,
+    shard: Callable[[nn.Module], object],
+    *,
+    accumulation: Accumulation = ONE_BATCH,
+    steps: int = 10,
+    optimizer: OptimizerFactory = sgd,
+    device: torch.device | str = "cpu",
+) -> LocalHistory:
+    """Shard the units with `shard`, bottom-up and the root last, and train on this rank's slice."""
+    rank = dist.get_rank()
+    model: Any = workload.model(device)
+    for unit in [*workload.units(model), model]:
+        shard(unit)
+    optim = optimizer(model.parameters())
+    history = LocalHistory()
+    for step in range(steps):
+        losses = []
+        for micro_batch in range(accumulation.micro_batches):
+            model.set_requires_gradient_sync(accumulation.syncs(micro_batch))
+            batch = workload.data(step, micro_batch, rank, device)
+            loss = workload.loss(model(*batch), batch)
+            loss.backward()
+            losses.append(loss.item())
+        history.losses.append(losses)
+        history.grads.append(
+            {name: None if p.grad is None else _piece(name, p.grad) for name, p in model.named_parameters()}
+        )
+        optim.step()
+        optim.zero_grad()
+        history.params.append({name: _piece(name, param) for name, param in model.named_parameters()})
+    return history
+
+
+def _piece(name: str, value: Tensor) -> Piece:
+    if not isinstance(value, DTensor) or not isinstance(value.placements[0], Shard):
+        raise AssertionError(
+            f"after a step, parameter {name!r} and its gradient should be sharded, not {type(value)}"
+        )
+    local = cast(DTensor, value.detach()).to_local()
+    return Piece(local.cpu().clone(), value.placements[0].dim)
+
+
+def gather_histories(local: Sequence[LocalHistory]) -> list[History]:
+    """Put the pieces of all ranks together, on every rank; one collective for any number of runs."""
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, list(local))
+    return [_assemble(pieces) for pieces in zip(*by_rank, strict=True)]
+
+
+def _assemble(ranks: Sequence[LocalHistory]) -> History:
+    history = History()
+    for step in range(len(ranks[0].losses)):
+        history.losses.append([rank.losses[step] for rank in ranks])
+        history.params.append(
+            {name: _join([rank.params[step][name] for rank in ranks]) for name in ranks[0].params[step]}
+        )
+        grads: dict[str, Tensor | None] = {}
+        for name in ranks[0].grads[step]:
+            pieces = [rank.grads[step][name] for rank in ranks]
+            present = [piece for piece in pieces if piece is not None]
+            if present and len(present) < len(pieces):
+                raise AssertionError(
+                    f"step {step}: only {len(present)} of {len(pieces)} ranks have a gradient of {name!r}"
+                )
+            grads[name] = _join(present) if present else None
+        history.grads.append(grads)
+    return history
+
+
+def _join(pieces: Sequence[Piece]) -> Tensor:
+    return torch.cat([piece.values for piece in pieces], dim=pieces[0].dim)
+
+
+# --- the verdict --------------------------------------------------------------------------------------------
+
+
+def differences(expected: History, actual: History, *, tolerance: float = 0.0) -> list[str]:
+    """Where two histories part, in the order of the run; empty if they agree.
+
+    A tolerance of 0 asks for the same bits. Otherwise it bounds the error's norm relative to the expected
+    norm, tensor by tensor; gradients, whose terms may nearly cancel, get a hundred times as much.
+    """
+    found: list[str] = []
+    if len(expected.losses) != len(actual.losses):
+        found.append(f"{len(actual.losses)} steps, expected {len(expected.losses)}")
+    for step in range(min(len(expected.losses), len(actual.losses))):
+        for rank, (want, got) in enumerate(zip(expected.losses[step], actual.losses[step], strict=True)):
+            for micro_batch, pair in enumerate(zip(want, got, strict=True)):
+                what = f"step {step}, rank {rank}, loss of micro-batch {micro_batch}"
+                found += _difference(what, torch.tensor(pair[0]), torch.tensor(pair[1]), tolerance)
+        for kind, wants, gots, allowed in (
+            ("gradient", expected.grads[step], actual.grads[step], 100 * tolerance),
+            ("parameter", expected.params[step], actual.params[step], tolerance),
+        ):
+            if wants.keys() != gots.keys():
+                found.append(f"step {step}: {kind}s of {sorted(gots)}, expected {sorted(wants)}")
+            for name in wants.keys() & gots.keys():
+                found += _difference(f"step {step}, {kind} {name!r}", wants[name], gots[name], allowed)
+    return found
+
+
+def _difference(what: str, want: Tensor | None, got: Tensor | None, tolerance: float) -> list[str]:
+    if want is None or got is None:
+        if want is got:
+            return []
+        return [
+            f"{what}: {'missing' if got is None else 'present'}, expected {'none' if want is None else 'one'}"
+        ]
+    if want.shape != got.shape or want.dtype != got.dtype:
+        return [f"{what}: {tuple(got.shape)} {got.dtype}, expected {tuple(want.shape)} {want.dtype}"]
+    if torch.equal(want, got):
+        return []
+    error = float((got.double() - want.double()).norm() / want.double().norm().clamp_min(1e-30))
+    return [] if error <= tolerance else [f"{what}: relative error {error:.3g}, allowed {tolerance:.3g}"]
