@@ -1,0 +1,382 @@
+"""FS3: gradients are right whatever a model does with its modules, outputs and inputs."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardwise.testing import run_ranks
+from shardwise.testing.workloads import seeded
+from tests.ranks.models import (
+    DoubleLinear,
+    Layers,
+    average_gradients,
+    data,
+    full,
+    match_plain,
+    same,
+)
+from tests.ranks.subject import TORCH_IS_THE_SUBJECT, beyond_torch, fully_shard
+
+RESHARDS = [True, False, 2]
+
+
+def units(*names, reshard=True):
+    """A function that shards these submodules, then the root."""
+
+    def shard(model):
+        for name in names:
+            fully_shard(model.get_submodule(name), reshard_after_forward=reshard)
+        fully_shard(model, reshard_after_forward=reshard)
+
+    return shard
+
+
+def alternate(step):
+    return step % 2 == 1
+
+
+def unused_output(reshard):
+    def loss_of(model, step, rank):
+        first, second = model(data(step, rank, 2, 7))
+        return (first * second).mean() if step < 3 else first.square().mean()
+
+    match_plain(partial(DoubleLinear, 7), units("lin1", reshard=reshard), loss_of, set_to_none=alternate)
+
+
+@pytest.mark.parametrize("reshard", RESHARDS)
+def test_an_output_may_be_left_out_of_the_loss(reshard):
+    run_ranks(unused_output, 2, reshard, kind="gloo")
+
+
+def unused_module(reshard):
+    build = partial(DoubleLinear, 7, use_second=False)
+    model = match_plain(
+        build,
+        units("lin1", "lin2", reshard=reshard),
+        lambda model, step, rank: model(data(step, rank, 2, 7)).square().mean(),
+        set_to_none=alternate,
+    )
+    assert model.lin2.weight.grad is None
+    assert model.lin2.bias.grad is None
+    assert isinstance(model.lin2.weight, DTensor)
+
+
+@pytest.mark.parametrize("reshard", RESHARDS)
+def test_a_module_may_go_unused_and_its_gradients_stay_none(reshard):
+    run_ranks(unused_module, 2, reshard, kind="gloo")
+
+
+def unused_parameter_within_a_unit():
+    """lin2 is part of the root's unit, together with parameters that are used."""
+    build = partial(DoubleLinear, 7, use_second=False)
+    model = match_plain(
+        build, fully_shard, lambda model, step, rank: model(data(step, rank, 2, 7)).square().mean()
+    )
+    assert model.lin2.weight.grad is None
+
+
+def test_an_unused_parameter_of_a_used_unit_keeps_no_gradient():
+    run_ranks(unused_parameter_within_a_unit, 2, kind="gloo")
+
+
+class Switch(nn.Module):
+    """Runs the layers it is told to, in the order it is told."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(5, 5)
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(4))
+
+    def forward(self, x, route):
+        x = self.first(x)
+        for index in route:
+            x = torch.tanh(self.layers[index](x))
+        return x
+
+
+ROUTES = [(0, 1, 2, 3), (0, 2), (3, 1), (1,), (0, 1, 2, 3), (2, 2, 0), (3, 2, 1, 0)]
+
+
+def changing_use(reshard, set_to_none):
+    def loss_of(model, step, rank):
+        return model(data(step, rank, 2, 5), ROUTES[step % len(ROUTES)]).square().mean()
+
+    shard = units(*(f"layers.{index}" for index in range(4)), reshard=reshard)
+    match_plain(Switch, shard, loss_of, set_to_none=lambda step: set_to_none)
+
+
+@pytest.mark.parametrize("reshard", RESHARDS)
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_which_modules_run_and_in_which_order_may_change_from_step_to_step(reshard, set_to_none):
+    run_ranks(changing_use, 2, reshard, set_to_none, kind="gloo")
+
+
+def zero_grad_in_place():
+    model = seeded(Layers())
+    units("layers.0", "layers.1")(model)
+    rank = dist.get_rank()
+    model(data(0, rank, 2, 6)).square().mean().backward()
+    grads = [param.grad for param in model.parameters()]
+    values = [full(grad).clone() for grad in grads]
+    model.zero_grad(set_to_none=False)
+    assert all(full(grad).count_nonzero() == 0 for grad in grads)
+    model(data(0, rank, 2, 6)).square().mean().backward()
+    for param, grad, value in zip(model.parameters(), grads, values, strict=True):
+        assert param.grad is grad, "the reduce should add into the gradient that is there"
+        same(full(grad), value, "gradient")
+    model(data(0, rank, 2, 6)).square().mean().backward()
+    for grad, value in zip(grads, values, strict=True):
+        same(full(grad), value + value, "gradient of two backwards")
+
+
+def test_the_reduce_adds_into_a_gradient_that_is_there():
+    run_ranks(zero_grad_in_place, 2, kind="gloo")
+
+
+# --- activations in containers --------------------------------------------------------------------------------
+
+Pair = collections.namedtuple("Pair", "first second")
+
+
+@dataclasses.dataclass
+class Record:
+    first: torch.Tensor
+    second: torch.Tensor
+    note: str = "a value that is no tensor"
+
+
+PACK = {
+    "list": lambda a, b: [a, b],
+    "tuple": lambda a, b: (a, b),
+    "namedtuple": Pair,
+    "dict": lambda a, b: {"first": a, "second": b},
+    "nested": lambda a, b: {"pair": Pair(a, [b, None, 3]), "text": "kept"},
+    "dataclass": Record,
+    "nested dataclass": lambda a, b: {"records": [Record(a, b)], "n": (1, 2)},
+}
+UNPACK = {
+    "list": tuple,
+    "tuple": tuple,
+    "namedtuple": tuple,
+    "dict": lambda value: (value["first"], value["second"]),
+    "nested": lambda value: (value["pair"].first, value["pair"].second[0]),
+    "dataclass": lambda value: (value.first, value.second),
+    "nested dataclass": lambda value: (value["records"][0].first, value["records"][0].second),
+}
+
+
+class Packing(nn.Module):
+    """Takes a container and gives one."""
+
+    def __init__(self, container):
+        super().__init__()
+        self.container = container
+        self.lin1 = nn.Linear(5, 5)
+        self.lin2 = nn.Linear(5, 5)
+
+    def forward(self, packed):
+        first, second = UNPACK[self.container](packed)
+        return PACK[self.container](torch.tanh(self.lin1(first)), torch.tanh(self.lin2(second)))
+
+
+class Chain(nn.Module):
+    def __init__(self, container):
+        super().__init__()
+        self.container = container
+        self.layers = nn.Sequential(*(Packing(container) for _ in range(3)))
+
+    def forward(self, x):
+        packed = self.layers(PACK[self.container](x, x.sin()))
+        assert type(packed) is type(PACK[self.container](x, x)), "hooks should hand on the container as it is"
+        return packed
+
+
+def containers(container, reshard):
+    def loss_of(model, step, rank):
+        first, second = UNPACK[container](model(data(step, rank, 2, 5)))
+        return first.square().mean() + second.abs().mean()
+
+    shard = units("layers.0", "layers.1", "layers.2", reshard=reshard)
+    match_plain(partial(Chain, container), shard, loss_of, steps=4)
+
+
+@pytest.mark.parametrize("container", PACK)
+def test_activations_may_travel_in_containers(container):
+    if TORCH_IS_THE_SUBJECT and "dataclass" in container:
+        pytest.skip("torch does not look into dataclasses")
+    for reshard in (True, False):
+        run_ranks(containers, 2, container, reshard, kind="gloo")
+
+
+# --- several forwards, several backwards ----------------------------------------------------------------------
+
+
+def several_forwards(reshard, num_forwards):
+    def loss_of(model, step, rank):
+        outputs = [model(data(step, rank + 10 * index, 2, 6)) for index in range(num_forwards)]
+        return sum(output.square().mean() for output in outputs)
+
+    match_plain(Layers, units("layers.0", "layers.1", reshard=reshard), loss_of)
+
+
+@pytest.mark.parametrize("reshard", RESHARDS)
+def test_a_model_may_run_several_times_before_backward(reshard):
+    run_ranks(several_forwards, 2, reshard, 2, kind="gloo")
+    run_ranks(several_forwards, 2, reshard, 3, kind="gloo")
+
+
+class Reuse(nn.Module):
+    """One unit runs three times, with another between."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(5, 5)
+        self.again = nn.Linear(5, 5)
+        self.between = nn.Linear(5, 5)
+
+    def forward(self, x):
+        x = self.again(torch.tanh(self.first(x)))
+        x = self.again(torch.tanh(self.between(x)))
+        return self.again(torch.tanh(x))
+
+
+def reused_module(reshard):
+    def loss_of(model, step, rank):
+        return model(data(step, rank, 2, 5)).square().mean()
+
+    match_plain(Reuse, units("again", "between", reshard=reshard), loss_of)
+
+
+@pytest.mark.parametrize("reshard", RESHARDS)
+def test_a_unit_may_run_several_times_in_a_forward(reshard):
+    run_ranks(reused_module, 2, reshard, kind="gloo")
+
+
+def inputs_with_grad(reshard):
+    """The gradient that leaves the model through its inputs is right too."""
+    model, plain = seeded(Layers()), seeded(Layers())
+    units("layers.0", "layers.1", reshard=reshard)(model)
+    rank = dist.get_rank()
+    for step in range(3):
+        ours, theirs = (data(step, rank, 2, 6).requires_grad_() for _ in range(2))
+        model(ours).square().mean().backward()
+        plain(theirs).square().mean().backward()
+        same(ours.grad, theirs.grad, "gradient of the input")
+
+
+@pytest.mark.parametrize("reshard", RESHARDS)
+def test_inputs_that_need_grad_get_it(reshard):
+    run_ranks(inputs_with_grad, 2, reshard, kind="gloo")
+
+
+class FirstUnit(nn.Module):
+    """Its first unit gets the raw input, which needs no grad; the root has no parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+@pytest.mark.parametrize("reshard", RESHARDS)
+def test_the_first_unit_may_get_inputs_that_need_no_grad(reshard):
+    run_ranks(first_unit, 2, reshard, kind="gloo")
+
+
+def first_unit(reshard):
+    def loss_of(model, step, rank):
+        return model(data(step, rank, 2, 5)).square().mean()
+
+    model = match_plain(FirstUnit, units("layers.0", "layers.2", reshard=reshard), loss_of)
+    assert all(isinstance(param, DTensor) for param in model.parameters())
+
+
+def backward_in_pieces():
+    """Two backwards through one graph: the gradients of both add up."""
+    model, plain = seeded(Layers()), seeded(Layers())
+    units("layers.0", "layers.1")(model)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for step in range(3):
+        output = model(data(step, rank, 2, 6))
+        output.square().mean().backward(retain_graph=True)
+        output.abs().mean().backward()
+        average_gradients(plain, lambda r: plain(data(step, r, 2, 6)).square().mean(), world_size)  # noqa: B023
+        average_gradients(plain, lambda r: plain(data(step, r, 2, 6)).abs().mean(), world_size)  # noqa: B023
+        for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+            same(full(param.grad), expected.grad, f"step {step}: gradient of {name}")
+
+
+def test_one_graph_may_be_run_backward_twice():
+    run_ranks(backward_in_pieces, 2, kind="gloo")
+
+
+def eval_between_steps(reshard):
+    def loss_of(model, step, rank):
+        with torch.no_grad():
+            model(data(step + 50, rank, 2, 6))
+        model.eval()
+        model(data(step + 70, rank, 2, 6))
+        model.train()
+        return model(data(step, rank, 2, 6)).square().mean()
+
+    match_plain(Layers, units("layers.0", "layers.1", reshard=reshard), loss_of, steps=4)
+
+
+@pytest.mark.parametrize("reshard", RESHARDS)
+def test_forwards_without_a_backward_may_come_between_steps(reshard):
+    run_ranks(eval_between_steps, 2, reshard, kind="gloo")
+
+
+def frozen_between_steps():
+    """`requires_grad` changes; a frozen parameter keeps no gradient and comes back when it is thawed."""
+
+    def loss_of(model, step, rank):
+        for name, param in model.named_parameters():
+            if name.startswith(("layers.1", "layers.0.in_proj.bias")):
+                param.requires_grad_(step % 3 != 1)
+        return model(data(step, rank, 2, 6)).square().mean()
+
+    match_plain(Layers, units("layers.0", "layers.1"), loss_of, steps=6)
+
+
+def test_parameters_may_be_frozen_and_thawed_between_steps():
+    run_ranks(frozen_between_steps, 2, kind="gloo")
+
+
+def unused_in_backward_on_all_ranks():
+    """The loss of one step does not reach the model at all."""
+    model = seeded(Layers())
+    units("layers.0", "layers.1")(model)
+    model(data(0, 0, 2, 6))
+    (torch.ones(3, requires_grad=True) * 2).sum().backward()
+    assert all(param.grad is None for param in model.parameters())
+    plain = seeded(Layers())
+    rank = dist.get_rank()
+    model(data(1, rank, 2, 6)).square().mean().backward()
+    average_gradients(plain, lambda r: plain(data(1, r, 2, 6)).square().mean(), 2)
+    for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        same(full(param.grad), expected.grad, "gradient")
+
+
+def test_a_backward_that_does_not_reach_the_model_leaves_it_alone():
+    run_ranks(unused_in_backward_on_all_ranks, 2, kind="gloo")
+
+
+@beyond_torch
+@pytest.mark.parametrize("reshard", RESHARDS)
+def test_gradients_are_right_with_ranks_as_threads(reshard):
+    for function in (unused_output, unused_module, reused_module, first_unit):
+        run_ranks(function, 2, reshard)
+    run_ranks(changing_use, 2, reshard, True)
+    run_ranks(containers, 2, "nested dataclass", reshard)
+    run_ranks(several_forwards, 2, reshard, 2)

@@ -1,0 +1,195 @@
+"""`fully_shard(model, wrap=…)` shards a whole model in one call."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwise import ConfigError, MixedPrecisionPolicy, fully_shard, trace
+from shardwise.testing import run_ranks
+from shardwise.testing.workloads import Block, TiedTransformer, seeded
+from tests.ranks.models import Layers, TwoLayers, data, is_sharded, same, sgd
+from tests.ranks.subject import FSDPModule, beyond_torch
+
+pytestmark = beyond_torch
+
+
+def units_of(model):
+    """The names of the units, in the order a forward gathers them, with what they are gathered for."""
+    return [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+
+
+def tokens(step):
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    return torch.randint(0, TiedTransformer.VOCAB, (2, 6), generator=generator)
+
+
+def train(model, inputs_of):
+    optim = sgd(model.parameters())
+    history = []
+    with trace.record(model) as recorder:
+        for step in range(3):
+            loss = model(inputs_of(step)).square().mean()
+            loss.backward()
+            optim.step()
+            optim.zero_grad()
+            history.append(loss.detach())
+    return history, recorder.of(), [param.detach().to_local() for param in model.parameters()]
+
+
+def equals_the_loop(build, wrap, chosen, inputs_of):
+    """One call with `wrap` and a hand-written loop over the same modules: the same units, events and bits."""
+    model, looped = seeded(build()), seeded(build())
+    assert fully_shard(model, wrap=wrap) is model
+    for module in chosen(looped):
+        fully_shard(module)
+    fully_shard(looped)
+    assert units_of(model) == units_of(looped)
+    got, want = train(model, inputs_of), train(looped, inputs_of)
+    assert got[1] == want[1]
+    for one, other in zip((*got[0], *got[2]), (*want[0], *want[2]), strict=True):
+        same(one, other, "loss or shard")
+
+
+def layers(model):
+    return list(model.layers)
+
+
+def layers_and_embeddings(model):
+    return [model.embed, model.positions, *model.layers]
+
+
+def linears_and_layers(model):
+    return [module for layer in model.layers for module in (layer.in_proj, layer.out_proj, layer)]
+
+
+def layer_data(step):
+    return data(step, dist.get_rank(), 3, 6)
+
+
+def is_layer(module):
+    return isinstance(module, TwoLayers)
+
+
+def by_class():
+    equals_the_loop(TiedTransformer, Block, layers, tokens)
+
+
+def test_wrap_by_class_equals_a_loop_over_the_modules_of_the_class():
+    run_ranks(by_class, 2, kind="gloo")
+
+
+def by_classes():
+    equals_the_loop(TiedTransformer, (Block, nn.Embedding), layers_and_embeddings, tokens)
+    equals_the_loop(Layers, (nn.Linear, TwoLayers), all_linears_and_layers, layer_data)
+
+
+def all_linears_and_layers(model):
+    return [model.first, *linears_and_layers(model), model.last]
+
+
+def test_wrap_by_several_classes_shards_inner_modules_first():
+    run_ranks(by_classes, 2, kind="gloo")
+
+
+def by_callable():
+    equals_the_loop(Layers, is_layer, layers, layer_data)
+
+
+def test_wrap_by_callable_equals_a_loop_over_the_modules_it_accepts():
+    run_ranks(by_callable, 2, kind="gloo")
+
+
+def by_size():
+    # TwoLayers(6) holds 318 elements: in_proj 168, out_proj 150. first and last hold 42 each.
+    equals_the_loop(Layers, 318, layers, layer_data)
+    # At 160, in_proj reaches it alone; 150 are left in the layer, which does not.
+    equals_the_loop(Layers, 160, lambda model: [layer.in_proj for layer in model.layers], layer_data)
+    # At 150 both do, and nothing is left for the layer.
+    equals_the_loop(
+        Layers,
+        150,
+        lambda model: [m for layer in model.layers for m in (layer.in_proj, layer.out_proj)],
+        layer_data,
+    )
+
+
+def test_wrap_by_size_makes_a_unit_where_the_parameters_left_below_reach_it():
+    run_ranks(by_size, 2, kind="gloo")
+
+
+def override(module):
+    if isinstance(module, TwoLayers):
+        return {"reshard_after_forward": False}
+    return isinstance(module, nn.Linear) and module.out_features == 24
+
+
+def by_callable_with_overrides():
+    model = seeded(Layers(num_layers=1))
+    fully_shard(model, wrap=override)
+    assert units_of(model) == ["", "layers.0", "layers.0.in_proj"]
+    loss = model(layer_data(0)).sum()
+    assert is_sharded(model.layers[0].in_proj)
+    assert not is_sharded(model.layers[0].out_proj), "its own reshard_after_forward=False"
+    loss.backward()
+
+
+def test_a_callable_may_answer_with_keywords_for_the_unit():
+    run_ranks(by_callable_with_overrides, 2, kind="gloo")
+
+
+def keywords_reach_every_unit():
+    model = seeded(Layers(num_layers=1))
+    fully_shard(model, wrap=TwoLayers, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    seen = []
+    for module in (model.first, model.layers[0].in_proj):
+        module.register_forward_pre_hook(lambda module, args: seen.append(module.weight.dtype))
+    model(layer_data(0))
+    assert seen == [torch.bfloat16, torch.bfloat16]
+
+
+def test_the_keywords_of_the_call_reach_every_unit():
+    run_ranks(keywords_reach_every_unit, 2)
+
+
+def chooses_nothing(wrap):
+    model = seeded(Layers())
+    with pytest.raises(ConfigError):
+        fully_shard(model, wrap=wrap)
+    assert units_of(model) == []
+    assert type(model) is Layers
+
+
+@pytest.mark.parametrize("wrap", [nn.Conv2d, 10**9, "layers", 1.5, ()], ids=str)
+def test_a_wrap_that_chooses_nothing_or_means_nothing_is_refused(wrap):
+    run_ranks(chooses_nothing, 2, wrap)
+
+
+def boom(module):
+    raise KeyError("from the callable")
+
+
+def test_an_error_of_the_callable_leaves_the_model_plain():
+    run_ranks(callable_raises, 2)
+
+
+def callable_raises():
+    model = seeded(Layers())
+    with pytest.raises(KeyError, match="from the callable"):
+        fully_shard(model, wrap=boom)
+    assert units_of(model) == []
+
+
+def already_sharded_below():
+    """Units made by hand stay as they are; the rest of the model is wrapped around them."""
+    model = seeded(Layers())
+    fully_shard(model.layers[1], reshard_after_forward=False)
+    fully_shard(model, wrap=TwoLayers)
+    assert units_of(model) == ["", "layers.0", "layers.1", "layers.2"]
+    model(layer_data(0)).sum().backward()
+
+
+def test_units_made_by_hand_before_are_left_as_they_are():
+    run_ranks(already_sharded_below, 2)
