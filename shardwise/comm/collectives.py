@@ -26,6 +26,16 @@ class Work(Protocol):
     def wait(self) -> Any: ...
 
 
+class _Done:
+    """A collective that took its place in a stream: there is nothing to wait for."""
+
+    def wait(self) -> None:
+        pass
+
+
+_DONE = _Done()
+
+
 class GroupCalls:
     """What the engine asks of one process group."""
 
@@ -49,21 +59,17 @@ class GroupCalls:
 
     def issue_all_gather(self, output: torch.Tensor, own: torch.Tensor) -> Work:
         """Gathers every rank's ``own`` into ``output``, in rank order."""
-        work: Work = self._all_gather(output, own, self._gather_options)
-        return work
+        return self._all_gather(output, own, self._gather_options) or _DONE
 
     def issue_reduce_scatter(self, output: torch.Tensor, rows: torch.Tensor, average: bool) -> Work:
         """Reduces the rows of all ranks; this rank's row arrives in ``output``."""
-        work: Work = self._reduce_scatter(
-            output, rows, self._average_options if average else self._sum_options
-        )
-        return work
+        options = self._average_options if average else self._sum_options
+        return self._reduce_scatter(output, rows, options) or _DONE
 
     def issue_all_reduce(self, tensor: torch.Tensor, average: bool) -> Work:
         options = AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if average else dist.ReduceOp.SUM)
-        work: Work = self.group.allreduce([tensor], options)
-        return work
+        return self.group.allreduce([tensor], options) or _DONE
 
 
 def _reduce_scatter_options(op: Any) -> Any:
