@@ -1,5 +1,6 @@
-"""ZeRO: an optimizer whose state is shared out over the ranks."""
+"""ZeRO: an optimizer whose state is shared out over the ranks, and its overlap with DistributedDataParallel."""
 
 from shardwise.zero.optimizer import ZeroRedundancyOptimizer
+from shardwise.zero.overlap import hook_with_zero_step, hook_with_zero_step_interleaved
 
-__all__ = ["ZeroRedundancyOptimizer"]
+__all__ = ["ZeroRedundancyOptimizer", "hook_with_zero_step", "hook_with_zero_step_interleaved"]

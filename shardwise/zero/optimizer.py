@@ -80,10 +80,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         options = f"{optimizer_class.__qualname__}, balanced={balanced}, views={parameters_as_bucket_view}"
         admission.check_ranks_agree(groups, options, self.process_group)
 
-        self._partition = Partition(self.rank, self.world_size, balanced=balanced)
-        self._partition.add_groups(groups)
+        self.partition = Partition(self.rank, self.world_size, balanced=balanced)
+        self.partition.add_groups(groups)
         self._sync = ParameterSync(
-            self._partition,
+            self.partition,
             self.process_group,
             as_views=parameters_as_bucket_view and not overlap_with_ddp,
         )
@@ -103,21 +103,21 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if not self.initialized:
             return
         added = self.param_groups[-1]["params"]
-        first = len(self._partition.params)
+        first = len(self.partition.params)
         try:
             admission.check_parameters(added, first=first)
             admission.check_ranks_agree([added], "add_param_group", self.process_group, first=first)
         except Exception:
             self.param_groups.pop()
             raise
-        self._partition.add_groups([added])
+        self.partition.add_groups([added])
         self._sync.refresh()
         self.optim.add_param_group(self._local_groups()[-1])
         self._show_local_optimizer()
 
     def _local_groups(self) -> list[dict[str, Any]]:
         """The groups with this rank's tensors in place of all; some may be empty."""
-        partition = self._partition
+        partition = self.partition
         stepped: list[list[Tensor]] = [[] for _ in self.param_groups]
         for piece in partition.owned:
             stepped[partition.group_of[piece.param]].append(partition.stepped(piece))
@@ -148,16 +148,16 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             Join.notify_join_context(self)
         self._sync.refresh()
         if self._under_join and join_is_watching(self):
-            share_gradients(self._partition, self.process_group, joined=joined)
+            share_gradients(self.partition, self.process_group, joined=joined)
         _copy_options(self.param_groups, self.optim.param_groups)
-        self._partition.bind_gradients()
+        self.partition.bind_gradients()
         if closure is None:
             loss = self.optim.step(**kwargs)
         else:
             if callable(closure):
-                closure = self._partition.with_gradients(closure)
+                closure = self.partition.with_gradients(closure)
             loss = self.optim.step(closure=closure, **kwargs)
-        self._partition.release_gradients()
+        self.partition.release_gradients()
         _copy_options(self.optim.param_groups, self.param_groups)
         self._sync.run()
         return loss
@@ -177,6 +177,50 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 stacklevel=3,
             )
 
+    # --- steps in backward -----------------------------------------------------------------------------------
+
+    def expect_steps_in_backward(self) -> None:
+        """Says that a hook of DistributedDataParallel steps this optimizer."""
+        self._hooked = True
+
+    def step_pieces(self, gradients: Mapping[Piece, Tensor]) -> None:
+        """Steps these owned pieces by these gradients, and nothing else; sends nothing."""
+        if not gradients:
+            return
+        _copy_options(self.param_groups, self.optim.param_groups)
+        chosen = {self.partition.stepped(piece): grad for piece, grad in gradients.items()}
+        held = [(tensor, tensor.grad) for tensor in chosen]
+        all_tensors = [group["params"] for group in self.optim.param_groups]
+        try:
+            for tensor, grad in chosen.items():
+                tensor.grad = grad
+            # Tensors hash by identity, so this finds the chosen ones without comparing elements.
+            for group in self.optim.param_groups:
+                group["params"] = [tensor for tensor in group["params"] if tensor in chosen]
+            self.optim.step()
+        finally:
+            for group, tensors in zip(self.optim.param_groups, all_tensors, strict=True):
+                group["params"] = tensors
+            for tensor, own_grad in held:
+                tensor.grad = own_grad
+        _copy_options(self.optim.param_groups, self.param_groups)
+
+    def give_up(self, indices: list[int], owner: int) -> list[state.PieceState]:
+        """Makes another rank the owner of whole parameters; the state this rank had of them."""
+        given = state.owned_state(self.partition, self.optim.state, only=indices)
+        for index in indices:
+            self.optim.state.pop(self.partition.params[index], None)
+            self.partition.give(index, owner)
+        for group, local in zip(self.optim.param_groups, self._local_groups(), strict=True):
+            group["params"] = local["params"]
+        return given
+
+    def take_over(self, given: list[state.PieceState]) -> None:
+        """Takes the state of parameters that this rank owns from now on."""
+        for piece_state in given:
+            param = self.partition.params[piece_state.piece.param]
+            self.optim.state[param] = piece_state.values_for(param.device)
+
     # --- uneven inputs ---------------------------------------------------------------------------------------
 
     def join_hook(self, **_kwargs: Any) -> ZeroJoinHook:
@@ -193,7 +237,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     @property
     def join_device(self) -> torch.device:
-        return self._partition.params[0].device
+        return self.partition.params[0].device
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:
@@ -211,12 +255,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             )
         _copy_options(self.param_groups, self.optim.param_groups)
         gathered: list[Any] | None = [None] * self.world_size if self.rank == to else None
-        own = state.owned_state(self._partition, self.optim.state)
+        own = state.owned_state(self.partition, self.optim.state)
         dist.gather_object(own, gathered, group=self.process_group, group_dst=to)
         self._consolidated = None
         if gathered is not None:
             states = (piece_state for of_rank in gathered for piece_state in of_rank)
-            self._consolidated = state.consolidate(states, self._partition.params)
+            self._consolidated = state.consolidate(states, self.partition.params)
 
     def state_dict(self) -> dict[str, Any]:
         """The state as last consolidated on this rank, in the form of an unsharded optimizer's."""
@@ -235,7 +279,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         state.check_fits(state_dict, groups, element_wise=self._element_wise)
         positions = state.saved_positions(state_dict)
         by_param = {positions[number]: values for number, values in state_dict["state"].items() if values}
-        self._load_local(state.state_of_own_pieces(self._partition, by_param), state_dict["param_groups"])
+        self._load_local(state.state_of_own_pieces(self.partition, by_param), state_dict["param_groups"])
 
     # --- state on all ranks ----------------------------------------------------------------------------------
 
@@ -250,9 +294,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             prefix: what comes before these keys in the checkpoint, such as ``"optimizer."``.
         """
         if like is None:
-            entries = state.sharded_entries(self._partition, self.optim.state)
+            entries = state.sharded_entries(self.partition, self.optim.state)
         else:
-            entries = state.templates(self._partition, like, prefix)
+            entries = state.templates(self.partition, like, prefix)
         return {**entries, "param_groups": self._saved_groups()}
 
     def load_sharded_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -260,10 +304,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         saved = state_dict["param_groups"]
         groups = [group["params"] for group in self.param_groups]
         state.check_fits({"state": {}, "param_groups": saved}, groups, element_wise=self._element_wise)
-        self._load_local(state.state_of_sharded(self._partition, state_dict), saved)
+        self._load_local(state.state_of_sharded(self.partition, state_dict), saved)
 
     def _saved_groups(self) -> list[dict[str, Any]]:
-        index_of = self._partition.index_of
+        index_of = self.partition.index_of
         return [
             {
                 **{key: value for key, value in group.items() if key != "params"},
@@ -278,7 +322,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         local_groups = []
         for group_number, saved in enumerate(saved_groups):
             ours = [
-                numbers[piece] for piece in numbers if self._partition.group_of[piece.param] == group_number
+                numbers[piece] for piece in numbers if self.partition.group_of[piece.param] == group_number
             ]
             local_groups.append({**copy.deepcopy(saved), "params": ours})
         self.optim.load_state_dict(
@@ -291,7 +335,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def _pieces_in_local_order(self) -> list[Piece]:
         """The order in which a state dict of the local optimizer numbers its tensors: group by group."""
-        return sorted(self._partition.owned, key=lambda piece: (self._partition.group_of[piece.param], piece))
+        return sorted(self.partition.owned, key=lambda piece: (self.partition.group_of[piece.param], piece))
 
 
 def _check_options(optimizer_class: type[Optimizer], *, balanced: bool, overlap: bool) -> None:

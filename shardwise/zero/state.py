@@ -52,6 +52,13 @@ class PieceState:
     piece: Piece
     is_whole: bool
     values: State
+    off_cpu: frozenset[str]
+    """Names of what was beside the parameter on its device; step counts often stay on the CPU."""
+
+    def values_for(self, device: torch.device) -> State:
+        return {
+            name: value.to(device) if name in self.off_cpu else value for name, value in self.values.items()
+        }
 
 
 # --- local to consolidated -----------------------------------------------------------------------------------
@@ -63,10 +70,19 @@ def owned_state(
     """The state of this rank's pieces, copied to the CPU."""
     chosen = None if only is None else set(only)
     return [
-        PieceState(piece, partition.is_whole(piece), {name: _to_cpu(value) for name, value in values.items()})
+        _travelling(piece, partition.is_whole(piece), values)
         for piece in partition.owned
         if (chosen is None or piece.param in chosen) and (values := local.get(partition.stepped(piece)))
     ]
+
+
+def _travelling(piece: Piece, is_whole: bool, values: State) -> PieceState:
+    off_cpu = {
+        name for name, value in values.items() if isinstance(value, Tensor) and value.device.type != "cpu"
+    }
+    return PieceState(
+        piece, is_whole, {name: _to_cpu(value) for name, value in values.items()}, frozenset(off_cpu)
+    )
 
 
 def consolidate(states: Iterable[PieceState], params: Sequence[Tensor]) -> dict[int, State]:
@@ -174,11 +190,18 @@ class StateSpan(Tensor):
         return span
 
     @property
-    def values(self) -> Tensor:  # type: ignore[override]
+    def elements(self) -> Tensor:
         return self.as_subclass(Tensor)
 
+    def size(self, dim: Any = None) -> Any:
+        """The size of the larger tensor: what a checkpoint compares with what it holds."""
+        whole = torch.Size([self.total_numel])
+        return whole if dim is None else whole[dim]
+
     def _chunk(self) -> ChunkStorageMetadata:
-        return ChunkStorageMetadata(offsets=torch.Size([self.start]), sizes=torch.Size([self.numel()]))
+        return ChunkStorageMetadata(
+            offsets=torch.Size([self.start]), sizes=torch.Size([self.elements.numel()])
+        )
 
     def __create_write_items__(self, fqn: str, _span: object) -> list[WriteItem]:
         chunk = self._chunk()
@@ -188,7 +211,7 @@ class StateSpan(Tensor):
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(
                     chunk=chunk,
-                    properties=TensorProperties.create_from_tensor(self.values),
+                    properties=TensorProperties.create_from_tensor(self.elements),
                     size=torch.Size([self.total_numel]),
                 ),
             )
@@ -198,7 +221,7 @@ class StateSpan(Tensor):
         return [self._chunk()]
 
     def __get_tensor_shard__(self, _index: MetadataIndex) -> Tensor:
-        return self.values
+        return self.elements
 
 
 def sharded_entries(partition: Partition, local: Mapping[Tensor, State]) -> dict[str, Any]:
@@ -275,9 +298,9 @@ def _unspanned(value: Any, piece: Piece, partition: Partition) -> Any:
     if not isinstance(value, StateSpan):
         return value
     if not partition.is_whole(piece):
-        return value.values
+        return value.elements
     param = partition.params[piece.param]
-    return value.values.as_strided(param.size(), param.stride())
+    return value.elements.as_strided(param.size(), param.stride())
 
 
 def _key(index: int, name: str) -> str:

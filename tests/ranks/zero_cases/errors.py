@@ -1,0 +1,165 @@
+"""Bad input."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.checkpoint import FileSystemReader
+from torch.optim import SGD, Adam
+
+from shardwise.errors import CheckpointError, ConfigError, RankDisagreement, ShardwiseError, StateError
+from shardwise.zero import (
+    ZeroRedundancyOptimizer,
+    hook_with_zero_step,
+)
+from tests.ranks.zero_cases.models import (
+    assert_same_on_all_ranks,
+    ddp_of,
+    device,
+    owned_numel,
+    set_gradients,
+    small_model,
+    train_both,
+    trained,
+    wide_model,
+)
+
+
+def refuses_bad_parameters() -> None:
+    model = small_model()
+    sparse = torch.sparse_coo_tensor(size=(2, 3), check_invariants=True)
+    gappy = torch.zeros(4, 4)[:, ::2].requires_grad_()
+    for params, error in (
+        ([], ValueError),
+        (torch.randn(1), TypeError),
+        (1.2, TypeError),
+        ([*model.parameters(), 42], TypeError),
+        ([{"params": list(model.parameters())}, torch.zeros(1)], TypeError),
+        ([{"parameters": []}], ValueError),
+        ([sparse], ValueError),
+        ([torch.zeros(1), sparse], ValueError),
+        ([gappy], ValueError),
+    ):
+        with pytest.raises(error) as caught:
+            ZeroRedundancyOptimizer(params, SGD, lr=0.1)
+        assert isinstance(caught.value, ShardwiseError)
+        assert caught.value.fix
+    # What failed left nothing behind that would disturb the next.
+    assert owned_numel(ZeroRedundancyOptimizer(model.parameters(), SGD, lr=0.1)) > 0
+
+
+def finds_ranks_with_other_parameters() -> None:
+    rank = dist.get_rank()
+    for params, says in (
+        ([torch.zeros(3 + (rank == 1))], r"rank 0 has parameter 0: float32 \(3,\).*rank 1 has .*\(4,\)"),
+        ([torch.zeros(3)] * 1 + [torch.zeros(2)] * (rank == 1), "rank 1 has group 0 of 2 parameters"),
+        ([torch.zeros(3, dtype=torch.bfloat16 if rank == 1 else torch.float32)], "rank 1 has .*bfloat16"),
+        ([torch.zeros(3, requires_grad=rank == 1)], "rank 0 has .*frozen"),
+    ):
+        with pytest.raises(RankDisagreement, match=says):
+            ZeroRedundancyOptimizer([tensor.to(device()) for tensor in params], SGD, lr=0.1)
+    with pytest.raises(RankDisagreement, match="balanced=True"):
+        ZeroRedundancyOptimizer([torch.zeros(3)], SGD, lr=0.1, balanced=rank == 1)
+
+
+def keeps_its_groups_when_an_added_one_is_refused() -> None:
+    model = small_model()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=0.1)
+    with pytest.raises(RankDisagreement, match=r"parameter 7: float32 \(3,\)"):
+        optimizer.add_param_group({"params": [torch.zeros(3 + (dist.get_rank() == 1))]})
+    with pytest.raises(ValueError, match="sparse"):
+        optimizer.add_param_group({"params": [torch.sparse_coo_tensor(size=(2, 3), check_invariants=True)]})
+    assert len(optimizer.param_groups) == len(optimizer.optim.param_groups) == 1
+    set_gradients([model], 0)
+    optimizer.step()
+    assert_same_on_all_ranks(model)
+
+
+def refuses_the_state_of_another_model() -> None:
+    model, ours, reference, theirs = trained()
+    good = theirs.state_dict()
+    one_less = copy.deepcopy(good)
+    one_less["param_groups"][0]["params"].pop()
+    one_group = {**good, "param_groups": good["param_groups"][:1]}
+    other_shape = copy.deepcopy(good)
+    other_shape["state"][0]["exp_avg"] = torch.zeros(2, 2)
+    for bad, says in (
+        (one_less, r"groups of \[3, 3\].*groups of \[4, 3\]"),
+        (one_group, r"groups of \[4\].*groups of \[4, 3\]"),
+        (other_shape, r"'exp_avg' of parameter 0 has shape \(2, 2\)"),
+        ({"state": {}}, r"no \['param_groups'\]"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            ours.load_state_dict(bad)
+    # Nothing was lost: it goes on as if nobody had tried.
+    train_both(model, ours, reference, theirs, range(3, 5))
+
+
+def refuses_a_checkpoint_of_another_model(path: str) -> None:
+    _, ours, _, _ = trained()
+    dcp.save({"optimizer": ours.sharded_state_dict()}, checkpoint_id=path)
+    metadata = FileSystemReader(path).read_metadata()
+    fewer = ZeroRedundancyOptimizer(list(small_model().parameters())[:2], Adam, lr=0.1)
+    with pytest.raises(CheckpointError, match="this optimizer has 2 parameters"):
+        fewer.sharded_state_dict(like=metadata, prefix="optimizer.")
+    others = [torch.zeros(5 + i, requires_grad=True) for i in range(7)]
+    other = ZeroRedundancyOptimizer(others, Adam, lr=0.1)
+    with pytest.raises(CheckpointError, match="elements for parameter"):
+        other.sharded_state_dict(like=metadata, prefix="optimizer.")
+
+
+class Unknown(SGD):
+    pass
+
+
+class Declared(SGD):
+    elementwise = True
+
+
+def refuses_options_that_cannot_work() -> None:
+    model = small_model()
+    params = list(model.parameters())
+    for optimizer_class in (torch.optim.LBFGS, Unknown):
+        with pytest.raises(ConfigError, match="update each element by itself"):
+            ZeroRedundancyOptimizer(params, optimizer_class, balanced=True)
+    ZeroRedundancyOptimizer(params, Declared, balanced=True, lr=0.1)
+    with pytest.raises(ConfigError, match=r"LBFGS.step\(\) needs a closure"):
+        ZeroRedundancyOptimizer(params, torch.optim.LBFGS, overlap_with_ddp=True)
+    plain = ZeroRedundancyOptimizer(params, SGD, lr=0.1)
+    with pytest.raises(ConfigError, match="no rank 5"):
+        plain.consolidate_state_dict(to=5)
+    with pytest.raises(StateError, match="sharded_state_dict"):
+        plain.state_dict()
+
+
+def refuses_overlap_that_would_never_step() -> None:
+    model = wide_model()
+    ddp = ddp_of(model, hook=None)
+    plain = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=0.1)
+    with pytest.raises(ValueError, match="overlap_with_ddp=True"):
+        hook_with_zero_step(allreduce_hook, ddp, plain)
+    stranger = ZeroRedundancyOptimizer(wide_model().parameters(), SGD, overlap_with_ddp=True, lr=0.1)
+    with pytest.raises(ConfigError, match=r"parameter 0, of shape .* is not in the model"):
+        hook_with_zero_step(allreduce_hook, ddp, stranger)
+    unhooked = ZeroRedundancyOptimizer(model.parameters(), SGD, overlap_with_ddp=True, lr=0.1)
+    with pytest.raises(StateError, match="register_comm_hook"):
+        unhooked.step()
+    ddp.register_comm_hook(None, hook_with_zero_step(allreduce_hook, ddp, unhooked))
+    with pytest.warns(UserWarning, match="does nothing"):
+        assert unhooked.step() is None
+
+
+def refuses_a_sparse_gradient_only_where_it_would_be_split() -> None:
+    for balanced in (False, True):
+        embedding = nn.Embedding(4000, 3, sparse=True).to(device())
+        optimizer = ZeroRedundancyOptimizer(embedding.parameters(), SGD, balanced=balanced, lr=0.1)
+        embedding(torch.tensor([1, 5], device=device())).sum().backward()
+        if balanced:
+            with pytest.raises(StateError, match="parameter 0 has a sparse gradient"):
+                optimizer.step()
+        else:
+            optimizer.step()

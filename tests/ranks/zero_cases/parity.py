@@ -1,0 +1,156 @@
+"""A sharded optimizer steps like the unsharded one."""
+
+from itertools import product
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW
+
+from shardwise.zero import (
+    ZeroRedundancyOptimizer,
+)
+from tests.ranks.zero_cases.models import (
+    OPTIMIZERS,
+    assert_same,
+    device,
+    generator,
+    grouped,
+    set_gradients,
+    small_model,
+)
+
+
+def matches_the_unsharded_optimizer(name: str, *, balanced: bool, steps: int = 3) -> None:
+    optimizer_class, options = OPTIMIZERS[name]
+    for maximize, num_groups, dtype in product((False, True), (1, 2, 3), (torch.float32, torch.bfloat16)):
+        model, reference = small_model((dtype,)), small_model((dtype,))
+        ours = ZeroRedundancyOptimizer(
+            grouped(model, num_groups),
+            optimizer_class,
+            parameters_as_bucket_view=(num_groups == 2) != maximize,
+            balanced=balanced,
+            maximize=maximize,
+            **options,
+        )
+        theirs = optimizer_class(grouped(reference, num_groups), maximize=maximize, **options)
+        for step in range(steps):
+            set_gradients([model, reference], step)
+            ours.step()
+            theirs.step()
+            assert_same(model, reference)
+
+
+def stays_within_an_ulp_a_step_where_a_small_parameter_is_cut(name: str, steps: int = 5) -> None:
+    """A parameter too small to be aligned starts its kernels elsewhere when it is cut, and elements move between a
+    vector loop and its scalar tail, which may round differently: one ulp a step, of the larger of the value before
+    and after it."""
+    optimizer_class, options = OPTIMIZERS[name]
+    initial = [torch.randn(numel, generator=generator(numel)).to(device()) for numel in (17, 1003)]
+    ours_params = [tensor.clone().requires_grad_() for tensor in initial]
+    theirs_params = [tensor.clone().requires_grad_() for tensor in initial]
+    ours = ZeroRedundancyOptimizer(ours_params, optimizer_class, balanced=True, **options)
+    theirs = optimizer_class(theirs_params, **options)
+    assert any(len(pieces) > 1 for pieces in ours.partition.pieces)
+    allowed = [torch.zeros_like(tensor) for tensor in initial]
+    for step in range(steps):
+        before = [param.detach().abs() for param in theirs_params]
+        source = generator(step)
+        for mine, peer in zip(ours_params, theirs_params, strict=True):
+            mine.grad = torch.randn(mine.shape, generator=source).to(device())
+            peer.grad = mine.grad.clone()
+        ours.step()
+        theirs.step()
+        for mine, peer, was, room in zip(ours_params, theirs_params, before, allowed, strict=True):
+            scale = torch.maximum(was, peer.detach().abs())
+            room += torch.nextafter(scale, torch.full_like(scale, torch.inf)) - scale
+            assert ((mine - peer).abs() <= room).all()
+
+
+def steps_parameters_of_several_dtypes(*, as_views: bool, balanced: bool) -> None:
+    dtypes = (torch.float32, torch.bfloat16, torch.float32)
+    model, reference = small_model(dtypes), small_model(dtypes)
+    ours = ZeroRedundancyOptimizer(
+        model.parameters(), Adam, parameters_as_bucket_view=as_views, balanced=balanced, lr=0.01
+    )
+    theirs = Adam(reference.parameters(), lr=0.01)
+    for step in range(3):
+        set_gradients([model, reference], step)
+        ours.step()
+        theirs.step()
+        assert_same(model, reference)
+
+
+def steps_a_model_of_two_devices(*, as_views: bool, balanced: bool) -> None:
+    """Model parallel: on the CPU and, where there is one, on the GPU."""
+
+    def build() -> nn.Sequential:
+        model = small_model()
+        model[0].cpu()
+        model[3].cpu()
+        return model
+
+    model, reference = build(), build()
+    ours = ZeroRedundancyOptimizer(
+        model.parameters(), AdamW, parameters_as_bucket_view=as_views, balanced=balanced, lr=0.01
+    )
+    theirs = AdamW(reference.parameters(), lr=0.01)
+    for step in range(3):
+        set_gradients([model, reference], step)
+        ours.step()
+        theirs.step()
+        assert_same(model, reference)
+    assert [param.device for param in model.parameters()] == [
+        param.device for param in reference.parameters()
+    ]
+
+
+def reduced_gradients_give_the_local_optimizers_step() -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model, reference = small_model(), small_model()
+    ours, theirs = (
+        ZeroRedundancyOptimizer(model.parameters(), SGD, lr=0.01),
+        SGD(reference.parameters(), lr=0.01),
+    )
+    for module in (model, reference):
+        x = torch.full((4, 12), float(rank + 1), device=device())
+        module[1](module[0](x)).sum().backward()
+        for param in module.parameters():
+            if param.grad is not None:
+                dist.all_reduce(param.grad)
+                param.grad /= world
+    ours.step()
+    theirs.step()
+    assert_same(model, reference)
+
+
+def groups_up_front_and_added_later_agree_with_the_unsharded_optimizer(
+    *, balanced: bool, as_views: bool
+) -> None:
+    def split(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+        params = list(model.parameters())
+        return [p for p in params if p.dim() > 1], [p for p in params if p.dim() == 1]
+
+    up_front, later, reference = small_model(), small_model(), small_model()
+    both = [
+        {"params": split(up_front)[0], "weight_decay": 0.0},
+        {"params": split(up_front)[1], "weight_decay": 0.1},
+    ]
+    how: dict[str, Any] = {"balanced": balanced, "parameters_as_bucket_view": as_views, "lr": 0.01}
+    first = ZeroRedundancyOptimizer(both, AdamW, **how)
+    second = ZeroRedundancyOptimizer(split(later)[0], AdamW, weight_decay=0.0, **how)
+    second.add_param_group({"params": split(later)[1], "weight_decay": 0.1})
+    plain = AdamW(
+        [
+            {"params": split(reference)[0], "weight_decay": 0.0},
+            {"params": split(reference)[1], "weight_decay": 0.1},
+        ],
+        lr=0.01,
+    )
+    for step in range(3):
+        set_gradients([up_front, later, reference], step)
+        for optimizer in (first, second, plain):
+            optimizer.step()
+        assert_same(up_front, reference)
+        assert_same(later, reference)

@@ -1,0 +1,154 @@
+"""Saving and loading."""
+
+import copy
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader
+from torch.optim import Adam
+
+from shardwise.zero import (
+    ZeroRedundancyOptimizer,
+)
+from tests.ranks.zero_cases.models import (
+    OPTIMIZERS,
+    assert_same,
+    assert_same_state,
+    batches,
+    ddp_of,
+    grouped,
+    set_gradients,
+    share_from,
+    small_model,
+    train_both,
+    trained,
+    wide_model,
+)
+from tests.ranks.zero_cases.overlap import overlapped
+
+
+def consolidated_state_is_an_unsharded_optimizers(name: str, *, balanced: bool) -> None:
+    _, ours, _, theirs = trained(name, balanced=balanced)
+    last = dist.get_world_size() - 1
+    ours.consolidate_state_dict(to=last)
+    if dist.get_rank() == last:
+        assert_same_state(ours.state_dict(), theirs.state_dict())
+    else:
+        with pytest.raises(RuntimeError, match=rf"consolidate_state_dict\(to={dist.get_rank()}\)"):
+            ours.state_dict()
+
+
+def every_rank_loads_what_one_rank_consolidated(*, balanced: bool, loads_balanced: bool) -> None:
+    model, ours, reference, theirs = trained(balanced=balanced)
+    ours.consolidate_state_dict(to=0)
+    saved = share_from(0, ours.state_dict() if dist.get_rank() == 0 else None)
+    fresh = ZeroRedundancyOptimizer(
+        grouped(model, 2), Adam, lr=7.0, balanced=loads_balanced, parameters_as_bucket_view=True
+    )
+    fresh.load_state_dict(saved)
+    assert [group["lr"] for group in fresh.param_groups] == [group["lr"] for group in theirs.param_groups]
+    assert [group["lr"] for group in fresh.optim.param_groups] == [
+        group["lr"] for group in theirs.param_groups
+    ]
+    # What was loaded is the optimizer's own: stepping must not write into the saved dict.
+    before = copy.deepcopy(saved)
+    train_both(model, fresh, reference, theirs, range(3, 5))
+    assert_same_state(saved, before)
+
+
+def loads_an_unsharded_optimizers_state(*, balanced: bool) -> None:
+    model, reference = small_model(), small_model()
+    theirs = Adam(grouped(reference, 2), lr=0.01)
+    for step in range(2):
+        set_gradients([reference], step)
+        theirs.step()
+    with torch.no_grad():
+        for mine, peer in zip(model.parameters(), reference.parameters(), strict=True):
+            mine.copy_(peer)
+    ours = ZeroRedundancyOptimizer(grouped(model, 2), Adam, lr=0.5, balanced=balanced)
+    ours.load_state_dict(theirs.state_dict())
+    train_both(model, ours, reference, theirs, range(2, 4))
+
+
+def state_dict_shows_what_was_consolidated_last() -> None:
+    model, ours, _, _ = trained()
+    ours.consolidate_state_dict(to=0)
+    if dist.get_rank() == 0:
+        before = ours.state_dict()["state"][0]["exp_avg"].clone()
+    set_gradients([model], 9)
+    ours.step()
+    if dist.get_rank() == 0:
+        assert torch.equal(ours.state_dict()["state"][0]["exp_avg"], before)
+    ours.consolidate_state_dict(to=1)
+    with pytest.raises(RuntimeError) if dist.get_rank() == 0 else nullcontext():
+        ours.state_dict()
+
+
+def saves_sharded(path: str, name: str, *, balanced: bool) -> None:
+    """Saves after three steps, and the unsharded optimizer's state beside it."""
+    model, ours, _, theirs = trained(name, balanced=balanced)
+    dcp.save({"model": model.state_dict(), "optimizer": ours.sharded_state_dict()}, checkpoint_id=path)
+    if dist.get_rank() == 0:
+        torch.save(theirs.state_dict(), f"{path}.peer")
+    dist.barrier()
+
+
+def loads_sharded(path: str, name: str, *, balanced: bool) -> None:
+    optimizer_class, options = OPTIMIZERS[name]
+    model, reference = small_model(seed=1), small_model()
+    ours = ZeroRedundancyOptimizer(
+        grouped(model, 2), optimizer_class, balanced=balanced, parameters_as_bucket_view=balanced, **options
+    )
+    for group in ours.param_groups:
+        group["lr"] = 9.0
+    metadata = FileSystemReader(path).read_metadata()
+    entries = ours.sharded_state_dict(like=metadata, prefix="optimizer.")
+    dcp.load({"model": model.state_dict(), "optimizer": entries}, checkpoint_id=path)
+    ours.load_sharded_state_dict(entries)
+
+    saved = torch.load(f"{path}.peer")
+    ours.consolidate_state_dict(to=0)
+    if dist.get_rank() == 0:
+        assert_same_state(ours.state_dict(), saved)
+    theirs = optimizer_class(grouped(reference, 2), **options)
+    theirs.load_state_dict(saved)
+    with torch.no_grad():
+        for mine, peer in zip(model.parameters(), reference.parameters(), strict=True):
+            peer.copy_(mine)
+    train_both(model, ours, reference, theirs, range(3, 5))
+
+
+def a_sharded_state_dict_needs_no_communication() -> None:
+    _, ours, _, _ = trained(balanced=True)
+    with torch.profiler.profile() as profile:
+        entries = ours.sharded_state_dict()
+    assert not [event for event in profile.key_averages() if event.key.startswith("c10d::")]
+    owned = {id(tensor) for group in ours.optim.param_groups for tensor in group["params"]}
+    assert sum("exp_avg_sq" in key and "max" not in key for key in entries) == len(owned)
+    # No copies either: the entries are the state's own memory.
+    addresses = {value.data_ptr() for values in ours.optim.state.values() for value in values.values()}
+    assert {value.data_ptr() for key, value in entries.items() if key.startswith("state.")} == addresses
+
+
+def overlap_keeps_state_that_was_loaded(*, shard_buckets: bool) -> None:
+    """State loaded before the first backward moves to the buckets' owners like any other."""
+    model, reference = wide_model(), wide_model()
+    peer, theirs = ddp_of(reference), Adam(reference.parameters(), lr=0.01)
+    inputs = batches(11)
+    for _ in range(2):
+        theirs.zero_grad()
+        peer(next(inputs)).square().sum().backward()
+        theirs.step()
+    model.load_state_dict(reference.state_dict())
+    ddp, ours = overlapped(model, Adam, interleaved=True, shard_buckets=shard_buckets, lr=3.0)
+    ours.load_state_dict(theirs.state_dict())
+    for _ in range(3):
+        x = next(inputs)
+        for net, optimizer in ((ddp, ours), (peer, theirs)):
+            optimizer.zero_grad()
+            net(x).square().sum().backward()
+        theirs.step()
+        assert_same(model, reference)
