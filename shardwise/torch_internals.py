@@ -6,7 +6,7 @@ file that changes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -61,6 +61,17 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return local
 
 
+def all_show(entries: Sequence[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]]) -> bool:
+    """Whether each module's parameters hold, under that name, that very parameter with that very local tensor.
+
+    One call for all parameters of a unit: it is asked in every step.
+    """
+    for params, name, sharded, local in entries:
+        if params.get(name) is not sharded or sharded._local_tensor is not local:
+            return False
+    return True
+
+
 def replace_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
     """Points a DTensor at another local tensor of the same shape, keeping the object that optimizers hold."""
     tensor._local_tensor = local  # type: ignore[attr-defined]
@@ -89,7 +100,15 @@ def queue_end_of_backward(callback: Callable[[], None]) -> None:
 
 def backward_reaches(leaf: torch.Tensor) -> bool:
     """Whether the backward that is running now gives ``leaf`` a gradient."""
-    node = torch.autograd.graph.get_gradient_edge(leaf).node
+    # A leaf's node is not exposed; a view made in grad mode points to it. ``get_gradient_edge`` does the same at
+    # three times the price.
+    was_enabled = torch.is_grad_enabled()
+    torch._C._set_grad_enabled(True)
+    view_node = leaf.view_as(leaf).grad_fn
+    torch._C._set_grad_enabled(was_enabled)
+    assert view_node is not None
+    node = view_node.next_functions[0][0]
+    assert node is not None
     return torch._C._will_engine_execute_node(node)
 
 

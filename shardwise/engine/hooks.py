@@ -189,26 +189,24 @@ class Hooks:
         if not self._open:
             self._arrived = 0
         self._open.append(visit)
-        with torch.no_grad():
-            for needed in unit.needs:
-                needed.holders += 1
-                needed.issue_gather(trace.IN_PRE_BACKWARD)
-            for needed in unit.needs:
-                needed.wait_gather()
-                if needed is not unit:
-                    needed.hooks.lend()
-            if unit.recorder is not None and unit.slots:
-                unit.recorder.add(trace.PRE_BACKWARD, unit.name, trace.IN_PRE_BACKWARD, unit.rank)
-            root.prefetch_before(unit, visit)
+        for needed in unit.needs:
+            needed.holders += 1
+            needed.issue_gather(trace.IN_PRE_BACKWARD)
+        for needed in unit.needs:
+            needed.wait_gather()
+            if needed is not unit:
+                needed.hooks.lend()
+        if unit.recorder is not None and unit.slots:
+            unit.recorder.add(trace.PRE_BACKWARD, unit.name, trace.IN_PRE_BACKWARD, unit.rank)
+        root.prefetch_before(unit, visit)
 
     def post_backward(self, visit: Pass) -> None:
         """The inputs' gradients are done, so nothing of this pass is left in backward."""
         if not visit.is_open:
             return
-        with torch.no_grad():
-            self.unit.reduce_gradients()
-            self._report()
-            self._close(visit)
+        self.unit.reduce_gradients()
+        self._report()
+        self._close(visit)
 
     def _gradient_arrived(self, param: torch.Tensor) -> None:
         """Counts complete gradients: all of them let the reduce start where no input gives a signal.
@@ -220,12 +218,11 @@ class Hooks:
             return
         if any(visit.has_input_signal for visit in self._open):
             return
-        with torch.no_grad():
-            self.unit.reduce_gradients()
-            self._owes_report = True
-            if not self.unit.has_frozen:
-                for visit in tuple(self._open):
-                    self._close(visit)
+        self.unit.reduce_gradients()
+        self._owes_report = True
+        if not self.unit.has_frozen:
+            for visit in tuple(self._open):
+                self._close(visit)
 
     def flush(self) -> None:
         """The end of backward: reduces, frees and reports what gave no signal."""

@@ -12,6 +12,7 @@ parameter without a gradient this time sends zeros and receives nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -35,10 +36,10 @@ class _Run:
     numel: int
 
 
-@dataclass(frozen=True)
-class _Part:
+class _Part(NamedTuple):
     """Where the gradient of one slot's shard lies in its run."""
 
+    slot: Slot
     run: int
     start: int
     shape: tuple[int, ...]
@@ -78,8 +79,10 @@ class PackedReduce:
             self._runs.append(_Run(dtype, segment.sent_start_bytes // itemsize, segment.numel))
             for index, start in zip(segment.members, segment.starts, strict=True):
                 shape = layout.cuts[index].local_shape(mesh.shard.rank)
-                parts[index] = _Part(number, start, shape, contiguous_strides(shape))
+                parts[index] = _Part(slots[index], number, start, shape, contiguous_strides(shape))
         self._parts = [parts[index] for index in range(len(slots))]
+        self._is_one_run = len(self._runs) == 1 and self._runs[0].dtype == reduce_dtype
+        self._is_one_run = self._is_one_run and shard_device == mesh.device
 
         groups = [mesh.shard] if mesh.replicate is None else [mesh.shard, mesh.replicate]
         world = mesh.shard.world * (1 if mesh.replicate is None else mesh.replicate.world)
@@ -89,11 +92,16 @@ class PackedReduce:
 
         self._work: Work | None = None
         self._own_row: torch.Tensor | None = None
-        self._received: list[int] = []
+        self._received: list[_Part] = []
 
     def issue(self, gradients: list[torch.Tensor | None]) -> None:
         """Packs the gradients and starts the reduce-scatter."""
-        self._received = [index for index, gradient in enumerate(gradients) if gradient is not None]
+        self._received = [
+            part for part, gradient in zip(self._parts, gradients, strict=True) if gradient is not None
+        ]
+        if torch.is_grad_enabled():
+            # backward(create_graph=True): the graph goes on from the gradients, not through their reduce.
+            gradients = [None if gradient is None else gradient.detach() for gradient in gradients]
         self._rows.grow()
         self._pack.fill(gradients)
         if self.division.before != 1.0:
@@ -121,17 +129,11 @@ class PackedReduce:
             self._mesh.replicate.issue_all_reduce(own_row, self.division.group_averages).wait()
         if self.division.after != 1.0:
             own_row.div_(self.division.after)
-        runs = [
-            own_row[run.start : run.start + run.numel].to(self._shard_device, run.dtype) for run in self._runs
-        ]
-
+        runs = [own_row] if self._is_one_run else self._cast_runs(own_row)
         held: list[torch.Tensor] = []
         added: list[torch.Tensor] = []
-        received = [self.slots[index] for index in self._received]
-        for index, slot in zip(self._received, received, strict=True):
-            part = self._parts[index]
-            run = runs[part.run]
-            gradient = run.as_strided(part.shape, part.strides, run.storage_offset() + part.start)
+        for slot, run, start, shape, strides in self._received:
+            gradient = runs[run].as_strided(shape, strides, start)
             existing = slot.sharded.grad
             if existing is None:
                 slot.sharded.grad = dtensor(gradient, slot.spec)
@@ -140,7 +142,14 @@ class PackedReduce:
                 added.append(gradient)
         if held:
             add_all(held, added)
-        return received
+        return [part.slot for part in self._received]
+
+    def _cast_runs(self, own_row: torch.Tensor) -> list[torch.Tensor]:
+        """The own row in the dtypes of the shards and where they live, each run in memory of its own."""
+        return [
+            own_row[run.start : run.start + run.numel].to(self._shard_device, run.dtype, copy=True)
+            for run in self._runs
+        ]
 
 
 def run_user_hooks(slots: list[Slot]) -> bool:

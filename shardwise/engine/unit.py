@@ -25,6 +25,7 @@ from shardwise.plan.rows import RowParam, RowsLayout, plan_rows
 from shardwise.plan.schedule import KEEP, AfterForward
 from shardwise.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardwise.torch_internals import (
+    all_show,
     backward_reaches,
     dtensor_spec,
     local_of,
@@ -215,13 +216,6 @@ class Unit:
             )
         self._reduce = self._reduces[key]
 
-    def _is_as_left(self) -> bool:
-        """Whether modules still show the sharded parameters the engine made, and those their own local tensors."""
-        for params, name, sharded, local in self._left:
-            if params.get(name) is not sharded or local_of(sharded) is not local:
-                return False
-        return True
-
     # --- sharded and unsharded ------------------------------------------------------------------------------------
 
     def issue_gather(self, phase: str, in_forward: bool = False, prefetch: bool = False) -> None:
@@ -229,10 +223,12 @@ class Unit:
         state = self.state
         if state is State.UNSHARDED or state is State.GATHERING or not self.slots:
             return
-        if self._is_meta or not self._is_as_left():
-            self.adopt_replaced_parameters()
-        self._note_trainable()
         root = self.root
+        if not root.in_backward:
+            # Between a forward and its backward nobody may replace parameters or flip what is trained.
+            if self._is_meta or not all_show(self._left):
+                self.adopt_replaced_parameters()
+            self._note_trainable()
         root.make_room(self, prefetch)
         lane = root.lanes.gather
         self._gathers_part = in_forward and self.after_forward.part_world > 0 and not self.keeps_after_forward
@@ -315,10 +311,9 @@ class Unit:
         Trainable parameters tell by their gradients. A unit that is frozen through and through cannot tell, and is
         taken to be used.
         """
-        if not self.slots:
-            return False
-        leaves = [slot.unsharded for slot in self.slots if slot.unsharded.requires_grad]
-        return not leaves or any(backward_reaches(leaf) for leaf in leaves)
+        if self._reduce is None:
+            return bool(self.slots)
+        return any(map(backward_reaches, self._reduce.params))
 
     def watch_gradients(self, arrived: Callable[[torch.Tensor], None]) -> None:
         """Calls ``arrived`` as each trainable parameter's gradient is complete; registered once in a lifetime."""
