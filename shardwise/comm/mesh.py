@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import OrderedDict
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,11 +51,25 @@ class DataMesh:
         return self._parts[part_world]
 
 
+_READINGS_ATTRIBUTE = "_shardwise_readings"
+
+
+class _Readings(dict["DataParallelMeshDims | None", DataMesh]):
+    """How a mesh was read. It stays behind when the mesh is copied or saved, as it is with every DTensor."""
+
+    def __deepcopy__(self, memo: dict[int, object]) -> OrderedDict[str, object]:
+        return OrderedDict()
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[type[OrderedDict[str, object]], tuple[()]]:
+        # What is saved must load without shardwise, and with torch.load(weights_only=True).
+        return (OrderedDict, ())
+
+
 def data_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims | None, where: str) -> DataMesh:
     """Reads ``mesh``; units that are given the same mesh share one reading, and so its groups."""
-    readings: dict[DataParallelMeshDims | None, DataMesh] = mesh.__dict__.setdefault(
-        "_shardwise_readings", {}
-    )
+    readings = mesh.__dict__.get(_READINGS_ATTRIBUTE)
+    if not isinstance(readings, _Readings):
+        readings = mesh.__dict__[_READINGS_ATTRIBUTE] = _Readings()
     if dims not in readings:
         readings[dims] = _read(mesh, dims, where)
     return readings[dims]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -39,14 +40,17 @@ class Membership:
     def __deepcopy__(self, memo: dict[int, object]) -> Membership:
         return Membership()
 
-    def __reduce__(self) -> tuple[type[Membership], tuple[()]]:
-        return (Membership, ())
+    def __reduce__(self) -> tuple[type[OrderedDict[str, object]], tuple[()]]:
+        # What is saved must load without shardwise, and with torch.load(weights_only=True).
+        return (OrderedDict, ())
 
 
 def membership(param: torch.Tensor) -> tuple[Unit, Slot] | None:
-    tag: Membership | None = param.__dict__.get(MEMBERSHIP_ATTRIBUTE)
-    unit = tag.unit() if tag is not None and tag.unit is not None else None
-    return (unit, tag.slot) if unit is not None and tag is not None and tag.slot is not None else None
+    tag = param.__dict__.get(MEMBERSHIP_ATTRIBUTE)
+    if not isinstance(tag, Membership) or tag.unit is None or tag.slot is None:
+        return None
+    unit = tag.unit()
+    return None if unit is None else (unit, tag.slot)
 
 
 @dataclass
