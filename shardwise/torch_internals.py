@@ -6,7 +6,7 @@ file that changes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -132,9 +132,14 @@ def reduce_scatter_call(group: dist.ProcessGroup) -> Callable[..., Any]:
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     """The backend that serves ``device`` in this group; a group made in Python is its own backend."""
     try:
-        return str(group._get_backend(device).name())
+        return str(backend_of(group, device).name())
     except RuntimeError:
         return str(group.name())
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """The backend itself: its collectives go past torch's dispatcher."""
+    return group._get_backend(device)
 
 
 def default_device_type() -> str:

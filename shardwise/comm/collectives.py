@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import AllreduceOptions, ReduceScatterOptions
 
+from shardwise.comm.exchange import ExchangeReduce, can_exchange
 from shardwise.torch_internals import AllgatherOptions, all_gather_call, backend_name, reduce_scatter_call
 
 
@@ -48,6 +49,8 @@ class GroupCalls:
         self.averages = backend == "nccl"
         self._all_gather = all_gather_call(group)
         self._reduce_scatter = reduce_scatter_call(group)
+        exchanges = backend == "gloo" and device.type == "cpu" and can_exchange()
+        self._exchange = ExchangeReduce(group) if exchanges else None
         self._gather_options = AllgatherOptions()
         self._sum_options = _reduce_scatter_options(dist.ReduceOp.SUM)
         self._average_options = _reduce_scatter_options(dist.ReduceOp.AVG)
@@ -63,6 +66,8 @@ class GroupCalls:
 
     def issue_reduce_scatter(self, output: torch.Tensor, rows: torch.Tensor, average: bool) -> Work:
         """Reduces the rows of all ranks; this rank's row arrives in ``output``."""
+        if self._exchange is not None:
+            return self._exchange.issue(output, rows)
         options = self._average_options if average else self._sum_options
         return self._reduce_scatter(output, rows, options) or _DONE
 
