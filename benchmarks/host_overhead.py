@@ -1,0 +1,363 @@
+"""Host time that sharding adds to a forward and backward: plain, torch FSDP2 and shardwise in one run.
+
+    python benchmarks/host_overhead.py                  # CPU, 24 tiny blocks, fake group of 8
+    python benchmarks/host_overhead.py --device cuda    # the same model, wider, on a GPU
+
+The model is so small that host time is all there is. torch's fake process group moves no data between ranks, so
+that communication time stays out of it; its own price is measured and printed beside the result. The three
+contenders take turns, round by round, in one process. In every round each sharded model also runs one step that
+is not timed, under `CommDebugMode`: its gathers and reduces must be as many as promised. After every step, timed
+or not, the full weights must have been freed and every parameter must have its sharded gradient.
+
+The figure is (shardwise - plain) / (FSDP2 - plain), by the medians over all timed steps; the spread is that of
+the same figure round by round. It is given for wall-clock time and for the CPU time of the process, which other
+work on the machine disturbs less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import fsdp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn import functional
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import shardwise
+
+RESULTS = Path(__file__).parent / "results"
+GATHER, REDUCE = "c10d._allgather_base_", "c10d._reduce_scatter_base_"
+
+
+class Block(nn.Module):
+    """A transformer block with nine parameters."""
+
+    def __init__(self, width: int, hidden: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.gate, self.up = (nn.Linear(width, hidden, bias=False) for _ in range(2))
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        normed = self.norm1(x)
+        q, k, v = (
+            projection(normed).view(batch, length, self.heads, -1).transpose(1, 2)
+            for projection in (self.q, self.k, self.v)
+        )
+        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.o(attended.transpose(1, 2).reshape(batch, length, width))
+        normed = self.norm2(x)
+        return x + self.down(functional.silu(self.gate(normed)) * self.up(normed))
+
+
+class Model(nn.Module):
+    def __init__(self, args: argparse.Namespace) -> None:
+        super().__init__()
+        self.first = nn.Linear(args.width, args.width, bias=False)
+        self.blocks = nn.ModuleList(Block(args.width, args.hidden, args.heads) for _ in range(args.blocks))
+        self.last = nn.Linear(args.width, args.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+class Timing(NamedTuple):
+    """Milliseconds of one step."""
+
+    wall: float
+    cpu: float
+
+
+class Contender:
+    """A model that takes timed steps; the sharded ones are checked between them."""
+
+    def __init__(self, name: str, model: nn.Module, inputs: Tensor, num_units: int | None) -> None:
+        self.name = name
+        self.model = model
+        self.inputs = inputs
+        self.num_units = num_units
+        self.rounds: list[list[Timing]] = []
+        self.weights: list[Tensor] = []
+
+    def step(self) -> None:
+        self.model(self.inputs).sum().backward()
+
+    def time_step(self, wait: Callable[[], None]) -> Timing:
+        self.model.zero_grad()
+        wait()
+        wall, cpu = time.perf_counter(), time.process_time()
+        self.step()
+        wait()
+        timing = Timing(wall=1000 * (time.perf_counter() - wall), cpu=1000 * (time.process_time() - cpu))
+        self.check_after_step()
+        return timing
+
+    def check_after_step(self) -> None:
+        """The step did its work: weights are freed, and gradients are there, sharded."""
+        for param in self.model.parameters():
+            expect(param.grad is not None, f"{self.name}: a parameter has no gradient")
+            if self.num_units is not None:
+                expect(isinstance(param.grad, DTensor), f"{self.name}: a gradient is not sharded")
+        for weight in self.weights:
+            expect(weight.untyped_storage().size() == 0, f"{self.name}: a full weight was not freed")
+
+    def check_counts(self) -> dict[str, dict[str, int]] | None:
+        """One step under `CommDebugMode`, in the same process and on the same model as the timed ones."""
+        if self.num_units is None:
+            return None
+        self.model.zero_grad()
+        self.weights = []
+        handles = [
+            module.register_forward_pre_hook(lambda module, args: self.weights.append(module.weight))
+            for module in self.model.modules()
+            if isinstance(module, nn.Linear)
+        ]
+        with CommDebugMode() as forward:
+            loss = self.model(self.inputs).sum()
+        for handle in handles:
+            handle.remove()
+        expect(bool(self.weights), f"{self.name}: no weight was seen")
+        # The root keeps its weights (the first and the last) for backward; the blocks' are freed by now.
+        for weight in self.weights[1:-1]:
+            expect(
+                weight.untyped_storage().size() == 0, f"{self.name}: a block's weight outlives its forward"
+            )
+        with CommDebugMode() as backward:
+            loss.backward()
+        counts = {
+            label: {str(op): count for op, count in mode.get_comm_counts().items()}
+            for label, mode in (("forward", forward), ("backward", backward))
+        }
+        blocks = self.num_units - 1
+        expected = {"forward": {GATHER: blocks + 1}, "backward": {GATHER: blocks, REDUCE: blocks + 1}}
+        expect(counts == expected, f"{self.name}: collectives {counts}, expected {expected}")
+        self.check_after_step()
+        return counts
+
+    def times(self, clock: str) -> list[float]:
+        return [getattr(timing, clock) for timings in self.rounds for timing in timings]
+
+    def medians_by_round(self, clock: str) -> list[float]:
+        return [statistics.median(getattr(timing, clock) for timing in timings) for timings in self.rounds]
+
+
+def expect(condition: bool, message: str) -> None:
+    """An assert that stays under `python -O`: without it the figure would mean nothing."""
+    if not condition:
+        raise AssertionError(message)
+
+
+def shard_all(model: Any, fully_shard: Callable[..., Any], **kwargs: Any) -> nn.Module:
+    for block in model.blocks:
+        fully_shard(block, **kwargs)
+    fully_shard(model, **kwargs)
+    return model
+
+
+def contenders(args: argparse.Namespace, device: torch.device) -> list[Contender]:
+    mesh = init_device_mesh(device.type, (args.world_size,))
+    dtype = {"own": None, "bf16": torch.bfloat16}[args.precision]
+    reduce_dtype = torch.float32 if dtype else None
+    inputs = torch.randn(1, args.tokens, args.width, device=device)
+    torch.manual_seed(0)
+    plain, peer, ours = (Model(args).to(device) for _ in range(3))
+    num_units = args.blocks + 1
+    peer_policy = fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype)
+    our_policy = shardwise.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype)
+    shard_all(peer, fsdp.fully_shard, mesh=mesh, mp_policy=peer_policy)
+    shard_all(ours, shardwise.fully_shard, mesh=mesh, mp_policy=our_policy)
+    return [
+        Contender("plain", plain.to(dtype), inputs.to(dtype), None),
+        Contender("FSDP2", peer, inputs, num_units),
+        Contender("shardwise", ours, inputs, num_units),
+    ]
+
+
+def group_cost_us(args: argparse.Namespace, device: torch.device) -> dict[str, float]:
+    """What one call of the fake group costs the host by itself, at the size of a block."""
+    block = Block(args.width, args.hidden, args.heads)
+    numel = sum(param.numel() for param in block.parameters()) // args.world_size * args.world_size
+    full = torch.empty(numel, device=device)
+    shard = torch.empty(numel // args.world_size, device=device)
+
+    def median_us(call: Callable[[], object]) -> float:
+        times = []
+        for _ in range(200):
+            start = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - start)
+        return statistics.median(times) * 1e6
+
+    return {
+        "all_gather": median_us(lambda: dist.all_gather_into_tensor(full, shard)),
+        "reduce_scatter": median_us(lambda: dist.reduce_scatter_tensor(shard, full)),
+    }
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    device = torch.device(args.device)
+    wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    dist.init_process_group("fake", rank=0, world_size=args.world_size, store=FakeStore())
+    everyone = contenders(args, device)
+    for contender in everyone:
+        for _ in range(args.warmup):
+            contender.time_step(wait)
+    counts = {}
+    for index in range(args.rounds):
+        # Turns rotate, so that nobody always runs on the heels of the same neighbour.
+        turn = index % len(everyone)
+        for contender in everyone[turn:] + everyone[:turn]:
+            found = contender.check_counts()
+            if found:
+                counts[contender.name] = found
+            contender.rounds.append([contender.time_step(wait) for _ in range(args.iterations)])
+    group = group_cost_us(args, device)
+    dist.destroy_process_group()
+    return report(args, everyone, counts, group)
+
+
+def overhead(plain: float, peer: float, ours: float) -> float:
+    return (ours - plain) / (peer - plain)
+
+
+def report(
+    args: argparse.Namespace, everyone: list[Contender], counts: dict[str, Any], group: dict[str, float]
+) -> dict[str, Any]:
+    # What of each sharded model's time is the group's own, and no work of the implementation.
+    num_gathers, num_reduces = 2 * args.blocks + 1, args.blocks + 1
+    group_ms = (num_gathers * group["all_gather"] + num_reduces * group["reduce_scatter"]) / 1000
+    return {
+        "benchmark": "host_overhead",
+        "settings": {key: value for key, value in vars(args).items() if key != "output"},
+        "when": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "machine": machine(args.device),
+        "step_ms": {
+            contender.name: {clock: summary(contender.times(clock)) for clock in Timing._fields}
+            for contender in everyone
+        },
+        "collectives_a_step": counts,
+        "fake_group_us_a_call": group,
+        "fake_group_ms_a_step": group_ms,
+        "overhead_ratio": {clock: ratios(everyone, clock) for clock in Timing._fields},
+    }
+
+
+def summary(times: list[float]) -> dict[str, Any]:
+    low, median, high = statistics.quantiles(times, n=4)
+    return {"median": median, "quartiles": [low, high], "minimum": min(times)}
+
+
+def ratios(everyone: list[Contender], clock: str) -> dict[str, Any]:
+    by_round = zip(*(contender.medians_by_round(clock) for contender in everyone), strict=True)
+    return {
+        "of_medians": overhead(*(statistics.median(contender.times(clock)) for contender in everyone)),
+        "of_minima": overhead(*(min(contender.times(clock)) for contender in everyone)),
+        "by_round": sorted(overhead(*medians) for medians in by_round),
+    }
+
+
+def machine(device: str) -> dict[str, Any]:
+    return {
+        "cpu": cpu_name(),
+        "cores": os.cpu_count(),
+        "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
+
+
+def show(result: dict[str, Any]) -> None:
+    for name, step in result["step_ms"].items():
+        wall, cpu = step["wall"], step["cpu"]
+        low, high = wall["quartiles"]
+        print(
+            f"{name:>10}: {wall['median']:8.2f} ms a step   (quartiles {low:.2f} to {high:.2f}; "
+            f"CPU time {cpu['median']:.2f})"
+        )
+    group = result["fake_group_us_a_call"]
+    print(
+        f"fake group: {result['fake_group_ms_a_step']:8.2f} ms a step of both sharded models   "
+        f"(all-gather {group['all_gather']:.0f} us, reduce-scatter {group['reduce_scatter']:.0f} us a call)"
+    )
+    for clock, label in (("wall", "wall-clock"), ("cpu", "CPU")):
+        ratio = result["overhead_ratio"][clock]
+        rounds = ratio["by_round"]
+        print(
+            f"(shardwise - plain) / (FSDP2 - plain) = {ratio['of_medians']:.3f} in {label} time   "
+            f"(rounds {rounds[0]:.3f} to {rounds[-1]:.3f}; of the fastest steps {ratio['of_minima']:.3f})"
+        )
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--precision", choices=["own", "bf16"], help="default: own on the CPU, bf16 on a GPU")
+    parser.add_argument("--world-size", type=int, default=8)
+    parser.add_argument("--blocks", type=int, default=24)
+    parser.add_argument("--width", type=int, help="default: 32 on the CPU, 256 on a GPU")
+    parser.add_argument("--tokens", type=int, help="default: 16 on the CPU, 256 on a GPU")
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--iterations", type=int, default=8, help="timed steps a contender and round")
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument(
+        "--output", type=Path, help="default: results/host_overhead_DEVICE.json beside this file"
+    )
+    args = parser.parse_args(arguments)
+    on_gpu = args.device == "cuda"
+    args.precision = args.precision or ("bf16" if on_gpu else "own")
+    args.width = args.width or (256 if on_gpu else 32)
+    args.tokens = args.tokens or (256 if on_gpu else 16)
+    args.hidden = args.width * 11 // 4
+    args.output = args.output or RESULTS / f"host_overhead_{args.device}.json"
+    return args
+
+
+def main(arguments: list[str] | None = None) -> int:
+    args = parse(arguments)
+    torch.set_num_threads(1)
+    # torch warns of its own names and of FSDP2's hooks; neither is what is measured here.
+    warnings.simplefilter("ignore")
+    result = measure(args)
+    show(result)
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text(json.dumps(result, indent=2) + "\n")
+    print(f"written to {os.path.relpath(args.output)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
