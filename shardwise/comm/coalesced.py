@@ -8,6 +8,7 @@ An exchange is planned once, for tensors that stay where they are, and issued as
 goes is decided by what the group can do:
 
     gloo, CPU                   point to point: small tensors packed into one message, large ones as they lie
+    the same, on one host       large sections are read from the peers' memory, see `same_host`
     NCCL, equal sections        one all-gather in place
     NCCL                        one group of broadcasts
     a device without a backend  the same through a copy on a device that has one
@@ -25,12 +26,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.comm.same_host import DirectReads, neighbour_pids
 from shardwise.torch_internals import all_gather_call, copy_all, issue_grouped_broadcasts
 
-__all__ = ["Exchange", "Exchanging", "all_gather_bytes", "carrier_device", "plan_exchange"]
+__all__ = ["Exchange", "Exchanging", "all_gather_bytes", "carrier_device", "find_neighbours", "plan_exchange"]
 
 # Below this a message costs more than copying its bytes there and back.
 _PACKED_BYTES = 128 * 1024
+# From here on reading a peer's memory saves more than its two small messages cost.
+_READ_BYTES = 4 * 1024 * 1024
 # Ours alone, so that a user's own send with the default tag 0 is not taken for one of these.
 _TAG = 0x5A45
 
@@ -50,7 +54,11 @@ class Exchange(Protocol):
 
 
 def plan_exchange(
-    sections: Sequence[Sequence[Tensor]], group: dist.ProcessGroup, *, buffer: Tensor | None = None
+    sections: Sequence[Sequence[Tensor]],
+    group: dist.ProcessGroup,
+    *,
+    buffer: Tensor | None = None,
+    pids: Sequence[int] | None = None,
 ) -> Exchange:
     """Plans an exchange.
 
@@ -59,6 +67,8 @@ def plan_exchange(
             the same sizes on every rank.
         group: the ranks.
         buffer: the tensor of which the sections are equal, consecutive parts, if that is so.
+        pids: the ranks' processes, if they may read each other's memory (``neighbour_pids``). The copying is
+            then done by whoever waits, so leave it out where something else goes on meanwhile.
     """
     wires = [[_as_bytes(tensor) for tensor in section if tensor.numel()] for section in sections]
     devices = {wire.device for section in wires for wire in section}
@@ -70,6 +80,9 @@ def plan_exchange(
         return _ThroughCarrier(wires, group, carrier)
     backend = _backends(group)[device.type]
     if backend == "gloo" and device.type == "cpu":
+        largest = max(sum(wire.numel() for wire in section) for section in wires)
+        if pids is not None and largest >= _READ_BYTES:
+            return DirectReads(wires, group, pids)
         return _PointToPoint(wires, group)
     if backend == "nccl":
         return _GroupedBroadcasts(wires, group) if buffer is None else _GatherInPlace(buffer, group)
@@ -85,6 +98,13 @@ def carrier_device(group: dist.ProcessGroup, device: torch.device) -> torch.devi
     if "cpu" in backends:
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def find_neighbours(group: dist.ProcessGroup) -> tuple[int, ...] | None:
+    """The ranks' process ids if they can read each other's memory, and that is of use. Called by all ranks."""
+    if group.size() == 1 or _backends(group).get("cpu") != "gloo":
+        return None
+    return neighbour_pids(group)
 
 
 def all_gather_bytes(message: bytes, group: dist.ProcessGroup) -> list[bytes]:

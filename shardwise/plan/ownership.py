@@ -72,7 +72,11 @@ class BufferLayout:
 
     @property
     def is_even(self) -> bool:
-        return len({section.numel for section in self.sections}) == 1
+        """Whether the sections are equal and leave no gaps, so that the buffer is made of nothing else."""
+        size = self.sections[0].stop
+        return all(
+            section == Span(rank * size, (rank + 1) * size) for rank, section in enumerate(self.sections)
+        )
 
 
 def whole_pieces(numels: Sequence[int], loads: Sequence[int]) -> list[Piece]:

@@ -10,14 +10,14 @@ buffer, a section for each owner, and sections travel as they lie: no copies.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from shardwise.comm.coalesced import Exchange, plan_exchange
+from shardwise.comm.coalesced import Exchange, find_neighbours, plan_exchange
 from shardwise.zero.partition import Partition, Run
 
 __all__ = ["ParameterSync", "plan_piece_exchanges"]
@@ -30,6 +30,7 @@ class ParameterSync:
         self._partition = partition
         self._group = group
         self._as_views = as_views
+        self._pids = find_neighbours(group)
         self._resting: list[Run] = []
         self._active: list[Run] = []
         self._num_runs_seen = 0
@@ -52,7 +53,7 @@ class ParameterSync:
             partition.follow()
         else:
             travelling = [index for run in self._active for index in run.params]
-            self._exchanges = plan_piece_exchanges(partition, self._group, travelling)
+            self._exchanges = plan_piece_exchanges(partition, self._group, travelling, pids=self._pids)
 
     def run(self) -> None:
         # The local optimizer may have replaced a parameter's memory, or stepped a frozen one by a gradient set by
@@ -79,15 +80,21 @@ class ParameterSync:
             alias.copy_(param.detach())
             param.data = alias
         sections = [[buffer[section.start : section.stop]] for section in layout.sections]
-        return plan_exchange(sections, self._group, buffer=buffer if layout.is_even else None)
+        return plan_exchange(
+            sections, self._group, buffer=buffer if layout.is_even else None, pids=self._pids
+        )
 
 
 def plan_piece_exchanges(
-    partition: Partition, group: dist.ProcessGroup, indices: Iterable[int]
+    partition: Partition,
+    group: dist.ProcessGroup,
+    indices: Iterable[int],
+    *,
+    pids: Sequence[int] | None = None,
 ) -> list[Exchange]:
     """The exchanges, one a device, that send some parameters' pieces from their owners, as they lie."""
     sections: dict[torch.device, list[list[Tensor]]] = defaultdict(lambda: [[] for _ in range(group.size())])
     for index in indices:
         for piece in partition.pieces[index]:
             sections[partition.params[index].device][piece.owner].append(partition.memory_of(piece))
-    return [plan_exchange(by_owner, group) for by_owner in sections.values()]
+    return [plan_exchange(by_owner, group, pids=pids) for by_owner in sections.values()]

@@ -118,6 +118,12 @@ def test_even_pieces_are_fair_to_two_percent_whatever_dominates(
     assert max(owned) <= 1.02 * sum(extent.bytes for extent in sizes) / world
 
 
+def test_equal_sections_with_gaps_between_them_are_not_even() -> None:
+    layout = whole_layout([Extent(5, 4), Extent(5, 4)], [0, 1], 2)
+    assert len({section.numel for section in layout.sections}) == 1
+    assert not layout.is_even
+
+
 def test_small_parameters_are_not_cut() -> None:
     sizes = [Extent(501, 4) for _ in range(2000)]
     for world in (2, 3, 4, 7):

@@ -237,9 +237,14 @@ def keeps_the_memory_format_of_parameters(*, as_views: bool, balanced: bool) -> 
 
     model, reference = build(), build()
     ours = ZeroRedundancyOptimizer(
-        model.parameters(), Adam, parameters_as_bucket_view=as_views, balanced=balanced, lr=0.01
+        model.parameters(),
+        Adam,
+        parameters_as_bucket_view=as_views,
+        balanced=balanced,
+        lr=0.01,
+        foreach=False,
     )
-    theirs = Adam(reference.parameters(), lr=0.01)
+    theirs = Adam(reference.parameters(), lr=0.01, foreach=False)
     for step in range(3):
         # Contiguous gradients for channels-last parameters: a slice must still see its own elements.
         set_gradients([model, reference], step)

@@ -1,0 +1,271 @@
+"""The optimizer step of torch's ZeroRedundancyOptimizer and of ours, in one run.
+
+    python benchmarks/zero.py                       # gloo, 2 and 4 ranks
+    python benchmarks/zero.py --backend nccl        # the same on GPUs; ranks may share one
+
+Contenders take turns, step by step, on copies of one model with the same gradients; each step begins behind a
+barrier. A step's time is that of its slowest rank. Bytes on the wire are what the loopback interface counted while
+one contender made a few steps, the least of several rounds, since other programs use that interface too. State
+is what the local optimizer holds, on the rank that holds most. After every round all contenders must have the
+parameters of an unsharded optimizer: bit by bit where parameters are stepped whole, within one ulp a step where
+they are split.
+
+Models: `even` has layers of one size. `embedding` is a small transformer whose vocabulary is most of it, so that
+whole parameters cannot be shared out evenly. `small` has very many small layers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
+
+from shardwise.testing import run_ranks
+from shardwise.zero import ZeroRedundancyOptimizer as OurZero
+
+RESULTS = Path(__file__).parent / "results"
+CONTENDERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "torch": (TorchZero, {}),
+    "torch, views": (TorchZero, {"parameters_as_bucket_view": True}),
+    "ours": (OurZero, {}),
+    "ours, views": (OurZero, {"parameters_as_bucket_view": True}),
+    "ours, balanced": (OurZero, {"balanced": True}),
+    "ours, balanced, views": (OurZero, {"balanced": True, "parameters_as_bucket_view": True}),
+}
+# Each of ours against torch's with the same choice of views.
+PAIRS = {
+    name: "torch, views" if "views" in name else "torch" for name in CONTENDERS if name.startswith("ours")
+}
+
+
+def even() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(512, 512) for _ in range(24)))
+
+
+def embedding() -> nn.Module:
+    block = [
+        nn.Linear(256, 768),
+        nn.Linear(256, 256),
+        nn.Linear(256, 1024),
+        nn.Linear(1024, 256),
+        nn.LayerNorm(256),
+    ]
+    return nn.ModuleList([nn.Embedding(16384, 256), *copy.deepcopy(block * 4)])
+
+
+def small() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(48, 48) for _ in range(150)))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"even": even, "embedding": embedding, "small": small}
+
+
+def measure(model_name: str, rounds: int, steps: int) -> dict[str, Any]:
+    """One rank's part."""
+    on_gpu = dist.get_backend() == "nccl"
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    torch.manual_seed(0)
+    base = MODELS[model_name]().to(device)
+    reference = copy.deepcopy(base)
+    unsharded = torch.optim.AdamW(reference.parameters(), lr=1e-3)
+    models = {name: copy.deepcopy(base) for name in CONTENDERS}
+    optimizers: dict[str, Any] = {
+        name: make(models[name].parameters(), optimizer_class=torch.optim.AdamW, lr=1e-3, **options)
+        for name, (make, options) in CONTENDERS.items()
+    }
+    for params in zip(*(model.parameters() for model in (reference, *models.values())), strict=True):
+        grad = torch.randn_like(params[0])
+        for param in params:
+            param.grad = grad.clone()
+
+    seconds: dict[str, list[list[float]]] = {name: [] for name in CONTENDERS}
+    wire_bytes: dict[str, list[float]] = {name: [] for name in CONTENDERS}
+    total_steps = 0
+    room = [torch.zeros_like(param) for param in reference.parameters()]
+    for number in range(rounds + 1):
+        warm_up = number == 0
+        times: dict[str, list[float]] = {name: [] for name in CONTENDERS}
+        for _ in range(steps):
+            for name, optimizer in optimizers.items():
+                times[name].append(timed(optimizer.step, on_gpu))
+        for name, optimizer in optimizers.items():
+            dist.barrier()
+            before = loopback_bytes()
+            for _ in range(steps):
+                optimizer.step()
+            dist.barrier()
+            if not warm_up:
+                wire_bytes[name].append((loopback_bytes() - before) / steps)
+                seconds[name].append(times[name])
+        for _ in range(2 * steps):
+            step_reference(unsharded, reference, room)
+        total_steps += 2 * steps
+        for name, model in models.items():
+            assert_parity(name, model, reference, room)
+    return {
+        name: {
+            "seconds": seconds[name],
+            "wire_bytes": wire_bytes[name],
+            "state_bytes": state_bytes(optimizers[name].optim),
+            "total_state_bytes": state_bytes(unsharded),
+        }
+        for name in CONTENDERS
+    }
+
+
+def timed(step: Callable[[], object], on_gpu: bool) -> float:
+    dist.barrier()
+    if on_gpu:
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    step()
+    if on_gpu:
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def step_reference(unsharded: torch.optim.Optimizer, reference: nn.Module, room: list[Tensor]) -> None:
+    """Steps the unsharded optimizer, and notes for each element one ulp more of room."""
+    before = [param.detach().abs() for param in reference.parameters()]
+    unsharded.step()
+    for param, was, allowed in zip(reference.parameters(), before, room, strict=True):
+        scale = torch.maximum(was, param.detach().abs())
+        allowed += torch.nextafter(scale, torch.full_like(scale, torch.inf)) - scale
+
+
+def assert_parity(name: str, model: nn.Module, reference: nn.Module, room: list[Tensor]) -> None:
+    for ours, theirs, allowed in zip(model.parameters(), reference.parameters(), room, strict=True):
+        if "balanced" in name:
+            assert ((ours - theirs).abs() <= allowed).all(), f"{name} has left the unsharded optimizer"
+        else:
+            assert torch.equal(ours, theirs), f"{name} has left the unsharded optimizer"
+
+
+def loopback_bytes() -> int:
+    """Bytes sent over the loopback interface since the machine started."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        if line.strip().startswith("lo:"):
+            return int(line.split(":")[1].split()[8])
+    raise RuntimeError("there is no loopback interface here")
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    return sum(
+        value.numel() * value.element_size()
+        for values in optimizer.state.values()
+        for value in values.values()
+        if isinstance(value, Tensor)
+    )
+
+
+def summary(by_rank: list[dict[str, Any]], world: int) -> dict[str, Any]:
+    report: dict[str, Any] = {}
+    for name in CONTENDERS:
+        rounds = [
+            [max(step) for step in zip(*of_round, strict=True)]
+            for of_round in zip(*(rank[name]["seconds"] for rank in by_rank), strict=True)
+        ]
+        steps = [step for of_round in rounds for step in of_round]
+        quartiles = statistics.quantiles(steps, n=4)
+        total = by_rank[0][name]["total_state_bytes"]
+        state = [rank[name]["state_bytes"] for rank in by_rank]
+        report[name] = {
+            "step_ms": round(1e3 * statistics.median(steps), 3),
+            "step_ms_quartiles": [round(1e3 * quartiles[0], 3), round(1e3 * quartiles[2], 3)],
+            "round_medians_ms": [round(1e3 * statistics.median(of_round), 3) for of_round in rounds],
+            "wire_bytes_a_step": round(min(by_rank[0][name]["wire_bytes"])),
+            "state_bytes_by_rank": state,
+            "largest_state_over_fair_share": round(max(state) * world / total, 4),
+        }
+    for name, peer in PAIRS.items():
+        ratios = [
+            mine / theirs
+            for mine, theirs in zip(
+                report[name]["round_medians_ms"], report[peer]["round_medians_ms"], strict=True
+            )
+        ]
+        report[name]["step_time_over_torch"] = round(report[name]["step_ms"] / report[peer]["step_ms"], 3)
+        report[name]["step_time_over_torch_by_round"] = [round(ratio, 3) for ratio in ratios]
+    return report
+
+
+def show(model: str, world: int, report: dict[str, Any]) -> None:
+    print(f"\n{model}, {world} ranks")
+    print(f"  {'':24}{'step ms':>9}{'quartiles':>20}{'of torch':>10}{'MB sent':>9}{'state/fair':>12}")
+    for name, figures in report.items():
+        low, high = figures["step_ms_quartiles"]
+        ratio = figures.get("step_time_over_torch", "")
+        print(
+            f"  {name:24}{figures['step_ms']:9.2f}{f'{low:.2f} - {high:.2f}':>20}{ratio:>10}"
+            f"{figures['wire_bytes_a_step'] / 1e6:9.1f}{figures['largest_state_over_fair_share']:12.3f}"
+        )
+
+
+def environment(backend: str) -> dict[str, Any]:
+    gpu = torch.cuda.get_device_name(0) if backend == "nccl" else None
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "gpu": gpu,
+        "load_average": os.getloadavg(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--backend", choices=["gloo", "nccl"], default="gloo")
+    parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    results: dict[str, Any] = {
+        "before": environment(arguments.backend),
+        "backend": arguments.backend,
+        "runs": [],
+    }
+    for model in arguments.models:
+        for world in arguments.worlds:
+            by_rank = run_ranks(
+                measure,
+                world,
+                model,
+                arguments.rounds,
+                arguments.steps,
+                kind=arguments.backend,
+                timeout_seconds=500,
+            )
+            report = summary(by_rank, world)
+            show(model, world, report)
+            params = sum(param.numel() for param in MODELS[model]().parameters())
+            results["runs"].append(
+                {"model": model, "parameters": params, "world": world, "contenders": report}
+            )
+    results["load_average_after"] = os.getloadavg()
+    output = arguments.output or RESULTS / f"zero_{arguments.backend}.json"
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(results, indent=1) + "\n")
+    print(f"\nwritten to {output}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""Exchanges of tensors that know nothing of optimizers."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.comm.coalesced import find_neighbours, plan_exchange
+from shardwise.comm.same_host import DirectReads
+from tests.ranks.zero_cases.models import device
+
+
+def group() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def fill_own(sections: Sequence[Sequence[Tensor]], step: int) -> None:
+    for number, tensor in enumerate(sections[dist.get_rank()]):
+        tensor.fill_((100 * step + 10 * dist.get_rank() + number) % 251)
+
+
+def assert_everyones(sections: Sequence[Sequence[Tensor]], step: int) -> None:
+    for source, section in enumerate(sections):
+        for number, tensor in enumerate(section):
+            assert (tensor == (100 * step + 10 * source + number) % 251).all(), (
+                f"tensor {number} of rank {source} in step {step}"
+            )
+
+
+def moves_everyones_tensors(numels: list[list[int]], *, reads: bool, rounds: int = 3) -> None:
+    """Tensors of two dtypes and any sizes, some of them empty, some ranks with none."""
+    dtypes = (torch.float32, torch.uint8)
+    sections = [
+        [torch.zeros(numel, dtype=dtypes[i % 2], device=device()) for i, numel in enumerate(section)]
+        for section in numels
+    ]
+    exchange = plan_exchange(sections, group(), pids=find_neighbours(group()) if reads else None)
+    assert isinstance(exchange, DirectReads) == reads
+    for step in range(rounds):
+        fill_own(sections, step)
+        exchange.issue().wait()
+        assert_everyones(sections, step)
+
+
+def keeps_exchanges_apart_that_are_under_way_together() -> None:
+    """Two exchanges issued one after the other, waited for in the other order."""
+    sections = [
+        [[torch.zeros(40_000 + 7 * i), torch.zeros(3 + i)] for _ in range(dist.get_world_size())]
+        for i in (0, 1)
+    ]
+    exchanges = [plan_exchange(of_one, group()) for of_one in sections]
+    for step in range(3):
+        for number, of_one in enumerate(sections):
+            fill_own(of_one, step + number)
+        under_way = [exchange.issue() for exchange in exchanges]
+        for exchanging in reversed(under_way):
+            exchanging.wait()
+        for number, of_one in enumerate(sections):
+            assert_everyones(of_one, step + number)
+
+
+def reads_where_a_peers_tensors_have_moved_to() -> None:
+    """Only rank 0's memory is replaced, and only rank 0 plans again."""
+    sections = [[torch.zeros(1_500_000)] for _ in range(dist.get_world_size())]
+    pids = find_neighbours(group())
+    exchange = plan_exchange(sections, group(), pids=pids)
+    for step in range(3):
+        if dist.get_rank() == 0 and step == 1:
+            sections[0][0] = torch.full((1_500_000,), -1.0)
+            exchange = plan_exchange(sections, group(), pids=pids)
+        fill_own(sections, step)
+        exchange.issue().wait()
+        assert_everyones(sections, step)
+
+
+def may_write_as_soon_as_the_exchange_is_over() -> None:
+    """A rank that goes on at once never changes what a slow peer has not read yet."""
+    sections = [[torch.zeros(2_000_000)] for _ in range(dist.get_world_size())]
+    exchange = plan_exchange(sections, group(), pids=find_neighbours(group()))
+    for step in range(20):
+        fill_own(sections, step)
+        exchange.issue().wait()
+        others = [section if rank != dist.get_rank() else [] for rank, section in enumerate(sections)]
+        sections[dist.get_rank()][0].fill_(-1.0)
+        assert_everyones(others, step)
