@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import AllgatherOptions as AllgatherOptions
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.autograd import Variable
 from torch.distributed.algorithms.join import Joinable
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,6 +23,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._python_dispatch import _disable_current_modes
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 # Parameters that are DTensors are typed as plain tensors and parameters everywhere else, as torch itself does; the
 # functions here take them so.
@@ -185,6 +188,27 @@ def chunk_cat(tensors: list[torch.Tensor], num_chunks: int, rows: torch.Tensor) 
 
 def zero_all(targets: list[torch.Tensor]) -> None:
     torch._foreach_zero_(targets)
+
+
+# --- torch.compile -----------------------------------------------------------------------------------------------
+
+
+def untraced(function: F) -> F:
+    """Keeps torch.compile out of ``function`` and all it calls. An eager call costs what it did before."""
+    return _untraced(function, _FrameAction.SKIP)
+
+
+def untraced_itself(function: F) -> F:
+    """Keeps torch.compile out of ``function``, not out of what it calls."""
+    return _untraced(function, _FrameAction.DEFAULT)
+
+
+def _untraced(function: F, below: _FrameAction) -> F:
+    # What ``torch.compiler.disable`` does, without the wrapper that it puts around every call.
+    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, below))
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = "shardwise gathers and reduces here"  # type: ignore[attr-defined]
+    return function
 
 
 # --- CUDA streams ------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from shardwise import trace
 from shardwise.engine.structure import map_tensors, tensors_in
 from shardwise.engine.unit import Unit
 from shardwise.plan.schedule import Window
-from shardwise.torch_internals import inside_backward
+from shardwise.torch_internals import inside_backward, untraced
 
 
 class Pass:
@@ -61,12 +61,11 @@ class Hooks:
         precision = unit.precision
         self._input_dtype = precision.param_dtype if precision.cast_forward_inputs else None
         self._output_dtype = precision.output_dtype
-        for module in unit.modules:
-            module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
-            module.register_forward_hook(self.post_forward)
 
     # --- forward --------------------------------------------------------------------------------------------------
+    # A face calls these around each forward of a module of the unit, outside of what torch.compile traces.
 
+    @untraced
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         unit = self.unit
         if unit.root.in_backward and inside_backward():
@@ -135,6 +134,7 @@ class Hooks:
             return tuple([views.get(id(arg), arg) for arg in args]), kwargs
         return map_tensors(lambda tensor: views.get(id(tensor), tensor), (args, kwargs))
 
+    @untraced
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         unit, visit = self.unit, self._visit
         recomputes = unit.root.in_backward and inside_backward()

@@ -19,14 +19,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise import trace
 from shardwise.comm.mesh import DataMesh, data_mesh, default_mesh
-from shardwise.engine.binding import units_of
+from shardwise.engine.binding import UNITS_ATTRIBUTE, units_of
 from shardwise.engine.making import PlacementFn, check_unit, make_unit
 from shardwise.engine.unit import Unit
 from shardwise.errors import ConfigError, ConfigTypeError, StateError
 from shardwise.frontends.wrapping import Wrap, choose_modules, has_forward
 from shardwise.plan.schedule import FREE, KEEP, plan_after_forward
 from shardwise.policies import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
-from shardwise.torch_internals import default_device_type
+from shardwise.torch_internals import default_device_type, untraced_itself
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -309,6 +309,13 @@ class FSDPModule:
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise _not_copied("pickle", self)
+
+    @untraced_itself
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Around all of the module's call, not as hooks inside it: ``module.compile()`` traces hooks too.
+        hooks = self.__dict__[UNITS_ATTRIBUTE][0].hooks
+        args, kwargs = hooks.pre_forward(self, args, kwargs)
+        return hooks.post_forward(self, args, super().__call__(*args, **kwargs))  # type: ignore[misc]
 
     # --- parameters by hand ---------------------------------------------------------------------------------------
 
