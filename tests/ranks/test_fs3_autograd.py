@@ -23,7 +23,7 @@ from tests.ranks.models import (
     match_plain,
     same,
 )
-from tests.ranks.subject import TORCH_IS_THE_SUBJECT, beyond_torch, fully_shard
+from tests.ranks.subject import TORCH_IS_THE_SUBJECT, MixedPrecisionPolicy, beyond_torch, fully_shard
 
 RESHARDS = [True, False, 2]
 
@@ -351,6 +351,43 @@ def frozen_between_steps():
 
 def test_parameters_may_be_frozen_and_thawed_between_steps():
     run_ranks(frozen_between_steps, 2, kind="gloo")
+
+
+def used_in_one_micro_batch_only(set_early, set_late):
+    """Without gradient sync, a bf16 unit puts gradients by in fp32; each micro-batch uses other parameters of it."""
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    model, plain = seeded(Switch()), seeded(Switch()).to(torch.bfloat16)
+    fully_shard(model, mp_policy=policy)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    routes = (set_early, set_late)
+    for micro_batch, route in enumerate(routes):
+        model.set_requires_gradient_sync(micro_batch == len(routes) - 1)
+        model(data(micro_batch, rank, 2, 5), route).float().square().mean().backward()
+    totals = {}
+    for r in range(world_size):
+        held = {}
+        for micro_batch, route in enumerate(routes):
+            plain(data(micro_batch, r, 2, 5).bfloat16(), route).float().square().mean().backward()
+            for name, param in plain.named_parameters():
+                if param.grad is not None:
+                    held[name] = held.get(name, 0) + param.grad.float()
+            plain.zero_grad()
+        for name, grad in held.items():
+            totals[name] = totals.get(name, 0) + grad
+    for name, param in model.named_parameters():
+        assert (param.grad is None) == (name not in totals), name
+        if name in totals:
+            same(full(param.grad), totals[name] / world_size, f"gradient of {name}")
+
+
+@beyond_torch  # torch refuses the mix of dtypes that comes of it
+@pytest.mark.parametrize(
+    "routes",
+    [((0, 1), (1, 2)), ((0,), (1, 2, 3)), ((0, 1, 2, 3), ())],
+    ids=["overlap", "apart", "early only"],
+)
+def test_a_parameter_may_be_used_in_one_micro_batch_and_not_in_another(routes):
+    run_ranks(used_in_one_micro_batch_only, 2, *routes, kind="gloo")
 
 
 def unused_in_backward_on_all_ranks():
