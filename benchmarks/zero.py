@@ -4,7 +4,8 @@
     python benchmarks/zero.py --backend nccl        # the same on GPUs; ranks may share one
 
 Contenders take turns, step by step, on copies of one model with the same gradients; each step begins behind a
-barrier. A step's time is that of its slowest rank. Bytes on the wire are what the loopback interface counted while
+barrier. A step's time is that of its slowest rank; its CPU time is that of all ranks together, the transport's
+threads included, which other work on the machine disturbs less. Bytes on the wire are what the loopback interface counted while
 one contender made a few steps, the least of several rounds, since other programs use that interface too. State
 is what the local optimizer holds, on the rank that holds most. After every round all contenders must have the
 parameters of an unsharded optimizer: bit by bit where parameters are stepped whole, within one ulp a step where
@@ -92,12 +93,13 @@ def measure(model_name: str, rounds: int, steps: int) -> dict[str, Any]:
             param.grad = grad.clone()
 
     seconds: dict[str, list[list[float]]] = {name: [] for name in CONTENDERS}
+    cpu_seconds: dict[str, list[list[float]]] = {name: [] for name in CONTENDERS}
     wire_bytes: dict[str, list[float]] = {name: [] for name in CONTENDERS}
     total_steps = 0
     room = [torch.zeros_like(param) for param in reference.parameters()]
     for number in range(rounds + 1):
         warm_up = number == 0
-        times: dict[str, list[float]] = {name: [] for name in CONTENDERS}
+        times: dict[str, list[tuple[float, float]]] = {name: [] for name in CONTENDERS}
         for _ in range(steps):
             for name, optimizer in optimizers.items():
                 times[name].append(timed(optimizer.step, on_gpu))
@@ -109,7 +111,8 @@ def measure(model_name: str, rounds: int, steps: int) -> dict[str, Any]:
             dist.barrier()
             if not warm_up:
                 wire_bytes[name].append((loopback_bytes() - before) / steps)
-                seconds[name].append(times[name])
+                seconds[name].append([wall for wall, _ in times[name]])
+                cpu_seconds[name].append([cpu for _, cpu in times[name]])
         for _ in range(2 * steps):
             step_reference(unsharded, reference, room)
         total_steps += 2 * steps
@@ -118,6 +121,7 @@ def measure(model_name: str, rounds: int, steps: int) -> dict[str, Any]:
     return {
         name: {
             "seconds": seconds[name],
+            "cpu_seconds": cpu_seconds[name],
             "wire_bytes": wire_bytes[name],
             "state_bytes": state_bytes(optimizers[name].optim),
             "total_state_bytes": state_bytes(unsharded),
@@ -126,15 +130,18 @@ def measure(model_name: str, rounds: int, steps: int) -> dict[str, Any]:
     }
 
 
-def timed(step: Callable[[], object], on_gpu: bool) -> float:
+def timed(step: Callable[[], object], on_gpu: bool) -> tuple[float, float]:
+    """Wall-clock time of a step, and CPU time up to the point where all ranks are through."""
     dist.barrier()
     if on_gpu:
         torch.cuda.synchronize()
-    start = time.perf_counter()
+    start, cpu_start = time.perf_counter(), time.process_time()
     step()
     if on_gpu:
         torch.cuda.synchronize()
-    return time.perf_counter() - start
+    wall = time.perf_counter() - start
+    dist.barrier()
+    return wall, time.process_time() - cpu_start
 
 
 def step_reference(unsharded: torch.optim.Optimizer, reference: nn.Module, room: list[Tensor]) -> None:
@@ -174,43 +181,55 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
 def summary(by_rank: list[dict[str, Any]], world: int) -> dict[str, Any]:
     report: dict[str, Any] = {}
     for name in CONTENDERS:
-        rounds = [
-            [max(step) for step in zip(*of_round, strict=True)]
-            for of_round in zip(*(rank[name]["seconds"] for rank in by_rank), strict=True)
-        ]
-        steps = [step for of_round in rounds for step in of_round]
-        quartiles = statistics.quantiles(steps, n=4)
+        wall = over_ranks(max, [rank[name]["seconds"] for rank in by_rank])
+        cpu = over_ranks(sum, [rank[name]["cpu_seconds"] for rank in by_rank])
+        quartiles = statistics.quantiles(flat(wall), n=4)
         total = by_rank[0][name]["total_state_bytes"]
         state = [rank[name]["state_bytes"] for rank in by_rank]
         report[name] = {
-            "step_ms": round(1e3 * statistics.median(steps), 3),
+            "step_ms": round(1e3 * statistics.median(flat(wall)), 3),
             "step_ms_quartiles": [round(1e3 * quartiles[0], 3), round(1e3 * quartiles[2], 3)],
-            "round_medians_ms": [round(1e3 * statistics.median(of_round), 3) for of_round in rounds],
+            "step_ms_by_round": [round(1e3 * statistics.median(of_round), 3) for of_round in wall],
+            "cpu_ms": round(1e3 * statistics.median(flat(cpu)), 3),
             "wire_bytes_a_step": round(min(by_rank[0][name]["wire_bytes"])),
             "state_bytes_by_rank": state,
             "largest_state_over_fair_share": round(max(state) * world / total, 4),
         }
     for name, peer in PAIRS.items():
-        ratios = [
-            mine / theirs
-            for mine, theirs in zip(
-                report[name]["round_medians_ms"], report[peer]["round_medians_ms"], strict=True
-            )
+        ours, theirs = report[name], report[peer]
+        ours["step_time_over_torch"] = round(ours["step_ms"] / theirs["step_ms"], 3)
+        ours["cpu_time_over_torch"] = round(ours["cpu_ms"] / theirs["cpu_ms"], 3)
+        ours["step_time_over_torch_by_round"] = [
+            round(mine / other, 3)
+            for mine, other in zip(ours["step_ms_by_round"], theirs["step_ms_by_round"], strict=True)
         ]
-        report[name]["step_time_over_torch"] = round(report[name]["step_ms"] / report[peer]["step_ms"], 3)
-        report[name]["step_time_over_torch_by_round"] = [round(ratio, 3) for ratio in ratios]
     return report
+
+
+def over_ranks(combine: Callable[[Any], float], by_rank: list[list[list[float]]]) -> list[list[float]]:
+    """Rank by round by step to round by step."""
+    return [
+        [combine(step) for step in zip(*of_round, strict=True)] for of_round in zip(*by_rank, strict=True)
+    ]
+
+
+def flat(rounds: list[list[float]]) -> list[float]:
+    return [step for of_round in rounds for step in of_round]
 
 
 def show(model: str, world: int, report: dict[str, Any]) -> None:
     print(f"\n{model}, {world} ranks")
-    print(f"  {'':24}{'step ms':>9}{'quartiles':>20}{'of torch':>10}{'MB sent':>9}{'state/fair':>12}")
+    print(
+        f"  {'':22}{'step ms':>9}{'quartiles':>18}{'of torch':>10}{'cpu ms':>8}{'of torch':>10}"
+        f"{'MB sent':>9}{'state/fair':>12}"
+    )
     for name, figures in report.items():
         low, high = figures["step_ms_quartiles"]
-        ratio = figures.get("step_time_over_torch", "")
         print(
-            f"  {name:24}{figures['step_ms']:9.2f}{f'{low:.2f} - {high:.2f}':>20}{ratio:>10}"
-            f"{figures['wire_bytes_a_step'] / 1e6:9.1f}{figures['largest_state_over_fair_share']:12.3f}"
+            f"  {name:22}{figures['step_ms']:9.2f}{f'{low:.2f} - {high:.2f}':>18}"
+            f"{figures.get('step_time_over_torch', ''):>10}{figures['cpu_ms']:8.1f}"
+            f"{figures.get('cpu_time_over_torch', ''):>10}{figures['wire_bytes_a_step'] / 1e6:9.1f}"
+            f"{figures['largest_state_over_fair_share']:12.3f}"
         )
 
 

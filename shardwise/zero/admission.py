@@ -58,9 +58,9 @@ def group_or_world(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def list_parameters(params: Any) -> list[Any]:
-    """The argument as a list of tensors or of group dicts, whichever iterable it came as."""
+    """The argument as a list of tensors, of named ones, or of group dicts, whichever iterable it came as."""
     where = "ZeroRedundancyOptimizer(params=…)"
-    fix = "pass an iterable of tensors, such as model.parameters(), or of dicts with a 'params' key"
+    fix = "pass tensors, such as model.parameters() or model.named_parameters(), or dicts with a 'params' key"
     if isinstance(params, Tensor):
         raise ConfigTypeError("params is a single tensor", where=where, fix=fix)
     try:
@@ -69,13 +69,9 @@ def list_parameters(params: Any) -> list[Any]:
         raise ConfigTypeError(f"params is a {type(params).__name__}", where=where, fix=fix) from None
     if not listed:
         raise ConfigError("params is empty", where=where, fix="pass at least one parameter")
-    kinds = {
-        dict if isinstance(item, dict) else Tensor if isinstance(item, Tensor) else type(item)
-        for item in listed
-    }
-    if kinds not in ({dict}, {Tensor}):
-        names = ", ".join(sorted(kind.__name__ for kind in kinds))
-        raise ConfigTypeError(f"params holds items of types {names}", where=where, fix=fix)
+    kinds = {_kind(item) for item in listed}
+    if kinds not in ({"dict"}, {"Tensor"}, {"named Tensor"}):
+        raise ConfigTypeError(f"params holds items of types {', '.join(sorted(kinds))}", where=where, fix=fix)
     for number, item in enumerate(listed):
         if isinstance(item, dict) and "params" not in item:
             raise ConfigError(
@@ -84,6 +80,15 @@ def list_parameters(params: Any) -> list[Any]:
                 fix="add its parameters",
             )
     return listed
+
+
+def _kind(item: Any) -> str:
+    if isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], Tensor):
+        return "named Tensor"
+    for known in (dict, Tensor):
+        if isinstance(item, known):
+            return known.__name__
+    return type(item).__name__
 
 
 def check_parameters(params: Sequence[Tensor], *, first: int = 0) -> None:
@@ -141,9 +146,10 @@ def check_ranks_agree(
 
 def _description(index: int, param: Tensor) -> str:
     trainable = "" if param.requires_grad else ", frozen"
+    layout = f"strides {param.stride()}" if param.layout is torch.strided else "sparse"
     return (
         f"parameter {index}: {str(param.dtype).removeprefix('torch.')} {tuple(param.shape)} "
-        f"strides {param.stride()} on {param.device.type}{trainable}"
+        f"{layout} on {param.device.type}{trainable}"
     )
 
 

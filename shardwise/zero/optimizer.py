@@ -76,9 +76,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Optimizer.__init__(self, listed, defaults)
         Joinable.__init__(self)
         groups = [group["params"] for group in self.param_groups]
-        admission.check_parameters([param for group in groups for param in group])
         options = f"{optimizer_class.__qualname__}, balanced={balanced}, views={parameters_as_bucket_view}"
+        # Agreement comes first: what is refused after it is refused on every rank.
         admission.check_ranks_agree(groups, options, self.process_group)
+        admission.check_parameters([param for group in groups for param in group])
 
         self.partition = Partition(self.rank, self.world_size, balanced=balanced)
         self.partition.add_groups(groups)
@@ -95,6 +96,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._warned_of_step = False
         self.initialized = True
 
+    def __getstate__(self) -> dict[str, Any]:
+        raise StateError(
+            "a ZeroRedundancyOptimizer cannot be copied or pickled: it belongs to a process group",
+            where=f"rank {self.rank}",
+            fix="build a new one and load state_dict() or sharded_state_dict() into it",
+        )
+
     # --- groups ----------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -105,8 +113,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         added = self.param_groups[-1]["params"]
         first = len(self.partition.params)
         try:
-            admission.check_parameters(added, first=first)
             admission.check_ranks_agree([added], "add_param_group", self.process_group, first=first)
+            admission.check_parameters(added, first=first)
         except Exception:
             self.param_groups.pop()
             raise
@@ -122,7 +130,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         for piece in partition.owned:
             stepped[partition.group_of[piece.param]].append(partition.stepped(piece))
         return [
-            {**group, "params": tensors} for group, tensors in zip(self.param_groups, stepped, strict=True)
+            {**_options(group), "params": tensors}
+            for group, tensors in zip(self.param_groups, stepped, strict=True)
         ]
 
     def _show_local_optimizer(self) -> None:
@@ -309,11 +318,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _saved_groups(self) -> list[dict[str, Any]]:
         index_of = self.partition.index_of
         return [
-            {
-                **{key: value for key, value in group.items() if key != "params"},
-                "params": [index_of[param] for param in group["params"]],
-            }
-            for group in self.param_groups
+            {**group, "params": [index_of[param] for param in group["params"]]} for group in self.param_groups
         ]
 
     def _load_local(self, states: Mapping[Piece, dict[str, Any]], saved_groups: list[dict[str, Any]]) -> None:
@@ -324,7 +329,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             ours = [
                 numbers[piece] for piece in numbers if self.partition.group_of[piece.param] == group_number
             ]
-            local_groups.append({**copy.deepcopy(saved), "params": ours})
+            local_groups.append({**copy.deepcopy(_options(saved)), "params": ours})
         self.optim.load_state_dict(
             {
                 "state": {numbers[piece]: values for piece, values in states.items()},
@@ -357,6 +362,8 @@ def _check_options(optimizer_class: type[Optimizer], *, balanced: bool, overlap:
 def _copy_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
     """Everything in the groups but the parameters: learning rates, what a scheduler or an optimizer added."""
     for source_group, target_group in zip(source, target, strict=True):
-        for key, value in source_group.items():
-            if key != "params":
-                target_group[key] = value
+        target_group.update(_options(source_group))
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}

@@ -170,6 +170,7 @@ class _SteppingBackward:
         self._whole_buckets = whole_buckets
         self._interleaved = interleaved
         self._plans: dict[int, _BucketPlan] = {}
+        self._planned_revision = zero.partition.revision
         self._waiting: deque[_WaitingBucket] = deque()
         self._sending: list[Exchanging] = []
         self._lanes = lanes_for(zero.partition.params[0].device)
@@ -201,8 +202,11 @@ class _SteppingBackward:
         # What an earlier backward left behind when it raised.
         self._waiting.clear()
         self._sending.clear()
-        if self._zero.partition.follow():
+        partition = self._zero.partition
+        partition.follow()
+        if partition.revision != self._planned_revision:
             self._plans.clear()
+            self._planned_revision = partition.revision
 
     def _step_what_is_ready(self) -> None:
         """Steps buckets in order, none of them later than its turn on all ranks.

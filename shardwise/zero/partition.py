@@ -54,6 +54,8 @@ class Partition:
         self.pieces: list[list[Piece]] = []
         self.runs: list[Run] = []
         self.index_of: dict[Tensor, int] = {}
+        self.revision = 0
+        """Grows when parameters are added or move in memory: whatever was planned for them is out of date."""
         self._slices: dict[Piece, Tensor] = {}
         self._addresses: list[int] = []
 
@@ -74,7 +76,7 @@ class Partition:
         else:
             self._share_out_whole(added)
         self._slice_split_parameters(added)
-        self._addresses = self._current_addresses()
+        self.follow()
 
     def _share_out_whole(self, added: Iterable[int]) -> None:
         by_group: dict[int, list[int]] = defaultdict(list)
@@ -174,18 +176,15 @@ class Partition:
 
     # --- parameters that move --------------------------------------------------------------------------------
 
-    def follow(self) -> bool:
-        """Notices parameters whose memory was replaced (``.to()``, ``param.data = …``); True if any was."""
-        addresses = self._current_addresses()
+    def follow(self) -> None:
+        """Notices parameters that are new, or whose memory was replaced (``.to()``, ``param.data = …``)."""
+        addresses = [param.data_ptr() for param in self.params]
         if addresses == self._addresses:
-            return False
+            return
         self._addresses = addresses
+        self.revision += 1
         for piece, tensor in self._slices.items():
             tensor.data = self.memory_of(piece)
-        return True
-
-    def _current_addresses(self) -> list[int]:
-        return [param.data_ptr() for param in self.params]
 
 
 def is_dense(tensor: Tensor) -> bool:

@@ -34,17 +34,18 @@ class ParameterSync:
         self._resting: list[Run] = []
         self._active: list[Run] = []
         self._num_runs_seen = 0
+        self._planned_revision = -1
         self._exchanges: list[Exchange] = []
         self.refresh()
 
     def refresh(self) -> None:
         """Plans again, if what travels is not what was planned: parameters were added, moved, or unfrozen."""
         partition = self._partition
+        partition.follow()
         self._resting += partition.runs[self._num_runs_seen :]
         self._num_runs_seen = len(partition.runs)
         woken = [run for run in self._resting if self._takes_part(run)]
-        moved = partition.follow()
-        if not woken and not moved:
+        if not woken and partition.revision == self._planned_revision:
             return
         self._resting = [run for run in self._resting if run not in woken]
         self._active += woken
@@ -54,6 +55,7 @@ class ParameterSync:
         else:
             travelling = [index for run in self._active for index in run.params]
             self._exchanges = plan_piece_exchanges(partition, self._group, travelling, pids=self._pids)
+        self._planned_revision = partition.revision
 
     def run(self) -> None:
         # The local optimizer may have replaced a parameter's memory, or stepped a frozen one by a gradient set by

@@ -82,6 +82,11 @@ def test_parameters_come_as_generator_list_or_groups() -> None:
     run_ranks(interface.takes_parameters_in_any_form, 2)
 
 
+@pytest.mark.parametrize("balanced", [False, True])
+def test_named_parameters_keep_their_names(balanced: bool) -> None:
+    run_ranks(interface.takes_named_parameters, 2, kind="gloo", balanced=balanced)
+
+
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_element_counts_come_out_equal_and_stay_so_when_a_group_is_added(world: int) -> None:
     run_ranks(interface.shares_out_equal_element_counts, world)

@@ -89,6 +89,11 @@ def test_a_hook_may_give_its_result_in_another_tensor(interleaved: bool) -> None
     )
 
 
+@both_hooks
+def test_a_group_added_later_is_stepped_too(interleaved: bool) -> None:
+    run_ranks(overlap.overlap_steps_a_group_that_was_added_later, 2, kind="gloo", interleaved=interleaved)
+
+
 def test_a_scheduler_is_followed_although_step_is_never_called() -> None:
     run_ranks(overlap.overlap_follows_a_scheduler_without_a_call_of_step, 2, kind="gloo")
 

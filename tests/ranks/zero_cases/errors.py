@@ -59,6 +59,7 @@ def finds_ranks_with_other_parameters() -> None:
         ([torch.zeros(3)] * 1 + [torch.zeros(2)] * (rank == 1), "rank 1 has group 0 of 2 parameters"),
         ([torch.zeros(3, dtype=torch.bfloat16 if rank == 1 else torch.float32)], "rank 1 has .*bfloat16"),
         ([torch.zeros(3, requires_grad=rank == 1)], "rank 0 has .*frozen"),
+        ([torch.zeros(3).to_sparse() if rank == 1 else torch.zeros(3)], "rank 1 has .*sparse"),
     ):
         with pytest.raises(RankDisagreement, match=says):
             ZeroRedundancyOptimizer([tensor.to(device()) for tensor in params], SGD, lr=0.1)
@@ -130,6 +131,8 @@ def refuses_options_that_cannot_work() -> None:
     with pytest.raises(ConfigError, match=r"LBFGS.step\(\) needs a closure"):
         ZeroRedundancyOptimizer(params, torch.optim.LBFGS, overlap_with_ddp=True)
     plain = ZeroRedundancyOptimizer(params, SGD, lr=0.1)
+    with pytest.raises(StateError, match="cannot be copied"):
+        copy.deepcopy(plain)
     with pytest.raises(ConfigError, match="no rank 5"):
         plain.consolidate_state_dict(to=5)
     with pytest.raises(StateError, match="sharded_state_dict"):

@@ -9,11 +9,10 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable
 from torch.optim import SGD, Adam, AdamW
 
-from shardwise.zero import (
-    ZeroRedundancyOptimizer,
-)
+from shardwise.zero import ZeroRedundancyOptimizer
 from tests.ranks.zero_cases.models import (
     assert_same,
+    assert_same_state,
     device,
     fill,
     generator,
@@ -162,6 +161,23 @@ def takes_parameters_in_any_form() -> None:
     assert optimizer.param_groups[1]["betas"] == (0.9, 0.99)
     assert isinstance(optimizer, torch.optim.Optimizer)
     assert isinstance(optimizer, Joinable)
+
+
+def takes_named_parameters(*, balanced: bool) -> None:
+    model, reference = small_model(), small_model()
+    ours = ZeroRedundancyOptimizer(model.named_parameters(), Adam, balanced=balanced, lr=0.01)
+    theirs = Adam(reference.named_parameters(), lr=0.01)
+    set_gradients([model, reference], 0)
+    ours.step()
+    theirs.step()
+    ours.consolidate_state_dict(to=0)
+    saved = share_from(0, ours.state_dict() if dist.get_rank() == 0 else None)
+    assert_same_state(saved, theirs.state_dict())
+    ours.load_state_dict(theirs.state_dict())
+    set_gradients([model, reference], 1)
+    ours.step()
+    theirs.step()
+    assert_same(model, reference)
 
 
 def shares_out_equal_element_counts() -> None:

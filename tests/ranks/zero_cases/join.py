@@ -10,9 +10,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Adam
 
-from shardwise.zero import (
-    ZeroRedundancyOptimizer,
-)
+from shardwise.zero import ZeroRedundancyOptimizer
 from tests.ranks.zero_cases.models import (
     assert_same,
     assert_same_on_all_ranks,

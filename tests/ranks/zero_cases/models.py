@@ -11,9 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 
-from shardwise.zero import (
-    ZeroRedundancyOptimizer,
-)
+from shardwise.zero import ZeroRedundancyOptimizer
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "sgd": (SGD, {"lr": 0.05}),

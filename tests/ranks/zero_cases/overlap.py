@@ -168,6 +168,24 @@ def overlap_leaves_unused_parameters_alone(*, interleaved: bool, static_graph: b
         assert_same(model, reference)
 
 
+def overlap_steps_a_group_that_was_added_later(*, interleaved: bool) -> None:
+    model, reference = wide_model(), wide_model()
+    first, rest = list(model.parameters())[:5], list(model.parameters())[5:]
+    ddp, ours = overlapped(model, Adam, params=first, interleaved=interleaved, shard_buckets=True, lr=0.01)
+    peer, theirs = ddp_of(reference), Adam(list(reference.parameters())[:5], lr=0.01)
+    inputs = batches(12)
+    for step in range(4):
+        if step == 2:
+            ours.add_param_group({"params": rest, "lr": 0.03})
+            theirs.add_param_group({"params": list(reference.parameters())[5:], "lr": 0.03})
+        x = next(inputs)
+        for net in (ddp, peer):
+            net.zero_grad()
+            net(x).square().sum().backward()
+        theirs.step()
+        assert_same(model, reference)
+
+
 def overlap_steps_only_where_gradients_are_synchronised(*, interleaved: bool) -> None:
     model, reference = wide_model(), wide_model()
     ddp, ours = overlapped(model, AdamW, interleaved=interleaved, shard_buckets=True, lr=0.01)

@@ -8,9 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW
 
-from shardwise.zero import (
-    ZeroRedundancyOptimizer,
-)
+from shardwise.zero import ZeroRedundancyOptimizer
 from tests.ranks.zero_cases.models import (
     OPTIMIZERS,
     assert_same,

@@ -10,9 +10,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 from torch.optim import Adam
 
-from shardwise.zero import (
-    ZeroRedundancyOptimizer,
-)
+from shardwise.zero import ZeroRedundancyOptimizer
 from tests.ranks.zero_cases.models import (
     OPTIMIZERS,
     assert_same,
