@@ -10,6 +10,7 @@ from shardwise.errors import (
     StateError,
 )
 from shardwise.frontends.fully_shard import FSDPModule, UnshardHandle, fully_shard
+from shardwise.frontends.norms import clip_grad_norm_
 from shardwise.policies import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "ShardwiseError",
     "StateError",
     "UnshardHandle",
+    "clip_grad_norm_",
     "fully_shard",
     "trace",
 ]

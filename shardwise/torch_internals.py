@@ -190,6 +190,18 @@ def zero_all(targets: list[torch.Tensor]) -> None:
     torch._foreach_zero_(targets)
 
 
+def multiply_all(targets: list[torch.Tensor], factor: torch.Tensor) -> None:
+    torch._foreach_mul_(targets, factor)
+
+
+def norms_of(tensors: list[torch.Tensor], order: float, together: bool) -> list[torch.Tensor]:
+    """The norm of each tensor, all of one device and dtype and none empty, in float32 or wider."""
+    dtype = torch.promote_types(tensors[0].dtype, torch.float32)
+    if together:
+        return list(torch._foreach_norm(tensors, order, dtype=dtype))
+    return [torch.linalg.vector_norm(tensor, order, dtype=dtype) for tensor in tensors]
+
+
 # --- torch.compile -----------------------------------------------------------------------------------------------
 
 
