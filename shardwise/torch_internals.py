@@ -45,12 +45,16 @@ def dtensor_spec(
     return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, dtype))
 
 
-def dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+def dtensor(local: torch.Tensor, spec: DTensorSpec, outline: torch.Tensor | None = None) -> DTensor:
     """Wraps a local tensor without the checks and communication of ``from_local`` (a twentieth of its time).
 
-    ``__new__`` alone: ``__init__`` does nothing but pass through several wrappers.
+    ``__new__`` alone: ``__init__`` does nothing but pass through several wrappers. ``outline`` is a tensor like
+    ``local`` but without a storage offset: torch fails to copy a DTensor that was made with one.
     """
-    return DTensor.__new__(DTensor, local, spec, requires_grad=False)
+    made = DTensor.__new__(DTensor, local if outline is None else outline, spec, requires_grad=False)
+    if outline is not None:
+        made._local_tensor = local
+    return made
 
 
 def spec_of(tensor: torch.Tensor) -> DTensorSpec:
@@ -154,6 +158,20 @@ def default_device_type() -> str:
     return "cpu"
 
 
+def symmetric_memory(group: dist.ProcessGroup) -> Callable[..., torch.Tensor]:
+    """An allocator of NCCL's symmetric memory, which every rank of ``group`` must call alike."""
+    from torch.distributed import _symmetric_memory as memory
+
+    memory.set_backend("NCCL")
+
+    def allocate(size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        made = memory.empty(*size, dtype=dtype, device=device)
+        memory.rendezvous(made, group)
+        return made
+
+    return allocate
+
+
 @contextmanager
 def unseen_by_modes() -> Iterator[None]:
     """Runs collectives past torch's dispatch modes, so that control traffic is not counted as the model's."""
@@ -171,6 +189,28 @@ def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
 
 def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
     return module._buffers
+
+
+def state_entries(module: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """What a state dict holds of this module itself; ``None`` stands for extra state, which may be anything."""
+    for name, param in module._parameters.items():
+        if param is not None:
+            yield name, param
+    for name, buffer in module._buffers.items():
+        if buffer is not None and name not in module._non_persistent_buffers_set:
+            yield name, buffer
+    if type(module).set_extra_state is not nn.Module.set_extra_state:
+        yield "_extra_state", None
+
+
+def loads_plainly(module: nn.Module, own_hooks: type) -> bool:
+    """Whether nothing but hooks of type ``own_hooks`` changes how this module takes its part of a state dict."""
+    hooks = module._load_state_dict_pre_hooks.values()
+    return (
+        type(module)._load_from_state_dict is nn.Module._load_from_state_dict
+        and not module._load_state_dict_post_hooks
+        and all(isinstance(getattr(hook, "hook", None), own_hooks) for hook in hooks)
+    )
 
 
 def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

@@ -11,6 +11,7 @@ nothing (NCCL). Otherwise waiting blocks the host (gloo), so the engine waits as
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +20,8 @@ from torch.distributed import AllreduceOptions, ReduceScatterOptions
 
 from shardwise.comm.exchange import ExchangeReduce, can_exchange
 from shardwise.torch_internals import AllgatherOptions, all_gather_call, backend_name, reduce_scatter_call
+
+AllReduceHook = Callable[[torch.Tensor], None]
 
 
 class Work(Protocol):
@@ -42,6 +45,8 @@ class GroupCalls:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         backend = backend_name(group, device)
+        self.backend = backend
+        self.device = device
         self.group = group
         self.world = group.size()
         self.rank = group.rank()

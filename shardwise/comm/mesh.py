@@ -42,6 +42,14 @@ class DataMesh:
     def placements(self, dim: int) -> tuple[Placement, ...]:
         return (Shard(dim),) if self.replicate is None else (Replicate(), Shard(dim))
 
+    def separate_shard_group(self) -> GroupCalls:
+        """A second group over the shard axis: its collectives do not queue up behind the first one's."""
+        if 0 not in self._parts:
+            ranks = dist.get_process_group_ranks(self.shard.group)
+            group = dist.new_group(ranks, use_local_synchronization=True)
+            self._parts[0] = GroupCalls(group, self.device)
+        return self._parts[0]
+
     def part(self, part_world: int) -> GroupCalls:
         """The group of ``part_world`` neighbours on the shard axis to which this rank belongs."""
         if part_world not in self._parts:

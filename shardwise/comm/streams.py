@@ -51,6 +51,9 @@ class Lanes(Protocol):
 
     def compute_after(self, mark: Mark) -> None: ...
 
+    def host_after(self, mark: Mark) -> None:
+        """Blocks the host until the mark is reached: only where the host itself reads or writes the data."""
+
 
 class _NoMark:
     __slots__ = ()
@@ -92,6 +95,9 @@ class HostLanes:
     def compute_after(self, mark: Mark) -> None:
         pass
 
+    def host_after(self, mark: Mark) -> None:
+        pass
+
 
 class CudaLane:
     """A CUDA stream. Not reentrant: a lane is never entered twice."""
@@ -114,7 +120,7 @@ class CudaLane:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def after(self, mark: Mark) -> None:
-        assert isinstance(mark, torch.cuda.Event)
+        assert isinstance(mark, torch.Event | torch.cuda.Event)
         self._stream.wait_event(mark)
 
     def mark(self) -> Mark:
@@ -141,6 +147,10 @@ class CudaLanes:
     def compute_after(self, mark: Mark) -> None:
         assert isinstance(mark, torch.cuda.Event)
         torch.cuda.current_stream(self._device).wait_event(mark)
+
+    def host_after(self, mark: Mark) -> None:
+        assert isinstance(mark, torch.cuda.Event)
+        mark.synchronize()
 
 
 def lanes_for(device: torch.device) -> Lanes:

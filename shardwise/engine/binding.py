@@ -71,14 +71,19 @@ class Slot:
         self.unsharded: nn.Parameter = sharded
         self.held: torch.Tensor | None = None
 
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        """What gradients come in."""
+        return self.compute_dtype
+
     def version(self) -> int:
         """Rises with every in-place write to the parameter, whether through the DTensor or its local tensor."""
         return self.sharded._version + self.local._version
 
-    def add_held(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """``gradient`` on top of what was put by, which is thereby taken."""
+    def add_held(self, gradient: torch.Tensor | None, dtype: torch.dtype | None) -> torch.Tensor | None:
+        """``gradient`` on top of what was put by, which is thereby taken; in the dtype in which gradients are put by."""
         if self.held is None:
-            return gradient
+            return gradient if gradient is None or dtype is None else gradient.to(dtype)
         held, self.held = self.held, None
         return held if gradient is None else held.add_(gradient)
 

@@ -31,7 +31,7 @@ class PackedGather:
         calls: GroupCalls,
         part_calls: GroupCalls | None,
     ) -> None:
-        self._calls = calls
+        self.calls = calls
         self._part_calls = part_calls
         self._full = full
         self._rows = Elastic(layout.world * layout.sent_bytes, device)
@@ -39,17 +39,30 @@ class PackedGather:
         self._work: Work | None = None
 
         self._own = shards
+        self._shards = shards
+        self._device_row: Elastic | None = None
+        if shards.device != device:
+            # Shards that live on the host: one transfer brings the row over, casts happen on the device.
+            self._device_row = Elastic(layout.stored_bytes, device)
+            self._own = self._device_row.tensor(torch.uint8, 0, (layout.stored_bytes,))
+        self._on_device = self._own
         self._casts: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._cast_row: Elastic | None = None
-        if sent_dtypes != stored_dtypes or shards.device != device:
+        if sent_dtypes != stored_dtypes:
             self._cast_row = Elastic(layout.sent_bytes, device)
             self._own = self._cast_row.tensor(torch.uint8, 0, (layout.sent_bytes,))
             for segment in layout.segments:
                 stored_dtype, sent_dtype = stored_dtypes[segment.members[0]], sent_dtypes[segment.members[0]]
                 stored_bytes = segment.numel * segment.stored_itemsize
-                source = shards[segment.stored_start_bytes : segment.stored_start_bytes + stored_bytes]
                 target = self._cast_row.tensor(sent_dtype, segment.sent_start_bytes, (segment.numel,))
-                self._casts.append((target, source.view(stored_dtype)))
+                if self._device_row is not None:
+                    source = self._device_row.tensor(
+                        stored_dtype, segment.stored_start_bytes, (segment.numel,)
+                    )
+                else:
+                    stored = shards[segment.stored_start_bytes : segment.stored_start_bytes + stored_bytes]
+                    source = stored.view(stored_dtype)
+                self._casts.append((target, source))
 
         self._targets: list[torch.Tensor] = []
         self._sources: list[torch.Tensor] = []
@@ -78,11 +91,14 @@ class PackedGather:
         """Starts the gather from every rank's shards."""
         self._full.grow()
         self._rows.grow()
+        if self._device_row is not None:
+            self._device_row.grow()
+            self._on_device.copy_(self._shards, non_blocking=True)
         if self._cast_row is not None:
             self._cast_row.grow()
             for target, source in self._casts:
-                target.copy_(source, non_blocking=True)
-        self._work = self._calls.issue_all_gather(self._all_rows, self._own)
+                target.copy_(source)
+        self._work = self.calls.issue_all_gather(self._all_rows, self._own)
 
     def issue_from_parts(self) -> None:
         """Starts the gather from the runs of rows kept after forward."""
@@ -106,6 +122,8 @@ class PackedGather:
         self._rows.shrink()
         if self._cast_row is not None:
             self._cast_row.shrink()
+        if self._device_row is not None:
+            self._device_row.shrink()
 
     def drop_part(self) -> None:
         if self._part is not None:

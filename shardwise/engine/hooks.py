@@ -53,7 +53,6 @@ class Hooks:
         self.unit = unit
         self._visit: Pass | None = None
         self._open: list[Pass] = []
-        self._is_lent = False
         self._arrived = 0
         self._owes_report = False
         # Modules of a unit that still have to run in this forward: a unit of several frees after the last.
@@ -191,11 +190,10 @@ class Hooks:
         self._open.append(visit)
         for needed in unit.needs:
             needed.holders += 1
-            needed.issue_gather(trace.IN_PRE_BACKWARD)
+            if needed.gathers_in_backward:
+                needed.issue_gather(trace.IN_PRE_BACKWARD)
         for needed in unit.needs:
             needed.wait_gather()
-            if needed is not unit:
-                needed.hooks.lend()
         if unit.recorder is not None and unit.slots:
             unit.recorder.add(trace.PRE_BACKWARD, unit.name, trace.IN_PRE_BACKWARD, unit.rank)
         root.prefetch_before(unit, visit)
@@ -227,16 +225,14 @@ class Hooks:
     def flush(self) -> None:
         """The end of backward: reduces, frees and reports what gave no signal."""
         unit = self.unit
-        if not (self._open or self._owes_report or self._is_lent or unit.holds_gradients):
-            return
         if unit.reduce_gradients() or self._open:
             self._owes_report = True
-        unit.reduce_held_gradients()
+        unit.reduce_the_rest()
         if self._owes_report:
             self._report()
         for visit in tuple(self._open):
             self._close(visit)
-        self._is_lent = self._owes_report = False
+        self._owes_report = False
 
     def _report(self) -> None:
         unit = self.unit
@@ -254,10 +250,6 @@ class Hooks:
                 else:
                     needed.keep()
 
-    def lend(self) -> None:
-        """Notes that another unit's backward uses this one's parameters: their gradients come without a pass here."""
-        self._is_lent = True
-
     def forget(self) -> None:
         """Drops what a broken-off step left behind."""
         for visit in self._open:
@@ -265,6 +257,5 @@ class Hooks:
         self._open.clear()
         self._still_to_run.clear()
         self._visit = None
-        self._is_lent = False
         self._owes_report = False
         self._arrived = 0

@@ -17,61 +17,56 @@ class Pack(Protocol):
 
 
 def plan_pack(
-    layout: RowsLayout,
-    rows: Elastic,
-    dtype: torch.dtype,
-    gradient_dtypes: list[torch.dtype],
-    device: torch.device,
+    layout: RowsLayout, rows: Elastic, dtype: torch.dtype, gradient_dtypes: list[torch.dtype]
 ) -> Pack:
     """One fused kernel where all are cut along dim 0 and all gradients share a dtype; else piece by piece."""
     if all(cut.dim == 0 for cut in layout.cuts) and len(set(gradient_dtypes)) == 1:
-        return FusedPack(layout, rows, dtype, gradient_dtypes[0], device)
+        return FusedPack(layout, rows, dtype)
     return PiecewisePack(layout, rows, dtype)
 
 
 class FusedPack:
     """Everything in one kernel. Gaps between parameters are filled by tensors of zeros among the gradients."""
 
-    def __init__(
-        self,
-        layout: RowsLayout,
-        rows: Elastic,
-        dtype: torch.dtype,
-        gradient_dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, layout: RowsLayout, rows: Elastic, dtype: torch.dtype) -> None:
         itemsize = dtype.itemsize
         row_numel = layout.sent_bytes // itemsize
         self._rows = rows.tensor(dtype, 0, (layout.world, row_numel))
         self._world = layout.world
         self._shapes = [cut.shape for cut in layout.cuts]
-        order = sorted(range(len(layout.cuts)), key=lambda index: layout.sent_starts_bytes[index])
-        # What stands in a row, left to right: the number of a gradient, or a filler.
-        self._sequence: list[int | torch.Tensor] = []
+        # What stands in a row, left to right: gradients by number, and the lengths of gaps.
+        self._order: list[tuple[int | None, int]] = []
         end = 0
-        for index in order:
-            end = self._fill_to(layout.sent_starts_bytes[index] // itemsize, end, gradient_dtype, device)
-            self._sequence.append(index)
-            end += layout.cuts[index].padded_numel
-        self._fill_to(row_numel, end, gradient_dtype, device)
-        self._is_plain = self._sequence == list(range(len(layout.cuts)))
-
-    def _fill_to(self, start: int, end: int, dtype: torch.dtype, device: torch.device) -> int:
-        if start > end:
-            self._sequence.append(torch.zeros((start - end) * self._world, dtype=dtype, device=device))
-        return start
+        for index in sorted(range(len(layout.cuts)), key=lambda index: layout.sent_starts_bytes[index]):
+            start = layout.sent_starts_bytes[index] // itemsize
+            if start > end:
+                self._order.append((None, start - end))
+            self._order.append((index, 0))
+            end = start + layout.cuts[index].padded_numel
+        if row_numel > end:
+            self._order.append((None, row_numel - end))
+        self._is_plain = self._order == [(index, 0) for index in range(len(layout.cuts))]
+        self._fillers: dict[tuple[int, torch.dtype], torch.Tensor] = {}
 
     def fill(self, gradients: list[torch.Tensor | None]) -> None:
         present: list[torch.Tensor] = gradients  # type: ignore[assignment]
         if any(gradient is None for gradient in gradients):
-            known = next(gradient for gradient in gradients if gradient is not None)
+            known = next((gradient for gradient in gradients if gradient is not None), self._rows)
             present = [
                 known.new_zeros(shape) if gradient is None else gradient
                 for gradient, shape in zip(gradients, self._shapes, strict=True)
             ]
         if not self._is_plain:
-            present = [present[entry] if isinstance(entry, int) else entry for entry in self._sequence]
+            dtype = present[0].dtype
+            present = [
+                self._filler(gap, dtype) if index is None else present[index] for index, gap in self._order
+            ]
         chunk_cat(present, self._world, self._rows)
+
+    def _filler(self, gap: int, dtype: torch.dtype) -> torch.Tensor:
+        if (gap, dtype) not in self._fillers:
+            self._fillers[gap, dtype] = self._rows.new_zeros(gap * self._world, dtype=dtype)
+        return self._fillers[gap, dtype]
 
 
 class PiecewisePack:

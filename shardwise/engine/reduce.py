@@ -1,9 +1,12 @@
 """Reducing a unit's gradients: from full gradients on every rank to averaged shards.
 
     full gradients ──pack (cast, pad)──▶ rows for all ranks ──one reduce-scatter──▶ own row ──▶ gradients of shards
+                                                                                      │
+                                            with replicas: ──all-reduce over them─────┘
 
-Packing, summing and dividing run on the reduce lane. The own row, cast to the parameters' dtypes where that differs,
-*is* the gradient buffer: the shards' gradients are views of it, and it goes when they go.
+Packing, summing and dividing run on the reduce lane, the replicas' sum on a lane of its own. The own row, cast to the
+parameters' dtypes where that differs, *is* the gradient buffer: the shards' gradients are views of it, and it goes
+when they go.
 
 Which parameters take part is decided by ``requires_grad``, so a rank always sends the same sizes as its peers; a
 parameter without a gradient this time sends zeros and receives nothing.
@@ -11,24 +14,37 @@ parameter without a gradient this time sends zeros and receives nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardwise.comm.collectives import Work
+from shardwise.comm.collectives import AllReduceHook, GroupCalls, Work
 from shardwise.comm.mesh import DataMesh
+from shardwise.comm.streams import Lanes, Mark
 from shardwise.engine.binding import Slot
 from shardwise.engine.pack import plan_pack
 from shardwise.engine.storage import Elastic, contiguous_strides
-from shardwise.plan.division import plan_division
+from shardwise.plan.division import Division, plan_division
 from shardwise.plan.rows import RowParam, plan_rows
 from shardwise.torch_internals import add_all, dtensor, local_of, post_accumulate_hooks
 
 
-@dataclass(frozen=True)
-class _Run:
+@dataclass
+class ReduceSettings:
+    """What users set about a unit's reduce; read when one is issued."""
+
+    calls: GroupCalls
+    divide_factor: float | None = None
+    sums_only: bool = False
+    all_reduces: bool = True
+    includes_unused: bool = False
+    hook: AllReduceHook | None = None
+    hook_stream: torch.cuda.Stream | None = field(default=None)
+
+
+class _Run(NamedTuple):
     """Neighbours in the own row whose shards have one dtype."""
 
     dtype: torch.dtype
@@ -47,16 +63,22 @@ class _Part(NamedTuple):
 
 
 class PackedReduce:
-    """The reduce of one set of trainable slots, decided beforehand. At most one is under way at a time."""
+    """The reduce of one set of trainable slots, decided beforehand."""
 
     def __init__(
-        self, slots: list[Slot], mesh: DataMesh, reduce_dtype: torch.dtype, shard_device: torch.device
+        self,
+        slots: list[Slot],
+        mesh: DataMesh,
+        reduce_dtype: torch.dtype,
+        shard_device: torch.device,
+        pins: bool,
     ) -> None:
         self.slots = slots
         self.params = [slot.unsharded for slot in slots]
-        self._mesh = mesh
-        self._dtype = reduce_dtype
-        self._shard_device = shard_device
+        self.mesh = mesh
+        self.dtype = reduce_dtype
+        self.shard_device = shard_device
+        self.pins = pins
         itemsize = reduce_dtype.itemsize
         layout = plan_rows(
             [
@@ -65,100 +87,231 @@ class PackedReduce:
             ],
             mesh.shard.world,
         )
-        self._row_numel = layout.sent_bytes // itemsize
-        self._rows = Elastic(layout.world * layout.sent_bytes, mesh.device)
-        self._all_rows = self._rows.tensor(reduce_dtype, 0, (layout.world * self._row_numel,))
-        self._pack = plan_pack(
-            layout, self._rows, reduce_dtype, [slot.compute_dtype for slot in slots], mesh.device
-        )
+        self.row_numel = layout.sent_bytes // itemsize
+        self.rows = Elastic(layout.world * layout.sent_bytes, mesh.device)
+        self.all_rows = self.rows.tensor(reduce_dtype, 0, (layout.world * self.row_numel,))
+        self.pack = plan_pack(layout, self.rows, reduce_dtype, [slot.gradient_dtype for slot in slots])
 
-        self._runs: list[_Run] = []
+        self.runs: list[_Run] = []
         parts: dict[int, _Part] = {}
         for number, segment in enumerate(layout.segments):
             dtype = slots[segment.members[0]].stored_dtype
-            self._runs.append(_Run(dtype, segment.sent_start_bytes // itemsize, segment.numel))
+            self.runs.append(_Run(dtype, segment.sent_start_bytes // itemsize, segment.numel))
             for index, start in zip(segment.members, segment.starts, strict=True):
                 shape = layout.cuts[index].local_shape(mesh.shard.rank)
                 parts[index] = _Part(slots[index], number, start, shape, contiguous_strides(shape))
-        self._parts = [parts[index] for index in range(len(slots))]
-        self._is_one_run = len(self._runs) == 1 and self._runs[0].dtype == reduce_dtype
-        self._is_one_run = self._is_one_run and shard_device == mesh.device
-
-        groups = [mesh.shard] if mesh.replicate is None else [mesh.shard, mesh.replicate]
-        world = mesh.shard.world * (1 if mesh.replicate is None else mesh.replicate.world)
-        self.division = plan_division(
-            world, reduce_dtype == torch.float16, all(calls.averages for calls in groups)
+        self.parts = [parts[index] for index in range(len(slots))]
+        # The own row serves as the gradient buffer as it is.
+        self.is_one_run = (
+            len(self.runs) == 1 and self.runs[0].dtype == reduce_dtype and shard_device == mesh.device
         )
+        # A sum over the shard axis that still waits for its replicas; kept while the all-reduce is put off.
+        self.partial: torch.Tensor | None = None
+        self._divisions: dict[tuple[float | None, bool], Division] = {}
 
+    @property
+    def is_offloaded(self) -> bool:
+        return self.shard_device != self.mesh.device
+
+    def division(self, settings: ReduceSettings) -> Division:
+        key = (settings.divide_factor, settings.sums_only)
+        if key not in self._divisions:
+            replicate = self.mesh.replicate
+            groups = [settings.calls] if replicate is None else [settings.calls, replicate]
+            world = self.mesh.shard.world * (1 if replicate is None else replicate.world)
+            averages = not settings.sums_only and all(calls.averages for calls in groups)
+            self._divisions[key] = plan_division(
+                world, self.dtype == torch.float16, averages, settings.divide_factor
+            )
+        return self._divisions[key]
+
+
+class Reduction:
+    """One reduce under way.
+
+    ``advance`` takes it a stage further: the own row arrives, then the replicas' sum, then gradients are given out.
+    Where collectives take their place in a stream, all of that is issued at once and only the last stage is left.
+    """
+
+    def __init__(self, plan: PackedReduce, settings: ReduceSettings, lanes: Lanes) -> None:
+        self.plan = plan
+        self.is_scattering = True
+        self.is_done = False
+        self._settings = settings
+        self._lanes = lanes
+        self._division = plan.division(settings)
+        self._gradients: list[torch.Tensor | None] = []
+        self._received: list[_Part] = []
         self._work: Work | None = None
         self._own_row: torch.Tensor | None = None
-        self._received: list[_Part] = []
+        self._runs: list[torch.Tensor] = []
+        self._packed: Mark
 
     def issue(self, gradients: list[torch.Tensor | None]) -> None:
         """Packs the gradients and starts the reduce-scatter."""
-        self._received = [
-            part for part, gradient in zip(self._parts, gradients, strict=True) if gradient is not None
-        ]
+        plan, lane = self.plan, self._lanes.reduce
+        if self._settings.includes_unused:
+            self._received = plan.parts
+        else:
+            self._received = [
+                part for part, gradient in zip(plan.parts, gradients, strict=True) if gradient is not None
+            ]
         if torch.is_grad_enabled():
             # backward(create_graph=True): the graph goes on from the gradients, not through their reduce.
             gradients = [None if gradient is None else gradient.detach() for gradient in gradients]
-        self._rows.grow()
-        self._pack.fill(gradients)
-        if self.division.before != 1.0:
-            self._all_rows.div_(self.division.before)
-        self._own_row = torch.empty(self._row_numel, dtype=self._dtype, device=self._mesh.device)
-        self._work = self._mesh.shard.issue_reduce_scatter(
-            self._own_row, self._all_rows, self.division.group_averages
-        )
+        # order: gradients before their packing, because backward writes them on the compute stream
+        lane.after_compute()
+        with lane:
+            plan.rows.grow()
+            plan.pack.fill(gradients)
+            self._packed = lane.mark()
+            if self._division.before != 1.0:
+                plan.all_rows.div_(self._division.before)
+            self._own_row = torch.empty(plan.row_numel, dtype=plan.dtype, device=plan.mesh.device)
+            self._work = self._settings.calls.issue_reduce_scatter(
+                self._own_row, plan.all_rows, self._division.group_averages
+            )
+        if self._lanes.host_runs_ahead:
+            # alive: the gradients, until compute has waited for their packing and may reuse their memory
+            self._gradients = gradients
+        if self._settings.calls.ordered_by_stream:
+            self._receive_own_row()
+            if self._work is not None:
+                self._receive_replicas()
 
-    def abandon(self) -> None:
-        """Lets the collective land and drops what it brought."""
-        assert self._work is not None
-        self._work.wait()
-        self._work = self._own_row = None
-        self._rows.shrink()
+    def let_gradients_go(self) -> None:
+        """Lets compute's allocator have the full gradients' memory back."""
+        if self._gradients:
+            # order: packing before compute, because compute's allocator reuses the gradients' memory from here on
+            self._lanes.compute_after(self._packed)
+            self._gradients = []
+
+    def advance(self) -> None:
+        self.let_gradients_go()
+        if self.is_done:
+            return
+        if self.is_scattering:
+            self._receive_own_row()
+        elif self._work is not None:
+            self._receive_replicas()
 
     def finish(self) -> list[Slot]:
-        """Waits, divides, and gives the slots that had a gradient their reduced one; returns those slots."""
+        """Takes the remaining stages; returns the slots whose gradients are now in place."""
+        while not self.is_done:
+            self.advance()
+        self.let_gradients_go()
+        return self._give_out()
+
+    def abandon(self) -> None:
+        """Lets the collective land and drops what it brings."""
+        self.let_gradients_go()
+        if self._work is not None:
+            with self._lanes.reduce:
+                self._work.wait()
+        self.plan.rows.shrink()
+
+    def _receive_own_row(self) -> None:
+        plan, settings, lanes = self.plan, self._settings, self._lanes
         assert self._work is not None
         assert self._own_row is not None
-        self._work.wait()
-        own_row, self._work, self._own_row = self._own_row, None, None
-        self._rows.shrink()
-        if self._mesh.replicate is not None:
-            self._mesh.replicate.issue_all_reduce(own_row, self.division.group_averages).wait()
-        if self.division.after != 1.0:
-            own_row.div_(self.division.after)
-        runs = [own_row] if self._is_one_run else self._cast_runs(own_row)
-        held: list[torch.Tensor] = []
-        added: list[torch.Tensor] = []
-        for slot, run, start, shape, strides in self._received:
-            gradient = runs[run].as_strided(shape, strides, start)
-            existing = slot.sharded.grad
-            if existing is None:
-                slot.sharded.grad = dtensor(gradient, slot.spec)
-            else:
-                held.append(local_of(existing) if isinstance(existing, DTensor) else existing)
-                added.append(gradient)
-        if held:
-            add_all(held, added)
-        return [part.slot for part in self._received]
+        with lanes.reduce:
+            self._work.wait()
+            self._work = None
+            plan.rows.shrink()
+            if plan.partial is not None:
+                self._own_row.add_(plan.partial)
+                plan.partial = None
+            if plan.mesh.replicate is not None and not settings.all_reduces:
+                plan.partial = self._own_row
+                self._received, self._own_row = [], None
+        self.is_scattering = False
+        if self._own_row is None:
+            self.is_done = True
+        elif plan.mesh.replicate is not None:
+            # order: the shard axis's sum before the replicas', because they add up its result
+            lanes.replicate.after(lanes.reduce.mark())
+            with lanes.replicate:
+                self._work = plan.mesh.replicate.issue_all_reduce(
+                    self._own_row, self._division.group_averages
+                )
+        else:
+            self._divide()
+
+    def _receive_replicas(self) -> None:
+        assert self._work is not None
+        with self._lanes.replicate:
+            self._work.wait()
+        self._work = None
+        # order: the replicas' sum before its division, because gradients are given out on the reduce lane
+        self._lanes.reduce.after(self._lanes.replicate.mark())
+        self._divide()
+
+    def _divide(self) -> None:
+        plan, own_row = self.plan, self._own_row
+        assert own_row is not None
+        with self._lanes.reduce:
+            if self._settings.hook is not None:
+                self._run_all_reduce_hook(own_row)
+            if self._division.after != 1.0:
+                own_row.div_(self._division.after)
+            self._runs = [own_row] if plan.is_one_run else self._cast_runs(own_row)
+        self._own_row = None
+        self.is_done = True
+
+    def _run_all_reduce_hook(self, own_row: torch.Tensor) -> None:
+        hook, stream = self._settings.hook, self._settings.hook_stream
+        assert hook is not None
+        if stream is None:
+            hook(own_row)
+            return
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            hook(own_row)
+        torch.cuda.current_stream().wait_stream(stream)
 
     def _cast_runs(self, own_row: torch.Tensor) -> list[torch.Tensor]:
         """The own row in the dtypes of the shards and where they live, each run in memory of its own."""
-        return [
-            own_row[run.start : run.start + run.numel].to(self._shard_device, run.dtype, copy=True)
-            for run in self._runs
-        ]
+        plan = self.plan
+        runs = []
+        for dtype, start, numel in plan.runs:
+            source = own_row[start : start + numel]
+            if plan.is_offloaded:
+                # Cast where it is fast, then one transfer; the host waits for it before anyone reads.
+                target = torch.empty(numel, dtype=dtype, device=plan.shard_device, pin_memory=plan.pins)
+                runs.append(target.copy_(source.to(dtype), non_blocking=plan.pins))
+            else:
+                runs.append(source.to(dtype, copy=True))
+        return runs
+
+    def _give_out(self) -> list[Slot]:
+        held: list[torch.Tensor] = []
+        added: list[torch.Tensor] = []
+        lane = self._lanes.reduce
+        with lane:
+            for slot, run, start, shape, strides in self._received:
+                gradient = self._runs[run].as_strided(shape, strides, start)
+                existing = slot.sharded.grad
+                if existing is None:
+                    slot.sharded.grad = dtensor(gradient, slot.spec, outline=slot.local)
+                else:
+                    held.append(local_of(existing) if isinstance(existing, DTensor) else existing)
+                    added.append(gradient)
+            if held:
+                if self.plan.is_offloaded:
+                    # order: the transfer before the sum, because the host adds
+                    self._lanes.host_after(lane.mark())
+                add_all(held, added)
+        self._runs = []
+        return [part.slot for part in self._received]
 
 
-def run_user_hooks(slots: list[Slot]) -> bool:
-    """Runs the post-accumulate hooks that users registered on sharded parameters, now that gradients are in place."""
-    any_ran = False
+def hooked(slots: list[Slot]) -> list[Slot]:
+    """The slots on whose sharded parameters users registered post-accumulate hooks."""
+    return [slot for slot in slots if post_accumulate_hooks(slot.sharded)]
+
+
+def run_user_hooks(slots: list[Slot]) -> None:
+    """Runs the users' post-accumulate hooks, now that the gradients are in place."""
     for slot in slots:
-        hooks = post_accumulate_hooks(slot.sharded)
-        if hooks:
-            any_ran = True
-            for hook in tuple(hooks.values()):
-                hook(slot.sharded)
-    return any_ran
+        for hook in tuple((post_accumulate_hooks(slot.sharded) or {}).values()):
+            hook(slot.sharded)

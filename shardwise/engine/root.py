@@ -21,7 +21,7 @@ from shardwise import trace
 from shardwise.comm.agreement import check_same_model
 from shardwise.comm.streams import Mark, lanes_for
 from shardwise.engine.binding import units_of
-from shardwise.engine.reduce import PackedReduce, run_user_hooks
+from shardwise.engine.reduce import PackedReduce, ReduceSettings, Reduction, hooked, run_user_hooks
 from shardwise.errors import StateError
 from shardwise.plan.lifecycle import State
 from shardwise.plan.schedule import Window
@@ -45,7 +45,9 @@ class Root:
         self.units: list[Unit] = []
         self._is_settled = False
         self._leaving: deque[tuple[Unit, Mark]] = deque()
-        self._reducing: tuple[PackedReduce, list[torch.Tensor | None], Mark] | None = None
+        self._in_flight: deque[Reduction] = deque()
+        self._is_offloaded = False
+        self.post_optim_event: torch.Event | None = None
         self._adopt(top)
 
     # --- the family -----------------------------------------------------------------------------------------------
@@ -76,6 +78,7 @@ class Root:
             unit.name = name
             self._adopt(unit)
         self._check_agreement()
+        self._is_offloaded = any(unit.is_offloaded for unit in self.units)
         self._is_settled = True
 
     def _check_agreement(self) -> None:
@@ -103,10 +106,18 @@ class Root:
         self.in_forward = True
         self.window = Window()
         # order: the optimizer's writes before the gathers of this step, because they read the shards
-        self.lanes.gather.after_compute()
+        if self.post_optim_event is None:
+            self.lanes.gather.after_compute()
+        else:
+            self.lanes.gather.after(self.post_optim_event)
+            self.post_optim_event = None
 
     def end_forward(self) -> None:
         self.in_forward = False
+        if self._is_offloaded and not torch.is_grad_enabled():
+            # order: the gathers' transfers before the host goes on, because no backward will wait for them and the
+            # host may write the shards
+            self.lanes.host_after(self.lanes.gather.mark())
 
     # --- memory ---------------------------------------------------------------------------------------------------
 
@@ -152,50 +163,68 @@ class Root:
             number = visit.window.before(visit.place, self._is_reached)
             if number is not None:
                 for needed in self.units[number].needs:
-                    needed.issue_gather(trace.IN_PRE_BACKWARD, prefetch=True)
+                    if needed.gathers_in_backward:
+                        needed.issue_gather(trace.IN_PRE_BACKWARD, prefetch=True)
 
     def _is_reached(self, number: int) -> bool:
         return self.units[number].is_reached_by_backward()
 
-    def start_reduce(self, reduce: PackedReduce, gradients: list[torch.Tensor | None]) -> None:
-        """Starts a reduce, once the one before it has given its gradients out."""
-        self.finish_reduce()
-        lane = self.lanes.reduce
-        # order: gradients before their packing, because backward writes them on the compute stream
-        lane.after_compute()
-        with lane:
-            reduce.issue(gradients)
-        # alive: the gradients, until compute has waited for their packing and may reuse their memory
-        self._reducing = (reduce, gradients if self.lanes.host_runs_ahead else [], lane.mark())
+    def start_reduce(
+        self,
+        plan: PackedReduce,
+        settings: ReduceSettings,
+        gradients: list[torch.Tensor | None],
+        max_inputs: int,
+    ) -> None:
+        """Starts a reduce, once those before it have made room for it.
 
-    def finish_reduce(self) -> None:
-        if self._reducing is None:
+        As many may be waiting for their own row as there may be input buffers; with replicas, one more may be waiting
+        for theirs meanwhile.
+        """
+        in_flight = self._in_flight
+        while in_flight and any(r.plan is plan for r in in_flight):
+            self._finish_oldest_reduce()
+        scattering = [reduction for reduction in in_flight if reduction.is_scattering]
+        for reduction in scattering[: max(0, len(scattering) + 1 - max_inputs)]:
+            reduction.advance()
+        while len(in_flight) > max_inputs or (in_flight and in_flight[0].is_done):
+            self._finish_oldest_reduce()
+        reduction = Reduction(plan, settings, self.lanes)
+        reduction.issue(gradients)
+        in_flight.append(reduction)
+
+    def _finish_oldest_reduce(self) -> None:
+        reduction = self._in_flight.popleft()
+        waiting = hooked(reduction.finish())
+        if not waiting:
             return
-        reduce, _, packed = self._reducing
-        # order: packing before compute, because compute's allocator reuses the gradients' memory from here on
-        self.lanes.compute_after(packed)
-        self._reducing = None
         lane = self.lanes.reduce
+        if reduction.plan.is_offloaded:
+            # order: the transfer before the hooks, because they read the gradients on the host
+            self.lanes.host_after(lane.mark())
         with lane:
-            received = reduce.finish()
-            hooks_ran = run_user_hooks(received)
-        if hooks_ran:
-            # order: an optimizer that steps in a hook before later gathers, because it writes the shards
-            self.lanes.gather.after(lane.mark())
+            run_user_hooks(waiting)
+        # order: an optimizer that steps in a hook before later gathers, because it writes the shards
+        self.lanes.gather.after(lane.mark())
 
     def end_backward(self) -> None:
         """Flushes what no signal has reduced or freed, and lets the compute stream see the gradients."""
         with torch.no_grad():
             for unit in reversed(self.units):
                 unit.hooks.flush()
-            self.finish_reduce()
+            while self._in_flight:
+                self._finish_oldest_reduce()
             if self.is_last_backward:
                 for unit in self.units:
                     if unit.prefetched and unit.state is State.GATHERING:
                         unit.reshard(trace.IN_POST_BACKWARD)
             self._take_back(0)
+            reduced = self.lanes.reduce.mark()
             # order: reduced gradients before what follows backward, because clipping and the optimizer read them
-            self.lanes.compute_after(self.lanes.reduce.mark())
+            self.lanes.compute_after(reduced)
+            if self._is_offloaded:
+                # order: the last transfers before the host goes on, because it steps the optimizer
+                self.lanes.host_after(reduced)
         self.in_backward = False
 
     # --- recovery -------------------------------------------------------------------------------------------------
@@ -209,12 +238,8 @@ class Root:
                 fix="let the exception leave backward() first",
             )
         with torch.no_grad():
-            if self._reducing is not None:
-                reduce, _, packed = self._reducing
-                self.lanes.compute_after(packed)
-                self._reducing = None
-                with self.lanes.reduce:
-                    reduce.abandon()
+            while self._in_flight:
+                self._in_flight.popleft().abandon()
             for unit in self.units:
                 unit.holders = 0
                 unit.hooks.forget()

@@ -21,10 +21,10 @@ from shardwise.plan.rows import RowsLayout
 
 
 def allocate_shards(
-    layout: RowsLayout, device: torch.device, dtypes: list[torch.dtype], rank: int
+    layout: RowsLayout, device: torch.device, dtypes: list[torch.dtype], rank: int, pins: bool
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """A rank's buffer of shards, zeroed so that padding is zero, and each parameter's part as a tensor of its own."""
-    buffer = torch.zeros(layout.stored_bytes, dtype=torch.uint8, device=device)
+    buffer = torch.zeros(layout.stored_bytes, dtype=torch.uint8, device=device, pin_memory=pins)
     parts = []
     for cut, start, dtype in zip(layout.cuts, layout.stored_starts_bytes, dtypes, strict=True):
         shape = cut.local_shape(rank)

@@ -14,10 +14,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise import trace
+from shardwise.comm.collectives import GroupCalls
 from shardwise.comm.mesh import DataMesh
 from shardwise.engine.binding import Slot, show_sharded, show_unsharded
 from shardwise.engine.gather import PackedGather
-from shardwise.engine.reduce import PackedReduce
+from shardwise.engine.reduce import PackedReduce, ReduceSettings
 from shardwise.engine.storage import Elastic, allocate_shards
 from shardwise.errors import StateError
 from shardwise.plan.lifecycle import State, Step, advance
@@ -69,6 +70,10 @@ class Unit:
         self.after_forward_is_explicit = False
         self.syncs_gradients = True
         self.frees_after_backward = True
+        self.gathers_in_backward = True
+        self.max_reduce_inputs = 1
+        self._gather_calls: GroupCalls = mesh.shard
+        self.reduce_settings = ReduceSettings(mesh.shard)
         self.forward_prefetch: tuple[Unit, ...] = ()
         self.backward_prefetch: tuple[Unit, ...] | None = None
 
@@ -79,6 +84,7 @@ class Unit:
         self.prefetched = False
         self.num_trainable = 0
         self.holds_gradients = False
+        self._has_reduced = False
         self._gathers_part = False
         self._kept_version = 0
         self._reduces: dict[tuple[bool, ...], PackedReduce | None] = {}
@@ -87,6 +93,10 @@ class Unit:
         wide, narrow = precision.reduce_dtype, precision.param_dtype
         # Gradients put by accumulate in the reduce dtype if that is wider than what they come in.
         self._held_dtype = wide if wide and (narrow is None or wide.itemsize > narrow.itemsize) else None
+        on_host = isinstance(offload, CPUOffloadPolicy)
+        self._shard_device = torch.device("cpu") if on_host else mesh.device
+        self.is_offloaded = self._shard_device != mesh.device
+        self._pins = self.is_offloaded and isinstance(offload, CPUOffloadPolicy) and offload.pin_memory
         self._build()
 
     # --- memory ---------------------------------------------------------------------------------------------------
@@ -111,9 +121,9 @@ class Unit:
         self._is_meta = any(slot.local.device.type == "meta" for slot in slots)
         if self._is_meta:
             return
-        on_host = isinstance(self.offload, CPUOffloadPolicy)
-        device = torch.device("cpu") if on_host else mesh.device
-        self.shards, parts = allocate_shards(self.layout, device, stored, mesh.shard.rank)
+        self.shards, parts = allocate_shards(
+            self.layout, self._shard_device, stored, mesh.shard.rank, self._pins
+        )
         for slot, part in zip(slots, parts, strict=True):
             part.copy_(slot.local)
             replace_local(slot.sharded, part)
@@ -131,7 +141,7 @@ class Unit:
             sent,
             self.full,
             mesh.device,
-            mesh.shard,
+            self._gather_calls,
             mesh.part(part_world) if part_world else None,
         )
         for slot, dtype, start in zip(slots, sent, self.layout.full_starts_bytes, strict=True):
@@ -210,11 +220,16 @@ class Unit:
         if key not in self._reduces:
             slots = [slot for slot in self.slots if slot.unsharded.requires_grad]
             self._reduces[key] = (
-                PackedReduce(slots, self.mesh, self._reduce_dtype(slots), self.shards.device)
+                PackedReduce(slots, self.mesh, self._reduce_dtype(slots), self._shard_device, self._pins)
                 if slots
                 else None
             )
         self._reduce = self._reduces[key]
+
+    def set_gather_calls(self, calls: GroupCalls) -> None:
+        self._gather_calls = calls
+        if not self._is_meta:
+            self.gather.calls = calls
 
     # --- sharded and unsharded ------------------------------------------------------------------------------------
 
@@ -238,7 +253,7 @@ class Unit:
             else:
                 self.gather.drop_part()
                 self.gather.issue()
-            if self.mesh.shard.ordered_by_stream:
+            if self._gather_calls.ordered_by_stream:
                 self._finish_gather()
         self.state = advance(state, Step.GATHER)
         self.prefetched = prefetch
@@ -253,7 +268,7 @@ class Unit:
         """Makes the parameters usable by what comes next on the compute stream, and shows them."""
         if self.state is not State.GATHERING:
             return
-        if not self.mesh.shard.ordered_by_stream:
+        if not self._gather_calls.ordered_by_stream:
             with self.root.lanes.gather:
                 self._finish_gather()
         # order: copy-out before compute, because forward and backward read the full parameters
@@ -343,18 +358,22 @@ class Unit:
                 slot.hold_gradient(self._held_dtype)
         return True
 
-    def reduce_held_gradients(self) -> None:
-        """Starts to reduce what earlier micro-batches put by, if this backward brought nothing to add to it."""
-        if self.holds_gradients and self.syncs_gradients and self._reduce is not None:
+    def reduce_the_rest(self) -> None:
+        """At the end of a backward that brought nothing to reduce: what earlier micro-batches put by; zeros if asked."""
+        wanted = self.holds_gradients or (self.reduce_settings.includes_unused and not self._has_reduced)
+        if wanted and self.syncs_gradients and self._reduce is not None:
             self._issue_reduce(self._reduce, [None] * len(self._reduce.slots))
+        self._has_reduced = False
 
     def _issue_reduce(self, reduce: PackedReduce, gradients: list[torch.Tensor | None]) -> None:
+        self._has_reduced = True
         if self.holds_gradients:
             self.holds_gradients = False
             gradients = [
-                slot.add_held(gradient) for slot, gradient in zip(reduce.slots, gradients, strict=True)
+                slot.add_held(gradient, self._held_dtype)
+                for slot, gradient in zip(reduce.slots, gradients, strict=True)
             ]
-        self.root.start_reduce(reduce, gradients)
+        self.root.start_reduce(reduce, self.reduce_settings, gradients, self.max_reduce_inputs)
         if self.recorder is not None:
             self.recorder.add(trace.REDUCE, self.name, trace.IN_POST_BACKWARD, self.rank)
 

@@ -11,18 +11,21 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from typing import Any, NoReturn, TypeVar, overload
+from typing import Any, NoReturn, TypeVar, cast, overload
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise import trace
+from shardwise.comm.collectives import AllReduceHook
+from shardwise.comm.custom import AllGather, ReduceScatter, StagedCalls, group_allocate, symmetric_allocate
 from shardwise.comm.mesh import DataMesh, data_mesh, default_mesh
 from shardwise.engine.binding import UNITS_ATTRIBUTE, units_of
 from shardwise.engine.making import PlacementFn, check_unit, make_unit
 from shardwise.engine.unit import Unit
-from shardwise.errors import ConfigError, ConfigTypeError, StateError
+from shardwise.errors import ConfigError, ConfigTypeError
+from shardwise.frontends.state_dicts import check_fits, keep_state_dicts_sharded, not_copied
 from shardwise.frontends.wrapping import Wrap, choose_modules, has_forward
 from shardwise.plan.schedule import FREE, KEEP, plan_after_forward
 from shardwise.policies import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
@@ -187,7 +190,7 @@ class _Call:
         )
         for module in self.modules:
             _become_fsdp_module(module)
-        _keep_state_dicts_sharded(unit)
+        keep_state_dicts_sharded((unit, *unit.needs))
 
 
 def _as_modules(module: Any) -> tuple[nn.Module, ...]:
@@ -262,24 +265,8 @@ def _become_fsdp_module(module: nn.Module) -> None:
         # Threads that race here make equal classes; one of them stays.
         made = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
         fsdp_cls = _FSDP_CLASSES.setdefault(cls, made)
-    module.__class__ = fsdp_cls
-
-
-def _keep_state_dicts_sharded(unit: Unit) -> None:
-    """State dicts are read and written in the sharded form, whatever state the unit is in."""
-    for module in {place.module: None for slot in unit.slots for place in slot.places}:
-        module.register_state_dict_pre_hook(lambda *_: _reshard_for_state_dict(unit))
-        module.register_load_state_dict_pre_hook(lambda *_: _reshard_for_state_dict(unit))
-
-
-def _reshard_for_state_dict(unit: Unit) -> None:
-    if unit.holders:
-        raise StateError(
-            f"a state dict was asked for while unit '{unit.name}' is in use",
-            where=f"rank {unit.rank}, inside a forward or backward",
-            fix="take state dicts between steps",
-        )
-    unit.reshard(trace.IDLE)
+    # Past the module's own ``__setattr__``: a compiled module passes what is set on it to the one inside.
+    object.__setattr__(module, "__class__", fsdp_cls)
 
 
 class UnshardHandle:
@@ -305,10 +292,10 @@ class FSDPModule:
         return plain(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise _not_copied("deepcopy", self)
+        raise not_copied("deepcopy", type(self).__name__)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise _not_copied("pickle", self)
+        raise not_copied("pickle", type(self).__name__)
 
     @untraced_itself
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -379,6 +366,108 @@ class FSDPModule:
         for unit in _units_below(self, recurse):
             unit.frees_after_backward = reshard_after_backward
 
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """With replicas: puts the sum over them off, while the sum over shards goes on and accumulates."""
+        for unit in _units_below(self, recurse):
+            unit.reduce_settings.all_reduces = requires_all_reduce
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Says that backward does not need this module's parameters (an embedding's, say), so none are gathered."""
+        for unit in _own_units(self):
+            unit.gathers_in_backward = unshard_in_backward
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divides summed gradients by ``factor`` instead of the number of ranks."""
+        if not factor > 0:
+            raise ConfigError(
+                f"a gradient divide factor of {factor} divides nothing",
+                where=f"{type(self).__name__}.set_gradient_divide_factor",
+                fix="pass a number above zero; 1.0 gives the plain sum",
+            )
+        for unit in _own_units(self):
+            unit.reduce_settings.divide_factor = factor
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The old name of ``set_gradient_divide_factor``."""
+        warnings.warn("use set_gradient_divide_factor instead", FutureWarning, stacklevel=2)
+        self.set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Uses plain sums on the wire, divided here, even where the group could average."""
+        for unit in _own_units(self):
+            unit.reduce_settings.sums_only = enable
+
+    def set_all_reduce_hook(self, hook: AllReduceHook, *, stream: torch.cuda.Stream | None = None) -> None:
+        """Calls ``hook`` with the reduced row (summed over replicas, if there are any) before its last division."""
+        for unit in _own_units(self):
+            if stream is not None and unit.mesh.replicate is not None:
+                raise ConfigError(
+                    "a stream was given for the all-reduce hook of a unit that has replicas",
+                    where=f"{type(self).__name__}.set_all_reduce_hook, rank {unit.rank}",
+                    fix="leave the stream out: with replicas the hook runs on the engine's own",
+                )
+            unit.reduce_settings.hook = hook
+            unit.reduce_settings.hook_stream = stream
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """The next gathers wait for ``event`` instead of everything on the current stream; used once."""
+        for unit in _own_units(self):
+            unit.root.post_optim_event = event
+
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """Counts parameters without a gradient as zero, for ranks that use different ones."""
+        for unit in _units_below(self, recurse):
+            unit.reduce_settings.includes_unused = reduce_scatter_unused_params
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """How many reduces may have their input in memory at once; more overlap for more memory."""
+        call = f"{type(self).__name__}.set_reduce_scatter_max_input_buffers"
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise ConfigTypeError(
+                f"max_input_buffers is {max_input_buffers!r}, not an int", where=call, fix="pass 1 or more"
+            )
+        if max_input_buffers < 1:
+            raise ConfigError(f"max_input_buffers is {max_input_buffers}", where=call, fix="pass 1 or more")
+        for unit in _units_below(self, recurse):
+            unit.max_reduce_inputs = max_input_buffers
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Reduces over a process group of their own, so that they need not queue up behind gathers.
+
+        Call it on all ranks alike: it makes a group.
+        """
+        for unit in _units_below(self, recurse):
+            calls = unit.mesh.separate_shard_group() if enable else unit.mesh.shard
+            unit.reduce_settings.calls = calls
+
+    def set_custom_all_gather(self, comm: AllGather) -> None:
+        """Gathers with ``comm`` and in buffers from its ``allocate``. Parameters travel as bytes."""
+        for unit in _own_units(self):
+            unit.set_gather_calls(StagedCalls(unit.mesh.shard, comm.allocate, all_gather=comm))
+
+    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
+        """Reduces with ``comm`` and in buffers from its ``allocate``."""
+        for unit in _own_units(self):
+            unit.reduce_settings.calls = StagedCalls(unit.mesh.shard, comm.allocate, reduce_scatter=comm)
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Sends and receives through memory of the process group's own, where its backend offers any."""
+        for unit in _own_units(self):
+            allocate = group_allocate(unit.mesh.shard) if enable else None
+            calls = unit.mesh.shard if allocate is None else StagedCalls(unit.mesh.shard, allocate)
+            unit.set_gather_calls(calls)
+            unit.reduce_settings.calls = calls
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Gathers through symmetric memory, for NCCL's faster ways where the hardware has them."""
+        where = f"{type(self).__name__}.set_symm_mem_for_comm"
+        for unit in _own_units(self):
+            unit.set_gather_calls(
+                StagedCalls(unit.mesh.shard, symmetric_allocate(unit.mesh.shard, backend, where))
+            )
+
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Gathers these modules when this one's forward begins."""
         chosen = _units_of_all(modules, "set_modules_to_forward_prefetch")
@@ -390,6 +479,17 @@ class FSDPModule:
         chosen = _units_of_all(modules, "set_modules_to_backward_prefetch")
         for unit in _own_units(self):
             unit.backward_prefetch = chosen
+
+    # --- state ----------------------------------------------------------------------------------------------------
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """As ``nn.Module.load_state_dict``; takes whole tensors too, and loads nothing from what does not fit."""
+        check_fits(cast(nn.Module, self), state_dict, strict, assign)
+        return super().load_state_dict(state_dict, strict, assign)  # type: ignore[misc]
+
+    def share_memory(self) -> NoReturn:
+        """Refused: parts of one buffer cannot be moved to shared memory one by one."""
+        raise not_copied("share_memory", type(self).__name__)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         # ``.to()`` and the like must find the sharded parameters, not the unsharded ones.
@@ -415,11 +515,3 @@ def _units_of_all(modules: list[FSDPModule], call: str) -> tuple[Unit, ...]:
                 fix="pass modules on which fully_shard was called",
             )
     return tuple(unit for module in modules for unit in _own_units(module))
-
-
-def _not_copied(how: str, module: FSDPModule) -> StateError:
-    return StateError(
-        f"{type(module).__name__} cannot be copied by {how}: its parameters are tied to the ranks it is sharded over",
-        where=f"{how} of a sharded module",
-        fix="copy the model before fully_shard, or build a second one and load this one's state_dict() into it",
-    )
