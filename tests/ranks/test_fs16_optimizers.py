@@ -1,0 +1,81 @@
+"""FS16: torch's optimizers step shards as they step the whole, shards without elements included."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardwise.testing import run_ranks
+from tests.ranks.models import data, match_plain
+from tests.ranks.subject import fully_shard
+
+OPTIMIZERS = {
+    "Adam": partial(torch.optim.Adam, lr=0.02, weight_decay=0.01),
+    "Adam amsgrad": partial(torch.optim.Adam, lr=0.02, amsgrad=True),
+    "AdamW": partial(torch.optim.AdamW, lr=0.02, weight_decay=0.05),
+    "Adamax": partial(torch.optim.Adamax, lr=0.02),
+    "NAdam": partial(torch.optim.NAdam, lr=0.02),
+    "RAdam": partial(torch.optim.RAdam, lr=0.02),
+    "SGD": partial(torch.optim.SGD, lr=0.05),
+    "SGD momentum": partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.01),
+    "SGD nesterov": partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True),
+    "RMSprop": partial(torch.optim.RMSprop, lr=0.01, momentum=0.5, centered=True),
+    "Adagrad": partial(torch.optim.Adagrad, lr=0.05),
+    "Adadelta": partial(torch.optim.Adadelta, lr=0.5),
+    "ASGD": partial(torch.optim.ASGD, lr=0.05),
+}
+
+
+class Uneven(nn.Module):
+    """Sizes that do not divide by the world, and a first dim that some ranks have no row of."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(5, 7)
+        self.few_rows = nn.Parameter(torch.full((2, 7), 0.5))
+        self.last = nn.Linear(7, 3)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x))
+        return self.last(x * self.few_rows.sum(0)) * self.scale
+
+
+def shard(model):
+    fully_shard(model.first)
+    fully_shard(model)
+
+
+def loss_of(model, step, rank):
+    return model(data(step, rank, 3, 5)).square().mean()
+
+
+def matches_the_unsharded_optimizer(name, foreach):
+    make = partial(OPTIMIZERS[name], foreach=foreach)
+    made = []
+
+    def optimizer(params):
+        made.append(make(params))
+        return made[-1]
+
+    model = match_plain(Uneven, shard, loss_of, steps=5, optimizer=optimizer)
+    local_sizes = [param.to_local().numel() for param in model.parameters()]
+    for state in made[0].state.values():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.dim() > 0:
+                assert isinstance(value, DTensor), f"{name}: the state {key} is not sharded"
+    return 0 in local_sizes
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_steps_shards_as_it_steps_the_whole(name):
+    for foreach in (False, True):
+        assert any(run_ranks(matches_the_unsharded_optimizer, 4, name, foreach)), "every rank had a row"
+
+
+def test_optimizers_step_alike_where_ranks_are_processes():
+    run_ranks(matches_the_unsharded_optimizer, 4, "AdamW", True, kind="gloo")
