@@ -17,11 +17,12 @@ from torch import nn
 from torch._C._distributed_c10d import AllgatherOptions as AllgatherOptions
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.autograd import Variable
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.algorithms.join import Joinable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils._python_dispatch import _disable_current_modes
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -84,6 +85,25 @@ def replace_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
     tensor._local_tensor = local  # type: ignore[attr-defined]
 
 
+def placed_local(gradient: torch.Tensor, spec: Spec) -> torch.Tensor:
+    """The local tensor of a DTensor gradient, placed as ``spec`` says; backward may leave it as partial sums."""
+    assert isinstance(gradient, DTensor)
+    if gradient.placements != spec.placements:
+        gradient = gradient.redistribute(placements=spec.placements)
+    local = gradient._local_tensor
+    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+
+
+def strided_shard(dim: int, split_factor: int) -> Placement:
+    """Cut along ``dim`` after another axis of the mesh has cut it into ``split_factor`` parts."""
+    return _StridedShard(dim, split_factor=split_factor)
+
+
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that ``mesh`` was sliced from, or itself."""
+    return mesh._get_root_mesh()
+
+
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     return mesh._flatten(name)
 
@@ -117,6 +137,11 @@ def backward_reaches(leaf: torch.Tensor) -> bool:
     node = view_node.next_functions[0][0]
     assert node is not None
     return torch._C._will_engine_execute_node(node)
+
+
+def unchanged_to_autograd(tensor: torch.Tensor) -> Any:
+    """A context in which writing to ``tensor`` does not raise its version."""
+    return torch.autograd._unsafe_preserve_version_counter(tensor)  # type: ignore[attr-defined]
 
 
 def post_accumulate_hooks(param: torch.Tensor) -> Mapping[int, Callable[[torch.Tensor], None]] | None:

@@ -15,6 +15,7 @@ calls, of any group, go to torch's kernel as before.
 from __future__ import annotations
 
 import threading
+import warnings
 from typing import Any
 
 import torch
@@ -58,7 +59,10 @@ def _install() -> None:
             return output, work.boxed()
 
         library = torch.library.Library("c10d", "IMPL")
-        library.impl(_OP, exchange_or_native, "CPU", with_keyset=True, allow_override=True)
+        with warnings.catch_warnings():
+            # That torch's kernel now stands behind another is the point, and no news to the user.
+            warnings.simplefilter("ignore")
+            library.impl(_OP, exchange_or_native, "CPU", with_keyset=True, allow_override=True)
         _library = library
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from shardwise.torch_internals import Spec, local_of, parameters_of
+from shardwise.torch_internals import Spec, local_of, parameters_of, placed_local
 
 if TYPE_CHECKING:
     from shardwise.engine.unit import Unit
@@ -32,6 +32,9 @@ class Place:
 class Slot:
     """One parameter of a unit.
 
+    ``shape`` is that of the tensor the engine cuts and gathers: the whole parameter, or with tensor parallelism this
+    rank's part of it, and ``tensor_parallel`` then says how that part is placed.
+
     ``local`` is the sharded form's local tensor as the engine made it: when the parameter shows another one, somebody
     has replaced it. ``held`` is a gradient kept without sync, in the reduce dtype when that is wider.
     """
@@ -47,28 +50,32 @@ class Slot:
         "sharded",
         "spec",
         "stored_dtype",
+        "tensor_parallel",
         "unsharded",
-    )  # fmt: skip
+    )
 
     def __init__(
         self,
         name: str,
         places: list[Place],
         dim: int,
+        shape: tuple[int, ...],
         compute_dtype: torch.dtype,
         spec: Spec,
         sharded: nn.Parameter,
+        tensor_parallel: Spec | None,
     ) -> None:
         self.name = name
         self.places = places
         self.dim = dim
-        self.shape = tuple(sharded.shape)
+        self.shape = shape
         self.stored_dtype = sharded.dtype
         self.compute_dtype = compute_dtype
         self.spec = spec
         self.sharded = sharded
         self.local = local_of(sharded)
         self.unsharded: nn.Parameter = sharded
+        self.tensor_parallel = tensor_parallel
         self.held: torch.Tensor | None = None
 
     @property
@@ -76,12 +83,19 @@ class Slot:
         """What gradients come in."""
         return self.compute_dtype
 
+    def plain_gradient(self) -> torch.Tensor | None:
+        """The gradient that came in, as the engine reduces it: with tensor parallelism, this rank's part of it."""
+        gradient = self.unsharded.grad
+        if gradient is None or self.tensor_parallel is None:
+            return gradient
+        return placed_local(gradient, self.tensor_parallel)
+
     def version(self) -> int:
         """Rises with every in-place write to the parameter, whether through the DTensor or its local tensor."""
         return self.sharded._version + self.local._version
 
     def add_held(self, gradient: torch.Tensor | None, dtype: torch.dtype | None) -> torch.Tensor | None:
-        """``gradient`` on top of what was put by, which is thereby taken; in the dtype in which gradients are put by."""
+        """``gradient`` on top of what was put by, which is thereby taken; in the ``dtype`` of what is put by."""
         if self.held is None:
             return gradient if gradient is None or dtype is None else gradient.to(dtype)
         held, self.held = self.held, None
@@ -93,7 +107,7 @@ class Slot:
         Put by, it cannot be taken for one that came in later: a unit that is passed twice in a backward has a first
         signal before its gradients are there.
         """
-        gradient = self.unsharded.grad
+        gradient = self.plain_gradient()
         if gradient is None:
             return
         self.held = gradient.to(dtype or gradient.dtype) if self.held is None else self.held.add_(gradient)

@@ -9,18 +9,31 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from shardwise.comm.mesh import DataMesh
 from shardwise.engine.binding import UNITS_ATTRIBUTE, Place, Slot, show_sharded, units_of
+from shardwise.engine.carrier import carries_itself
 from shardwise.engine.hooks import Hooks
 from shardwise.engine.root import Root
+from shardwise.engine.storage import contiguous_strides
 from shardwise.engine.unit import Unit
 from shardwise.errors import ConfigError
 from shardwise.plan.schedule import AfterForward
 from shardwise.plan.spans import cut_evenly
 from shardwise.policies import MixedPrecisionPolicy, OffloadPolicy
-from shardwise.torch_internals import buffers_of, dtensor, dtensor_spec, parameters_of
+from shardwise.torch_internals import (
+    buffers_of,
+    concatenate_meshes,
+    dtensor,
+    dtensor_spec,
+    local_of,
+    parameters_of,
+    root_mesh,
+    strided_shard,
+)
 
 PlacementFn = Callable[[nn.Parameter], "Shard | None"]
 
@@ -92,15 +105,11 @@ def _find_below(
         _find_below(child, f"{prefix}{name}.", tops, ignored, seen, found)
 
 
-def check_parameter(found: Found, dim: int, where: str) -> None:
+def check_parameter(found: Found, dim: int, mesh: DataMesh, where: str) -> None:
     param = found.param
     where = f"parameter '{found.name}', {where}"
     if isinstance(param, DTensor):
-        raise ConfigError(
-            f"parameter '{found.name}' is a DTensor already, placed {tuple(param.placements)}",
-            where=where,
-            fix="shard plain parameters; put parameters that another library manages into ignored_params",
-        )
+        _check_tensor_parallel(found, param, dim, mesh, where)
     if param.layout is not torch.strided:
         raise ConfigError(
             f"parameter '{found.name}' is sparse ({param.layout}), and shards are dense",
@@ -127,6 +136,25 @@ def check_parameter(found: Found, dim: int, where: str) -> None:
         )
 
 
+def _check_tensor_parallel(found: Found, param: DTensor, dim: int, mesh: DataMesh, where: str) -> None:
+    if root_mesh(param.device_mesh) != root_mesh(mesh.mesh) or param.device_mesh == mesh.mesh:
+        raise ConfigError(
+            f"parameter '{found.name}' is a DTensor on the mesh {param.device_mesh}, which is no other axis of the "
+            f"mesh that {mesh.mesh} belongs to",
+            where=where,
+            fix="slice both from one mesh: mesh = init_device_mesh(..., mesh_dim_names=('dp', 'tp')), parallelize with "
+            "mesh['tp'] and shard with mesh['dp']",
+        )
+    uneven = local_of(param).shape[dim] % mesh.shard.world if -param.dim() <= dim < param.dim() else 0
+    if uneven and any(isinstance(p, Shard) and p.dim == dim % param.dim() for p in param.placements):
+        raise ConfigError(
+            f"parameter '{found.name}' of shape {tuple(param.shape)} has {local_of(param).shape[dim]} rows left on dim "
+            f"{dim} after tensor parallelism, which {mesh.shard.world} ranks cannot share evenly",
+            where=where,
+            fix="return another dim from shard_placement_fn, or choose sizes that divide",
+        )
+
+
 def chosen_dim(found: Found, placement_fn: PlacementFn | None, where: str) -> int:
     param = found.param
     placement = placement_fn(param) if placement_fn is not None else None
@@ -142,12 +170,16 @@ def chosen_dim(found: Found, placement_fn: PlacementFn | None, where: str) -> in
 
 
 def check_unit(
-    modules: tuple[nn.Module, ...], ignored: set[nn.Parameter], placement_fn: PlacementFn | None, where: str
+    modules: tuple[nn.Module, ...],
+    ignored: set[nn.Parameter],
+    placement_fn: PlacementFn | None,
+    mesh: DataMesh,
+    where: str,
 ) -> None:
     """Raises if any parameter of ``modules`` cannot be sharded; changes nothing."""
     for found in find_parameters(modules, ignored):
         if membership(found.param) is None:
-            check_parameter(found, chosen_dim(found, placement_fn, where), where)
+            check_parameter(found, chosen_dim(found, placement_fn, where), mesh, where)
 
 
 def make_unit(
@@ -192,22 +224,51 @@ def make_unit(
 
 def _make_slot(found: Found, dim: int, mesh: DataMesh, precision: MixedPrecisionPolicy) -> Slot:
     param = found.param
-    span = cut_evenly(param.shape[dim], mesh.shard.world, mesh.shard.rank)
-    full = param.detach()
-    stride = torch.empty(param.shape, device="meta").stride()
-    spec = dtensor_spec(mesh.mesh, mesh.placements(dim), param.shape, stride, param.dtype)
-    # A copy on the mesh's device type is needed for the DTensor to say the right device; the unit's buffer takes the
-    # values over and this one goes.
-    local = full.narrow(dim, span.start, span.numel)
-    if local.device.type != "meta":
-        local = local.to(mesh.device)
-    sharded = nn.Parameter(dtensor(local.contiguous(), spec), requires_grad=param.requires_grad)
-    for key, value in param.__dict__.items():
-        sharded.__dict__.setdefault(key, value)
     casts = precision.param_dtype is not None and param.is_floating_point()
     compute_dtype = precision.param_dtype if casts else param.dtype
     assert compute_dtype is not None
-    return Slot(found.name, found.places, dim, compute_dtype, spec, sharded)
+    full, tensor_parallel = param.detach(), None
+    data_mesh, placements = mesh.mesh, mesh.placements(dim)
+    if isinstance(param, DTensor):
+        tensor_parallel = dtensor_spec(
+            param.device_mesh, param.placements, param.shape, param.stride(), compute_dtype
+        )
+        data_mesh, placements = _placed_on_both(param, dim, mesh)
+        full = local_of(full)
+    spec = dtensor_spec(
+        data_mesh, placements, param.shape, contiguous_strides(tuple(param.shape)), param.dtype
+    )
+    span = cut_evenly(full.shape[dim], mesh.shard.world, mesh.shard.rank)
+    local = full.narrow(dim, span.start, span.numel)
+    # The DTensor must say the right device from the start. The unit's buffer takes the values over and this copy goes,
+    # unless the tensor brings storage of its own: then it must not be a view of the full one.
+    if carries_itself(local):
+        local = local.to(mesh.device).clone()
+    else:
+        local = local if local.device.type == "meta" else local.to(mesh.device)
+        # A copy where it has a storage offset: torch fails to copy a DTensor that was made with one.
+        local = local.clone() if local.storage_offset() else local
+        local = local.contiguous()
+    sharded = nn.Parameter(dtensor(local, spec), requires_grad=param.requires_grad)
+    for key, value in param.__dict__.items():
+        sharded.__dict__.setdefault(key, value)
+    return Slot(
+        found.name, found.places, dim, tuple(full.shape), compute_dtype, spec, sharded, tensor_parallel
+    )
+
+
+def _placed_on_both(param: DTensor, dim: int, mesh: DataMesh) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+    """The mesh of data and tensor parallelism together, and how a parameter that has the second lies on it."""
+    cuts_of_dim = 1
+    for axis, placement in enumerate(param.placements):
+        if isinstance(placement, Shard) and placement.dim == dim:
+            cuts_of_dim *= param.device_mesh.size(axis)
+    *replicate, shard = mesh.placements(dim)
+    if cuts_of_dim > 1:
+        # Tensor parallelism has cut this dim first; each of its parts is cut again.
+        shard = strided_shard(dim, cuts_of_dim)
+    both = concatenate_meshes([mesh.mesh, param.device_mesh])
+    return both, (*replicate, shard, *param.placements)
 
 
 def _move_buffers(module: nn.Module, device: torch.device) -> None:

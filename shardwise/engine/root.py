@@ -137,7 +137,7 @@ class Root:
         if self.lanes.host_runs_ahead:
             self._leaving.append((unit, self.lanes.mark_compute()))
         else:
-            unit.full.shrink()
+            unit.memory.free()
 
     def _take_back(self, keep: int) -> None:
         while len(self._leaving) > keep:
@@ -145,7 +145,7 @@ class Root:
             # order: compute's last use before the memory goes back to the lane, because the next gather writes it
             self.lanes.gather.after(mark)
             with self.lanes.gather:
-                gone.full.shrink()
+                gone.memory.free()
 
     # --- backward -------------------------------------------------------------------------------------------------
 

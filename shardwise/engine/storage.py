@@ -17,6 +17,7 @@ from math import prod
 import torch
 from torch.utils.dlpack import from_dlpack
 
+from shardwise.errors import ConfigError
 from shardwise.plan.rows import RowsLayout
 
 
@@ -24,7 +25,16 @@ def allocate_shards(
     layout: RowsLayout, device: torch.device, dtypes: list[torch.dtype], rank: int, pins: bool
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """A rank's buffer of shards, zeroed so that padding is zero, and each parameter's part as a tensor of its own."""
-    buffer = torch.zeros(layout.stored_bytes, dtype=torch.uint8, device=device, pin_memory=pins)
+    try:
+        buffer = torch.zeros(layout.stored_bytes, dtype=torch.uint8, device=device, pin_memory=pins)
+    except RuntimeError as error:
+        if not pins:
+            raise
+        raise ConfigError(
+            f"{layout.stored_bytes} bytes of page-locked host memory could not be had: {error}",
+            where="CPUOffloadPolicy(pin_memory=True)",
+            fix="raise the limit of locked memory (ulimit -l), or pass CPUOffloadPolicy(pin_memory=False)",
+        ) from error
     parts = []
     for cut, start, dtype in zip(layout.cuts, layout.stored_starts_bytes, dtypes, strict=True):
         shape = cut.local_shape(rank)

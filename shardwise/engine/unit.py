@@ -17,12 +17,10 @@ from shardwise import trace
 from shardwise.comm.collectives import GroupCalls
 from shardwise.comm.mesh import DataMesh
 from shardwise.engine.binding import Slot, show_sharded, show_unsharded
-from shardwise.engine.gather import PackedGather
+from shardwise.engine.memory import Memory
 from shardwise.engine.reduce import PackedReduce, ReduceSettings
-from shardwise.engine.storage import Elastic, allocate_shards
 from shardwise.errors import StateError
 from shardwise.plan.lifecycle import State, Step, advance
-from shardwise.plan.rows import RowParam, RowsLayout, plan_rows
 from shardwise.plan.schedule import KEEP, AfterForward
 from shardwise.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardwise.torch_internals import (
@@ -30,7 +28,6 @@ from shardwise.torch_internals import (
     backward_reaches,
     dtensor_spec,
     local_of,
-    replace_local,
     spec_of,
 )
 
@@ -83,6 +80,7 @@ class Unit:
         self.holders = 0
         self.prefetched = False
         self.num_trainable = 0
+        self._is_tensor_parallel = any(slot.tensor_parallel is not None for slot in slots)
         self.holds_gradients = False
         self._has_reduced = False
         self._gathers_part = False
@@ -102,57 +100,29 @@ class Unit:
     # --- memory ---------------------------------------------------------------------------------------------------
 
     def _build(self) -> None:
-        """Lays out the slots and gives them memory; sharded parameters keep their values and identity."""
-        with torch.inference_mode(False), torch.no_grad():
-            self._build_shards()
-            if self._is_meta:
-                return
-            self._build_full()
-
-    def _build_shards(self) -> None:
-        slots, mesh = self.slots, self.mesh
-        stored = [slot.stored_dtype for slot in slots]
-        sent = [slot.compute_dtype for slot in slots]
-        params = [
-            RowParam(slot.shape, slot.dim, (slot.stored_dtype, slot.compute_dtype), a.itemsize, b.itemsize)
-            for slot, a, b in zip(slots, stored, sent, strict=True)
-        ]
-        self.layout: RowsLayout = plan_rows(params, mesh.shard.world)
-        self._is_meta = any(slot.local.device.type == "meta" for slot in slots)
+        """Gives the slots memory; sharded parameters keep their values and identity."""
+        self._is_meta = any(slot.local.device.type == "meta" for slot in self.slots)
         if self._is_meta:
             return
-        self.shards, parts = allocate_shards(
-            self.layout, self._shard_device, stored, mesh.shard.rank, self._pins
-        )
-        for slot, part in zip(slots, parts, strict=True):
-            part.copy_(slot.local)
-            replace_local(slot.sharded, part)
-            slot.local = part
-
-    def _build_full(self) -> None:
-        slots, mesh = self.slots, self.mesh
-        sent = [slot.compute_dtype for slot in slots]
-        self.full = Elastic(self.layout.full_bytes, mesh.device)
         part_world = self.after_forward.part_world
-        self.gather = PackedGather(
-            self.layout,
-            self.shards,
-            [slot.stored_dtype for slot in slots],
-            sent,
-            self.full,
-            mesh.device,
-            self._gather_calls,
-            mesh.part(part_world) if part_world else None,
-        )
-        for slot, dtype, start in zip(slots, sent, self.layout.full_starts_bytes, strict=True):
-            tensor = self.full.tensor(dtype, start, slot.shape)
-            slot.unsharded = nn.Parameter(tensor, requires_grad=slot.sharded.requires_grad)
-        self._watched: set[int] = set()
-        self._reduces = {}
-        self._trainable = []
-        self._note_trainable()
+        with torch.inference_mode(False), torch.no_grad():
+            self.memory = Memory(
+                self.slots,
+                self.mesh,
+                self.precision,
+                self._shard_device,
+                self._pins,
+                self._gather_calls,
+                self.mesh.part(part_world) if part_world else None,
+            )
+            self._watched: set[int] = set()
+            self._reduces = {}
+            self._trainable = []
+            self._note_trainable()
         self._left = [
-            (place.params, place.name, slot.sharded, slot.local) for slot in slots for place in slot.places
+            (place.params, place.name, slot.sharded, slot.local)
+            for slot in self.slots
+            for place in slot.places
         ]
 
     def descriptions(self) -> list[str]:
@@ -201,8 +171,8 @@ class Unit:
     def _fits(self, slot: Slot, param: torch.Tensor) -> bool:
         return (
             isinstance(param, DTensor)
-            and tuple(param.shape) == slot.shape
-            and param.device_mesh == self.mesh.mesh
+            and tuple(param.shape) == tuple(slot.spec.shape)
+            and param.device_mesh == slot.spec.mesh
             and tuple(param.placements) == tuple(slot.spec.placements)
             and tuple(local_of(param).shape) == tuple(slot.local.shape)
         )
@@ -229,7 +199,7 @@ class Unit:
     def set_gather_calls(self, calls: GroupCalls) -> None:
         self._gather_calls = calls
         if not self._is_meta:
-            self.gather.calls = calls
+            self.memory.gather.calls = calls
 
     # --- sharded and unsharded ------------------------------------------------------------------------------------
 
@@ -248,11 +218,7 @@ class Unit:
         lane = root.lanes.gather
         self._gathers_part = in_forward and self.after_forward.part_world > 0 and not self.keeps_after_forward
         with lane:
-            if state is State.SHARDED_AFTER_FORWARD and not in_forward:
-                self.gather.issue_from_parts()
-            else:
-                self.gather.drop_part()
-                self.gather.issue()
+            self.memory.issue_gather(from_parts=state is State.SHARDED_AFTER_FORWARD and not in_forward)
             if self._gather_calls.ordered_by_stream:
                 self._finish_gather()
         self.state = advance(state, Step.GATHER)
@@ -261,7 +227,7 @@ class Unit:
             self.recorder.add(trace.UNSHARD, self.name, phase, self.rank)
 
     def _finish_gather(self) -> None:
-        self.gather.finish(self._gathers_part)
+        self.memory.finish_gather(self._gathers_part)
         self._arrival = self.root.lanes.gather.mark()
 
     def wait_gather(self) -> None:
@@ -285,13 +251,13 @@ class Unit:
         if state is State.GATHERING:
             self.wait_gather()  # the collective is under way on all ranks: it must land before its memory goes
         if state is State.SHARDED_AFTER_FORWARD:
-            self.gather.drop_part()
+            self.memory.gather.drop_part()
         else:
             show_sharded(self.slots)
             self.root.let_go(self)
         keep_part = keep_part and self._gathers_part
         if not keep_part and self._gathers_part:
-            self.gather.drop_part()
+            self.memory.gather.drop_part()
         self.state = advance(self.state, Step.KEEP_PART if keep_part else Step.RESHARD)
         if self.recorder is not None:
             self.recorder.add(trace.RESHARD, self.name, phase, self.rank)
@@ -345,7 +311,10 @@ class Unit:
         reduce = self._reduce
         if reduce is None:
             return False
-        gradients = [param.grad for param in reduce.params]
+        if self._is_tensor_parallel:
+            gradients = [slot.plain_gradient() for slot in reduce.slots]
+        else:
+            gradients = [param.grad for param in reduce.params]
         if all(gradient is None for gradient in gradients):
             return False
         if self.syncs_gradients:
@@ -359,7 +328,7 @@ class Unit:
         return True
 
     def reduce_the_rest(self) -> None:
-        """At the end of a backward that brought nothing to reduce: what earlier micro-batches put by; zeros if asked."""
+        """At the end of a backward: what earlier micro-batches put by and nothing came to; zeros if asked."""
         wanted = self.holds_gradients or (self.reduce_settings.includes_unused and not self._has_reduced)
         if wanted and self.syncs_gradients and self._reduce is not None:
             self._issue_reduce(self._reduce, [None] * len(self._reduce.slots))

@@ -175,7 +175,7 @@ class _Call:
                 "reshard_after_forward=1 keeps the parameters whole on every rank, which is False; True frees them",
                 stacklevel=3,
             )
-        check_unit(modules, ignored, shard_placement_fn, self.where)
+        check_unit(modules, ignored, shard_placement_fn, self.mesh, self.where)
 
     def make(self) -> None:
         unit = make_unit(

@@ -1,0 +1,107 @@
+"""The memory of a unit: its shards, which stay, and its full parameters, which come and go with each gather.
+
+Laid out once for the slots as they are; when parameters are replaced from outside, a new one is made.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from shardwise.comm.collectives import GroupCalls
+from shardwise.comm.mesh import DataMesh
+from shardwise.engine.binding import Slot
+from shardwise.engine.carrier import Carrier, carries_itself
+from shardwise.engine.gather import PackedGather
+from shardwise.engine.storage import Elastic, allocate_shards
+from shardwise.plan.rows import RowParam, plan_rows
+from shardwise.policies import MixedPrecisionPolicy
+from shardwise.torch_internals import dtensor, replace_local
+
+
+class Memory:
+    """A unit's buffers. Making it moves the slots' values into the shards and gives them their unsharded form."""
+
+    def __init__(
+        self,
+        slots: list[Slot],
+        mesh: DataMesh,
+        precision: MixedPrecisionPolicy,
+        shard_device: torch.device,
+        pins: bool,
+        gather_calls: GroupCalls,
+        part_calls: GroupCalls | None,
+    ) -> None:
+        world = mesh.shard.world
+        plain = [slot for slot in slots if not carries_itself(slot.local)]
+        self._carriers = [
+            Carrier(slot, mesh.mesh, precision, world) for slot in slots if carries_itself(slot.local)
+        ]
+        params = [_row_param(slot) for slot in plain]
+        stored = [slot.stored_dtype for slot in plain]
+        sent = [slot.compute_dtype for slot in plain]
+        for carrier in self._carriers:
+            params += carrier.row_params()
+            stored += carrier.input_dtypes
+            sent += carrier.input_dtypes
+        layout = plan_rows(params, world)
+
+        shards, parts = allocate_shards(layout, shard_device, stored, mesh.shard.rank, pins)
+        for slot, part in zip(plain, parts, strict=False):
+            part.copy_(slot.local)
+            replace_local(slot.sharded, part)
+            slot.local = part
+
+        self._full = Elastic(layout.full_bytes, mesh.device)
+        self.gather = PackedGather(
+            layout, shards, stored, sent, self._full, mesh.device, gather_calls, part_calls
+        )
+        fulls = [
+            self._full.tensor(dtype, start, param.shape)
+            for param, dtype, start in zip(params, sent, layout.full_starts_bytes, strict=True)
+        ]
+        for slot, full in zip(plain, fulls, strict=False):
+            slot.unsharded = _parameter(slot, full)
+        self._settle_carriers(parts[len(plain) :], fulls[len(plain) :])
+
+    def _settle_carriers(self, parts: list[torch.Tensor], fulls: list[torch.Tensor]) -> None:
+        if not self._carriers:
+            return
+        self._full.grow()
+        start = 0
+        for carrier in self._carriers:
+            stop = start + len(carrier.input_dtypes)
+            carrier.settle_in(parts[start:stop], fulls[start:stop])
+            start = stop
+        self.free()
+
+    def issue_gather(self, from_parts: bool) -> None:
+        if from_parts:
+            self.gather.issue_from_parts()
+            return
+        for carrier in self._carriers:
+            carrier.write_row()
+        self.gather.drop_part()
+        self.gather.issue()
+
+    def finish_gather(self, keep_part: bool) -> None:
+        self.gather.finish(keep_part)
+        for carrier in self._carriers:
+            carrier.rebuild()
+
+    def free(self) -> None:
+        """Frees the full parameters."""
+        self._full.shrink()
+        for carrier in self._carriers:
+            carrier.free()
+
+
+def _row_param(slot: Slot) -> RowParam:
+    stored, sent = slot.stored_dtype, slot.compute_dtype
+    return RowParam(slot.shape, slot.dim, (stored, sent), stored.itemsize, sent.itemsize)
+
+
+def _parameter(slot: Slot, full: torch.Tensor) -> nn.Parameter:
+    if slot.tensor_parallel is not None:
+        full = dtensor(full, slot.tensor_parallel)
+    return nn.Parameter(full, requires_grad=slot.sharded.requires_grad)
