@@ -5,14 +5,16 @@
 
 Contenders take turns, step by step, on copies of one model with the same gradients; each step begins behind a
 barrier. A step's time is that of its slowest rank; its CPU time is that of all ranks together, the transport's
-threads included, which other work on the machine disturbs less. Bytes on the wire are what the loopback interface counted while
-one contender made a few steps, the least of several rounds, since other programs use that interface too. State
-is what the local optimizer holds, on the rank that holds most. After every round all contenders must have the
-parameters of an unsharded optimizer: bit by bit where parameters are stepped whole, within one ulp a step where
-they are split.
+threads included, which other work on the machine disturbs less. Bytes on the wire are what the loopback
+interface counted while one contender made a few steps, the least of several rounds, since other programs use
+that interface too. State is what the local optimizer holds, on the rank that holds most.
+
+After every round all contenders must have the parameters of an unsharded optimizer: bit by bit where parameters
+are stepped whole, within one ulp a step where they are split.
 
 Models: `even` has layers of one size. `embedding` is a small transformer whose vocabulary is most of it, so that
-whole parameters cannot be shared out evenly. `small` has very many small layers.
+whole parameters cannot be shared out evenly. `small` has very many small layers. Both optimizers step by AdamW, once
+with torch's default kernels, which take most of the step on a CPU, and once with its fused ones.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import statistics
 import time
 from collections.abc import Callable
 from datetime import datetime, timezone
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -71,20 +74,24 @@ def small() -> nn.Module:
     return nn.Sequential(*(nn.Linear(48, 48) for _ in range(150)))
 
 
+OPTIMIZERS: dict[str, dict[str, Any]] = {"AdamW": {}, "fused AdamW": {"fused": True}}
 MODELS: dict[str, Callable[[], nn.Module]] = {"even": even, "embedding": embedding, "small": small}
 
 
-def measure(model_name: str, rounds: int, steps: int) -> dict[str, Any]:
+def measure(model_name: str, optimizer_name: str, rounds: int, steps: int) -> dict[str, Any]:
     """One rank's part."""
     on_gpu = dist.get_backend() == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     torch.manual_seed(0)
     base = MODELS[model_name]().to(device)
     reference = copy.deepcopy(base)
-    unsharded = torch.optim.AdamW(reference.parameters(), lr=1e-3)
+    kernels = OPTIMIZERS[optimizer_name]
+    unsharded = torch.optim.AdamW(reference.parameters(), lr=1e-3, **kernels)
     models = {name: copy.deepcopy(base) for name in CONTENDERS}
     optimizers: dict[str, Any] = {
-        name: make(models[name].parameters(), optimizer_class=torch.optim.AdamW, lr=1e-3, **options)
+        name: make(
+            models[name].parameters(), optimizer_class=torch.optim.AdamW, lr=1e-3, **kernels, **options
+        )
         for name, (make, options) in CONTENDERS.items()
     }
     for params in zip(*(model.parameters() for model in (reference, *models.values())), strict=True):
@@ -217,8 +224,8 @@ def flat(rounds: list[list[float]]) -> list[float]:
     return [step for of_round in rounds for step in of_round]
 
 
-def show(model: str, world: int, report: dict[str, Any]) -> None:
-    print(f"\n{model}, {world} ranks")
+def show(title: str, report: dict[str, Any]) -> None:
+    print(f"\n{title}")
     print(
         f"  {'':22}{'step ms':>9}{'quartiles':>18}{'of torch':>10}{'cpu ms':>8}{'of torch':>10}"
         f"{'MB sent':>9}{'state/fair':>12}"
@@ -262,23 +269,29 @@ def main() -> None:
         "backend": arguments.backend,
         "runs": [],
     }
-    for model in arguments.models:
-        for world in arguments.worlds:
-            by_rank = run_ranks(
-                measure,
-                world,
-                model,
-                arguments.rounds,
-                arguments.steps,
-                kind=arguments.backend,
-                timeout_seconds=500,
-            )
-            report = summary(by_rank, world)
-            show(model, world, report)
-            params = sum(param.numel() for param in MODELS[model]().parameters())
-            results["runs"].append(
-                {"model": model, "parameters": params, "world": world, "contenders": report}
-            )
+    for model, optimizer, world in product(arguments.models, OPTIMIZERS, arguments.worlds):
+        by_rank = run_ranks(
+            measure,
+            world,
+            model,
+            optimizer,
+            arguments.rounds,
+            arguments.steps,
+            kind=arguments.backend,
+            timeout_seconds=500,
+        )
+        report = summary(by_rank, world)
+        show(f"{model}, {optimizer}, {world} ranks", report)
+        numel = sum(param.numel() for param in MODELS[model]().parameters())
+        results["runs"].append(
+            {
+                "model": model,
+                "parameters": numel,
+                "optimizer": optimizer,
+                "world": world,
+                "contenders": report,
+            }
+        )
     results["load_average_after"] = os.getloadavg()
     output = arguments.output or RESULTS / f"zero_{arguments.backend}.json"
     output.parent.mkdir(parents=True, exist_ok=True)

@@ -11,6 +11,10 @@ def test_a_joined_rank_steps_by_gradients_another_hook_sets(world: int) -> None:
     run_ranks(join.joins_with_gradients_set_by_another_hook, world, kind="gloo")
 
 
+def test_a_joined_rank_needs_no_gradients_and_keeps_no_old_ones() -> None:
+    run_ranks(join.joins_without_gradients_of_its_own, 3, kind="gloo")
+
+
 @pytest.mark.parametrize("unused", [False, True])
 @pytest.mark.parametrize(("as_views", "balanced"), [(False, False), (True, True)])
 def test_a_joined_rank_beside_ddp_steps_by_the_gradients_of_the_others(

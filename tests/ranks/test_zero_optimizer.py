@@ -74,6 +74,13 @@ def test_a_closure_runs_once_and_gives_its_loss(as_views: bool, balanced: bool) 
     run_ranks(interface.steps_with_a_closure, 2, kind="gloo", as_views=as_views, balanced=balanced)
 
 
+@layouts
+def test_gradients_that_a_closure_makes_are_the_ones_stepped_by(as_views: bool, balanced: bool) -> None:
+    run_ranks(
+        interface.steps_by_gradients_a_closure_makes, 2, kind="gloo", as_views=as_views, balanced=balanced
+    )
+
+
 def test_zero_grad_clears_what_other_ranks_own_too() -> None:
     run_ranks(interface.clears_gradients_of_parameters_it_does_not_own, 2)
 

@@ -134,6 +134,24 @@ def steps_with_a_closure(*, as_views: bool, balanced: bool) -> None:
     torch.testing.assert_close(model.bias.detach(), torch.tensor([2.1], device=device()))
 
 
+def steps_by_gradients_a_closure_makes(*, as_views: bool, balanced: bool) -> None:
+    model, reference = small_model(), small_model()
+    ours = ZeroRedundancyOptimizer(
+        model.parameters(), Adam, parameters_as_bucket_view=as_views, balanced=balanced, lr=0.01
+    )
+    theirs = Adam(reference.parameters(), lr=0.01)
+    for step in range(3):
+        for module, optimizer in ((model, ours), (reference, theirs)):
+
+            def closure(module: nn.Module = module, step: int = step) -> float:
+                set_gradients([module], step)
+                return float(step)
+
+            optimizer.zero_grad()
+            assert optimizer.step(closure) == step
+        assert_same(model, reference)
+
+
 def clears_gradients_of_parameters_it_does_not_own() -> None:
     model = small_model()
     optimizer = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=0.1)

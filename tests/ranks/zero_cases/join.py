@@ -60,12 +60,36 @@ def joins_with_gradients_set_by_another_hook() -> None:
     assert_same(model, reference)
 
 
+def joins_without_gradients_of_its_own() -> None:
+    """Nobody sets a joined rank's gradients. Rank 0 owns the embedding and still has an old gradient of it when it
+    joins; the others have none any more."""
+    model, reference = small_model(), small_model()
+    ours, theirs = (
+        ZeroRedundancyOptimizer(model.parameters(), Adam, lr=0.01),
+        Adam(reference.parameters(), lr=0.01),
+    )
+
+    def prepare(module: nn.Sequential, step: int) -> None:
+        set_gradients([module], step)
+        if step > 0:
+            module[2].weight.grad = None
+
+    with Join([ours]):
+        for step in range(1 + dist.get_rank()):
+            prepare(model, step)
+            ours.step()
+    for step in range(dist.get_world_size()):
+        prepare(reference, step)
+        theirs.step()
+    assert_same(model, reference)
+
+
 def joins_with_ddp(*, as_views: bool, balanced: bool, unused: bool) -> None:
     """With DDP, whose joined ranks throw their reduced gradients away."""
     rank = dist.get_rank()
     model, reference = small_model(), small_model()
     devices = [device()] if device().type == "cuda" else None
-    # One more parameter in use on some steps only: a joined rank must not step it by an old gradient.
+    # The embedding is in use on some steps only.
     how: dict[str, Any] = {"device_ids": devices, "find_unused_parameters": True}
     ddp, peer = DistributedDataParallel(model, **how), DistributedDataParallel(reference, **how)
     ours = ZeroRedundancyOptimizer(
@@ -74,7 +98,7 @@ def joins_with_ddp(*, as_views: bool, balanced: bool, unused: bool) -> None:
     theirs = Adam(reference.parameters(), lr=0.01)
 
     def train(net: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
-        for step in range(2 + 2 * rank):
+        for step in range(1 + 2 * rank):
             optimizer.zero_grad()
             net.module.forward = _partial_forward(net.module, unused and step % 2 == 1)
             x = torch.randn(4, 12, generator=generator(10 * rank + step)).to(device())
@@ -91,8 +115,8 @@ def joins_with_ddp(*, as_views: bool, balanced: bool, unused: bool) -> None:
 
 def _partial_forward(module: nn.Sequential, leave_out: bool) -> Callable[[Tensor], Tensor]:
     def forward(x: Tensor) -> Tensor:
-        x = module[1](module[0](x))
-        return x if leave_out else module[3](x)
+        x = module[3](module[1](module[0](x)))
+        return x if leave_out else x + module[2].weight.sum()
 
     return forward
 
