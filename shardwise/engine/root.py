@@ -40,6 +40,7 @@ class Root:
         self.lanes = lanes_for(top.mesh.device)
         self.in_forward = False
         self.in_backward = False
+        self.expects_backward = True
         self.is_last_backward = True
         self.window = Window()
         self.units: list[Unit] = []
@@ -104,6 +105,7 @@ class Root:
             self.reset()
         self.settle()
         self.in_forward = True
+        self.expects_backward = torch.is_grad_enabled()
         self.window = Window()
         # order: the optimizer's writes before the gathers of this step, because they read the shards
         if self.post_optim_event is None:

@@ -216,7 +216,12 @@ class Unit:
             self._note_trainable()
         root.make_room(self, prefetch)
         lane = root.lanes.gather
-        self._gathers_part = in_forward and self.after_forward.part_world > 0 and not self.keeps_after_forward
+        self._gathers_part = (
+            in_forward
+            and self.after_forward.part_world > 0
+            and root.expects_backward
+            and not self.keeps_after_forward
+        )
         with lane:
             self.memory.issue_gather(from_parts=state is State.SHARDED_AFTER_FORWARD and not in_forward)
             if self._gather_calls.ordered_by_stream:
@@ -275,8 +280,11 @@ class Unit:
 
     @property
     def keeps_after_forward(self) -> bool:
-        """The root's parameters are needed at once when backward begins, so it keeps them unless told otherwise."""
-        if self.root.top is self and not self.after_forward_is_explicit:
+        """The root's parameters are needed at once when backward begins, so it keeps them unless told otherwise.
+
+        Without grad there is no backward to keep them for.
+        """
+        if self.root.top is self and not self.after_forward_is_explicit and self.root.expects_backward:
             return True
         return self.after_forward is KEEP
 
