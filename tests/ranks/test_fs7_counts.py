@@ -10,7 +10,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from shardwise.testing import run_ranks
 from shardwise.testing.workloads import WORKLOADS
 from tests.ranks.models import GATHER, REDUCE, counted
-from tests.ranks.subject import fully_shard
+from tests.ranks.subject import beyond_torch, fully_shard
 
 
 def counts_of_three_steps(name, reshard):
