@@ -394,3 +394,26 @@ def note_optimizer_step(optimizer: torch.optim.Optimizer) -> None:
 def join_is_watching(joinable: Joinable) -> bool:
     """Whether torch's ``Join`` counts this object's steps."""
     return bool(joinable._join_config.enable)
+
+
+def run_before_state_dict(optimizer: torch.optim.Optimizer) -> None:
+    """Runs the hooks that users registered to go before saving; the next three run the others."""
+    for hook in optimizer._optimizer_state_dict_pre_hooks.values():
+        hook(optimizer)
+
+
+def run_after_state_dict(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    for hook in optimizer._optimizer_state_dict_post_hooks.values():
+        state_dict = hook(optimizer, state_dict) or state_dict
+    return state_dict
+
+
+def run_before_load_state_dict(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        state_dict = hook(optimizer, state_dict) or state_dict
+    return state_dict
+
+
+def run_after_load_state_dict(optimizer: torch.optim.Optimizer) -> None:
+    for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+        hook(optimizer)

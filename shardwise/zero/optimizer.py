@@ -23,7 +23,13 @@ from torch.optim import Optimizer
 
 from shardwise.errors import ConfigError, StateError
 from shardwise.plan.ownership import Piece
-from shardwise.torch_internals import join_is_watching
+from shardwise.torch_internals import (
+    join_is_watching,
+    run_after_load_state_dict,
+    run_after_state_dict,
+    run_before_load_state_dict,
+    run_before_state_dict,
+)
 from shardwise.zero import admission, state
 from shardwise.zero.join import ZeroJoinHook, share_gradients
 from shardwise.zero.partition import Partition
@@ -280,15 +286,19 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 fix=f"call consolidate_state_dict(to={self.rank}) on all ranks first, or save "
                 "sharded_state_dict() with torch.distributed.checkpoint",
             )
-        return {"state": dict(self._consolidated), "param_groups": self._saved_groups()}
+        run_before_state_dict(self)
+        saved = {"state": dict(self._consolidated), "param_groups": self._saved_groups()}
+        return run_after_state_dict(self, saved)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes this rank's part of a consolidated state dict; each rank passes the whole of it."""
+        state_dict = run_before_load_state_dict(self, state_dict)
         groups = [group["params"] for group in self.param_groups]
         state.check_fits(state_dict, groups, element_wise=self._element_wise)
         positions = state.saved_positions(state_dict)
         by_param = {positions[number]: values for number, values in state_dict["state"].items() if values}
         self._load_local(state.state_of_own_pieces(self.partition, by_param), state_dict["param_groups"])
+        run_after_load_state_dict(self)
 
     # --- state on all ranks ----------------------------------------------------------------------------------
 

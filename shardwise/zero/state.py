@@ -180,12 +180,13 @@ def _cut(value: Any, piece: Piece, partition: Partition) -> Any:
 class StateSpan(Tensor):
     """Elements of a larger flat tensor, which distributed checkpoints save and load as just that."""
 
-    start: int
-    total_numel: int
+    start = 0
+    # What is computed from a span is a plain tensor, and has no larger one behind it.
+    total_numel = -1
 
     @classmethod
-    def of(cls, values: Tensor, start: int, total_numel: int) -> StateSpan:
-        span = values.detach().as_subclass(cls)
+    def of(cls, elements: Tensor, start: int, total_numel: int) -> StateSpan:
+        span = elements.detach().as_subclass(cls)
         span.start, span.total_numel = start, total_numel
         return span
 
@@ -195,7 +196,7 @@ class StateSpan(Tensor):
 
     def size(self, dim: Any = None) -> Any:
         """The size of the larger tensor: what a checkpoint compares with what it holds."""
-        whole = torch.Size([self.total_numel])
+        whole = torch.Size([self.total_numel]) if self.total_numel >= 0 else self.elements.size()
         return whole if dim is None else whole[dim]
 
     def _chunk(self) -> ChunkStorageMetadata:

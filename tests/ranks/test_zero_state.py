@@ -38,6 +38,10 @@ def test_the_state_dict_is_as_old_as_the_last_consolidation() -> None:
     run_ranks(state.state_dict_shows_what_was_consolidated_last, 2, kind="gloo")
 
 
+def test_hooks_around_saving_and_loading_are_run() -> None:
+    run_ranks(state.runs_the_hooks_around_saving_and_loading, 2, kind="gloo")
+
+
 @pytest.mark.parametrize(
     ("saved_on", "saved_balanced", "loaded_on", "loaded_balanced"),
     [(2, False, 3, False), (3, True, 2, False), (2, False, 4, True), (4, True, 1, True), (1, False, 3, True)],

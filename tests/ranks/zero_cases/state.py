@@ -85,6 +85,20 @@ def state_dict_shows_what_was_consolidated_last() -> None:
         ours.state_dict()
 
 
+def runs_the_hooks_around_saving_and_loading() -> None:
+    _, ours, _, _ = trained()
+    seen: list[str] = []
+    ours.register_state_dict_pre_hook(lambda optimizer: seen.append("before saving"))
+    ours.register_state_dict_post_hook(lambda optimizer, saved: {**saved, "note": len(saved["state"])})
+    ours.register_load_state_dict_pre_hook(lambda optimizer, saved: seen.append(f"note {saved['note']}"))
+    ours.register_load_state_dict_post_hook(lambda optimizer: seen.append("after loading"))
+    ours.consolidate_state_dict(to=0)
+    saved = share_from(0, ours.state_dict() if dist.get_rank() == 0 else None)
+    ours.load_state_dict(saved)
+    before = ["before saving"] if dist.get_rank() == 0 else []
+    assert seen == [*before, "note 7", "after loading"]
+
+
 def saves_sharded(path: str, name: str, *, balanced: bool) -> None:
     """Saves after three steps, and the unsharded optimizer's state beside it."""
     model, ours, _, theirs = trained(name, balanced=balanced)
