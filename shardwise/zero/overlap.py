@@ -209,17 +209,16 @@ class _SteppingBackward:
             self._planned_revision = partition.revision
 
     def _step_what_is_ready(self) -> None:
-        """Steps buckets in order, none of them later than its turn on all ranks.
-
-        Where ranks must issue in one order, that is all but the newest: the next reduction is on its way before
-        anything waits for the last. Otherwise it is whatever happens to be reduced.
-        """
-        while self._waiting:
-            bucket = self._waiting[0]
-            in_lockstep = any(exchange.in_lockstep for exchange in bucket.plan.exchanges)
-            if len(self._waiting) == 1 if in_lockstep else not bucket.reduced.done():
-                return
+        """Steps the buckets whose turn it is, in order."""
+        while self._waiting and self._is_ready(self._waiting[0]):
             self._step(self._waiting.popleft())
+
+    def _is_ready(self, first: _WaitingBucket) -> bool:
+        if any(exchange.in_lockstep for exchange in first.plan.exchanges):
+            # Every rank must come to the same answer. All but the newest bucket: so the next reduction is on its
+            # way before anything waits for the last.
+            return len(self._waiting) > 1
+        return first.reduced.done()
 
     def _finish(self) -> None:
         while self._waiting:

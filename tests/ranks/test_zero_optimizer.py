@@ -54,6 +54,11 @@ def test_groups_up_front_and_added_later_agree_with_the_unsharded_optimizer(
     )
 
 
+@layouts
+def test_some_ranks_share_among_themselves(as_views: bool, balanced: bool) -> None:
+    run_ranks(parity.shares_out_over_some_of_the_ranks, 3, kind="gloo", as_views=as_views, balanced=balanced)
+
+
 @pytest.mark.parametrize("world", [1, 2])
 def test_state_and_groups_are_exposed_as_any_optimizers(world: int) -> None:
     run_ranks(interface.exposes_state_and_groups_as_any_optimizer_does, world, kind="gloo")
@@ -72,6 +77,11 @@ def test_optimizers_with_steps_of_their_own_are_stepped() -> None:
 @layouts
 def test_a_closure_runs_once_and_gives_its_loss(as_views: bool, balanced: bool) -> None:
     run_ranks(interface.steps_with_a_closure, 2, kind="gloo", as_views=as_views, balanced=balanced)
+
+
+@pytest.mark.parametrize("as_views", [False, True])
+def test_each_parameter_is_stepped_by_its_owners_gradient(as_views: bool) -> None:
+    run_ranks(interface.steps_each_parameter_by_its_owners_gradient, 2, kind="gloo", as_views=as_views)
 
 
 @layouts

@@ -134,6 +134,29 @@ def steps_with_a_closure(*, as_views: bool, balanced: bool) -> None:
     torch.testing.assert_close(model.bias.detach(), torch.tensor([2.1], device=device()))
 
 
+def steps_each_parameter_by_its_owners_gradient(*, as_views: bool) -> None:
+    """Without a reduction every rank has gradients of its own; what counts is the owner's."""
+    value = float(dist.get_rank() + 1)
+    model = nn.Linear(1, 1)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+        model.bias.fill_(2.0)
+    model.to(device())
+    x, target = torch.tensor([value], device=device()), torch.tensor([value + 3.0], device=device())
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), SGD, parameters_as_bucket_view=as_views, lr=0.1)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = nn.functional.l1_loss(model(x), target)
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure=closure).item() == 1.0
+    # Rank 0 owns the weight, and there the input is 1.
+    torch.testing.assert_close(model.weight.detach(), torch.tensor([[1.1]], device=device()))
+    torch.testing.assert_close(model.bias.detach(), torch.tensor([2.1], device=device()))
+
+
 def steps_by_gradients_a_closure_makes(*, as_views: bool, balanced: bool) -> None:
     model, reference = small_model(), small_model()
     ours = ZeroRedundancyOptimizer(

@@ -12,6 +12,7 @@ from shardwise.zero import ZeroRedundancyOptimizer
 from tests.ranks.zero_cases.models import (
     OPTIMIZERS,
     assert_same,
+    assert_same_state,
     device,
     generator,
     grouped,
@@ -158,3 +159,29 @@ def groups_up_front_and_added_later_agree_with_the_unsharded_optimizer(
             optimizer.step()
         assert_same(up_front, reference)
         assert_same(later, reference)
+
+
+def shares_out_over_some_of_the_ranks(*, as_views: bool, balanced: bool) -> None:
+    """Ranks 1 and 2 of three: their numbers in the group are not those in the world."""
+    members = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        return
+    model, reference = small_model(), small_model()
+    ours = ZeroRedundancyOptimizer(
+        model.parameters(),
+        Adam,
+        process_group=members,
+        parameters_as_bucket_view=as_views,
+        balanced=balanced,
+        lr=0.01,
+    )
+    assert (ours.rank, ours.world_size, ours.global_rank) == (dist.get_rank() - 1, 2, dist.get_rank())
+    theirs = Adam(reference.parameters(), lr=0.01)
+    for step in range(3):
+        set_gradients([model, reference], step)
+        ours.step()
+        theirs.step()
+        assert_same(model, reference)
+    ours.consolidate_state_dict(to=1)
+    if ours.rank == 1:
+        assert_same_state(ours.state_dict(), theirs.state_dict())
