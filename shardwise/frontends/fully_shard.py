@@ -494,7 +494,13 @@ class FSDPModule:
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         # ``.to()`` and the like must find the sharded parameters, not the unsharded ones.
         self.reshard()
-        return super()._apply(*args, **kwargs)  # type: ignore[misc]
+        params = [slot.sharded for unit in _own_units(self) for slot in unit.slots]
+        attributes = [dict(param.__dict__) for param in params]
+        applied = super()._apply(*args, **kwargs)  # type: ignore[misc]
+        # torch gives a DTensor a new body and drops what users have set on the old one.
+        for param, kept in zip(params, attributes, strict=True):
+            param.__dict__.update({**kept, **param.__dict__})
+        return applied
 
 
 def _own_units(module: Any) -> tuple[Unit, ...]:
