@@ -13,7 +13,7 @@ import torch
 
 from shardwise.comm.collectives import GroupCalls, Work
 from shardwise.engine.storage import Elastic
-from shardwise.plan.rows import RowsLayout, plan_pieces
+from shardwise.plan.rows import RowsLayout, plan_segment_pieces
 from shardwise.torch_internals import copy_all
 
 
@@ -66,18 +66,21 @@ class PackedGather:
 
         self._targets: list[torch.Tensor] = []
         self._sources: list[torch.Tensor] = []
-        for index, (cut, dtype) in enumerate(zip(layout.cuts, sent_dtypes, strict=True)):
-            start_bytes, full_bytes = layout.sent_starts_bytes[index], layout.full_starts_bytes[index]
-            for piece in plan_pieces(cut, start_bytes // dtype.itemsize, layout.sent_bytes // dtype.itemsize):
+        for segment in layout.segments:
+            dtype = sent_dtypes[segment.members[0]]
+            size = dtype.itemsize
+            pieces = plan_segment_pieces(
+                [layout.cuts[index] for index in segment.members],
+                [layout.sent_starts_bytes[index] // size for index in segment.members],
+                [layout.full_starts_bytes[index] // size for index in segment.members],
+                layout.sent_bytes // size,
+            )
+            for piece in pieces:
                 self._targets.append(
-                    full.tensor(
-                        dtype, full_bytes + piece.full_start * dtype.itemsize, piece.shape, piece.full_strides
-                    )
+                    full.tensor(dtype, piece.full_start * size, piece.shape, piece.full_strides)
                 )
                 self._sources.append(
-                    self._rows.tensor(
-                        dtype, piece.packed_start * dtype.itemsize, piece.shape, piece.packed_strides
-                    )
+                    self._rows.tensor(dtype, piece.packed_start * size, piece.shape, piece.packed_strides)
                 )
 
         self._part: Elastic | None = None

@@ -8,8 +8,9 @@ padded at its end to the same length everywhere, so that one plain collective ca
 
     full     | A0 A1 A2 A3 A4 |  | B0 B1 B2 B3 |      each parameter contiguous again
 
-Parameters of the same kind (dtype) stand together in a *segment*: one cast serves a segment. Starts are aligned,
-so that every part can be used as a tensor of its own. A row exists in two measures: *stored* (the dtype the
+Parameters of the same kind (dtype) stand together in a *segment*: one cast serves a segment. Within it those of one
+size stand together, so that one strided copy serves them all. Starts are aligned, so that every part can be used as a
+tensor of its own. A row exists in two measures: *stored* (the dtype the
 optimizer sees) and *sent* (the dtype that goes over the wire); element offsets within a segment are the same in
 both. The pieces below say which strided block of a full parameter is which strided block of the packed rows; they
 serve the copy-out after a gather and the pack before a reduce alike.
@@ -18,7 +19,7 @@ serve the copy-out after a gather and the pack before a reduce alike.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from shardwise.plan.spans import Span, aligned, ceil_div, cut_evenly
@@ -133,7 +134,7 @@ class RowsLayout:
 
 
 def plan_rows(params: Sequence[RowParam], world: int) -> RowsLayout:
-    """Lays out a unit's parameters; those of one kind keep their order and stand together."""
+    """Lays out a unit's parameters; those of one kind stand together, and among them those of one size."""
     cuts = tuple(RowCut(param.shape, param.dim, world) for param in params)
     members_by_kind: dict[Hashable, list[int]] = {}
     for index, param in enumerate(params):
@@ -144,6 +145,7 @@ def plan_rows(params: Sequence[RowParam], world: int) -> RowsLayout:
     sent_starts = [0] * len(params)
     stored_end = sent_end = 0
     for kind, members in members_by_kind.items():
+        members.sort(key=lambda index: cuts[index].padded_numel)
         stored_itemsize = params[members[0]].stored_itemsize
         sent_itemsize = params[members[0]].sent_itemsize
         # The narrower of the two measures needs the coarser grid; both then start on whole aligned bytes.
@@ -170,11 +172,11 @@ def plan_rows(params: Sequence[RowParam], world: int) -> RowsLayout:
         stored_end = aligned(stored_end + end * stored_itemsize, ALIGNMENT_BYTES)
         sent_end = aligned(sent_end + end * sent_itemsize, ALIGNMENT_BYTES)
 
-    full_starts = []
+    full_starts = [0] * len(params)
     full_end = 0
-    for param, cut in zip(params, cuts, strict=True):
-        full_starts.append(full_end)
-        full_end = aligned(full_end + cut.numel * param.sent_itemsize, ALIGNMENT_BYTES)
+    for index in (index for segment in segments for index in segment.members):
+        full_starts[index] = full_end
+        full_end = aligned(full_end + cuts[index].numel * params[index].sent_itemsize, ALIGNMENT_BYTES)
     return RowsLayout(
         world,
         cuts,
@@ -225,10 +227,60 @@ def plan_pieces(cut: RowCut, start: int, row_numel: int) -> tuple[Piece, ...]:
     return tuple(pieces)
 
 
+def plan_segment_pieces(
+    cuts: Sequence[RowCut], starts: Sequence[int], full_starts: Sequence[int], row_numel: int
+) -> list[Piece]:
+    """The blocks of neighbours of one kind, offsets counted from the full buffer's start; equals merged into one.
+
+    Parameters of one size that divide evenly along dim 0 and stand at equal distances are one block of three dims.
+    """
+    pieces: list[Piece] = []
+    index = 0
+    while index < len(cuts):
+        cut = cuts[index]
+        count = _num_alike(cuts, starts, full_starts, index)
+        if count > 1:
+            step, full_step = starts[index + 1] - starts[index], full_starts[index + 1] - full_starts[index]
+            numel = cut.padded_numel
+            pieces.append(
+                Piece(
+                    (cut.world, count, numel),
+                    full_starts[index],
+                    (numel, full_step, 1),
+                    starts[index],
+                    (row_numel, step, 1),
+                )
+            )
+        else:
+            pieces += [
+                replace(piece, full_start=piece.full_start + full_starts[index])
+                for piece in plan_pieces(cut, starts[index], row_numel)
+            ]
+        index += count
+    return pieces
+
+
+def _num_alike(cuts: Sequence[RowCut], starts: Sequence[int], full_starts: Sequence[int], first: int) -> int:
+    """How many parameters from ``first`` on one block can hold."""
+    cut = cuts[first]
+    if cut.dim or cut.size % cut.world or not cut.numel:
+        return 1
+    count = 1
+    for index in range(first + 1, len(cuts)):
+        other = cuts[index]
+        alike = other.dim == 0 and other.size % other.world == 0 and other.padded_numel == cut.padded_numel
+        steps = (starts[index] - starts[index - 1], full_starts[index] - full_starts[index - 1])
+        first_steps = (starts[first + 1] - starts[first], full_starts[first + 1] - full_starts[first])
+        if not alike or steps != first_steps:
+            break
+        count += 1
+    return count
+
+
 def plan_pads(cuts: Sequence[RowCut], starts: Sequence[int], row_numel: int) -> tuple[Pad, ...]:
     """What is left between and behind the parameters in the rows of all ranks; all parameters of one dtype."""
     pads: list[Pad] = []
-    order = sorted(range(len(cuts)), key=lambda index: starts[index])
+    order = sorted(range(len(cuts)), key=lambda index: (starts[index], cuts[index].padded_numel))
     ends = [starts[index] for index in order[1:]] + [row_numel]
     if not order:
         return ()

@@ -8,7 +8,15 @@ from math import prod
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.plan.rows import ALIGNMENT_BYTES, RowCut, RowParam, plan_pads, plan_pieces, plan_rows
+from shardwise.plan.rows import (
+    ALIGNMENT_BYTES,
+    RowCut,
+    RowParam,
+    plan_pads,
+    plan_pieces,
+    plan_rows,
+    plan_segment_pieces,
+)
 from shardwise.plan.spans import cut_evenly
 
 WORLDS = st.integers(1, 1024)
@@ -83,10 +91,12 @@ def test_a_segment_has_the_same_elements_stored_and_sent(params: list[RowParam],
 def test_full_parameters_do_not_overlap(params: list[RowParam], world: int) -> None:
     layout = plan_rows(params, world)
     end = 0
-    for start, param in zip(layout.full_starts_bytes, params, strict=True):
-        assert start >= end
+    for start, param in sorted(
+        zip(layout.full_starts_bytes, params, strict=True), key=lambda entry: entry[0]
+    ):
+        assert start >= end or prod(param.shape) == 0
         assert start % ALIGNMENT_BYTES == 0
-        end = start + prod(param.shape) * param.sent_itemsize
+        end = max(end, start + prod(param.shape) * param.sent_itemsize)
     assert end <= layout.full_bytes
 
 
@@ -148,3 +158,57 @@ def test_pieces_and_pads_fill_the_rows_without_overlap(
     for pad in plan_pads(layout.cuts, starts, row_numel):
         touched += blocks(pad.packed_start, pad.shape, pad.packed_strides)
     assert sorted(touched) == list(range(world * row_numel))
+
+
+@settings(max_examples=200)
+@given(
+    shapes=st.lists(
+        st.sampled_from([(4, 2), (8,), (2, 2, 2), (6, 3), (5, 2), (0, 3), (4, 4), (16,)]),
+        min_size=1,
+        max_size=6,
+    ),
+    world=st.integers(1, 6),
+    data=st.data(),
+)
+def test_merging_blocks_of_one_size_copies_the_same_elements(
+    shapes: list[tuple[int, ...]], world: int, data: st.DataObject
+) -> None:
+    params = [
+        RowParam(shape, data.draw(st.sampled_from([0, len(shape) - 1])), "one", 4, 4) for shape in shapes
+    ]
+    layout = plan_rows(params, world)
+    row_numel = layout.sent_bytes // 4
+    (segment,) = layout.segments
+    cuts = [layout.cuts[index] for index in segment.members]
+    starts = [layout.sent_starts_bytes[index] // 4 for index in segment.members]
+    full_starts = [layout.full_starts_bytes[index] // 4 for index in segment.members]
+    merged = {}
+    for piece in plan_segment_pieces(cuts, starts, full_starts, row_numel):
+        full = blocks(piece.full_start, piece.shape, piece.full_strides)
+        for element, place in zip(
+            full, blocks(piece.packed_start, piece.shape, piece.packed_strides), strict=True
+        ):
+            assert place not in merged
+            merged[place] = element
+    separate = {}
+    for cut, start, full_start in zip(cuts, starts, full_starts, strict=True):
+        for piece in plan_pieces(cut, start, row_numel):
+            full = blocks(full_start + piece.full_start, piece.shape, piece.full_strides)
+            separate |= dict(
+                zip(blocks(piece.packed_start, piece.shape, piece.packed_strides), full, strict=True)
+            )
+    assert merged == separate
+
+
+def test_a_transformer_block_is_copied_out_in_three_blocks() -> None:
+    """Two norms; four square projections; three projections between width and hidden width."""
+    shapes = [(32,), (32, 32), (32, 32), (32, 32), (32, 32), (32,), (64, 32), (64, 32), (32, 64)]
+    layout = plan_rows([RowParam(shape, 0, "one", 4, 4) for shape in shapes], 8)
+    (segment,) = layout.segments
+    pieces = plan_segment_pieces(
+        [layout.cuts[index] for index in segment.members],
+        [layout.sent_starts_bytes[index] // 4 for index in segment.members],
+        [layout.full_starts_bytes[index] // 4 for index in segment.members],
+        layout.sent_bytes // 4,
+    )
+    assert [piece.shape[1] for piece in pieces] == [2, 4, 3]
