@@ -45,18 +45,21 @@ class DataMesh:
     def separate_shard_group(self) -> GroupCalls:
         """A second group over the shard axis: its collectives do not queue up behind the first one's."""
         if 0 not in self._parts:
-            ranks = dist.get_process_group_ranks(self.shard.group)
-            group = dist.new_group(ranks, use_local_synchronization=True)
-            self._parts[0] = GroupCalls(group, self.device)
+            self._parts[0] = self._group_of(dist.get_process_group_ranks(self.shard.group))
         return self._parts[0]
 
     def part(self, part_world: int) -> GroupCalls:
         """The group of ``part_world`` neighbours on the shard axis to which this rank belongs."""
         if part_world not in self._parts:
-            ranks = self.mesh.mesh.reshape(-1, part_world)
-            group = DeviceMesh(self.mesh.device_type, ranks).get_group(1)
-            self._parts[part_world] = GroupCalls(group, self.device)
+            shard_ranks = dist.get_process_group_ranks(self.shard.group)
+            start = self.shard.rank // part_world * part_world
+            self._parts[part_world] = self._group_of(shard_ranks[start : start + part_world])
         return self._parts[part_world]
+
+    def _group_of(self, ranks: list[int]) -> GroupCalls:
+        """A new group, made by its own ranks alone: the mesh may be one of several that together make up the job."""
+        group = dist.new_group(ranks, use_local_synchronization=True)
+        return GroupCalls(group, self.device)
 
 
 _READINGS_ATTRIBUTE = "_shardwise_readings"
@@ -101,12 +104,19 @@ def _read(mesh: DeviceMesh, dims: DataParallelMeshDims | None, where: str) -> Da
 
 def _named_axes(mesh: DeviceMesh, dims: DataParallelMeshDims, where: str) -> DeviceMesh:
     known = mesh.mesh_dim_names or ()
-    for name in (*dims.replicate_names, *dims.shard_names):
+    names = (*dims.replicate_names, *dims.shard_names)
+    for name in names:
         if name not in known:
             raise ConfigError(
                 f"dp_mesh_dims names the axis '{name}', which the mesh does not have: its axes are {known}",
                 where=where,
                 fix="use names given to init_device_mesh(..., mesh_dim_names=...)",
+            )
+        if names.count(name) > 1:
+            raise ConfigError(
+                f"dp_mesh_dims names the axis '{name}' twice",
+                where=where,
+                fix="let each axis either shard or replicate",
             )
     if not dims.shard_names:
         raise ConfigError(

@@ -62,6 +62,13 @@ class _Part(NamedTuple):
     strides: tuple[int, ...]
 
 
+class Partial(NamedTuple):
+    """A sum over the shard axis that still waits for its replicas, and whose gradients are in it."""
+
+    row: torch.Tensor
+    parts: list[_Part]
+
+
 class PackedReduce:
     """The reduce of one set of trainable slots, decided beforehand."""
 
@@ -105,8 +112,8 @@ class PackedReduce:
         self.is_one_run = (
             len(self.runs) == 1 and self.runs[0].dtype == reduce_dtype and shard_device == mesh.device
         )
-        # A sum over the shard axis that still waits for its replicas; kept while the all-reduce is put off.
-        self.partial: torch.Tensor | None = None
+        # Kept while the all-reduce is put off.
+        self.partial: Partial | None = None
         self._divisions: dict[tuple[float | None, bool], Division] = {}
 
     @property
@@ -219,10 +226,12 @@ class Reduction:
             self._work = None
             plan.rows.shrink()
             if plan.partial is not None:
-                self._own_row.add_(plan.partial)
+                self._own_row.add_(plan.partial.row)
+                all_parts = {part.slot: part for part in (*plan.partial.parts, *self._received)}
+                self._received = list(all_parts.values())
                 plan.partial = None
             if plan.mesh.replicate is not None and not settings.all_reduces:
-                plan.partial = self._own_row
+                plan.partial = Partial(self._own_row, self._received)
                 self._received, self._own_row = [], None
         self.is_scattering = False
         if self._own_row is None:
@@ -264,9 +273,11 @@ class Reduction:
         if stream is None:
             hook(own_row)
             return
+        # order: the reduced row before the hook, because it reads and writes it
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             hook(own_row)
+        # order: the hook before the division, because gradients are what the hook made of them
         torch.cuda.current_stream().wait_stream(stream)
 
     def _cast_runs(self, own_row: torch.Tensor) -> list[torch.Tensor]:

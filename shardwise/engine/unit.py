@@ -337,7 +337,11 @@ class Unit:
 
     def reduce_the_rest(self) -> None:
         """At the end of a backward: what earlier micro-batches put by and nothing came to; zeros if asked."""
-        wanted = self.holds_gradients or (self.reduce_settings.includes_unused and not self._has_reduced)
+        settings, reduce = self.reduce_settings, self._reduce
+        waits_for_replicas = reduce is not None and reduce.partial is not None and settings.all_reduces
+        wanted = self.holds_gradients or (
+            (settings.includes_unused or waits_for_replicas) and not self._has_reduced
+        )
         if wanted and self.syncs_gradients and self._reduce is not None:
             self._issue_reduce(self._reduce, [None] * len(self._reduce.slots))
         self._has_reduced = False
@@ -367,6 +371,9 @@ class Unit:
         self.holds_gradients = False
         for slot in self.slots:
             slot.drop_gradient()
+        for reduce in self._reduces.values():
+            if reduce is not None:
+                reduce.partial = None
 
 
 def _described(param: object) -> str:

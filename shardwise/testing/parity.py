@@ -94,20 +94,21 @@ ONE_BATCH = Accumulation()
 
 @dataclass(frozen=True)
 class Piece:
-    """One rank's shard of a tensor, cut along `dim`."""
+    """One rank's shard of a tensor, cut along `dim`; `replica` tells copies of the same shard apart."""
 
     values: Tensor
     dim: int
+    replica: int = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
         # torch pickles a tensor in about 0.1 ms, which thousands of small pieces would feel.
         raw = self.values.contiguous().flatten().view(torch.uint8).numpy().tobytes()
-        return _unpickled_piece, (raw, self.values.dtype, self.values.shape, self.dim)
+        return _unpickled_piece, (raw, self.values.dtype, self.values.shape, self.dim, self.replica)
 
 
-def _unpickled_piece(raw: bytes, dtype: torch.dtype, shape: torch.Size, dim: int) -> Piece:
+def _unpickled_piece(raw: bytes, dtype: torch.dtype, shape: torch.Size, dim: int, replica: int) -> Piece:
     values = torch.frombuffer(bytearray(raw), dtype=dtype) if raw else torch.empty(0, dtype=dtype)
-    return Piece(values.view(shape), dim)
+    return Piece(values.view(shape), dim, replica)
 
 
 @dataclass
@@ -274,12 +275,15 @@ def run_sharded(
 
 
 def _piece(name: str, value: Tensor) -> Piece:
-    if not isinstance(value, DTensor) or not isinstance(value.placements[0], Shard):
+    placement = value.placements[-1] if isinstance(value, DTensor) else None
+    if not isinstance(value, DTensor) or not isinstance(placement, Shard):
         raise AssertionError(
             f"after a step, parameter {name!r} and its gradient should be sharded, not {type(value)}"
         )
     local = cast(DTensor, value.detach()).to_local()
-    return Piece(local.cpu().clone(), value.placements[0].dim)
+    coordinate = value.device_mesh.get_coordinate()
+    assert coordinate is not None
+    return Piece(local.cpu().clone(), placement.dim, coordinate[0] if len(coordinate) == 2 else 0)
 
 
 def gather_histories(local: Sequence[LocalHistory]) -> list[History]:
@@ -310,7 +314,15 @@ def _assemble(ranks: Sequence[LocalHistory]) -> History:
 
 
 def _join(pieces: Sequence[Piece]) -> Tensor:
-    return torch.cat([piece.values for piece in pieces], dim=pieces[0].dim)
+    """The whole tensor; replicas, where there are any, must agree to the bit."""
+    replicas: dict[int, list[Tensor]] = {}
+    for piece in pieces:
+        replicas.setdefault(piece.replica, []).append(piece.values)
+    whole, *copies = [torch.cat(values, dim=pieces[0].dim) for values in replicas.values()]
+    for copy_of_it in copies:
+        if not torch.equal(whole, copy_of_it):
+            raise AssertionError(f"replicas differ by up to {(whole - copy_of_it).abs().max()}")
+    return whole
 
 
 # --- the verdict --------------------------------------------------------------------------------------------
