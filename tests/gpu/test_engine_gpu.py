@@ -1,0 +1,346 @@
+"""The engine on GPUs: four ranks, replicas, shards on the host, memory in steady state, a host that never waits.
+
+`test_parity_gpu.py` holds the basics to the oracle, `test_stream_order_gpu.py` the waits between streams.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from shardwise import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from shardwise.testing import run_ranks
+from shardwise.testing.parity import (
+    BF16,
+    FP32,
+    ONE_BATCH,
+    Accumulation,
+    differences,
+    gather_histories,
+    run_plain,
+    run_sharded,
+)
+from shardwise.testing.workloads import WORKLOADS, seeded
+from tests.ranks.models import Layers
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]
+
+EACH_OF_TWO = Accumulation(2)
+LAST_OF_THREE = Accumulation(3, sync_each=False)
+BF16_POLICY = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+
+
+def mesh_of(*sizes: int) -> Any:
+    return init_device_mesh("cuda", sizes)
+
+
+# --- parity ---------------------------------------------------------------------------------------------------------
+
+
+def parity(names, replicas, runs, tolerance, steps):
+    """Sharded runs of workloads against the oracle on the same GPU; returns what is wrong."""
+    world_size = dist.get_world_size()
+    mesh = mesh_of(replicas, world_size // replicas) if replicas else mesh_of(world_size)
+    cases = [(name, *run) for name in names for run in runs]
+    local = []
+    for name, reshard, accumulation, precision, offload in cases:
+        shard = partial(
+            fully_shard,
+            mesh=mesh,
+            reshard_after_forward=reshard,
+            mp_policy=MixedPrecisionPolicy(precision.param_dtype, precision.reduce_dtype),
+            offload_policy=offload,
+        )
+        local.append(
+            run_sharded(WORKLOADS[name], shard, accumulation=accumulation, steps=steps, device="cuda")
+        )
+    wrong = []
+    for (name, reshard, accumulation, precision, offload), history in zip(
+        cases, gather_histories(local), strict=True
+    ):
+        expected = run_plain(
+            WORKLOADS[name],
+            world_size,
+            precision=precision,
+            accumulation=accumulation,
+            steps=steps,
+            device="cuda",
+        )
+        if found := differences(expected, history, tolerance=tolerance):
+            case = f"{name}, reshard {reshard}, {accumulation.label}, {precision.label}, {offload}"
+            wrong.append(f"{case}: {len(found)} differences, first: {found[0]}")
+    return wrong
+
+
+def check_parity(world_size, replicas, runs, tolerance, kind="nccl", steps=3):
+    wrong = run_ranks(
+        parity, world_size, list(WORKLOADS), replicas, runs, tolerance, steps, kind=kind, timeout_seconds=140
+    )
+    assert not any(wrong), "\n".join(wrong[0])
+
+
+# Not bitwise: on a GPU the kernel that is chosen, and with it the order of its sums, may depend on how a weight is
+# aligned in memory; some backward kernels add atomically; and a backend adds ranks up in an order of its own.
+
+
+def test_four_ranks_match_the_oracle():
+    runs = [(True, ONE_BATCH), (2, ONE_BATCH), (False, LAST_OF_THREE)]
+    check_parity(4, 0, [(*run, FP32, OffloadPolicy()) for run in runs], 1e-5)
+
+
+def test_two_replicas_of_two_shards_match_the_oracle():
+    runs = [(True, ONE_BATCH), (False, LAST_OF_THREE)]
+    check_parity(4, 2, [(*run, FP32, OffloadPolicy()) for run in runs], 1e-5)
+
+
+def test_two_replicas_match_the_oracle_on_gloo_with_cuda_tensors():
+    check_parity(2, 2, [(True, LAST_OF_THREE, FP32, OffloadPolicy())], 1e-5, kind="gloo-cuda")
+
+
+@pytest.mark.parametrize("pin_memory", [True, False])
+def test_shards_on_the_host_match_the_oracle(pin_memory):
+    policy = CPUOffloadPolicy(pin_memory=pin_memory)
+    accumulations = (ONE_BATCH, EACH_OF_TWO, LAST_OF_THREE)
+    check_parity(2, 0, [(True, accumulation, FP32, policy) for accumulation in accumulations], 1e-5)
+
+
+def test_shards_on_the_host_match_the_oracle_in_bf16():
+    check_parity(2, 0, [(2, LAST_OF_THREE, BF16, CPUOffloadPolicy())], 1e-2)
+
+
+# --- bitwise the same with shards on the host -----------------------------------------------------------------------
+
+
+def powers_of_two(params):
+    """Products with powers of two are exact, so that host and device, fused or not, round alike."""
+    return torch.optim.SGD(params, lr=2.0**-6, momentum=0.5)
+
+
+def trained(steps, micro_batches, sync_each, offload, replicas, width=48):
+    """Parameters after each tenth step, all on the host."""
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    mesh = mesh_of(replicas, world_size // replicas) if replicas else mesh_of(world_size)
+    model: Any = seeded(Layers(num_layers=2, width=width)).to("cuda")
+    for unit in (*model.layers, model):
+        fully_shard(unit, mesh=mesh, offload_policy=offload)
+    optim = powers_of_two(model.parameters())
+    generator = torch.Generator("cuda").manual_seed(rank)
+    seen = []
+    for step in range(steps):
+        for micro_batch in range(micro_batches):
+            model.set_requires_gradient_sync(sync_each or micro_batch == micro_batches - 1)
+            inputs = torch.randn(4, width, device="cuda", generator=generator)
+            torch.tanh(model(inputs)).square().mean().backward()
+        optim.step()
+        optim.zero_grad()
+        if step % 10 == 9:
+            seen.append(
+                torch.cat([param.to_local().detach().flatten().cpu() for param in model.parameters()])
+            )
+    return torch.stack(seen)
+
+
+def host_and_device(steps, micro_batches, sync_each, replicas, pin_memory):
+    """The first checkpoint at which they part, if any."""
+    on_device = trained(steps, micro_batches, sync_each, OffloadPolicy(), replicas)
+    on_host = trained(steps, micro_batches, sync_each, CPUOffloadPolicy(pin_memory=pin_memory), replicas)
+    assert bool(on_device.isfinite().all())
+    assert not torch.equal(on_device[0], on_device[-1]), "nothing was trained"
+    same = (on_device == on_host).all(dim=1)
+    return None if same.all() else int(same.logical_not().nonzero()[0])
+
+
+@pytest.mark.parametrize("pin_memory", [True, False])
+@pytest.mark.parametrize(("micro_batches", "sync_each"), [(1, True), (3, True), (3, False)])
+def test_shards_on_the_host_train_bitwise_as_on_the_device(pin_memory, micro_batches, sync_each):
+    parted = run_ranks(
+        host_and_device, 2, 20, micro_batches, sync_each, 0, pin_memory, kind="nccl", timeout_seconds=120
+    )
+    assert parted == [None, None]
+
+
+def test_200_steps_with_replicas_and_shards_on_the_host_are_bitwise_those_on_the_device():
+    parted = run_ranks(host_and_device, 4, 200, 1, True, 2, True, kind="nccl", timeout_seconds=140)
+    assert parted == [None] * 4
+
+
+# --- steady state ---------------------------------------------------------------------------------------------------
+
+WAYS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "bf16": {"mp_policy": BF16_POLICY},
+    "kept": {"reshard_after_forward": False},
+    "replicas": {"replicas": True},
+    "host": {"offload_policy": CPUOffloadPolicy()},
+}
+
+
+class Loop:
+    """A model, its optimizer and the inputs of a step, all on the device."""
+
+    def __init__(self, replicas: bool = False, width: int = 256, num_layers: int = 6, **options: Any) -> None:
+        mesh = mesh_of(dist.get_world_size(), 1) if replicas else mesh_of(dist.get_world_size())
+        self.model: Any = seeded(Layers(num_layers=num_layers, width=width)).to("cuda")
+        self.full_bytes = sum(param.numel() * param.element_size() for param in self.model.parameters())
+        for unit in (*self.model.layers, self.model):
+            fully_shard(unit, mesh=mesh, **options)
+        self.optim = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9)
+        self.inputs = torch.randn(8, width, device="cuda")
+
+    def forward_and_backward(self) -> None:
+        self.model(self.inputs).square().mean().backward()
+
+    def step(self) -> None:
+        self.forward_and_backward()
+        self.optim.step()
+        self.optim.zero_grad()
+
+
+COUNTERS = ("num_device_alloc", "num_device_free", "num_alloc_retries", "reserved_bytes.all.current")
+
+
+def memory_of_50_steps(way):
+    """The level after each step, and the allocator's counters after the fifth and after the last."""
+    loop = Loop(**WAYS[way])
+    levels, counters, pinned = [], [], []
+    for step in range(50):
+        loop.step()
+        if step in (4, 49):
+            torch.cuda.synchronize()
+            stats = torch.cuda.memory_stats()
+            counters.append({name: stats[name] for name in COUNTERS})
+            pinned.append(torch.cuda.host_memory_stats()["num_host_alloc"])
+        levels.append(torch.cuda.memory_allocated())
+    return levels[4:], counters, pinned
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_50_steps_hold_no_more_memory_and_ask_the_driver_for_none(world_size, way):
+    results = run_ranks(memory_of_50_steps, world_size, way, kind="nccl", timeout_seconds=120)
+    for levels, (early, late), (pinned_early, pinned_late) in results:
+        assert len(set(levels)) == 1, f"memory held after a step changes: {levels}"
+        assert early == late
+        assert pinned_early == pinned_late
+
+
+def levels_after_a_step():
+    """Bytes held by the model and its optimizer after a step, beside what shards and their momentum take."""
+    before = torch.cuda.memory_allocated()
+    loop = Loop(width=1024)
+    for _ in range(3):
+        loop.step()
+    torch.cuda.synchronize()
+    held = torch.cuda.memory_allocated() - before
+    shard_bytes = sum(param.to_local().numel() * param.element_size() for param in loop.model.parameters())
+    return held, shard_bytes, loop.full_bytes
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_after_a_step_shards_and_the_optimizers_state_are_all_that_is_held(world_size):
+    for held, shard_bytes, full_bytes in run_ranks(levels_after_a_step, world_size, kind="nccl"):
+        # Beside them stand the inputs and workspaces of matrix libraries: less than a quarter of the model.
+        assert held <= 2 * shard_bytes + full_bytes / 4, f"{held} held, {shard_bytes} in shards"
+
+
+# --- the host runs ahead --------------------------------------------------------------------------------------------
+
+SLEEP_CYCLES = 2_000_000_000  # about a second: the host issues several steps meanwhile
+
+
+def host_never_waits():
+    """For each way, what made the host wait, if anything did."""
+    found = {}
+    ways = {name: options for name, options in WAYS.items() if name != "host"}
+    for name, options in ways.items():
+        loop = Loop(num_layers=3, **options)
+        for _ in range(3):
+            loop.step()
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            loop.forward_and_backward()
+            loop.step()
+        except RuntimeError as error:
+            found[name] = str(error)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+        # What torch's mode does not know of would hold the host up until the device has woken up.
+        asleep = torch.cuda.Event()
+        torch.cuda._sleep(SLEEP_CYCLES)
+        asleep.record()
+        loop.forward_and_backward()
+        loop.step()
+        with torch.no_grad():
+            loop.model(loop.inputs)
+        if asleep.query():
+            found[name] = "the host waited for the compute stream"
+        torch.cuda.synchronize()
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_step_does_not_make_the_host_wait(world_size):
+    assert run_ranks(host_never_waits, world_size, kind="nccl", timeout_seconds=120) == [{}] * world_size
+
+
+def one_wait_is_noticed():
+    loop = Loop(num_layers=3)
+    loop.step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        loop.model(loop.inputs).sum().item()
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return ""
+
+
+def test_a_wait_of_the_host_would_be_noticed():
+    (message,) = run_ranks(one_wait_is_noticed, 1, kind="nccl", timeout_seconds=120)
+    assert "synchroniz" in message
+
+
+# --- settings that need a device ------------------------------------------------------------------------------------
+
+
+def settings_on_nccl():
+    """Each setting leaves the results as they are; returns the names of those that do not."""
+
+    def results(change):
+        loop = Loop(width=64, num_layers=3)
+        loop.inputs = torch.full((8, 64), 1.0 + dist.get_rank(), device="cuda")
+        change(loop.model)
+        for _ in range(3):
+            loop.step()
+        return torch.cat([param.to_local().detach().flatten().cpu() for param in loop.model.parameters()])
+
+    def for_all(model, call):
+        for module in (model, *model.layers):
+            call(module)
+
+    world_size = float(dist.get_world_size())
+    changes = {
+        "two input buffers": lambda model: model.set_reduce_scatter_max_input_buffers(2),
+        "a separate group": lambda model: model.set_separate_reduce_scatter_group(),
+        "sums": lambda model: for_all(model, lambda m: m.set_force_sum_reduction_for_comms(True)),
+        "a divide factor": lambda model: for_all(model, lambda m: m.set_gradient_divide_factor(world_size)),
+        "memory of the group": lambda model: for_all(
+            model, lambda m: m.set_allocate_memory_from_process_group_for_comm(True)
+        ),
+        "kept after backward": lambda model: model.set_reshard_after_backward(False),
+    }
+    expected = results(lambda model: None)
+    return [name for name, change in changes.items() if not torch.equal(results(change), expected)]
+
+
+def test_settings_about_how_gradients_travel_leave_results_alone():
+    # Two ranks and a division by two: sums, averages and their order are exact to the bit.
+    assert run_ranks(settings_on_nccl, 2, kind="nccl", timeout_seconds=120) == [[], []]
