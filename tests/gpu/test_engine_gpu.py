@@ -189,7 +189,8 @@ class Loop:
         self.full_bytes = sum(param.numel() * param.element_size() for param in self.model.parameters())
         for unit in (*self.model.layers, self.model):
             fully_shard(unit, mesh=mesh, **options)
-        self.optim = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9)
+        self.params = list(self.model.parameters())
+        self.optim = torch.optim.SGD(self.params, lr=1e-3, momentum=0.9)
         self.inputs = torch.randn(8, width, device="cuda")
 
     def forward_and_backward(self) -> None:
@@ -237,7 +238,7 @@ def levels_after_a_step():
         loop.step()
     torch.cuda.synchronize()
     held = torch.cuda.memory_allocated() - before
-    shard_bytes = sum(param.to_local().numel() * param.element_size() for param in loop.model.parameters())
+    shard_bytes = sum(param.to_local().numel() * param.element_size() for param in loop.params)
     return held, shard_bytes, loop.full_bytes
 
 
@@ -320,7 +321,7 @@ def settings_on_nccl():
         change(loop.model)
         for _ in range(3):
             loop.step()
-        return torch.cat([param.to_local().detach().flatten().cpu() for param in loop.model.parameters()])
+        return torch.cat([param.to_local().detach().flatten().cpu() for param in loop.params])
 
     def for_all(model, call):
         for module in (model, *model.layers):
