@@ -9,6 +9,9 @@ threads included, which other work on the machine disturbs less. Bytes on the wi
 interface counted while one contender made a few steps, the least of several rounds, since other programs use
 that interface too. State is what the local optimizer holds, on the rank that holds most.
 
+`local step alone` is a rank's share of the unsharded optimizer with nothing sent: no way of sending can make a step
+shorter than that. `floor` is that share's part of torch's step.
+
 After every round all contenders must have the parameters of an unsharded optimizer: bit by bit where parameters
 are stepped whole, within one ulp a step where they are split.
 
@@ -49,6 +52,7 @@ CONTENDERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "ours, balanced": (OurZero, {"balanced": True}),
     "ours, balanced, views": (OurZero, {"balanced": True, "parameters_as_bucket_view": True}),
 }
+LOCAL = "local step alone"
 # Each of ours against torch's with the same choice of views.
 PAIRS = {
     name: "torch, views" if "views" in name else "torch" for name in CONTENDERS if name.startswith("ours")
@@ -98,15 +102,15 @@ def measure(model_name: str, optimizer_name: str, rounds: int, steps: int) -> di
         grad = torch.randn_like(params[0])
         for param in params:
             param.grad = grad.clone()
+    optimizers[LOCAL] = local_share(optimizers["ours"], kernels)
 
-    seconds: dict[str, list[list[float]]] = {name: [] for name in CONTENDERS}
-    cpu_seconds: dict[str, list[list[float]]] = {name: [] for name in CONTENDERS}
-    wire_bytes: dict[str, list[float]] = {name: [] for name in CONTENDERS}
-    total_steps = 0
+    seconds: dict[str, list[list[float]]] = {name: [] for name in optimizers}
+    cpu_seconds: dict[str, list[list[float]]] = {name: [] for name in optimizers}
+    wire_bytes: dict[str, list[float]] = {name: [] for name in optimizers}
     room = [torch.zeros_like(param) for param in reference.parameters()]
     for number in range(rounds + 1):
         warm_up = number == 0
-        times: dict[str, list[tuple[float, float]]] = {name: [] for name in CONTENDERS}
+        times: dict[str, list[tuple[float, float]]] = {name: [] for name in optimizers}
         for _ in range(steps):
             for name, optimizer in optimizers.items():
                 times[name].append(timed(optimizer.step, on_gpu))
@@ -122,7 +126,6 @@ def measure(model_name: str, optimizer_name: str, rounds: int, steps: int) -> di
                 cpu_seconds[name].append([cpu for _, cpu in times[name]])
         for _ in range(2 * steps):
             step_reference(unsharded, reference, room)
-        total_steps += 2 * steps
         for name, model in models.items():
             assert_parity(name, model, reference, room)
     return {
@@ -130,11 +133,20 @@ def measure(model_name: str, optimizer_name: str, rounds: int, steps: int) -> di
             "seconds": seconds[name],
             "cpu_seconds": cpu_seconds[name],
             "wire_bytes": wire_bytes[name],
-            "state_bytes": state_bytes(optimizers[name].optim),
+            "state_bytes": state_bytes(getattr(optimizer, "optim", optimizer)),
             "total_state_bytes": state_bytes(unsharded),
         }
-        for name in CONTENDERS
+        for name, optimizer in optimizers.items()
     }
+
+
+def local_share(ours: OurZero, kernels: dict[str, Any]) -> torch.optim.Optimizer:
+    """An optimizer of its own for copies of what this rank owns."""
+    copies = []
+    for owned in ours.optim.param_groups[0]["params"]:
+        copies.append(owned.detach().clone().requires_grad_())
+        copies[-1].grad = owned.grad.clone()
+    return torch.optim.AdamW([{"params": copies}], lr=1e-3, **kernels)
 
 
 def timed(step: Callable[[], object], on_gpu: bool) -> tuple[float, float]:
@@ -187,7 +199,7 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 def summary(by_rank: list[dict[str, Any]], world: int) -> dict[str, Any]:
     report: dict[str, Any] = {}
-    for name in CONTENDERS:
+    for name in by_rank[0]:
         wall = over_ranks(max, [rank[name]["seconds"] for rank in by_rank])
         cpu = over_ranks(sum, [rank[name]["cpu_seconds"] for rank in by_rank])
         quartiles = statistics.quantiles(flat(wall), n=4)
@@ -206,6 +218,7 @@ def summary(by_rank: list[dict[str, Any]], world: int) -> dict[str, Any]:
         ours, theirs = report[name], report[peer]
         ours["step_time_over_torch"] = round(ours["step_ms"] / theirs["step_ms"], 3)
         ours["cpu_time_over_torch"] = round(ours["cpu_ms"] / theirs["cpu_ms"], 3)
+        ours["floor"] = round(report[LOCAL]["cpu_ms"] / theirs["cpu_ms"], 3)
         ours["step_time_over_torch_by_round"] = [
             round(mine / other, 3)
             for mine, other in zip(ours["step_ms_by_round"], theirs["step_ms_by_round"], strict=True)
@@ -228,14 +241,15 @@ def show(title: str, report: dict[str, Any]) -> None:
     print(f"\n{title}")
     print(
         f"  {'':22}{'step ms':>9}{'quartiles':>18}{'of torch':>10}{'cpu ms':>8}{'of torch':>10}"
-        f"{'MB sent':>9}{'state/fair':>12}"
+        f"{'floor':>7}{'MB sent':>9}{'state/fair':>12}"
     )
     for name, figures in report.items():
         low, high = figures["step_ms_quartiles"]
         print(
             f"  {name:22}{figures['step_ms']:9.2f}{f'{low:.2f} - {high:.2f}':>18}"
             f"{figures.get('step_time_over_torch', ''):>10}{figures['cpu_ms']:8.1f}"
-            f"{figures.get('cpu_time_over_torch', ''):>10}{figures['wire_bytes_a_step'] / 1e6:9.1f}"
+            f"{figures.get('cpu_time_over_torch', ''):>10}{figures.get('floor', ''):>7}"
+            f"{figures['wire_bytes_a_step'] / 1e6:9.1f}"
             f"{figures['largest_state_over_fair_share']:12.3f}"
         )
 

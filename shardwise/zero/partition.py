@@ -178,7 +178,7 @@ class Partition:
 
     def follow(self) -> None:
         """Notices parameters that are new, or whose memory was replaced (``.to()``, ``param.data = …``)."""
-        addresses = [param.data_ptr() for param in self.params]
+        addresses = list(map(Tensor.data_ptr, self.params))
         if addresses == self._addresses:
             return
         self._addresses = addresses
