@@ -58,7 +58,8 @@ def choose_modules(
 
 def has_forward(module: nn.Module) -> bool:
     """Containers such as ``ModuleList`` only hold modules: nothing calls them, so nothing would gather them."""
-    return type(module).forward is not nn.Module.forward
+    # What torch.compile wraps has its forward on the object, not on the class.
+    return type(module).forward is not nn.Module.forward or "forward" in module.__dict__
 
 
 def _is_one_of(classes: tuple[type, ...]) -> Callable[[nn.Module], bool]:
