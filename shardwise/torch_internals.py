@@ -238,6 +238,11 @@ def loads_plainly(module: nn.Module, own_hooks: type) -> bool:
     )
 
 
+def storage_uses(storage: torch.UntypedStorage) -> int:
+    """How many owners a storage has."""
+    return int(torch._C._storage_Use_Count(storage._cdata))
+
+
 def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     torch._foreach_copy_(targets, sources)
 

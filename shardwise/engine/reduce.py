@@ -5,8 +5,7 @@
                                             with replicas: ──all-reduce over them─────┘
 
 Packing, summing and dividing run on the reduce lane, the replicas' sum on a lane of its own. The own row, cast to the
-parameters' dtypes where that differs, *is* the gradient buffer: the shards' gradients are views of it, and it goes
-when they go.
+parameters' dtypes where that differs, *is* the gradient buffer: the shards' gradients are views of it.
 
 Which parameters take part is decided by ``requires_grad``, so a rank always sends the same sizes as its peers; a
 parameter without a gradient this time sends zeros and receives nothing.
@@ -24,6 +23,7 @@ from shardwise.comm.collectives import AllReduceHook, GroupCalls, Work
 from shardwise.comm.mesh import DataMesh
 from shardwise.comm.streams import Lanes, Mark
 from shardwise.engine.binding import Slot
+from shardwise.engine.gradients import KeptGradients
 from shardwise.engine.pack import plan_pack
 from shardwise.engine.storage import Elastic, contiguous_strides
 from shardwise.plan.division import Division, plan_division
@@ -114,11 +114,26 @@ class PackedReduce:
         )
         # Kept while the all-reduce is put off.
         self.partial: Partial | None = None
+        self._kept: KeptGradients | None = None
         self._divisions: dict[tuple[float | None, bool], Division] = {}
 
     @property
     def is_offloaded(self) -> bool:
         return self.shard_device != self.mesh.device
+
+    def gradients_to_fill(self) -> KeptGradients | None:
+        """The kept gradients, if a reduce may write to them: not while they are shown, or wait for replicas."""
+        if not self.is_one_run or self.partial is not None:
+            return None
+        if self._kept is not None and self._kept.are_shown():
+            return None
+        if self._kept is None or self._kept.are_held():
+            self._kept = KeptGradients(self.parts, self.row_numel, self.dtype, self.mesh.device)
+        return self._kept
+
+    def let_gradients_rest(self) -> None:
+        if self._kept is not None and self.partial is None:
+            self._kept.rest()
 
     def division(self, settings: ReduceSettings) -> Division:
         key = (settings.divide_factor, settings.sums_only)
@@ -151,6 +166,7 @@ class Reduction:
         self._received: list[_Part] = []
         self._work: Work | None = None
         self._own_row: torch.Tensor | None = None
+        self._kept: KeptGradients | None = None
         self._runs: list[torch.Tensor] = []
         self._packed: Mark
 
@@ -174,7 +190,12 @@ class Reduction:
             self._packed = lane.mark()
             if self._division.before != 1.0:
                 plan.all_rows.div_(self._division.before)
-            self._own_row = torch.empty(plan.row_numel, dtype=plan.dtype, device=plan.mesh.device)
+            self._kept = plan.gradients_to_fill()
+            if self._kept is not None:
+                self._kept.grow()
+                self._own_row = self._kept.row
+            else:
+                self._own_row = torch.empty(plan.row_numel, dtype=plan.dtype, device=plan.mesh.device)
             self._work = self._settings.calls.issue_reduce_scatter(
                 self._own_row, plan.all_rows, self._division.group_averages
             )
@@ -300,8 +321,11 @@ class Reduction:
         lane = self._lanes.reduce
         with lane:
             for slot, run, start, shape, strides in self._received:
-                gradient = self._runs[run].as_strided(shape, strides, start)
                 existing = slot.sharded.grad
+                if existing is None and self._kept is not None:
+                    slot.sharded.grad = self._kept.of_slot[slot]
+                    continue
+                gradient = self._runs[run].as_strided(shape, strides, start)
                 if existing is None:
                     slot.sharded.grad = dtensor(gradient, slot.spec, outline=slot.local)
                 else:

@@ -107,6 +107,8 @@ class Root:
         self.in_forward = True
         self.expects_backward = torch.is_grad_enabled()
         self.window = Window()
+        for unit in self.units:
+            unit.let_gradients_rest()
         # order: the optimizer's writes before the gathers of this step, because they read the shards
         if self.post_optim_event is None:
             self.lanes.gather.after_compute()

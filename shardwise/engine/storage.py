@@ -19,6 +19,7 @@ from torch.utils.dlpack import from_dlpack
 
 from shardwise.errors import ConfigError
 from shardwise.plan.rows import RowsLayout
+from shardwise.torch_internals import storage_uses
 
 
 def allocate_shards(
@@ -57,7 +58,7 @@ class Elastic:
         self._size_bytes = size_bytes
         self._bytes = torch.empty(0, dtype=torch.uint8, device=device)
         self._storage = self._bytes.untyped_storage()
-        self._grown = False
+        self.is_grown = False
 
     def tensor(
         self,
@@ -70,22 +71,26 @@ class Elastic:
         strides = contiguous_strides(shape) if strides is None else strides
         made = torch.empty(0, dtype=dtype, device=self._bytes.device)
         # Growing first keeps ``set_`` from sizing the storage to this one tensor.
-        grown = self._grown
+        grown = self.is_grown
         self.grow()
         made.set_(self._storage, start_bytes // dtype.itemsize, shape, strides)
         if not grown:
             self.shrink()
         return made
 
+    def num_uses(self) -> int:
+        """How many tensors and storages share this memory, in torch's own count."""
+        return storage_uses(self._storage)
+
     def grow(self) -> None:
-        if not self._grown:
+        if not self.is_grown:
             self._storage.resize_(self._size_bytes)
-            self._grown = True
+            self.is_grown = True
 
     def shrink(self) -> None:
-        if self._grown:
+        if self.is_grown:
             self._storage.resize_(0)
-            self._grown = False
+            self.is_grown = False
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

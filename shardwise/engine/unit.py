@@ -367,6 +367,11 @@ class Unit:
             dtype = torch.promote_types(dtype, slot.compute_dtype)
         return dtype
 
+    def let_gradients_rest(self) -> None:
+        """Lets the memory of gradients that were dropped go."""
+        if self._reduce is not None:
+            self._reduce.let_gradients_rest()
+
     def drop_gradients(self) -> None:
         self.holds_gradients = False
         for slot in self.slots:

@@ -1,0 +1,109 @@
+"""Gradients of shards are used again step after step, but never under the hands of whoever still holds one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from shardwise import fully_shard
+from shardwise.testing import run_ranks
+
+
+def small():
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(torch.arange(param.numel()).reshape(param.shape) / 10)
+    fully_shard(model)
+    return model
+
+
+def backward(model, scale):
+    (model(torch.full((2, 6), scale)).sum() * scale).backward()
+
+
+def drop(model):
+    for param in model.parameters():
+        param.grad = None
+
+
+def made_once():
+    model = small()
+    backward(model, 1.0)
+    first = [id(param.grad) for param in model.parameters()]
+    drop(model)
+    backward(model, 2.0)
+    return first == [id(param.grad) for param in model.parameters()]
+
+
+def test_gradients_are_made_once():
+    assert all(run_ranks(made_once, 2, kind="gloo"))
+
+
+def held(how):
+    """Keeps a gradient of the first step in some way, and says whether the second step left it alone."""
+    model = small()
+    backward(model, 1.0)
+    weight = model[0].weight
+    kept = {
+        "the gradient": lambda: weight.grad,
+        "its local tensor": lambda: weight.grad._local_tensor,
+        "a local view": lambda: weight.grad.to_local(),
+        "a slice": lambda: weight.grad.to_local()[:1],
+        "detached": lambda: weight.grad.detach(),
+        "in a closure": lambda: lambda gradient=weight.grad: gradient,
+    }[how]()
+    value = kept() if callable(kept) and not isinstance(kept, torch.Tensor) else kept
+    local = value.to_local() if hasattr(value, "to_local") else value
+    before = local.clone()
+    del value, local
+    drop(model)
+    backward(model, 2.0)
+    after = kept() if callable(kept) and not isinstance(kept, torch.Tensor) else kept
+    after_local = after.to_local() if hasattr(after, "to_local") else after
+    return torch.equal(after_local, before) and not torch.equal(weight.grad.to_local()[: len(before)], before)
+
+
+@pytest.mark.parametrize(
+    "how", ["the gradient", "its local tensor", "a local view", "a slice", "detached", "in a closure"]
+)
+def test_a_gradient_that_someone_holds_keeps_its_values(how):
+    assert all(run_ranks(held, 2, how, kind="gloo"))
+
+
+def memory_goes():
+    model = small()
+    backward(model, 1.0)
+    storage = model[0].weight.grad._local_tensor.untyped_storage()
+    bytes_with_gradients = storage.nbytes()
+    drop(model)
+    with torch.no_grad():
+        model(torch.ones(2, 6))
+    return bytes_with_gradients > 0 and storage.nbytes() == 0
+
+
+def test_the_memory_of_dropped_gradients_goes_before_the_next_forward_computes():
+    assert all(run_ranks(memory_goes, 2, kind="gloo"))
+
+
+def accumulated(set_to_none):
+    model = small()
+    backward(model, 1.0)
+    one = [param.grad.to_local().clone() for param in model.parameters()]
+    backward(model, 1.0)
+    two = [param.grad.to_local().clone() for param in model.parameters()]
+    for param in model.parameters():
+        if set_to_none:
+            param.grad = None
+        else:
+            param.grad.zero_()
+    backward(model, 1.0)
+    again = [param.grad.to_local().clone() for param in model.parameters()]
+    doubled = all(torch.equal(b, a * 2) for a, b in zip(one, two, strict=True))
+    return doubled and all(torch.equal(a, b) for a, b in zip(one, again, strict=True))
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_accumulate_and_start_over(set_to_none):
+    assert all(run_ranks(accumulated, 2, set_to_none, kind="gloo"))
