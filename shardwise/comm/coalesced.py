@@ -29,7 +29,7 @@ from torch import Tensor
 from shardwise.comm.same_host import DirectReads, neighbour_pids
 from shardwise.torch_internals import all_gather_call, copy_all, issue_grouped_broadcasts
 
-__all__ = ["Exchange", "Exchanging", "all_gather_bytes", "carrier_device", "find_neighbours", "plan_exchange"]
+__all__ = ["Exchange", "Pending", "all_gather_bytes", "carrier_device", "find_neighbours", "plan_exchange"]
 
 # Below this a message costs more than copying its bytes there and back.
 _PACKED_BYTES = 128 * 1024
@@ -39,7 +39,7 @@ _READ_BYTES = 4 * 1024 * 1024
 _TAG = 0x5A45
 
 
-class Exchanging(Protocol):
+class Pending(Protocol):
     """An issued exchange."""
 
     def wait(self) -> object:
@@ -50,7 +50,7 @@ class Exchange(Protocol):
     in_lockstep: bool
     """Whether all ranks must issue their exchanges, and the group's collectives, in one order."""
 
-    def issue(self) -> Exchanging: ...
+    def issue(self) -> Pending: ...
 
 
 def plan_exchange(
@@ -144,7 +144,7 @@ class _PointToPoint:
         self._large = [[wire for wire in section if wire.numel() >= _PACKED_BYTES] for section in sections]
         self._small = [[wire for wire in section if wire.numel() < _PACKED_BYTES] for section in sections]
 
-    def issue(self) -> Exchanging:
+    def issue(self) -> Pending:
         works: list[dist.Work] = []
         packs: list[tuple[Tensor, list[Tensor]]] = []
         for peer in self._peers:
@@ -195,7 +195,7 @@ class _GatherInPlace:
         self._own = self._buffer.chunk(group.size())[group.rank()]
         self._gather = all_gather_call(group)
 
-    def issue(self) -> Exchanging:
+    def issue(self) -> Pending:
         work: dist.Work = self._gather(self._buffer, self._own)
         return work
 
@@ -208,7 +208,7 @@ class _GroupedBroadcasts:
         self._group = group
         self._device = next(wire.device for section in sections for wire in section)
 
-    def issue(self) -> Exchanging:
+    def issue(self) -> Pending:
         return issue_grouped_broadcasts(self._group, self._device, self._sections)
 
 
@@ -223,7 +223,7 @@ class _GatherPadded:
         self._group = group
         self._section_bytes = max(sum(wire.numel() for wire in section) for section in sections)
 
-    def issue(self) -> Exchanging:
+    def issue(self) -> Pending:
         world = len(self._sections)
         device = next(wire.device for section in self._sections for wire in section)
         gathered = [torch.empty(self._section_bytes, dtype=torch.uint8, device=device) for _ in range(world)]
@@ -267,7 +267,7 @@ class _ThroughCarrier:
         self._inner = plan_exchange(self._copies, group)
         self.in_lockstep = self._inner.in_lockstep
 
-    def issue(self) -> Exchanging:
+    def issue(self) -> Pending:
         # A plain copy between devices waits for both, so what was stepped on one is read on the other.
         _copy_wires(self._copies[self._rank], self._sections[self._rank])
         return _Carried(self._inner.issue(), self._copies, self._sections, self._rank)
@@ -276,7 +276,7 @@ class _ThroughCarrier:
 class _Carried:
     def __init__(
         self,
-        inner: Exchanging,
+        inner: Pending,
         copies: Sequence[Sequence[Tensor]],
         sections: Sequence[Sequence[Tensor]],
         rank: int,

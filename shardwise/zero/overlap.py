@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise.comm.coalesced import Exchange, Exchanging, all_gather_bytes, carrier_device
+from shardwise.comm.coalesced import Exchange, Pending, all_gather_bytes, carrier_device
 from shardwise.comm.streams import Mark, lanes_for
 from shardwise.errors import ConfigError
 from shardwise.plan.ownership import Piece
@@ -172,7 +172,7 @@ class _SteppingBackward:
         self._plans: dict[int, _BucketPlan] = {}
         self._planned_revision = zero.partition.revision
         self._waiting: deque[_WaitingBucket] = deque()
-        self._sending: list[Exchanging] = []
+        self._sending: list[Pending] = []
         self._lanes = lanes_for(zero.partition.params[0].device)
 
     @torch.no_grad()

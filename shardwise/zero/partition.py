@@ -87,25 +87,25 @@ class Partition:
             for piece in whole_pieces([self.params[index].numel() for index in indices], loads):
                 index = indices[piece.param]
                 self.pieces[index] = [piece._replace(param=index)]
-        for indices in self._neighbours(added):
+        for indices in self._by_run(added):
             owners = [self.pieces[index][0].owner for index in indices]
             extents = [self._extent(index) for index in indices]
             self.runs.append(Run(tuple(indices), whole_layout(extents, owners, self.world)))
 
     def _share_out_evenly(self, added: Iterable[int]) -> None:
-        for indices in self._neighbours(added):
+        for indices in self._by_run(added):
             pieces, layout = even_pieces([self._extent(index) for index in indices], self.world)
             for piece in pieces:
                 index = indices[piece.param]
                 self.pieces[index].append(piece._replace(param=index))
             self.runs.append(Run(tuple(indices), layout))
 
-    def _neighbours(self, added: Iterable[int]) -> Iterable[list[int]]:
+    def _by_run(self, added: Iterable[int]) -> Iterable[list[int]]:
         """Frozen parameters have no state, so they must not count when state is shared out evenly."""
-        neighbours: dict[tuple[torch.device, bool], list[int]] = defaultdict(list)
+        members: dict[tuple[torch.device, bool], list[int]] = defaultdict(list)
         for index in added:
-            neighbours[self.params[index].device, self.params[index].requires_grad].append(index)
-        return neighbours.values()
+            members[self.params[index].device, self.params[index].requires_grad].append(index)
+        return members.values()
 
     def _extent(self, index: int) -> Extent:
         param = self.params[index]
@@ -181,6 +181,14 @@ class Partition:
         addresses = list(map(Tensor.data_ptr, self.params))
         if addresses == self._addresses:
             return
+        for index, param in enumerate(self.params):
+            if not is_dense(param):
+                raise StateError(
+                    f"parameter {index} was given memory with gaps (shape {tuple(param.shape)}, "
+                    f"strides {param.stride()})",
+                    where=f"ZeroRedundancyOptimizer, rank {self.rank}",
+                    fix="make it dense: param.data = param.data.contiguous()",
+                )
         self._addresses = addresses
         self.revision += 1
         for piece, tensor in self._slices.items():

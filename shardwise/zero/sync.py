@@ -61,8 +61,8 @@ class ParameterSync:
         # The local optimizer may have replaced a parameter's memory, or stepped a frozen one by a gradient set by
         # hand: both show only now.
         self.refresh()
-        for exchanging in [exchange.issue() for exchange in self._exchanges]:
-            exchanging.wait()
+        for pending in [exchange.issue() for exchange in self._exchanges]:
+            pending.wait()
 
     def _takes_part(self, run: Run) -> bool:
         params = self._partition.params

@@ -46,5 +46,9 @@ def test_overlap_that_would_never_step_is_refused() -> None:
     run_ranks(errors.refuses_overlap_that_would_never_step, 2, kind="gloo")
 
 
+def test_memory_with_gaps_that_a_parameter_was_given_is_refused() -> None:
+    run_ranks(errors.refuses_memory_with_gaps_that_a_parameter_was_given, 2, kind="gloo")
+
+
 def test_a_sparse_gradient_is_refused_only_where_it_would_be_split() -> None:
     run_ranks(errors.refuses_a_sparse_gradient_only_where_it_would_be_split, 2, kind="gloo")

@@ -156,6 +156,19 @@ def refuses_overlap_that_would_never_step() -> None:
         assert unhooked.step() is None
 
 
+def refuses_memory_with_gaps_that_a_parameter_was_given() -> None:
+    model = small_model()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=0.1)
+    set_gradients([model], 0)
+    weight = model[0].weight
+    weight.data = torch.zeros(37, 24, device=device())[:, ::2]
+    with pytest.raises(StateError, match="parameter 0 was given memory with gaps"):
+        optimizer.step()
+    weight.data = weight.data.contiguous()
+    optimizer.step()
+    assert_same_on_all_ranks(model)
+
+
 def refuses_a_sparse_gradient_only_where_it_would_be_split() -> None:
     for balanced in (False, True):
         embedding = nn.Embedding(4000, 3, sparse=True).to(device())

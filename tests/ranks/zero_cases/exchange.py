@@ -55,8 +55,8 @@ def keeps_exchanges_apart_that_are_under_way_together() -> None:
         for number, of_one in enumerate(sections):
             fill_own(of_one, step + number)
         under_way = [exchange.issue() for exchange in exchanges]
-        for exchanging in reversed(under_way):
-            exchanging.wait()
+        for pending in reversed(under_way):
+            pending.wait()
         for number, of_one in enumerate(sections):
             assert_everyones(of_one, step + number)
 
