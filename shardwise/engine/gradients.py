@@ -59,6 +59,11 @@ class KeptGradients:
         self._own_refs = [sys.getrefcount(tensor) for tensor in self._watched]
         self._own_uses = self._memory.num_uses()
 
+    @property
+    def are_at_rest(self) -> bool:
+        """Whether their memory went, which it only does when nobody has them any more."""
+        return not self._memory.is_grown
+
     def are_shown(self) -> bool:
         """Whether a parameter has one of these for its gradient now."""
         for slot, gradient in zip(self._slots, self._gradients, strict=True):  # noqa: SIM110 - in every step
@@ -76,5 +81,5 @@ class KeptGradients:
 
     def rest(self) -> None:
         """Lets the memory go if the gradients were dropped."""
-        if self._memory.is_grown and not self.are_shown() and not self.are_held():
+        if not self.are_at_rest and not self.are_shown() and not self.are_held():
             self._memory.shrink()

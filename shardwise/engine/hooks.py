@@ -115,6 +115,14 @@ class Hooks:
 
     def _signal_inputs(self, visit: Pass, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Passes the inputs on as views of themselves that tell when all their gradients are done."""
+        if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
+            # What most blocks take: nothing to walk, nothing to rebuild.
+            if not args[0].requires_grad:
+                return args, kwargs
+            view = args[0].view_as(args[0])
+            visit.has_input_signal = True
+            view.register_hook(visit.inputs_gradients_are_done)
+            return (view,), kwargs
         views: dict[int, torch.Tensor] = {}
         for tensor in tensors_in((args, kwargs) if kwargs else args):
             if tensor.requires_grad and id(tensor) not in views:
@@ -129,8 +137,6 @@ class Hooks:
             torch.autograd.graph.register_multi_grad_hook(
                 signals, visit.inputs_gradients_are_done, mode="all"
             )
-        if not kwargs and all(isinstance(arg, torch.Tensor) for arg in args):
-            return tuple([views.get(id(arg), arg) for arg in args]), kwargs
         return map_tensors(lambda tensor: views.get(id(tensor), tensor), (args, kwargs))
 
     @untraced

@@ -125,11 +125,15 @@ class PackedReduce:
         """The kept gradients, if a reduce may write to them: not while they are shown, or wait for replicas."""
         if not self.is_one_run or self.partial is not None:
             return None
-        if self._kept is not None and self._kept.are_shown():
-            return None
-        if self._kept is None or self._kept.are_held():
-            self._kept = KeptGradients(self.parts, self.row_numel, self.dtype, self.mesh.device)
-        return self._kept
+        kept = self._kept
+        if kept is not None and not kept.are_at_rest:
+            if kept.are_shown():
+                return None
+            if kept.are_held():
+                kept = None
+        if kept is None:
+            kept = self._kept = KeptGradients(self.parts, self.row_numel, self.dtype, self.mesh.device)
+        return kept
 
     def let_gradients_rest(self) -> None:
         if self._kept is not None and self.partial is None:
@@ -173,7 +177,7 @@ class Reduction:
     def issue(self, gradients: list[torch.Tensor | None]) -> None:
         """Packs the gradients and starts the reduce-scatter."""
         plan, lane = self.plan, self._lanes.reduce
-        if self._settings.includes_unused:
+        if self._settings.includes_unused or all(gradient is not None for gradient in gradients):
             self._received = plan.parts
         else:
             self._received = [

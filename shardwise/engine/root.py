@@ -41,6 +41,7 @@ class Root:
         self.in_forward = False
         self.in_backward = False
         self.expects_backward = True
+        self.ends_backward = False
         self.is_last_backward = True
         self.window = Window()
         self.units: list[Unit] = []
@@ -186,7 +187,10 @@ class Root:
         for theirs meanwhile.
         """
         in_flight = self._in_flight
-        while in_flight and any(r.plan is plan for r in in_flight):
+        if max_inputs == 1 and plan.mesh.replicate is None:
+            while in_flight:
+                self._finish_oldest_reduce()
+        while any(reduction.plan is plan for reduction in in_flight):
             self._finish_oldest_reduce()
         scattering = [reduction for reduction in in_flight if reduction.is_scattering]
         for reduction in scattering[: max(0, len(scattering) + 1 - max_inputs)]:
@@ -214,8 +218,10 @@ class Root:
     def end_backward(self) -> None:
         """Flushes what no signal has reduced or freed, and lets the compute stream see the gradients."""
         with torch.no_grad():
+            self.ends_backward = True
             for unit in reversed(self.units):
                 unit.hooks.flush()
+            self.ends_backward = False
             while self._in_flight:
                 self._finish_oldest_reduce()
             if self.is_last_backward:
@@ -250,4 +256,4 @@ class Root:
                 unit.reshard(trace.IDLE)
                 unit.drop_gradients()
             self._take_back(0)
-        self.in_forward = self.in_backward = False
+        self.in_forward = self.in_backward = self.ends_backward = False
