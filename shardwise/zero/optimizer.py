@@ -315,14 +315,16 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if like is None:
             entries = state.sharded_entries(self.partition, self.optim.state)
         else:
-            entries = state.templates(self.partition, like, prefix)
-        return {**entries, "param_groups": self._saved_groups()}
+            entries = state.templates(self.partition, like, prefix, element_wise=self._element_wise)
+        orders = state.memory_orders(self.partition.params)
+        return {**entries, "param_groups": self._saved_groups(), "memory_orders": orders}
 
     def load_sharded_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes what a checkpoint was loaded into: a ``sharded_state_dict()`` of this optimizer."""
         saved = state_dict["param_groups"]
         groups = [group["params"] for group in self.param_groups]
         state.check_fits({"state": {}, "param_groups": saved}, groups, element_wise=self._element_wise)
+        state.check_memory_orders(state_dict["memory_orders"], self.partition.params)
         self._load_local(state.state_of_sharded(self.partition, state_dict), saved)
 
     def _saved_groups(self) -> list[dict[str, Any]]:

@@ -33,7 +33,9 @@ __all__ = [
     "PieceState",
     "StateSpan",
     "check_fits",
+    "check_memory_orders",
     "consolidate",
+    "memory_orders",
     "owned_state",
     "saved_positions",
     "sharded_entries",
@@ -244,7 +246,28 @@ def _span_of(value: Tensor, piece: Piece, partition: Partition) -> StateSpan:
     return StateSpan.of(in_memory_order(value), piece.start, param.numel())
 
 
-def templates(partition: Partition, metadata: Metadata, prefix: str) -> dict[str, Any]:
+def memory_orders(params: Sequence[Tensor]) -> list[list[int]]:
+    """The order in which each parameter's dims lie in memory: that of its spans."""
+    return [
+        sorted(
+            (dim for dim in range(param.dim()) if param.size(dim) > 1), key=lambda dim: -param.stride()[dim]
+        )
+        for param in params
+    ]
+
+
+def check_memory_orders(saved: Sequence[list[int]], params: Sequence[Tensor]) -> None:
+    """Raises if a checkpoint's spans are of parameters that lay otherwise in memory; touches nothing."""
+    for index, (theirs, ours) in enumerate(zip(saved, memory_orders(params), strict=True)):
+        if theirs != ours:
+            raise CheckpointError(
+                f"parameter {index} lies in memory with its dims in order {ours}, and in the checkpoint {theirs}",
+                where="ZeroRedundancyOptimizer.load_sharded_state_dict()",
+                fix="give the model the memory format it was saved in, such as torch.channels_last",
+            )
+
+
+def templates(partition: Partition, metadata: Metadata, prefix: str, *, element_wise: bool) -> dict[str, Any]:
     """Room for what a checkpoint holds of this rank's pieces, under the keys of ``sharded_entries``."""
     names: dict[int, list[str]] = {}
     for key in metadata.state_dict_metadata:
@@ -262,21 +285,25 @@ def templates(partition: Partition, metadata: Metadata, prefix: str) -> dict[str
     for piece in partition.owned:
         for name in names.get(piece.param, ()):
             key = _key(piece.param, name)
-            entries[key] = _template(metadata.state_dict_metadata[prefix + key], piece, partition)
+            saved = metadata.state_dict_metadata[prefix + key]
+            if isinstance(saved, TensorStorageMetadata):
+                entries[key] = _template(saved, piece, partition, element_wise=element_wise)
+            else:
+                entries[key] = None
     return entries
 
 
-def _template(saved: Any, piece: Piece, partition: Partition) -> Any:
-    if not isinstance(saved, TensorStorageMetadata):
-        return None
+def _template(
+    saved: TensorStorageMetadata, piece: Piece, partition: Partition, *, element_wise: bool
+) -> Tensor:
     param = partition.params[piece.param]
     dtype = saved.properties.dtype
     if saved.size == (param.numel(),):
         room = torch.empty(piece.numel, dtype=dtype, device=param.device)
         return StateSpan.of(room, piece.start, param.numel())
-    if len(saved.size) == 1:
+    if element_wise and len(saved.size) > 0:
         raise CheckpointError(
-            f"the checkpoint has state of {saved.size[0]} elements for parameter {piece.param}, which has "
+            f"the checkpoint has state of {saved.size.numel()} elements for parameter {piece.param}, which has "
             f"{param.numel()}",
             where=f"ZeroRedundancyOptimizer.sharded_state_dict(like=…), rank {partition.rank}",
             fix="load a checkpoint of the same model with the same parameter groups",
@@ -286,13 +313,16 @@ def _template(saved: Any, piece: Piece, partition: Partition) -> Any:
 
 def state_of_sharded(partition: Partition, entries: Mapping[str, Any]) -> dict[Piece, State]:
     """This rank's pieces' state from entries that were loaded."""
-    states: dict[Piece, State] = {}
-    for piece in partition.owned:
-        prefix = _key(piece.param, "")
-        values = {key.removeprefix(prefix): value for key, value in entries.items() if key.startswith(prefix)}
-        if values:
-            states[piece] = {name: _unspanned(value, piece, partition) for name, value in values.items()}
-    return states
+    by_param: dict[int, State] = {}
+    for key, value in entries.items():
+        if key.startswith("state."):
+            _, index, name = key.split(".", 2)
+            by_param.setdefault(int(index), {})[name] = value
+    return {
+        piece: {name: _unspanned(value, piece, partition) for name, value in values.items()}
+        for piece in partition.owned
+        if (values := by_param.get(piece.param))
+    }
 
 
 def _unspanned(value: Any, piece: Piece, partition: Partition) -> Any:

@@ -38,6 +38,12 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     run_ranks(errors.refuses_a_checkpoint_of_another_model, 2, str(tmp_path / "checkpoint"), kind="gloo")
 
 
+def test_a_checkpoint_of_another_memory_format_is_refused(tmp_path: Path) -> None:
+    run_ranks(
+        errors.refuses_a_checkpoint_of_another_memory_format, 2, str(tmp_path / "checkpoint"), kind="gloo"
+    )
+
+
 def test_options_that_cannot_work_are_refused() -> None:
     run_ranks(errors.refuses_options_that_cannot_work, 2, kind="gloo")
 

@@ -55,6 +55,12 @@ def test_a_sharded_checkpoint_loads_on_any_world_size(
     run_ranks(state.loads_sharded, loaded_on, path, name, kind="gloo", balanced=loaded_balanced)
 
 
+def test_state_that_is_not_per_element_is_saved_and_loaded(tmp_path: Path) -> None:
+    run_ranks(
+        state.saves_and_loads_state_that_is_not_per_element, 2, str(tmp_path / "checkpoint"), kind="gloo"
+    )
+
+
 def test_a_sharded_state_dict_needs_no_communication() -> None:
     run_ranks(state.a_sharded_state_dict_needs_no_communication, 2, kind="gloo")
 

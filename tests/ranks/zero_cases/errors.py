@@ -113,6 +113,20 @@ def refuses_a_checkpoint_of_another_model(path: str) -> None:
         other.sharded_state_dict(like=metadata, prefix="optimizer.")
 
 
+def refuses_a_checkpoint_of_another_memory_format(path: str) -> None:
+    """Spans are cut as parameters lie in memory; in another order they would be other elements."""
+    saved, other = nn.Conv2d(4, 8, 3).to(memory_format=torch.channels_last), nn.Conv2d(4, 8, 3)
+    optimizers = [ZeroRedundancyOptimizer(net.parameters(), Adam, lr=0.1) for net in (saved, other)]
+    for net, optimizer in zip((saved, other), optimizers, strict=True):
+        set_gradients([net], 0)
+        optimizer.step()
+    dcp.save(optimizers[0].sharded_state_dict(), checkpoint_id=path)
+    entries = optimizers[1].sharded_state_dict()
+    dcp.load(entries, checkpoint_id=path)
+    with pytest.raises(CheckpointError, match=r"parameter 0 lies in memory .*\[0, 1, 2, 3\].*\[0, 2, 3, 1\]"):
+        optimizers[1].load_sharded_state_dict(entries)
+
+
 class Unknown(SGD):
     pass
 

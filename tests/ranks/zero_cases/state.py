@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
-from torch.optim import Adam
+from torch.optim import Adafactor, Adam
 
 from shardwise.zero import ZeroRedundancyOptimizer
 from tests.ranks.zero_cases.models import (
@@ -131,6 +131,19 @@ def loads_sharded(path: str, name: str, *, balanced: bool) -> None:
         for mine, peer in zip(model.parameters(), reference.parameters(), strict=True):
             peer.copy_(mine)
     train_both(model, ours, reference, theirs, range(3, 5))
+
+
+def saves_and_loads_state_that_is_not_per_element(path: str) -> None:
+    """Adafactor keeps a row and a column of statistics for each matrix."""
+    model, reference = small_model(), small_model()
+    ours, theirs = ZeroRedundancyOptimizer(model.parameters(), Adafactor), Adafactor(reference.parameters())
+    train_both(model, ours, reference, theirs, range(2))
+    dcp.save({"optimizer": ours.sharded_state_dict()}, checkpoint_id=path)
+    fresh = ZeroRedundancyOptimizer(model.parameters(), Adafactor)
+    entries = fresh.sharded_state_dict(like=FileSystemReader(path).read_metadata(), prefix="optimizer.")
+    dcp.load({"optimizer": entries}, checkpoint_id=path)
+    fresh.load_sharded_state_dict(entries)
+    train_both(model, fresh, reference, theirs, range(2, 4))
 
 
 def a_sharded_state_dict_needs_no_communication() -> None:
