@@ -9,9 +9,11 @@ from shardwise.errors import (
     ShardwiseError,
     StateError,
 )
+from shardwise.frontends.entry_points import register_fsdp_forward_method, share_comm_ctx
 from shardwise.frontends.fully_shard import FSDPModule, UnshardHandle, fully_shard
 from shardwise.frontends.norms import clip_grad_norm_
 from shardwise.policies import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from shardwise.zero import ZeroRedundancyOptimizer, hook_with_zero_step, hook_with_zero_step_interleaved
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -26,7 +28,12 @@ __all__ = [
     "ShardwiseError",
     "StateError",
     "UnshardHandle",
+    "ZeroRedundancyOptimizer",
     "clip_grad_norm_",
     "fully_shard",
+    "hook_with_zero_step",
+    "hook_with_zero_step_interleaved",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
     "trace",
 ]
