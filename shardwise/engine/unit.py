@@ -319,6 +319,9 @@ class Unit:
         reduce = self._reduce
         if reduce is None:
             return False
+        if self.reduce_settings.includes_unused and not self.root.ends_backward:
+            # Ranks whose backwards pass different units can agree on an order of reduces only at the end.
+            return False
         if self._is_tensor_parallel:
             gradients = [slot.plain_gradient() for slot in reduce.slots]
         else:
@@ -344,6 +347,9 @@ class Unit:
         )
         if wanted and self.syncs_gradients and self._reduce is not None:
             self._issue_reduce(self._reduce, [None] * len(self._reduce.slots))
+            if self.frees_after_backward and self.holders == 0 and self.root.is_last_backward:
+                # Peers whose backward came by have freed it and will gather it again: this rank must join them.
+                self.reshard(trace.IN_POST_BACKWARD)
         self._has_reduced = False
 
     def _issue_reduce(self, reduce: PackedReduce, gradients: list[torch.Tensor | None]) -> None:

@@ -417,7 +417,11 @@ class FSDPModule:
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
-        """Counts parameters without a gradient as zero, for ranks that use different ones."""
+        """Counts parameters without a gradient as zero, for ranks that use different ones.
+
+        Reduces then wait for the end of backward, where ranks know what came in. Ranks still run the same forwards; a
+        unit that only some backwards reach must not be gathered for them (``reshard_after_forward=False``).
+        """
         for unit in _units_below(self, recurse):
             unit.reduce_settings.includes_unused = reduce_scatter_unused_params
 
