@@ -1,0 +1,165 @@
+"""The examples in README.md and docs/fully_shard.md run as they are printed.
+
+A page's first block is what all of its blocks begin with; each other block runs by itself after it, on two ranks. An
+example's line numbers in a traceback are those of its page.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardwise.testing import run_ranks
+
+REPOSITORY = Path(__file__).parents[2]
+README = REPOSITORY / "README.md"
+GUIDE = REPOSITORY / "docs" / "fully_shard.md"
+COMPILED_ONLY = "<!-- compiled only:"
+
+
+class Example(NamedTuple):
+    """A block of Python on a page: the heading above it, its first line there, and whether it is to be run."""
+
+    page: str
+    heading: str
+    line: int
+    source: str
+    runs: bool
+
+    def code(self, *left_out):
+        """The example, compiled; lines that begin with ``left_out`` must be there, and are not run."""
+        lines = self.source.split("\n")
+        for start in left_out:
+            assert any(line.startswith(start) for line in lines), f"{self.page} has no line {start}..."
+        kept = ["" if line.startswith(left_out or ("\0",)) else line for line in lines]
+        return compile("\n" * (self.line - 1) + "\n".join(kept), self.page, "exec")
+
+
+def examples(path):
+    found, block = [], None
+    heading, previous, begins = "", "", 0
+    for number, line in enumerate(path.read_text().split("\n"), start=1):
+        if block is not None:
+            if line == "```":
+                runs = not previous.startswith(COMPILED_ONLY)
+                found.append(Example(path.name, heading, begins, "\n".join(block), runs))
+                block = None
+            else:
+                block.append(line)
+        elif line == "```python":
+            block, begins = [], number + 1
+        elif not line.startswith("```"):
+            heading = line.lstrip("# ") if line.startswith("#") else heading
+            previous = line
+    return found
+
+
+def example_under(heading):
+    (example,) = [example for example in examples(README) if example.heading == heading]
+    return example
+
+
+def names_of(guide):
+    """A name for each example: its heading, numbered where there are several."""
+    seen = {}
+    for example in guide:
+        seen[example.heading] = seen.get(example.heading, 0) + 1
+        yield f"{re.sub('[^a-z]+', '-', example.heading.lower())}-{seen[example.heading]}"
+
+
+def run_example(first, example, folder):
+    os.chdir(folder)
+    namespace = {"__name__": "example"}
+    exec(first.code(), namespace)
+    exec(example.code(), namespace)
+
+
+FIRST, *GUIDE_EXAMPLES = examples(GUIDE)
+
+
+@pytest.mark.parametrize("example", GUIDE_EXAMPLES, ids=names_of(GUIDE_EXAMPLES))
+def test_the_guides_examples_run(example, tmp_path):
+    if example.runs:
+        run_ranks(run_example, 2, FIRST, example, tmp_path, kind="gloo")
+    else:
+        example.code()
+
+
+def run_readme(folder):
+    """The training example, then what the page says about the model it leaves behind."""
+    os.chdir(folder)
+    namespace = {"__name__": "example"}
+    # The group is there already, as it must be for whatever comes after.
+    exec(
+        example_under("A first model").code("dist.init_process_group", "dist.destroy_process_group"),
+        namespace,
+    )
+    loss = namespace["loss"].detach()
+    dist.all_reduce(loss)
+    exec(example_under("See what a step does").code(), namespace)
+    gathers = namespace["recorder"].of("unshard")
+    namespace["model"] = torch.nn.Linear(8, 8)
+    exec(example_under("ZeroRedundancyOptimizer").code(), namespace)
+    return loss.item() / dist.get_world_size(), gathers
+
+
+def test_the_readmes_examples_run_and_train(tmp_path):
+    for loss, gathers in run_ranks(run_readme, 2, tmp_path, kind="gloo"):
+        assert loss < 0.1  # it begins above 0.2
+        assert gathers[:2] == [("unshard", "", "forward"), ("unshard", "0", "forward")]
+    assert (tmp_path / "step.json").exists()
+
+
+def test_the_readmes_test_passes(tmp_path, monkeypatch):
+    name = "test_of_the_readme"
+    (tmp_path / f"{name}.py").write_text(example_under("Test your own sharded code").source)
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module(name)
+    module.test_every_rank_computes_the_same()
+
+
+def test_links_between_pages_lead_somewhere():
+    pages = [*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/*.md")]
+    links = [
+        (page, target.split("#")[0])
+        for page in pages
+        for target in re.findall(r"\]\(([^)]+)\)", page.read_text())
+        if not target.startswith(("http:", "https:", "#"))
+    ]
+    assert len(links) > 10
+    missing = [f"{page.name}: {target}" for page, target in links if not (page.parent / target).exists()]
+    assert not missing, missing
+
+
+def test_files_that_the_architecture_names_exist():
+    text = (REPOSITORY / "ARCHITECTURE.md").read_text()
+    rooms = set(re.findall(r"`((?:plan|comm|engine|frontends|zero|testing)/\w+\.py)", text))
+    tests = set(re.findall(r"`(test_\w+\.py|tests/\w+/\w+\.py)`", text))
+    assert len(rooms) > 20
+    assert len(tests) > 20
+    missing = [room for room in rooms if not (REPOSITORY / "shardwise" / room).exists()]
+    for test in tests:
+        where = REPOSITORY / test if "/" in test else REPOSITORY / "tests" / "ranks" / test
+        if not where.exists():
+            missing.append(test)
+    assert not missing, missing
+
+
+def test_the_house_is_drawn_as_it_is():
+    text = (REPOSITORY / "ARCHITECTURE.md").read_text()
+    drawn, folder = set(), ""
+    for line in text.split("```")[1].split("\n"):
+        if match := re.match(r"  (\w+)/", line):
+            folder = match[1] + "/"
+        elif match := re.match(r"    (\w+\.py) ", line):
+            drawn.add(folder + match[1])
+    package = REPOSITORY / "shardwise"
+    real = {str(path.relative_to(package)) for path in package.glob("*/*.py") if path.name != "__init__.py"}
+    assert drawn == real
