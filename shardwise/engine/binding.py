@@ -95,14 +95,14 @@ class Slot:
         return self.sharded._version + self.local._version
 
     def add_held(self, gradient: torch.Tensor | None, dtype: torch.dtype | None) -> torch.Tensor | None:
-        """``gradient`` on top of what was put by, which is thereby taken; in the ``dtype`` of what is put by."""
+        """``gradient`` on top of what was put by, which is thereby taken; in the dtype of what is put by."""
         if self.held is None:
-            return gradient if gradient is None or dtype is None else gradient.to(dtype)
+            return None if gradient is None else _in_wider(gradient, dtype)
         held, self.held = self.held, None
         return held if gradient is None else held.add_(gradient)
 
     def hold_gradient(self, dtype: torch.dtype | None) -> None:
-        """Puts the gradient by, without sync; in ``dtype``, so that many micro-batches do not round in a narrow one.
+        """Puts the gradient by, without sync; in ``dtype`` if that is wider, so that many micro-batches round less.
 
         Put by, it cannot be taken for one that came in later: a unit that is passed twice in a backward has a first
         signal before its gradients are there.
@@ -110,12 +110,16 @@ class Slot:
         gradient = self.plain_gradient()
         if gradient is None:
             return
-        self.held = gradient.to(dtype or gradient.dtype) if self.held is None else self.held.add_(gradient)
+        self.held = _in_wider(gradient, dtype) if self.held is None else self.held.add_(gradient)
         self.unsharded.grad = None
 
     def drop_gradient(self) -> None:
         self.unsharded.grad = None
         self.held = None
+
+
+def _in_wider(gradient: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    return gradient if dtype is None or dtype.itemsize <= gradient.itemsize else gradient.to(dtype)
 
 
 UNITS_ATTRIBUTE = "_shardwise_units"

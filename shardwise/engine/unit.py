@@ -88,9 +88,6 @@ class Unit:
         self._reduces: dict[tuple[bool, ...], PackedReduce | None] = {}
         self._reduce: PackedReduce | None = None
         self._trainable: list[bool] = []
-        wide, narrow = precision.reduce_dtype, precision.param_dtype
-        # Gradients put by accumulate in the reduce dtype if that is wider than what they come in.
-        self._held_dtype = wide if wide and (narrow is None or wide.itemsize > narrow.itemsize) else None
         on_host = isinstance(offload, CPUOffloadPolicy)
         self._shard_device = torch.device("cpu") if on_host else mesh.device
         self.is_offloaded = self._shard_device != mesh.device
@@ -335,7 +332,7 @@ class Unit:
         else:
             self.holds_gradients = True
             for slot in reduce.slots:
-                slot.hold_gradient(self._held_dtype)
+                slot.hold_gradient(self.precision.reduce_dtype)
         return True
 
     def reduce_the_rest(self) -> None:
@@ -357,7 +354,7 @@ class Unit:
         if self.holds_gradients:
             self.holds_gradients = False
             gradients = [
-                slot.add_held(gradient, self._held_dtype)
+                slot.add_held(gradient, self.precision.reduce_dtype)
                 for slot, gradient in zip(reduce.slots, gradients, strict=True)
             ]
         self.root.start_reduce(reduce, self.reduce_settings, gradients, self.max_reduce_inputs)
