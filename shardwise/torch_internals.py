@@ -6,7 +6,7 @@ file that changes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -174,8 +174,10 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
     return group._get_backend(device)
 
 
-def default_device_type() -> str:
-    """The device type that the default group talks for: "cuda" with NCCL, else "cpu"."""
+def default_device_type(params: Iterable[torch.Tensor]) -> str:
+    """The device type to shard over when none is named: "cuda" with NCCL or for parameters there, else "cpu"."""
+    if any(param.device.type == "cuda" for param in params):
+        return "cuda"
     if torch.cuda.is_available() and dist.is_initialized():
         backend = dist.get_backend()
         if "nccl" in backend or ("fake" in backend and torch.cuda.is_initialized()):
@@ -413,7 +415,9 @@ def run_after_state_dict(optimizer: torch.optim.Optimizer, state_dict: dict[str,
     return state_dict
 
 
-def run_before_load_state_dict(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+def run_before_load_state_dict(
+    optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
+) -> dict[str, Any]:
     for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
         state_dict = hook(optimizer, state_dict) or state_dict
     return state_dict

@@ -1,24 +1,28 @@
-"""Gradients of shards that are made once and used again in every step.
+"""Memory for the gradients of shards, laid out once and lent out in every backward.
 
-A unit's reduced row is its gradient buffer; each shard's gradient is a DTensor over its part of it. Making those
-anew in every backward is the largest single cost of a reduce on the host. So they are kept: the buffer's memory comes
-with the reduce and goes when the next forward finds the gradients dropped (``zero_grad``), the objects stay.
+A unit's reduced row is its gradient buffer: each shard's gradient is a DTensor over its part of it. The parts are made
+once. A backward lends them out, as DTensors that share a *lease*; when the last of those is dropped (``zero_grad``),
+the lease ends and the memory goes.
 
-Used again only when nobody else has them: a gradient that a user still holds, whole or in part, keeps its memory and
-its values, and the unit makes new ones for itself.
+Whoever holds a gradient holds the lease. Whoever holds only memory of it (its local tensor, a view, a slice) keeps that
+memory, and the unit lays out new memory for itself.
 """
 
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Sequence
 from typing import Protocol
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from shardwise.engine.binding import Slot
 from shardwise.engine.storage import Elastic
-from shardwise.torch_internals import dtensor, local_of
+from shardwise.torch_internals import dtensor
+
+LEASE_ATTRIBUTE = "_shardwise_lease"
 
 
 class Part(Protocol):
@@ -37,49 +41,57 @@ class Part(Protocol):
     def strides(self) -> tuple[int, ...]: ...
 
 
-class KeptGradients:
-    """The gradient buffer of one set of slots, with its DTensors."""
+class Lease:
+    """Held by the gradients that are lent out; copies and saved files of them hold an empty one."""
+
+    def __init__(self, memory: Elastic | None = None) -> None:
+        self._memory = memory
+
+    def __del__(self) -> None:
+        # ``is_finalizing``: at the end of the process there is nothing left to free.
+        if self._memory is not None and not sys.is_finalizing():
+            self._memory.shrink_if_own()
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Lease:
+        return Lease()
+
+    def __reduce__(self) -> tuple[type[Lease], tuple[()]]:
+        return (Lease, ())
+
+
+class GradientBuffer:
+    """The gradient memory of one set of slots."""
 
     def __init__(
         self, parts: Sequence[Part], row_numel: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self._memory = Elastic(row_numel * dtype.itemsize, device)
         self.row = self._memory.tensor(dtype, 0, (row_numel,))
-        self._slots = [part.slot for part in parts]
-        self.of_slot = {
-            part.slot: dtensor(
-                self._memory.tensor(dtype, part.start * dtype.itemsize, part.shape, part.strides),
-                part.slot.spec,
-                outline=part.slot.local,
-            )
+        self._locals = {
+            part.slot: self._memory.tensor(dtype, part.start * dtype.itemsize, part.shape, part.strides)
             for part in parts
         }
-        self._gradients = list(self.of_slot.values())
-        self._watched = [*self._gradients, *map(local_of, self._gradients)]
-        self._own_refs = [sys.getrefcount(tensor) for tensor in self._watched]
-        self._own_uses = self._memory.num_uses()
+        self._memory.note_own_uses(list(self._locals.values()))
+        self._lease: weakref.ref[Lease] | None = None
 
     @property
-    def are_at_rest(self) -> bool:
-        """Whether their memory went, which it only does when nobody has them any more."""
-        return not self._memory.is_grown
+    def is_lent(self) -> bool:
+        return self._lease is not None and self._lease() is not None
 
-    def are_shown(self) -> bool:
-        """Whether a parameter has one of these for its gradient now."""
-        for slot, gradient in zip(self._slots, self._gradients, strict=True):  # noqa: SIM110 - in every step
-            if slot.sharded.grad is gradient:
-                return True
-        return False
-
-    def are_held(self) -> bool:
-        """Whether anyone but the unit holds one of these, or memory of theirs."""
-        refs = [sys.getrefcount(tensor) for tensor in self._watched]
-        return refs != self._own_refs or self._memory.num_uses() != self._own_uses
+    @property
+    def is_own(self) -> bool:
+        """Whether nobody but the unit has memory of it."""
+        return self._memory.is_own()
 
     def grow(self) -> None:
         self._memory.grow()
 
-    def rest(self) -> None:
-        """Lets the memory go if the gradients were dropped."""
-        if not self.are_at_rest and not self.are_shown() and not self.are_held():
-            self._memory.shrink()
+    def lend(self) -> Lease:
+        lease = Lease(self._memory)
+        self._lease = weakref.ref(lease)
+        return lease
+
+    def gradient_of(self, slot: Slot, lease: Lease) -> DTensor:
+        gradient = dtensor(self._locals[slot], slot.spec, outline=slot.local)
+        gradient.__dict__[LEASE_ATTRIBUTE] = lease
+        return gradient

@@ -19,7 +19,7 @@ from shardwise.engine.carrier import carries_itself
 from shardwise.engine.hooks import Hooks
 from shardwise.engine.root import Root
 from shardwise.engine.storage import contiguous_strides
-from shardwise.engine.unit import Unit
+from shardwise.engine.unit import Unit, shard_device
 from shardwise.errors import ConfigError
 from shardwise.plan.schedule import AfterForward
 from shardwise.plan.spans import cut_evenly
@@ -202,7 +202,8 @@ def make_unit(
         else:
             own.append((found, chosen_dim(found, placement_fn, name) % found.param.dim()))
 
-    slots = [_make_slot(found, dim, mesh, precision) for found, dim in own]
+    device = shard_device(mesh, offload)
+    slots = [_make_slot(found, dim, mesh, precision, device) for found, dim in own]
     unit = Unit(name, modules, slots, mesh, after_forward, precision, offload)
     unit.hooks = Hooks(unit)
     Root(unit)
@@ -222,7 +223,9 @@ def make_unit(
     return unit
 
 
-def _make_slot(found: Found, dim: int, mesh: DataMesh, precision: MixedPrecisionPolicy) -> Slot:
+def _make_slot(
+    found: Found, dim: int, mesh: DataMesh, precision: MixedPrecisionPolicy, device: torch.device
+) -> Slot:
     param = found.param
     casts = precision.param_dtype is not None and param.is_floating_point()
     compute_dtype = precision.param_dtype if casts else param.dtype
@@ -243,9 +246,9 @@ def _make_slot(found: Found, dim: int, mesh: DataMesh, precision: MixedPrecision
     # The DTensor must say the right device from the start. The unit's buffer takes the values over and this copy goes,
     # unless the tensor brings storage of its own: then it must not be a view of the full one.
     if carries_itself(local):
-        local = local.to(mesh.device).clone()
+        local = local.to(device).clone()
     else:
-        local = local if local.device.type == "meta" else local.to(mesh.device)
+        local = local if local.device.type == "meta" else local.to(device)
         # A copy where it has a storage offset: torch fails to copy a DTensor that was made with one.
         local = local.clone() if local.storage_offset() else local
         local = local.contiguous()

@@ -23,7 +23,7 @@ from shardwise.comm.collectives import AllReduceHook, GroupCalls, Work
 from shardwise.comm.mesh import DataMesh
 from shardwise.comm.streams import Lanes, Mark
 from shardwise.engine.binding import Slot
-from shardwise.engine.gradients import KeptGradients
+from shardwise.engine.gradients import GradientBuffer
 from shardwise.engine.pack import plan_pack
 from shardwise.engine.storage import Elastic, contiguous_strides
 from shardwise.plan.division import Division, plan_division
@@ -114,30 +114,22 @@ class PackedReduce:
         )
         # Kept while the all-reduce is put off.
         self.partial: Partial | None = None
-        self._kept: KeptGradients | None = None
+        self._buffer: GradientBuffer | None = None
         self._divisions: dict[tuple[float | None, bool], Division] = {}
 
     @property
     def is_offloaded(self) -> bool:
         return self.shard_device != self.mesh.device
 
-    def gradients_to_fill(self) -> KeptGradients | None:
-        """The kept gradients, if a reduce may write to them: not while they are shown, or wait for replicas."""
+    def buffer_to_fill(self) -> GradientBuffer | None:
+        """The gradient buffer, if a reduce may write to it: not while it is lent out or waits for replicas."""
         if not self.is_one_run or self.partial is not None:
             return None
-        kept = self._kept
-        if kept is not None and not kept.are_at_rest:
-            if kept.are_shown():
-                return None
-            if kept.are_held():
-                kept = None
-        if kept is None:
-            kept = self._kept = KeptGradients(self.parts, self.row_numel, self.dtype, self.mesh.device)
-        return kept
-
-    def let_gradients_rest(self) -> None:
-        if self._kept is not None and self.partial is None:
-            self._kept.rest()
+        if self._buffer is not None and self._buffer.is_lent:
+            return None
+        if self._buffer is None or not self._buffer.is_own:
+            self._buffer = GradientBuffer(self.parts, self.row_numel, self.dtype, self.mesh.device)
+        return self._buffer
 
     def division(self, settings: ReduceSettings) -> Division:
         key = (settings.divide_factor, settings.sums_only)
@@ -170,7 +162,7 @@ class Reduction:
         self._received: list[_Part] = []
         self._work: Work | None = None
         self._own_row: torch.Tensor | None = None
-        self._kept: KeptGradients | None = None
+        self._buffer: GradientBuffer | None = None
         self._runs: list[torch.Tensor] = []
         self._packed: Mark
 
@@ -194,10 +186,10 @@ class Reduction:
             self._packed = lane.mark()
             if self._division.before != 1.0:
                 plan.all_rows.div_(self._division.before)
-            self._kept = plan.gradients_to_fill()
-            if self._kept is not None:
-                self._kept.grow()
-                self._own_row = self._kept.row
+            self._buffer = plan.buffer_to_fill()
+            if self._buffer is not None:
+                self._buffer.grow()
+                self._own_row = self._buffer.row
             else:
                 self._own_row = torch.empty(plan.row_numel, dtype=plan.dtype, device=plan.mesh.device)
             self._work = self._settings.calls.issue_reduce_scatter(
@@ -323,11 +315,13 @@ class Reduction:
         held: list[torch.Tensor] = []
         added: list[torch.Tensor] = []
         lane = self._lanes.reduce
+        lease = self._buffer.lend() if self._buffer is not None else None
         with lane:
             for slot, run, start, shape, strides in self._received:
                 existing = slot.sharded.grad
-                if existing is None and self._kept is not None:
-                    slot.sharded.grad = self._kept.of_slot[slot]
+                if existing is None and lease is not None:
+                    assert self._buffer is not None
+                    slot.sharded.grad = self._buffer.gradient_of(slot, lease)
                     continue
                 gradient = self._runs[run].as_strided(shape, strides, start)
                 if existing is None:

@@ -108,8 +108,6 @@ class Root:
         self.in_forward = True
         self.expects_backward = torch.is_grad_enabled()
         self.window = Window()
-        for unit in self.units:
-            unit.let_gradients_rest()
         # order: the optimizer's writes before the gathers of this step, because they read the shards
         if self.post_optim_event is None:
             self.lanes.gather.after_compute()
@@ -119,6 +117,7 @@ class Root:
 
     def end_forward(self) -> None:
         self.in_forward = False
+        self._take_back(0)
         if self._is_offloaded and not torch.is_grad_enabled():
             # order: the gathers' transfers before the host goes on, because no backward will wait for them and the
             # host may write the shards

@@ -12,6 +12,7 @@ alias does not look to autograd like a change of the parameter.
 
 from __future__ import annotations
 
+import sys
 from math import prod
 
 import torch
@@ -78,9 +79,22 @@ class Elastic:
             self.shrink()
         return made
 
-    def num_uses(self) -> int:
-        """How many tensors and storages share this memory, in torch's own count."""
-        return storage_uses(self._storage)
+    def note_own_uses(self, tensors: list[torch.Tensor]) -> None:
+        """Remembers who has this memory now; ``tensors`` are those handed out that somebody might keep."""
+        self._watched = tensors
+        self._own_refs = [sys.getrefcount(tensor) for tensor in tensors]
+        self._own_uses = storage_uses(self._storage)
+
+    def is_own(self) -> bool:
+        """Whether nobody has a tensor of this memory, or a view of one, that had none when uses were noted."""
+        return (
+            storage_uses(self._storage) == self._own_uses
+            and [sys.getrefcount(tensor) for tensor in self._watched] == self._own_refs
+        )
+
+    def shrink_if_own(self) -> None:
+        if self.is_own():
+            self.shrink()
 
     def grow(self) -> None:
         if not self.is_grown:

@@ -36,6 +36,11 @@ if TYPE_CHECKING:
     from shardwise.engine.root import Root
 
 
+def shard_device(mesh: DataMesh, offload: OffloadPolicy) -> torch.device:
+    """Where shards live."""
+    return torch.device("cpu") if isinstance(offload, CPUOffloadPolicy) else mesh.device
+
+
 class Unit:
     """Parameters that are gathered, freed and reduced together."""
 
@@ -88,8 +93,7 @@ class Unit:
         self._reduces: dict[tuple[bool, ...], PackedReduce | None] = {}
         self._reduce: PackedReduce | None = None
         self._trainable: list[bool] = []
-        on_host = isinstance(offload, CPUOffloadPolicy)
-        self._shard_device = torch.device("cpu") if on_host else mesh.device
+        self._shard_device = shard_device(mesh, offload)
         self.is_offloaded = self._shard_device != mesh.device
         self._pins = self.is_offloaded and isinstance(offload, CPUOffloadPolicy) and offload.pin_memory
         self._build()
@@ -162,6 +166,14 @@ class Unit:
                 where=f"rank {self.rank}",
                 fix="give them memory and values before the first forward: model.to_empty(device=...), then "
                 "initialise (e.g. reset_parameters()) or load a state dict",
+            )
+        if moved := [slot for slot in self.slots if slot.local.device.type != self._shard_device.type]:
+            raise StateError(
+                f"parameters {[slot.name for slot in moved]} of unit '{self.name}' were moved to "
+                f"{moved[0].local.device}, but its shards live on {self._shard_device}",
+                where=f"rank {self.rank}",
+                fix=f"move the model back with .to('{self._shard_device.type}')"
+                + (": with CPUOffloadPolicy shards stay on the host" if self.is_offloaded else ""),
             )
         self._build()
 
@@ -369,11 +381,6 @@ class Unit:
         for slot in slots[1:]:
             dtype = torch.promote_types(dtype, slot.compute_dtype)
         return dtype
-
-    def let_gradients_rest(self) -> None:
-        """Lets the memory of gradients that were dropped go."""
-        if self._reduce is not None:
-            self._reduce.let_gradients_rest()
 
     def drop_gradients(self) -> None:
         self.holds_gradients = False

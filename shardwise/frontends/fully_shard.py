@@ -155,7 +155,8 @@ class _Call:
         _check_modules(modules, call)
         _check_policies(mp_policy, offload_policy, call)
         if mesh is None:
-            mesh = default_mesh(default_device_type(), call)
+            params = (param for module in modules for param in module.parameters())
+            mesh = default_mesh(default_device_type(params), call)
         elif not isinstance(mesh, DeviceMesh):
             raise ConfigTypeError(
                 f"mesh is a {type(mesh).__name__}, not a DeviceMesh",

@@ -109,10 +109,8 @@ def _do(job: Job) -> Answer:
         torch.set_num_threads(1)
         # The same start for every call, whatever ran on this worker before.
         torch.manual_seed(0)
-        device = None
         if job.device_index is not None:
-            device = torch.device("cuda", job.device_index)
-            torch.cuda.set_device(device)
+            torch.cuda.set_device(job.device_index)
             torch.cuda.init()
         dist.init_process_group(
             job.backend,
@@ -120,7 +118,6 @@ def _do(job: Job) -> Answer:
             rank=job.rank,
             world_size=job.world_size,
             timeout=timedelta(seconds=job.group_timeout_seconds),
-            device_id=device if job.backend == "nccl" else None,
         )
         return Answer(ok=True, result=_dump_result(function(*args, **kwargs)))
     except BaseException as error:  # noqa: BLE001  a rank reports whatever ended it, SystemExit included

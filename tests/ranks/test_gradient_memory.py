@@ -1,6 +1,8 @@
-"""Gradients of shards are used again step after step, but never under the hands of whoever still holds one."""
+"""The memory of shards' gradients is used again step after step, but never while somebody still holds part of it."""
 
 from __future__ import annotations
+
+import copy
 
 import pytest
 import torch
@@ -28,17 +30,17 @@ def drop(model):
         param.grad = None
 
 
-def made_once():
+def laid_out_once():
     model = small()
     backward(model, 1.0)
-    first = [id(param.grad) for param in model.parameters()]
+    storage = model[0].weight.grad._local_tensor.untyped_storage()._cdata
     drop(model)
     backward(model, 2.0)
-    return first == [id(param.grad) for param in model.parameters()]
+    return storage == model[0].weight.grad._local_tensor.untyped_storage()._cdata
 
 
-def test_gradients_are_made_once():
-    assert all(run_ranks(made_once, 2, kind="gloo"))
+def test_gradient_memory_is_laid_out_once():
+    assert all(run_ranks(laid_out_once, 2, kind="gloo"))
 
 
 def held(how):
@@ -72,19 +74,32 @@ def test_a_gradient_that_someone_holds_keeps_its_values(how):
     assert all(run_ranks(held, 2, how, kind="gloo"))
 
 
-def memory_goes():
+def memory_goes(how):
+    """Whether the memory goes with the last gradient; a copy of one does not count."""
     model = small()
     backward(model, 1.0)
-    storage = model[0].weight.grad._local_tensor.untyped_storage()
-    bytes_with_gradients = storage.nbytes()
-    drop(model)
-    with torch.no_grad():
-        model(torch.ones(2, 6))
-    return bytes_with_gradients > 0 and storage.nbytes() == 0
+    weight = model[0].weight
+    storage = weight.grad._local_tensor.untyped_storage()
+    kept = {
+        "nothing": lambda: None,
+        "a copy": lambda: copy.deepcopy(weight.grad),
+        "one": lambda: weight.grad,
+    }[how]()
+    first, *others = model.parameters()
+    for param in others:
+        param.grad = None
+    while_one_is_left = storage.nbytes()
+    first.grad = None
+    at_the_end = storage.nbytes()
+    del kept
+    return while_one_is_left > 0, at_the_end > 0, storage.nbytes() > 0
 
 
-def test_the_memory_of_dropped_gradients_goes_before_the_next_forward_computes():
-    assert all(run_ranks(memory_goes, 2, kind="gloo"))
+@pytest.mark.parametrize(
+    ("how", "stays"), [("nothing", False), ("a copy", False), ("one", True)], ids=lambda value: str(value)
+)
+def test_the_memory_goes_with_the_last_gradient(how, stays):
+    assert run_ranks(memory_goes, 2, how, kind="gloo") == [(True, stays, False)] * 2
 
 
 def accumulated(set_to_none):
