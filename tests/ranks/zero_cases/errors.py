@@ -62,9 +62,10 @@ def finds_ranks_with_other_parameters() -> None:
         ([torch.zeros(3).to_sparse() if rank == 1 else torch.zeros(3)], "rank 1 has .*sparse"),
     ):
         with pytest.raises(RankDisagreement, match=says):
-            ZeroRedundancyOptimizer([tensor.to(device()) for tensor in params], SGD, lr=0.1)
+            leaves = [tensor.detach().to(device()).requires_grad_(tensor.requires_grad) for tensor in params]
+            ZeroRedundancyOptimizer(leaves, SGD, lr=0.1)
     with pytest.raises(RankDisagreement, match="balanced=True"):
-        ZeroRedundancyOptimizer([torch.zeros(3)], SGD, lr=0.1, balanced=rank == 1)
+        ZeroRedundancyOptimizer([torch.zeros(3, device=device())], SGD, lr=0.1, balanced=rank == 1)
 
 
 def keeps_its_groups_when_an_added_one_is_refused() -> None:
