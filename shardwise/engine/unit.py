@@ -90,6 +90,7 @@ class Unit:
         self._has_reduced = False
         self._gathers_part = False
         self._kept_version = 0
+        self._is_kept = False
         self._reduces: dict[tuple[bool, ...], PackedReduce | None] = {}
         self._reduce: PackedReduce | None = None
         self._trainable: list[bool] = []
@@ -267,6 +268,8 @@ class Unit:
         if state is State.SHARDED_AFTER_FORWARD:
             self.memory.gather.drop_part()
         else:
+            if self._is_kept:
+                self._take_over_flips()
             show_sharded(self.slots)
             self.root.let_go(self)
         keep_part = keep_part and self._gathers_part
@@ -282,10 +285,24 @@ class Unit:
     def keep(self) -> None:
         """Stays unsharded for now; notes what the shards are, to notice when the parameters have gone stale."""
         self._kept_version = self._version()
+        self._is_kept = True
 
     def is_stale(self) -> bool:
-        """Whether the shards were written to since the unit was kept."""
-        return self.state is State.UNSHARDED and self._version() != self._kept_version
+        """Whether the shards were written to, or parameters frozen or thawed, since the unit was kept."""
+        if self.state is not State.UNSHARDED:
+            return False
+        return self._version() != self._kept_version or any(
+            not slot.sharded.requires_grad == slot.unsharded.requires_grad == trainable
+            for slot, trainable in zip(self.slots, self._trainable, strict=True)
+        )
+
+    def _take_over_flips(self) -> None:
+        """Freezes and thaws shards as users did with the unsharded parameters while those were shown."""
+        self._is_kept = False
+        for slot, trainable in zip(self.slots, self._trainable, strict=True):
+            if slot.unsharded.requires_grad != trainable:
+                slot.sharded.requires_grad_(not trainable)
+                slot.unsharded.requires_grad_(trainable)
 
     @property
     def keeps_after_forward(self) -> bool:
