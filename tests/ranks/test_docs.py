@@ -6,6 +6,7 @@ example's line numbers in a traceback are those of its page.
 
 from __future__ import annotations
 
+import ast
 import importlib
 import os
 import re
@@ -163,3 +164,31 @@ def test_the_house_is_drawn_as_it_is():
     package = REPOSITORY / "shardwise"
     real = {str(path.relative_to(package)) for path in package.glob("*/*.py") if path.name != "__init__.py"}
     assert drawn == real
+
+
+def defined_names(package):
+    """Every class and function of the library, and ``Class.member`` for what is defined in a class."""
+    names = set()
+    for path in package.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                names.update(f"{node.name}.{member}" for member in members_of(node))
+            if isinstance(node, ast.ClassDef | ast.FunctionDef):
+                names.add(node.name)
+    return names
+
+
+def members_of(cls):
+    for node in ast.walk(cls):
+        if isinstance(node, ast.FunctionDef):
+            yield node.name
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
+            yield node.attr
+
+
+def test_names_that_the_architecture_uses_are_defined():
+    names = defined_names(REPOSITORY / "shardwise")
+    quoted = re.findall(r"`([\w.]+)`", (REPOSITORY / "ARCHITECTURE.md").read_text())
+    used = {name for name in quoted if re.match(r"[A-Z]\w+\.\w+$", name)}
+    assert len(used) > 30
+    assert not used - names, used - names
