@@ -275,6 +275,8 @@ class Unit:
         keep_part = keep_part and self._gathers_part
         if not keep_part and self._gathers_part:
             self.memory.gather.drop_part()
+        if keep_part:
+            self._kept_version = self._version()
         self.state = advance(self.state, Step.KEEP_PART if keep_part else Step.RESHARD)
         if self.recorder is not None:
             self.recorder.add(trace.RESHARD, self.name, phase, self.rank)
@@ -295,6 +297,10 @@ class Unit:
             not slot.sharded.requires_grad == slot.unsharded.requires_grad == trainable
             for slot, trainable in zip(self.slots, self._trainable, strict=True)
         )
+
+    def has_stale_part(self) -> bool:
+        """Whether the shards were written to since a part was kept after forward."""
+        return self.state is State.SHARDED_AFTER_FORWARD and self._version() != self._kept_version
 
     def _take_over_flips(self) -> None:
         """Freezes and thaws shards as users did with the unsharded parameters while those were shown."""

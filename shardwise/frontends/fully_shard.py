@@ -321,7 +321,7 @@ class FSDPModule:
         units = _own_units(self)
         for unit in units:
             unit.root.settle()
-            if unit.is_stale():
+            if unit.is_stale() or unit.has_stale_part():
                 unit.reshard(trace.IDLE)
             unit.issue_gather(trace.IDLE)
         handle = UnshardHandle(units)

@@ -10,6 +10,7 @@ from shardwise.testing import run_ranks
 from shardwise.testing.workloads import seeded
 from tests.ranks.models import (
     Layers,
+    Traffic,
     average_gradients,
     data,
     full,
@@ -100,6 +101,40 @@ def frees(mode):
 @pytest.mark.parametrize("mode", MODES)
 def test_a_forward_without_grad_leaves_no_memory_behind(mode):
     run_ranks(frees, 4, mode)
+
+
+def leaves_no_part(mode):
+    """With an int, a part is kept for backward; without grad there is none to come."""
+    model = sharded(2)
+    evaluate(model, mode, 0)
+    with Traffic() as traffic:
+        model.layers[0].unshard()
+    assert traffic.of("_allgather_base_") == [4], "gathered from parts that were kept"
+
+
+@beyond_torch
+@pytest.mark.parametrize("mode", MODES)
+def test_a_forward_without_grad_keeps_no_part_either(mode):
+    run_ranks(leaves_no_part, 4, mode, kind="gloo")
+
+
+def stale_part():
+    """A part that was kept for a backward that never came, and weights that changed since."""
+    model, plain = sharded(2), seeded(Layers())
+    params = list(model.parameters())
+    model(data(0, 0, 2, 6))
+    with torch.no_grad():
+        for param in (*params, *plain.parameters()):
+            param.mul_(2)
+    layer = model.layers[0]
+    layer.unshard()
+    for shown, expected in zip(layer.parameters(), plain.layers[0].parameters(), strict=True):
+        same(shown.detach(), expected.detach(), "unsharded parameter")
+
+
+@beyond_torch
+def test_unshard_does_not_gather_parts_that_have_gone_stale():
+    run_ranks(stale_part, 4)
 
 
 def keeps_what_is_asked(mode):
