@@ -122,8 +122,8 @@ class PackedReduce:
         return self.shard_device != self.mesh.device
 
     def buffer_to_fill(self) -> GradientBuffer | None:
-        """The gradient buffer, if a reduce may write to it: not while it is lent out or waits for replicas."""
-        if not self.is_one_run or self.partial is not None:
+        """The gradient buffer, if a reduce may write to it: not while it is lent out."""
+        if not self.is_one_run:
             return None
         if self._buffer is not None and self._buffer.is_lent:
             return None
@@ -158,6 +158,7 @@ class Reduction:
         self._settings = settings
         self._lanes = lanes
         self._division = plan.division(settings)
+        self._puts_off = plan.mesh.replicate is not None and not settings.all_reduces
         self._gradients: list[torch.Tensor | None] = []
         self._received: list[_Part] = []
         self._work: Work | None = None
@@ -186,7 +187,7 @@ class Reduction:
             self._packed = lane.mark()
             if self._division.before != 1.0:
                 plan.all_rows.div_(self._division.before)
-            self._buffer = plan.buffer_to_fill()
+            self._buffer = None if self._puts_off else plan.buffer_to_fill()
             if self._buffer is not None:
                 self._buffer.grow()
                 self._own_row = self._buffer.row
@@ -235,7 +236,7 @@ class Reduction:
         self.plan.rows.shrink()
 
     def _receive_own_row(self) -> None:
-        plan, settings, lanes = self.plan, self._settings, self._lanes
+        plan, lanes = self.plan, self._lanes
         assert self._work is not None
         assert self._own_row is not None
         with lanes.reduce:
@@ -247,7 +248,7 @@ class Reduction:
                 all_parts = {part.slot: part for part in (*plan.partial.parts, *self._received)}
                 self._received = list(all_parts.values())
                 plan.partial = None
-            if plan.mesh.replicate is not None and not settings.all_reduces:
+            if self._puts_off:
                 plan.partial = Partial(self._own_row, self._received)
                 self._received, self._own_row = [], None
         self.is_scattering = False
