@@ -61,8 +61,8 @@ def finds_ranks_with_other_parameters() -> None:
         ([torch.zeros(3, requires_grad=rank == 1)], "rank 0 has .*frozen"),
         ([torch.zeros(3).to_sparse() if rank == 1 else torch.zeros(3)], "rank 1 has .*sparse"),
     ):
+        leaves = [tensor.detach().to(device()).requires_grad_(tensor.requires_grad) for tensor in params]
         with pytest.raises(RankDisagreement, match=says):
-            leaves = [tensor.detach().to(device()).requires_grad_(tensor.requires_grad) for tensor in params]
             ZeroRedundancyOptimizer(leaves, SGD, lr=0.1)
     with pytest.raises(RankDisagreement, match="balanced=True"):
         ZeroRedundancyOptimizer([torch.zeros(3, device=device())], SGD, lr=0.1, balanced=rank == 1)
