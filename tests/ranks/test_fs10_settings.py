@@ -308,30 +308,34 @@ def test_a_unit_that_backward_does_not_need_is_not_gathered_for_it(kind):
 # --- dividing ---------------------------------------------------------------------------------------------------------
 
 
-def divided(dtype, factor, slopes):
-    module = fully_shard(Slope(5, 3), mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype))
-    module.set_gradient_divide_factor(factor)
-    return reduced(module, slopes[dist.get_rank()])
+def divided(slopes, factors, dtypes):
+    found = {}
+    for dtype in dtypes:
+        module = fully_shard(Slope(5, 3), mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype))
+        for factor in factors:
+            module.set_gradient_divide_factor(factor)
+            found[dtype, factor] = reduced(module, slopes[dist.get_rank()])
+    return found
 
 
 @both_kinds
 @two_and_four
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("factor", [1.0, 3.0, 16.0])
-def test_a_divide_factor_takes_the_place_of_the_number_of_ranks(dtype, factor, world_size, kind):
+def test_a_divide_factor_takes_the_place_of_the_number_of_ranks(world_size, kind):
     slopes = [1.0, 2.0, 4.0, 8.0][:world_size]
+    dtypes, factors = (torch.float32, torch.bfloat16, torch.float16), (1.0, 3.0, 16.0)
     # The sums are exact; so is a division by a power of two, and any other is rounded once, in the reduce dtype.
-    want = float((torch.tensor(sum(slopes), dtype=dtype) / factor).float())
-    if kind == "threads":
-        found = run_ranks(divided, world_size, dtype, factor, slopes)
-    else:
-        found = run_ranks(divided, world_size, dtype, factor, slopes, kind="gloo")
-    assert found == [want] * world_size
+    want = {
+        (dtype, factor): float((torch.tensor(sum(slopes), dtype=dtype) / factor).float())
+        for dtype in dtypes
+        for factor in factors
+    }
+    assert run_ranks(divided, world_size, slopes, factors, dtypes, kind=kind) == [want] * world_size
 
 
 def test_with_a_divide_factor_fp16_sums_do_not_overflow():
     # 4 × 30000 is beyond fp16's 65504.
-    assert run_ranks(divided, 4, torch.float16, 16.0, [30000.0] * 4, kind="gloo") == [7500.0] * 4
+    found = run_ranks(divided, 4, [30000.0] * 4, (16.0,), (torch.float16,), kind="gloo")
+    assert found == [{(torch.float16, 16.0): 7500.0}] * 4
 
 
 def divide_factor_of_one_unit():
