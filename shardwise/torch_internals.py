@@ -179,8 +179,9 @@ def default_device_type(params: Iterable[torch.Tensor]) -> str:
     if any(param.device.type == "cuda" for param in params):
         return "cuda"
     if torch.cuda.is_available() and dist.is_initialized():
+        # A group that was given no backend serves each device with that device's own, and calls it "undefined".
         backend = dist.get_backend()
-        if "nccl" in backend or ("fake" in backend and torch.cuda.is_initialized()):
+        if "nccl" in backend or backend == "undefined" or ("fake" in backend and torch.cuda.is_initialized()):
             return "cuda"
     return "cpu"
 

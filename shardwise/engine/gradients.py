@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -55,8 +56,9 @@ class Lease:
     def __deepcopy__(self, memo: dict[int, object]) -> Lease:
         return Lease()
 
-    def __reduce__(self) -> tuple[type[Lease], tuple[()]]:
-        return (Lease, ())
+    def __reduce__(self) -> tuple[type[OrderedDict[str, object]], tuple[()]]:
+        # What is saved must load without shardwise, and with torch.load(weights_only=True).
+        return (OrderedDict, ())
 
 
 class GradientBuffer:

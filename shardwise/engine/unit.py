@@ -264,7 +264,8 @@ class Unit:
         if state is State.SHARDED:
             return
         if state is State.GATHERING:
-            self.wait_gather()  # the collective is under way on all ranks: it must land before its memory goes
+            self._call_off_gather(phase)
+            return
         if state is State.SHARDED_AFTER_FORWARD:
             self.memory.gather.drop_part()
         else:
@@ -278,6 +279,18 @@ class Unit:
         if keep_part:
             self._kept_version = self._version()
         self.state = advance(self.state, Step.KEEP_PART if keep_part else Step.RESHARD)
+        if self.recorder is not None:
+            self.recorder.add(trace.RESHARD, self.name, phase, self.rank)
+
+    def _call_off_gather(self, phase: str) -> None:
+        """Drops a gather before anyone saw it; under way on all ranks, it must land before its memory goes."""
+        if not self._gather_calls.ordered_by_stream:
+            with self.root.lanes.gather:
+                self._finish_gather()
+        self.memory.gather.drop_part()
+        self.root.let_go(self)
+        self.prefetched = False
+        self.state = advance(State.GATHERING, Step.ABANDON)
         if self.recorder is not None:
             self.recorder.add(trace.RESHARD, self.name, phase, self.rank)
 

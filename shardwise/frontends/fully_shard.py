@@ -89,7 +89,7 @@ def fully_shard(
         mesh: one axis (shard) or two (replicate, shard). Default: all ranks.
         reshard_after_forward: ``True`` frees parameters after forward and gathers them again in backward; ``False``
             keeps them; an int keeps them sharded over that many neighbouring ranks; ``None`` means ``True``. The
-            outermost unit keeps its parameters in any case (``set_reshard_after_forward`` overrides that).
+            outermost unit keeps its parameters for the backward to come (``set_reshard_after_forward`` overrides that).
         shard_placement_fn: takes a parameter, returns the ``Shard(dim)`` it is cut along, or ``None`` for dim 0. Sizes
             need not divide.
         mp_policy: dtypes to compute and reduce in.

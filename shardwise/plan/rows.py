@@ -10,10 +10,10 @@ padded at its end to the same length everywhere, so that one plain collective ca
 
 Parameters of the same kind (dtype) stand together in a *segment*: one cast serves a segment. Within it those of one
 size stand together, so that one strided copy serves them all. Starts are aligned, so that every part can be used as a
-tensor of its own. A row exists in two measures: *stored* (the dtype the
-optimizer sees) and *sent* (the dtype that goes over the wire); element offsets within a segment are the same in
-both. The pieces below say which strided block of a full parameter is which strided block of the packed rows; they
-serve the copy-out after a gather and the pack before a reduce alike.
+tensor of its own. A row exists in two measures: *stored* (the dtype the optimizer sees) and *sent* (the dtype that goes
+over the wire); element offsets within a segment are the same in both. The pieces below say which strided block of a
+full parameter is which strided block of the packed rows; they serve the copy-out after a gather and the pack before a
+reduce alike.
 """
 
 from __future__ import annotations

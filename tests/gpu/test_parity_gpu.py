@@ -84,11 +84,15 @@ def test_one_rank_matches_the_oracle(name):
 WIDTH, NUM_LAYERS = 512, 16
 
 
-def memory_of_steps() -> tuple[int, int, list[int], list[int]]:
-    """Bytes of the full model, then the level before a step, after it, and the peak within it."""
+def memory_of_steps() -> tuple[int, int, int, list[int], list[int]]:
+    """Bytes of the full model, of the shards, of matrix libraries' workspaces; levels after steps and peaks within."""
     torch.cuda.init()
     model = seeded(Layers(num_layers=NUM_LAYERS, width=WIDTH)).to("cuda")
     full_bytes = sum(param.numel() * param.element_size() for param in model.parameters())
+    # A plain step first: the libraries take their workspaces, for forward's thread and for backward's.
+    model(torch.randn(8, WIDTH, device="cuda")).sum().backward()
+    model.zero_grad()
+    workspace_bytes = torch.cuda.memory_allocated() - full_bytes
     for unit in (*model.layers, model):
         fully_shard(unit)
     shard_bytes = sum(param.to_local().numel() * param.element_size() for param in model.parameters())
@@ -101,16 +105,20 @@ def memory_of_steps() -> tuple[int, int, list[int], list[int]]:
         torch.cuda.synchronize()
         levels.append(torch.cuda.memory_allocated())
         peaks.append(torch.cuda.max_memory_allocated())
-    return full_bytes, shard_bytes, levels, peaks
+    return full_bytes, shard_bytes, workspace_bytes, levels, peaks
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_after_a_step_memory_is_back_at_the_sharded_level(world_size):
-    for full_bytes, shard_bytes, levels, peaks in run_ranks(memory_of_steps, world_size, kind="nccl"):
+    for full_bytes, shard_bytes, workspace_bytes, levels, peaks in run_ranks(
+        memory_of_steps, world_size, kind="nccl"
+    ):
         assert len(set(levels[1:])) == 1, f"memory grows from step to step: {levels}"
-        # Besides the shards there are workspaces of matrix libraries and inputs: far less than the full model.
-        workspace = 0.5 * full_bytes
-        assert levels[-1] <= shard_bytes + workspace, f"{levels[-1]} bytes held, {shard_bytes} in shards"
+        # Besides the shards and the workspaces there are the inputs, and what alignment takes.
+        small = 0.02 * full_bytes
+        assert levels[-1] <= shard_bytes + workspace_bytes + small, (
+            f"{levels[-1]} bytes held, {shard_bytes} in shards, {workspace_bytes} in workspaces"
+        )
         # Shards and their gradients, and a few layers of sixteen in full, with their gradients.
         assert peaks[-1] - levels[-1] <= shard_bytes + 0.6 * full_bytes, (
             f"peak {peaks[-1]}, level {levels[-1]}"
