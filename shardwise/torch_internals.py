@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -205,6 +206,11 @@ def unseen_by_modes() -> Iterator[None]:
     """Runs collectives past torch's dispatch modes, so that control traffic is not counted as the model's."""
     with _disable_current_modes():
         yield
+
+
+def map_tree(change: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
+    """``tree`` with every tensor changed, as torch itself walks containers."""
+    return tree_map_only(torch.Tensor, change, tree)
 
 
 # --- modules and kernels -----------------------------------------------------------------------------------------

@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils._pytree import tree_map_only
 
 from shardwise.testing.workloads import Batch, Workload
+from shardwise.torch_internals import map_tree
 
 __all__ = [
     "BF16",
@@ -210,7 +210,7 @@ class _InputCast:
         self._dtype = dtype
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        return tree_map_only(Tensor, self._cast, (args, kwargs))  # type: ignore[no-any-return]
+        return map_tree(self._cast, (args, kwargs))  # type: ignore[no-any-return]
 
     def _cast(self, value: Tensor) -> Tensor:
         return value.to(self._dtype) if value.is_floating_point() else value
