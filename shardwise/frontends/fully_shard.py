@@ -266,8 +266,7 @@ def _become_fsdp_module(module: nn.Module) -> None:
         # Threads that race here make equal classes; one of them stays.
         made = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
         fsdp_cls = _FSDP_CLASSES.setdefault(cls, made)
-    # Past the module's own ``__setattr__``: a compiled module passes what is set on it to the one inside.
-    object.__setattr__(module, "__class__", fsdp_cls)
+    module.__class__ = fsdp_cls
 
 
 class UnshardHandle:

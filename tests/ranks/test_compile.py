@@ -225,6 +225,41 @@ def test_compiled_blocks_are_gathered_and_reduced_as_eager_ones():
     run_ranks(same_events, 2, kind="gloo")
 
 
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one = Block()
+        self.two = Block()
+
+    def forward(self, x):
+        x = self.one(x * 2)
+        return self.two(x + 1)
+
+
+def around_units():
+    """Compiled from outside, a graph ends where a unit begins; nothing of the unit's hooks is traced."""
+    model, plain = seeded(Pair()), seeded(Pair())
+    for unit in (model.one, model.two, model):
+        fully_shard(unit)
+    with one_compilation():
+        model.compile(backend="aot_eager")
+        for step in range(STEPS):
+            inputs = data(step, dist.get_rank(), 2, WIDTH).requires_grad_()
+            output = model(inputs)
+            same(output.detach(), plain(inputs).detach(), f"step {step}: output")
+            output.sum().backward()
+        reasons = list(counters["graph_break"])
+        assert len(reasons) == 1, reasons
+        assert "shardwise gathers and reduces here" in reasons[0], reasons
+        # One graph before each unit, one for what both units have in common.
+        assert counters["stats"]["unique_graphs"] == 3
+
+
+@beyond_torch
+def test_a_model_compiled_around_its_units_breaks_only_where_they_begin():
+    run_ranks(around_units, 2, kind="gloo")
+
+
 def without_grad_too():
     """Grad mode is part of what torch compiles for: one more compilation, then none."""
     model, plain = seeded(Blocks()), seeded(Blocks())
