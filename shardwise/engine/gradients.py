@@ -1,11 +1,11 @@
 """Memory for the gradients of shards, laid out once and lent out in every backward.
 
 A unit's reduced row is its gradient buffer: each shard's gradient is a DTensor over its part of it. The parts are made
-once. A backward lends them out, as DTensors that share a *lease*; when the last of those is dropped (``zero_grad``),
-the lease ends and the memory goes.
+once. A backward lends them out; the gradient given out last carries a *lease*, which ends with it. ``zero_grad`` drops
+gradients in that order, so when the lease ends nobody has any of them any more, and the memory goes.
 
-Whoever holds a gradient holds the lease. Whoever holds only memory of it (its local tensor, a view, a slice) keeps that
-memory, and the unit lays out new memory for itself.
+Where somebody does (a gradient, its local tensor, a view, a slice), that memory stays as it is, and the unit lays out
+new memory for itself.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Part(Protocol):
 
 
 class Lease:
-    """Held by the gradients that are lent out; copies and saved files of them hold an empty one."""
+    """Ends with the gradient that carries it; copies and saved files of that one carry an empty one."""
 
     def __init__(self, memory: Elastic | None = None) -> None:
         self._memory = memory
@@ -88,12 +88,11 @@ class GradientBuffer:
     def grow(self) -> None:
         self._memory.grow()
 
-    def lend(self) -> Lease:
+    def gradient_of(self, slot: Slot) -> DTensor:
+        return dtensor(self._locals[slot], slot.spec, outline=slot.local)
+
+    def lend_with(self, last: DTensor) -> None:
+        """Lends the memory out until ``last``, the gradient given out last, is dropped."""
         lease = Lease(self._memory)
         self._lease = weakref.ref(lease)
-        return lease
-
-    def gradient_of(self, slot: Slot, lease: Lease) -> DTensor:
-        gradient = dtensor(self._locals[slot], slot.spec, outline=slot.local)
-        gradient.__dict__[LEASE_ATTRIBUTE] = lease
-        return gradient
+        last.__dict__[LEASE_ATTRIBUTE] = lease

@@ -315,14 +315,12 @@ class Reduction:
     def _give_out(self) -> list[Slot]:
         held: list[torch.Tensor] = []
         added: list[torch.Tensor] = []
-        lane = self._lanes.reduce
-        lease = self._buffer.lend() if self._buffer is not None else None
+        lane, buffer, lent = self._lanes.reduce, self._buffer, None
         with lane:
             for slot, run, start, shape, strides in self._received:
                 existing = slot.sharded.grad
-                if existing is None and lease is not None:
-                    assert self._buffer is not None
-                    slot.sharded.grad = self._buffer.gradient_of(slot, lease)
+                if existing is None and buffer is not None:
+                    slot.sharded.grad = lent = buffer.gradient_of(slot)
                     continue
                 gradient = self._runs[run].as_strided(shape, strides, start)
                 if existing is None:
@@ -330,6 +328,8 @@ class Reduction:
                 else:
                     held.append(local_of(existing) if isinstance(existing, DTensor) else existing)
                     added.append(gradient)
+            if buffer is not None and lent is not None:
+                buffer.lend_with(lent)
             if held:
                 if self.plan.is_offloaded:
                     # order: the transfer before the sum, because the host adds
