@@ -10,11 +10,11 @@ STAMP  := $(VENV)/.installed
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test demo lint format typecheck bench clean
+.PHONY: help venv test test-gpu demo lint format typecheck bench clean
 
 help:
 	@sed -n '1,4s/^# \{0,1\}//p' Makefile
-	@echo "also: venv lint format typecheck bench clean"
+	@echo "also: venv test-gpu lint format typecheck bench clean"
 
 venv: $(STAMP)
 
@@ -28,6 +28,10 @@ $(STAMP): pyproject.toml constraints.txt
 
 test: $(STAMP)
 	$(PY) -m pytest $(PYTEST_ARGS)
+
+# With whatever torch the machine has: a GPU machine's own is not replaced.
+test-gpu:
+	PYTHONPATH=. $(PYTHON) benchmarks/gpu_tests.py
 
 demo: $(STAMP)
 	@$(PY) examples/demo.py

@@ -1,0 +1,97 @@
+"""Runs ``tests/gpu`` and writes what passed, on which hardware, to a results file.
+
+    PYTHONPATH=. python benchmarks/gpu_tests.py                 # on a machine with a GPU, straight from the source tree
+
+Files run beside each other, each in a process of its own: ranks share the GPU, so a second rank costs no second one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from datetime import datetime, timezone
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).parent.parent
+RESULTS = Path(__file__).parent / "results"
+
+
+def start(path: Path, report: Path, log: Path) -> subprocess.Popen[bytes]:
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        f"--junitxml={report}",
+        str(path),
+    ]
+    return subprocess.Popen(command, cwd=ROOT, stdout=log.open("wb"), stderr=subprocess.STDOUT)
+
+
+def outcome(report: Path, exit_status: int) -> dict[str, object]:
+    if not report.exists():
+        return {"exit_status": exit_status, "note": "ended without a report"}
+    (suite,) = ElementTree.parse(report).getroot().iter("testsuite")
+    counts = {key: int(suite.get(key, 0)) for key in ("tests", "failures", "errors", "skipped")}
+    passed = counts["tests"] - counts["failures"] - counts["errors"] - counts["skipped"]
+    wrong = [
+        f"{case.get('classname')}::{case.get('name')}"
+        for case in suite.iter("testcase")
+        if case.find("failure") is not None or case.find("error") is not None
+    ]
+    return {"passed": passed, **counts, "seconds": float(suite.get("time", 0)), "failed": wrong}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, default=RESULTS / "gpu_tests.json")
+    parser.add_argument(
+        "--logs", type=Path, default=Path(tempfile.mkdtemp()), help="folder for pytest's output"
+    )
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds for all files together")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("no GPU here: nothing to run", file=sys.stderr)
+        return 2
+    paths = sorted((ROOT / "tests" / "gpu").glob("test_*.py"))
+    deadline = time.monotonic() + args.timeout
+    running = {}
+    for path in paths:
+        report = args.logs / f"{path.stem}.xml"
+        running[path.stem] = (start(path, report, args.logs / f"{path.stem}.log"), report)
+    files = {}
+    for name, (process, report) in running.items():
+        try:
+            status = process.wait(max(1.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            status = process.wait()
+        files[name] = outcome(report, status)
+        print(f"{name}: {files[name]}")
+    result = {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "python": platform.python_version(),
+        "cores": os.cpu_count(),
+        "files": files,
+    }
+    args.output.write_text(json.dumps(result, indent=1) + "\n")
+    return 0 if all(entry.get("passed") and not entry.get("failed") for entry in files.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
