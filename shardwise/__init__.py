@@ -10,7 +10,8 @@ from shardwise.errors import (
     StateError,
 )
 from shardwise.frontends.entry_points import register_fsdp_forward_method, share_comm_ctx
-from shardwise.frontends.fully_shard import FSDPModule, UnshardHandle, fully_shard
+from shardwise.frontends.fully_shard import fully_shard
+from shardwise.frontends.module import FSDPModule, UnshardHandle
 from shardwise.frontends.norms import clip_grad_norm_
 from shardwise.policies import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from shardwise.zero import ZeroRedundancyOptimizer, hook_with_zero_step, hook_with_zero_step_interleaved

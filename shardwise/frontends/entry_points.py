@@ -11,7 +11,7 @@ from torch import nn
 from shardwise.engine.binding import units_of
 from shardwise.engine.unit import Unit
 from shardwise.errors import ConfigError, ConfigTypeError
-from shardwise.frontends.fully_shard import FSDPModule
+from shardwise.frontends.module import FSDPModule
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

@@ -11,25 +11,22 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from typing import Any, NoReturn, TypeVar, cast, overload
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise import trace
-from shardwise.comm.collectives import AllReduceHook
-from shardwise.comm.custom import AllGather, ReduceScatter, StagedCalls, group_allocate, symmetric_allocate
 from shardwise.comm.mesh import DataMesh, data_mesh, default_mesh
-from shardwise.engine.binding import UNITS_ATTRIBUTE, units_of
+from shardwise.engine.binding import units_of
 from shardwise.engine.making import PlacementFn, check_unit, make_unit
-from shardwise.engine.unit import Unit
 from shardwise.errors import ConfigError, ConfigTypeError
-from shardwise.frontends.state_dicts import check_fits, keep_state_dicts_sharded, not_copied
+from shardwise.frontends.module import become_fsdp_module
+from shardwise.frontends.state_dicts import keep_state_dicts_sharded
 from shardwise.frontends.wrapping import Wrap, choose_modules, has_forward
-from shardwise.plan.schedule import FREE, KEEP, plan_after_forward
+from shardwise.plan.schedule import plan_after_forward
 from shardwise.policies import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
-from shardwise.torch_internals import default_device_type, untraced_itself
+from shardwise.torch_internals import default_device_type
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -190,7 +187,7 @@ class _Call:
             self.ignored,
         )
         for module in self.modules:
-            _become_fsdp_module(module)
+            become_fsdp_module(module)
         keep_state_dicts_sharded((unit, *unit.needs))
 
 
@@ -250,278 +247,3 @@ def _check_policies(precision: MixedPrecisionPolicy, offload: OffloadPolicy, whe
             where=where,
             fix="pass a shardwise.CPUOffloadPolicy or leave it out",
         )
-
-
-# --- the module's new class ---------------------------------------------------------------------------------------
-
-_FSDP_CLASSES: dict[type, type] = {}
-
-
-def _become_fsdp_module(module: nn.Module) -> None:
-    cls = type(module)
-    if issubclass(cls, FSDPModule):
-        return
-    fsdp_cls = _FSDP_CLASSES.get(cls)
-    if fsdp_cls is None:
-        # Threads that race here make equal classes; one of them stays.
-        made = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
-        fsdp_cls = _FSDP_CLASSES.setdefault(cls, made)
-    module.__class__ = fsdp_cls
-
-
-class UnshardHandle:
-    """What ``unshard(async_op=True)`` returns: wait on it before using the parameters."""
-
-    def __init__(self, units: tuple[Unit, ...] = ()) -> None:
-        self._units = units
-
-    def wait(self) -> None:
-        """Makes the unsharded parameters usable and shows them in the module. Waiting twice does no harm."""
-        for unit in self._units:
-            unit.wait_gather()
-            unit.keep()
-        self._units = ()
-
-
-class FSDPModule:
-    """What a sharded module can do besides being the module it was."""
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        # Containers build parts of themselves by calling their class (slicing a Sequential): those are plain.
-        plain: Any = cls.__mro__[2]
-        return plain(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise not_copied("deepcopy", type(self).__name__)
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise not_copied("pickle", type(self).__name__)
-
-    @untraced_itself
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Around all of the module's call, not as hooks inside it: ``module.compile()`` traces hooks too.
-        hooks = self.__dict__[UNITS_ATTRIBUTE][0].hooks
-        args, kwargs = hooks.pre_forward(self, args, kwargs)
-        return hooks.post_forward(self, args, super().__call__(*args, **kwargs))  # type: ignore[misc]
-
-    # --- parameters by hand ---------------------------------------------------------------------------------------
-
-    def reshard(self) -> None:
-        """Frees this module's unsharded parameters, if it has any, and shows the sharded ones. Not recursive."""
-        for unit in _own_units(self):
-            unit.reshard(trace.IDLE)
-
-    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gathers this module's parameters. Not recursive.
-
-        With ``async_op`` the gather runs in the background: the handle's ``wait()``, or the module's own forward,
-        waits for it.
-        """
-        units = _own_units(self)
-        for unit in units:
-            unit.root.settle()
-            if unit.is_stale() or unit.has_stale_part():
-                unit.reshard(trace.IDLE)
-            unit.issue_gather(trace.IDLE)
-        handle = UnshardHandle(units)
-        if async_op:
-            return handle
-        handle.wait()
-        return None
-
-    def reset_iter_state(self) -> None:
-        """Forgets a step that raised: parameters are sharded again, gradients half way are dropped.
-
-        The next forward of the root does this by itself; call it to have the memory back at once.
-        """
-        for unit in _own_units(self):
-            unit.root.reset()
-
-    # --- settings -------------------------------------------------------------------------------------------------
-
-    def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Says whether the next backward is the last one through this forward."""
-        for unit in _own_units(self):
-            unit.root.is_last_backward = is_last_backward
-
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Without sync, gradients stay unsharded on this rank: for micro-batches before the last one."""
-        for unit in _units_below(self, recurse):
-            unit.syncs_gradients = requires_gradient_sync
-
-    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Changes what is kept after forward; said to the root itself, it holds for the root too."""
-        if not isinstance(reshard_after_forward, bool):
-            raise ConfigTypeError(
-                f"set_reshard_after_forward takes a bool, not {reshard_after_forward!r}",
-                where=f"{type(self).__name__}.set_reshard_after_forward",
-                fix="pass True or False; an int is given to fully_shard, which makes its groups",
-            )
-        for unit in _units_below(self, recurse):
-            unit.after_forward = FREE if reshard_after_forward else KEEP
-            unit.after_forward_is_explicit = True
-
-    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Keeps parameters unsharded after backward, to save the next forward's gather while they do not change."""
-        for unit in _units_below(self, recurse):
-            unit.frees_after_backward = reshard_after_backward
-
-    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """With replicas: puts the sum over them off, while the sum over shards goes on and accumulates."""
-        for unit in _units_below(self, recurse):
-            unit.reduce_settings.all_reduces = requires_all_reduce
-
-    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Says that backward does not need this module's parameters (an embedding's, say), so none are gathered."""
-        for unit in _own_units(self):
-            unit.gathers_in_backward = unshard_in_backward
-
-    def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divides summed gradients by ``factor`` instead of the number of ranks."""
-        if not factor > 0:
-            raise ConfigError(
-                f"a gradient divide factor of {factor} divides nothing",
-                where=f"{type(self).__name__}.set_gradient_divide_factor",
-                fix="pass a number above zero; 1.0 gives the plain sum",
-            )
-        for unit in _own_units(self):
-            unit.reduce_settings.divide_factor = factor
-
-    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """The old name of ``set_gradient_divide_factor``."""
-        warnings.warn("use set_gradient_divide_factor instead", FutureWarning, stacklevel=2)
-        self.set_gradient_divide_factor(factor)
-
-    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Uses plain sums on the wire, divided here, even where the group could average."""
-        for unit in _own_units(self):
-            unit.reduce_settings.sums_only = enable
-
-    def set_all_reduce_hook(self, hook: AllReduceHook, *, stream: torch.cuda.Stream | None = None) -> None:
-        """Calls ``hook`` with the reduced row (summed over replicas, if there are any) before its last division."""
-        for unit in _own_units(self):
-            if stream is not None and unit.mesh.replicate is not None:
-                raise ConfigError(
-                    "a stream was given for the all-reduce hook of a unit that has replicas",
-                    where=f"{type(self).__name__}.set_all_reduce_hook, rank {unit.rank}",
-                    fix="leave the stream out: with replicas the hook runs on the engine's own",
-                )
-            unit.reduce_settings.hook = hook
-            unit.reduce_settings.hook_stream = stream
-
-    def set_post_optim_event(self, event: torch.Event) -> None:
-        """The next gathers wait for ``event`` instead of everything on the current stream; used once."""
-        for unit in _own_units(self):
-            unit.root.post_optim_event = event
-
-    def set_reduce_scatter_unused_params(
-        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
-    ) -> None:
-        """Counts parameters without a gradient as zero, for ranks that use different ones.
-
-        Reduces then wait for the end of backward, where ranks know what came in. Ranks still run the same forwards; a
-        unit that only some backwards reach must not be gathered for them (``reshard_after_forward=False``).
-        """
-        for unit in _units_below(self, recurse):
-            unit.reduce_settings.includes_unused = reduce_scatter_unused_params
-
-    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """How many reduces may have their input in memory at once; more overlap for more memory."""
-        call = f"{type(self).__name__}.set_reduce_scatter_max_input_buffers"
-        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
-            raise ConfigTypeError(
-                f"max_input_buffers is {max_input_buffers!r}, not an int", where=call, fix="pass 1 or more"
-            )
-        if max_input_buffers < 1:
-            raise ConfigError(f"max_input_buffers is {max_input_buffers}", where=call, fix="pass 1 or more")
-        for unit in _units_below(self, recurse):
-            unit.max_reduce_inputs = max_input_buffers
-
-    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Reduces over a process group of their own, so that they need not queue up behind gathers.
-
-        Call it on all ranks alike: it makes a group.
-        """
-        for unit in _units_below(self, recurse):
-            calls = unit.mesh.separate_shard_group() if enable else unit.mesh.shard
-            unit.reduce_settings.calls = calls
-
-    def set_custom_all_gather(self, comm: AllGather) -> None:
-        """Gathers with ``comm`` and in buffers from its ``allocate``. Parameters travel as bytes."""
-        for unit in _own_units(self):
-            unit.set_gather_calls(StagedCalls(unit.mesh.shard, comm.allocate, all_gather=comm))
-
-    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
-        """Reduces with ``comm`` and in buffers from its ``allocate``."""
-        for unit in _own_units(self):
-            unit.reduce_settings.calls = StagedCalls(unit.mesh.shard, comm.allocate, reduce_scatter=comm)
-
-    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Sends and receives through memory of the process group's own, where its backend offers any."""
-        for unit in _own_units(self):
-            allocate = group_allocate(unit.mesh.shard) if enable else None
-            calls = unit.mesh.shard if allocate is None else StagedCalls(unit.mesh.shard, allocate)
-            unit.set_gather_calls(calls)
-            unit.reduce_settings.calls = calls
-
-    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Gathers through symmetric memory, for NCCL's faster ways where the hardware has them."""
-        where = f"{type(self).__name__}.set_symm_mem_for_comm"
-        for unit in _own_units(self):
-            unit.set_gather_calls(
-                StagedCalls(unit.mesh.shard, symmetric_allocate(unit.mesh.shard, backend, where))
-            )
-
-    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Gathers these modules when this one's forward begins."""
-        chosen = _units_of_all(modules, "set_modules_to_forward_prefetch")
-        for unit in _own_units(self):
-            unit.forward_prefetch = chosen
-
-    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Gathers these modules when this one's backward begins, instead of the one that ran before it."""
-        chosen = _units_of_all(modules, "set_modules_to_backward_prefetch")
-        for unit in _own_units(self):
-            unit.backward_prefetch = chosen
-
-    # --- state ----------------------------------------------------------------------------------------------------
-
-    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """As ``nn.Module.load_state_dict``; takes whole tensors too, and loads nothing from what does not fit."""
-        check_fits(cast(nn.Module, self), state_dict, strict, assign)
-        return super().load_state_dict(state_dict, strict, assign)  # type: ignore[misc]
-
-    def share_memory(self) -> NoReturn:
-        """Refused: parts of one buffer cannot be moved to shared memory one by one."""
-        raise not_copied("share_memory", type(self).__name__)
-
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        # ``.to()`` and the like must find the sharded parameters, not the unsharded ones.
-        self.reshard()
-        params = [slot.sharded for unit in _own_units(self) for slot in unit.slots]
-        attributes = [dict(param.__dict__) for param in params]
-        applied = super()._apply(*args, **kwargs)  # type: ignore[misc]
-        # torch gives a DTensor a new body and drops what users have set on the old one.
-        for param, kept in zip(params, attributes, strict=True):
-            param.__dict__.update({**kept, **param.__dict__})
-        return applied
-
-
-def _own_units(module: Any) -> tuple[Unit, ...]:
-    return units_of(module)
-
-
-def _units_below(module: Any, recurse: bool) -> list[Unit]:
-    modules = module.modules() if recurse else (module,)
-    return list(dict.fromkeys(unit for member in modules for unit in units_of(member)))
-
-
-def _units_of_all(modules: list[FSDPModule], call: str) -> tuple[Unit, ...]:
-    for module in modules:
-        if not isinstance(module, FSDPModule):
-            raise ConfigTypeError(
-                f"{call} was given a {type(module).__name__}, which is not sharded",
-                where=call,
-                fix="pass modules on which fully_shard was called",
-            )
-    return tuple(unit for module in modules for unit in _own_units(module))
