@@ -353,3 +353,32 @@ def settings_on_nccl():
 def test_settings_about_how_gradients_travel_leave_results_alone():
     # Two ranks and a division by two: sums, averages and their order are exact to the bit.
     assert run_ranks(settings_on_nccl, 2, kind="nccl", timeout_seconds=120) == [[], []]
+
+
+class Recording:
+    """A reduce-scatter that notes which reduction it was asked for."""
+
+    def __init__(self):
+        self.ops = set()
+
+    def allocate(self, size, *, dtype, device):
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
+        self.ops.add("average" if op == dist.ReduceOp.AVG else "sum")
+        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
+
+
+def reductions_asked_for(forces_sums):
+    loop = Loop(width=64, num_layers=1)
+    comm = Recording()
+    loop.model.layers[0].set_custom_reduce_scatter(comm)
+    loop.model.layers[0].set_force_sum_reduction_for_comms(forces_sums)
+    loop.step()
+    torch.cuda.synchronize()
+    return comm.ops
+
+
+def test_the_group_averages_unless_sums_are_forced():
+    assert run_ranks(reductions_asked_for, 2, False, kind="nccl", timeout_seconds=120) == [{"average"}] * 2
+    assert run_ranks(reductions_asked_for, 2, True, kind="nccl", timeout_seconds=120) == [{"sum"}] * 2
