@@ -59,7 +59,7 @@ def main() -> int:
     parser.add_argument(
         "--logs", type=Path, default=Path(tempfile.mkdtemp()), help="folder for pytest's output"
     )
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds for all files together")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for all files together")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         print("no GPU here: nothing to run", file=sys.stderr)
