@@ -15,6 +15,8 @@ The graph holds the pass (through its hooks) and the pass holds its window; noth
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,6 +48,22 @@ class Pass:
         self.hooks.post_backward(self)
 
 
+def _held_weakly(method: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
+    """A hook that does not keep its owner alive.
+
+    torch holds a parameter's hooks where Python's garbage collector cannot look: a hook that leads back to the
+    parameter would keep the whole model, and its process groups, for good.
+    """
+    reference = weakref.WeakMethod(method)
+
+    def call(param: torch.Tensor) -> None:
+        alive = reference()
+        if alive is not None:
+            alive(param)
+
+    return call
+
+
 class Hooks:
     """The hooks of one unit on its modules, parameters and activations."""
 
@@ -57,6 +75,7 @@ class Hooks:
         self._owes_report = False
         # Modules of a unit that still have to run in this forward: a unit of several frees after the last.
         self._still_to_run: set[nn.Module] = set()
+        self._on_gradient = _held_weakly(self._gradient_arrived)
         precision = unit.precision
         self._input_dtype = precision.param_dtype if precision.cast_forward_inputs else None
         self._output_dtype = precision.output_dtype
@@ -165,7 +184,7 @@ class Hooks:
         if visit.place is None and not recomputes:
             visit.place = visit.window.ran(self.unit.number)
         if not visit.has_input_signal:
-            self.unit.watch_gradients(self._gradient_arrived)
+            self.unit.watch_gradients(self._on_gradient)
 
     def _end_forward(self) -> None:
         unit = self.unit

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -121,3 +123,19 @@ def accumulated(set_to_none):
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_gradients_accumulate_and_start_over(set_to_none):
     assert all(run_ranks(accumulated, 2, set_to_none, kind="gloo"))
+
+
+def dropped_model():
+    """Whether a model that has trained, and is dropped, leaves anything of its units behind."""
+    model = small()
+    backward(model, 1.0)
+    drop(model)
+    units = [weakref.ref(unit) for unit in model._shardwise_units]
+    weight = weakref.ref(model._shardwise_units[0].slots[0].unsharded)
+    del model
+    gc.collect()
+    return [unit() is None for unit in units], weight() is None
+
+
+def test_a_model_that_is_dropped_goes():
+    assert run_ranks(dropped_model, 2, kind="gloo") == [([True], True)] * 2
