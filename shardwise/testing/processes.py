@@ -124,6 +124,10 @@ def close_pools() -> None:
         _pools.clear()
 
 
+# A fresh worker has a handful; a group adds three.
+_MOST_THREADS = 32
+
+
 class _Worker:
     """One rank process, as its caller sees it. Born ready for jobs after ``wait_until_ready``."""
 
@@ -158,6 +162,11 @@ class _Worker:
 
     def is_alive(self) -> bool:
         return self.process.is_alive()
+
+    def num_threads(self) -> int:
+        """Threads of the process, where the system tells; 0 where it does not."""
+        tasks = Path(f"/proc/{self.process.pid}/task")
+        return len(list(tasks.iterdir())) if tasks.exists() else 0
 
     def ask_for_stack(self) -> None:
         if self.process.pid is not None and self.process.is_alive():
@@ -251,8 +260,9 @@ class _Pool:
                 answers = exchange.run(jobs)
                 healthy = exchange.all_well
             finally:
-                # After a failure, a hang, or an interrupt: nobody can say what state these are in.
-                if not healthy:
+                # After a failure, a hang, or an interrupt: nobody can say what state these are in. And a call may
+                # leave groups behind whose threads slow all that follow (a hook that holds its model, say).
+                if not healthy or any(worker.num_threads() > _MOST_THREADS for worker in workers):
                     self._retire(world_size)
                 store_path.unlink(missing_ok=True)
         if not healthy:
