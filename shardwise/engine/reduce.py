@@ -13,7 +13,7 @@ parameter without a gradient this time sends zeros and receives nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -41,7 +41,7 @@ class ReduceSettings:
     all_reduces: bool = True
     includes_unused: bool = False
     hook: AllReduceHook | None = None
-    hook_stream: torch.cuda.Stream | None = field(default=None)
+    hook_stream: torch.cuda.Stream | None = None
 
 
 class _Run(NamedTuple):

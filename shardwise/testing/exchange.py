@@ -1,0 +1,161 @@
+"""One call's talk with its rank processes, and what is told of it when a rank fails, dies or hangs."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+
+from shardwise.testing.failures import Outcome, RankReport
+from shardwise.testing.rank_process import Worker
+from shardwise.testing.worker import CLEAN_UP, Answer, Job
+
+__all__ = ["Exchange"]
+
+# After the first failure the others may still tell their own story; then the failed ranks end, which wakes
+# those that wait for them; then whoever is left is ended.
+_OWN_STORY_SECONDS = 0.3
+_GRACE_SECONDS = 2.0
+_STACK_SECONDS = 1.0
+
+
+class Exchange:
+    """One call's talk with its workers: jobs out, answers in, until all are through or something fails."""
+
+    def __init__(self, workers: list[Worker], timeout_seconds: float) -> None:
+        self._workers = workers
+        self._timeout_seconds = timeout_seconds
+        self._answers: dict[int, Answer] = {}
+        self._failed: dict[int, RankReport] = {}
+        self._stacks: dict[int, str] = {}
+        self.all_well = False
+
+    def run(self, jobs: list[Job]) -> list[Answer]:
+        deadline = time.monotonic() + self._timeout_seconds
+        for rank, (worker, job) in enumerate(zip(self._workers, jobs, strict=True)):
+            self._send(rank, worker, pickle.dumps(job))
+        waiting = self._receive(set(range(len(jobs))) - set(self._failed), deadline, self._take_answer)
+        if self._failed:
+            self._let_the_others_end(waiting)
+            return []
+        if waiting:
+            self._collect_stacks(waiting)
+            return []
+        for rank, worker in enumerate(self._workers):
+            self._send(rank, worker, CLEAN_UP)
+        waiting = self._receive(set(range(len(jobs))) - set(self._failed), deadline, self._take_done)
+        if waiting and not self._failed:
+            self._collect_stacks(waiting)
+        self.all_well = not waiting and not self._failed
+        return [self._answers[rank] for rank in range(len(jobs))]
+
+    def reports(self) -> list[RankReport]:
+        reports = []
+        for rank in range(len(self._workers)):
+            if rank in self._failed:
+                reports.append(self._failed[rank])
+            elif rank in self._stacks:
+                details = self._stacks[rank] or "(its process did not answer the request for its stack)"
+                reports.append(RankReport(rank, Outcome.HUNG, "was still running, here:", details))
+            elif rank in self._answers:
+                reports.append(RankReport(rank, Outcome.FINISHED))
+            else:
+                reports.append(RankReport(rank, Outcome.TORN_DOWN))
+        return reports
+
+    def _send(self, rank: int, worker: Worker, message: bytes) -> None:
+        try:
+            worker.connection.send_bytes(message)
+        except OSError:
+            self._note_death(rank)
+
+    def _receive(
+        self, waiting: set[int], deadline: float, take: Callable[[int, bytes], None], *, through: bool = False
+    ) -> set[int]:
+        """Take messages until nobody is waited for, the time is up or, unless ``through``, a rank failed."""
+        rank_of = {self._workers[rank].connection: rank for rank in waiting}
+        while rank_of and (through or not self._failed):
+            remaining = deadline - time.monotonic()
+            ready = wait(list(rank_of), timeout=max(0.0, remaining))
+            if not ready and remaining <= 0:
+                break
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                rank = rank_of.pop(connection)
+                try:
+                    message = connection.recv_bytes()
+                except (EOFError, OSError):
+                    self._note_death(rank)
+                else:
+                    take(rank, message)
+        return set(rank_of.values())
+
+    def _take_answer(self, rank: int, message: bytes) -> None:
+        answer: Answer = pickle.loads(message)
+        if answer.ok:
+            self._answers[rank] = answer
+            return
+        torn_down = answer.lost_its_peers
+        self._failed[rank] = RankReport(
+            rank,
+            Outcome.TORN_DOWN if torn_down else Outcome.RAISED,
+            summary=answer.summary,
+            details=answer.details,
+            at_seconds=answer.at_seconds,
+            exception=_load_exception(answer.exception),
+        )
+
+    def _take_done(self, rank: int, message: bytes) -> None:
+        """The rank has cleaned up after itself; there is nothing more to know."""
+
+    def _note_death(self, rank: int) -> None:
+        worker = self._workers[rank]
+        self._failed[rank] = RankReport(
+            rank, Outcome.DIED, summary=worker.ending(), details=worker.stack(), at_seconds=time.monotonic()
+        )
+
+    def _let_the_others_end(self, waiting: set[int]) -> None:
+        waiting = self._receive(
+            waiting, time.monotonic() + _OWN_STORY_SECONDS, self._take_answer, through=True
+        )
+        deaths_before = set(self._failed)
+        for rank in deaths_before:
+            self._workers[rank].connection.close()
+        self._receive(waiting, time.monotonic() + _GRACE_SECONDS, self._take_answer, through=True)
+        # Whoever died only now was killed by the loss of its peers, not by a fault of its own.
+        for rank in set(self._failed) - deaths_before:
+            report = self._failed[rank]
+            if report.outcome is Outcome.DIED:
+                self._failed[rank] = RankReport(
+                    rank, Outcome.TORN_DOWN, report.summary, report.details, report.at_seconds
+                )
+        if all(report.outcome is Outcome.TORN_DOWN for report in self._failed.values()):
+            # Nobody admits to a fault: then the loss of a peer is the fault, and must be shown in full.
+            for rank, report in list(self._failed.items()):
+                self._failed[rank] = RankReport(
+                    rank, Outcome.RAISED, report.summary, report.details, report.at_seconds, report.exception
+                )
+
+    def _collect_stacks(self, waiting: set[int]) -> None:
+        for rank in waiting:
+            self._workers[rank].ask_for_stack()
+        deadline = time.monotonic() + _STACK_SECONDS
+        while time.monotonic() < deadline:
+            self._stacks = {rank: self._workers[rank].stack() for rank in waiting}
+            if all(self._stacks.values()):
+                # A dump is written in several parts: give the last of them its time.
+                time.sleep(0.1)
+                break
+            time.sleep(0.02)
+        self._stacks = {rank: self._workers[rank].stack() for rank in waiting}
+
+
+def _load_exception(dumped: bytes) -> BaseException | None:
+    if not dumped:
+        return None
+    try:
+        error = pickle.loads(dumped)
+    except Exception:  # noqa: BLE001  the traceback text is always there; the object is a convenience
+        return None
+    return error if isinstance(error, BaseException) else None

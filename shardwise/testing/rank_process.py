@@ -1,0 +1,111 @@
+"""One rank process, as its caller sees it: started, asked for its stack, ended. What it runs is `worker`'s matter."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from shardwise.errors import StateError
+from shardwise.testing.worker import serve
+
+__all__ = ["START_SECONDS", "Worker"]
+
+START_SECONDS = 120.0
+
+_PRELOAD = [
+    "torch",
+    "torch.distributed",
+    "torch.distributed.tensor",
+    "torch.distributed.tensor.debug",
+    "shardwise.testing.worker",
+]
+
+
+class Worker:
+    """One rank process, as its caller sees it. Born ready for jobs after ``wait_until_ready``."""
+
+    def __init__(self, index: int, stack_path: Path, environment: dict[str, str]) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOAD)
+        self._stack_path = stack_path
+        self.connection: Connection
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(
+            target=serve,
+            args=(theirs, str(stack_path), environment),
+            name=f"shardwise rank {index}",
+            daemon=True,
+        )
+        self.process.start()
+        theirs.close()
+
+    def wait_until_ready(self, deadline: float) -> None:
+        if not self.connection.poll(max(0.0, deadline - time.monotonic())):
+            raise StateError(
+                f"a rank process did not start within {START_SECONDS:g} seconds",
+                where=f"process {self.process.pid}",
+            )
+        try:
+            self.connection.recv_bytes()
+        except EOFError:
+            raise StateError(
+                f"a rank process ended while it started ({self.ending()})",
+                fix="guard the main program with if __name__ == '__main__', and see its error output above",
+            ) from None
+
+    def is_alive(self) -> bool:
+        return self.process.is_alive()
+
+    def num_threads(self) -> int:
+        """Threads of the process, where the system tells; 0 where it does not."""
+        tasks = Path(f"/proc/{self.process.pid}/task")
+        return len(list(tasks.iterdir())) if tasks.exists() else 0
+
+    def ask_for_stack(self) -> None:
+        if self.process.pid is not None and self.process.is_alive():
+            os.kill(self.process.pid, signal.SIGUSR1)
+
+    def stack(self) -> str:
+        """What the process wrote when it was asked, or when it crashed."""
+        try:
+            return _without_own_frames(self._stack_path.read_text())
+        except OSError:
+            return ""
+
+    def ending(self) -> str:
+        self.process.join(1.0)
+        code = self.process.exitcode
+        if code is None:
+            return "closed its pipe"
+        if code >= 0:
+            return f"exited with code {code}"
+        try:
+            return f"was killed by {signal.Signals(-code).name}"
+        except ValueError:
+            return f"was killed by signal {-code}"
+
+    def end(self) -> None:
+        """By its own process id, whatever it is doing."""
+        self.connection.close()
+        if self.process.is_alive():
+            self.process.kill()
+        self.process.join(5.0)
+        self._stack_path.unlink(missing_ok=True)
+
+    def leave(self) -> None:
+        """An idle worker ends by itself when its pipe closes."""
+        self.connection.close()
+        self.process.join(1.0)
+        self.end()
+
+
+def _without_own_frames(dump: str) -> str:
+    """Leave out what every worker has: the thread that follows the caller, and the loop that takes jobs."""
+    blocks = [block for block in dump.split("\n\n") if "_follow_the_caller" not in block]
+    lines = "\n\n".join(blocks).splitlines()
+    ends = [index for index, line in enumerate(lines) if line.endswith(" in _do")]
+    return "\n".join(lines[: ends[0]] if ends else lines).strip()
