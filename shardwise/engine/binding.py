@@ -6,13 +6,24 @@ unit is unsharded. A parameter that several modules share has one slot and sever
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from shardwise.torch_internals import Spec, local_of, parameters_of, placed_local
+from shardwise.torch_internals import (
+    Spec,
+    dtensor,
+    dtensor_spec,
+    local_of,
+    parameters_of,
+    placed_local,
+    replace_local,
+    spec_of,
+)
 
 if TYPE_CHECKING:
     from shardwise.engine.unit import Unit
@@ -27,6 +38,15 @@ class Place:
         self.module = module
         self.name = name
         self.params = parameters_of(module)
+
+
+@dataclass
+class Found:
+    """A parameter with every place that shows it."""
+
+    name: str
+    param: nn.Parameter
+    places: list[Place]
 
 
 class Slot:
@@ -89,6 +109,51 @@ class Slot:
         if gradient is None or self.tensor_parallel is None:
             return gradient
         return placed_local(gradient, self.tensor_parallel)
+
+    @property
+    def kind(self) -> Hashable:
+        """Parameters of one kind stand together in a row, and are cast together."""
+        return (self.stored_dtype, self.compute_dtype)
+
+    @property
+    def description(self) -> str:
+        """What ranks compare, to tell whether they hold the same model."""
+        return f"{list(self.shape)} {self.stored_dtype} sharded on dim {self.dim}, computed in {self.compute_dtype}"
+
+    def settle(self, part: torch.Tensor) -> None:
+        """Moves into its part of the unit's buffer; the parameter keeps its values and identity."""
+        part.copy_(self.local)
+        replace_local(self.sharded, part)
+        self.local = part
+
+    def gradient(self, local: torch.Tensor) -> torch.Tensor:
+        """A gradient of the sharded parameter, over ``local``."""
+        return dtensor(local, self.spec, outline=self.local)
+
+    def found(self) -> nn.Parameter | None:
+        """The parameter that stands in the sharded one's place now: somebody may have replaced it."""
+        place = self.places[0]
+        return place.params.get(place.name)
+
+    def fits(self, param: nn.Parameter) -> bool:
+        """Whether ``param`` can take the sharded parameter's place."""
+        return (
+            isinstance(param, DTensor)
+            and tuple(param.shape) == tuple(self.spec.shape)
+            and param.device_mesh == self.spec.mesh
+            and tuple(param.placements) == tuple(self.spec.placements)
+            and tuple(local_of(param).shape) == tuple(self.local.shape)
+        )
+
+    def adopt(self, param: nn.Parameter) -> None:
+        """Takes ``param``, which fits, for the sharded parameter."""
+        self.sharded = param
+        self.local = local_of(param)
+        if self.compute_dtype == self.stored_dtype:
+            self.compute_dtype = param.dtype
+        self.stored_dtype = param.dtype
+        spec = spec_of(param)
+        self.spec = dtensor_spec(spec.mesh, spec.placements, param.shape, self.spec.stride, param.dtype)
 
     def version(self) -> int:
         """Rises with every in-place write to the parameter, whether through the DTensor or its local tensor."""

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.engine.binding import Slot
 from shardwise.errors import ConfigError
-from shardwise.plan.rows import RowParam
+from shardwise.plan.layout import RowParam
 from shardwise.policies import MixedPrecisionPolicy
 from shardwise.torch_internals import copy_all, unchanged_to_autograd
 

@@ -2,7 +2,8 @@
 
     shards (own row) ──cast──▶ sent row ──one all-gather──▶ rows of all ranks ──copy-out──▶ full parameters
 
-The cast falls away when rows are sent as they are stored. All of it runs on the gather lane. With *parts*, a rank
+The cast falls away when rows are sent as they are stored, the copy-out where the rows of all ranks already are the full
+parameters end to end. All of it runs on the gather lane. With *parts*, a rank
 keeps a run of neighbouring rows after forward; the gather in backward then fetches only the others' runs, over a
 smaller group, and arrives at the very same rows.
 """
@@ -13,7 +14,7 @@ import torch
 
 from shardwise.comm.collectives import GroupCalls, Work
 from shardwise.engine.storage import Elastic
-from shardwise.plan.rows import RowsLayout, plan_segment_pieces
+from shardwise.plan.layout import Layout
 from shardwise.torch_internals import copy_all
 
 
@@ -22,7 +23,7 @@ class PackedGather:
 
     def __init__(
         self,
-        layout: RowsLayout,
+        layout: Layout,
         shards: torch.Tensor,
         stored_dtypes: list[torch.dtype],
         sent_dtypes: list[torch.dtype],
@@ -34,7 +35,8 @@ class PackedGather:
         self.calls = calls
         self._part_calls = part_calls
         self._full = full
-        self._rows = Elastic(layout.world * layout.sent_bytes, device)
+        # Where the rows of all ranks are the full buffer, they are received there and nothing is copied out.
+        self._rows = full if layout.is_in_place else Elastic(layout.world * layout.sent_bytes, device)
         self._all_rows = self._rows.tensor(torch.uint8, 0, (layout.world * layout.sent_bytes,))
         self._work: Work | None = None
 
@@ -66,22 +68,13 @@ class PackedGather:
 
         self._targets: list[torch.Tensor] = []
         self._sources: list[torch.Tensor] = []
-        for segment in layout.segments:
+        for segment, piece in layout.copy_out():
             dtype = sent_dtypes[segment.members[0]]
             size = dtype.itemsize
-            pieces = plan_segment_pieces(
-                [layout.cuts[index] for index in segment.members],
-                [layout.sent_starts_bytes[index] // size for index in segment.members],
-                [layout.full_starts_bytes[index] // size for index in segment.members],
-                layout.sent_bytes // size,
+            self._targets.append(full.tensor(dtype, piece.full_start * size, piece.shape, piece.full_strides))
+            self._sources.append(
+                self._rows.tensor(dtype, piece.packed_start * size, piece.shape, piece.packed_strides)
             )
-            for piece in pieces:
-                self._targets.append(
-                    full.tensor(dtype, piece.full_start * size, piece.shape, piece.full_strides)
-                )
-                self._sources.append(
-                    self._rows.tensor(dtype, piece.packed_start * size, piece.shape, piece.packed_strides)
-                )
 
         self._part: Elastic | None = None
         if part_calls is not None:
@@ -115,14 +108,16 @@ class PackedGather:
         assert self._work is not None
         self._work.wait()
         self._work = None
-        copy_all(self._targets, self._sources)
+        if self._targets:
+            copy_all(self._targets, self._sources)
         if keep_part:
             assert self._part is not None
             self._part.grow()
             self._part_row.copy_(self._part_source)
         else:
             self.drop_part()
-        self._rows.shrink()
+        if self._rows is not self._full:
+            self._rows.shrink()
         if self._cast_row is not None:
             self._cast_row.shrink()
         if self._device_row is not None:

@@ -14,32 +14,28 @@ import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from shardwise.engine.binding import Slot
 from shardwise.engine.storage import Elastic
-from shardwise.torch_internals import dtensor
 
 LEASE_ATTRIBUTE = "_shardwise_lease"
 
 
-class Part(Protocol):
-    """Where a slot's gradient lies in the row."""
+class Part(NamedTuple):
+    """Where the gradient of a sharded parameter lies in its run of the own row.
 
-    @property
-    def slot(self) -> Slot: ...
+    ``slot`` shows that parameter; ``members`` are the numbers of the full gradients it is made of.
+    """
 
-    @property
-    def start(self) -> int: ...
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def strides(self) -> tuple[int, ...]: ...
+    slot: Slot
+    run: int
+    start: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    members: tuple[int, ...]
 
 
 class Lease:
@@ -88,10 +84,10 @@ class GradientBuffer:
     def grow(self) -> None:
         self._memory.grow()
 
-    def gradient_of(self, slot: Slot) -> DTensor:
-        return dtensor(self._locals[slot], slot.spec, outline=slot.local)
+    def gradient_of(self, slot: Slot) -> torch.Tensor:
+        return slot.gradient(self._locals[slot])
 
-    def lend_with(self, last: DTensor) -> None:
+    def lend_with(self, last: torch.Tensor) -> None:
         """Lends the memory out until ``last``, the gradient given out last, is dropped."""
         lease = Lease(self._memory)
         self._lease = weakref.ref(lease)

@@ -4,38 +4,27 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import Placement
 
 from shardwise.comm.mesh import DataMesh
-from shardwise.engine.binding import UNITS_ATTRIBUTE, Place, Slot, show_sharded, units_of
-from shardwise.engine.carrier import carries_itself
+from shardwise.engine.binding import UNITS_ATTRIBUTE, Found, Place, Slot, show_sharded, units_of
+from shardwise.engine.form import Form, PlacementFn, chosen_dim
 from shardwise.engine.hooks import Hooks
 from shardwise.engine.root import Root
-from shardwise.engine.storage import contiguous_strides
 from shardwise.engine.unit import Unit, shard_device
 from shardwise.errors import ConfigError
 from shardwise.plan.schedule import AfterForward
-from shardwise.plan.spans import cut_evenly
 from shardwise.policies import MixedPrecisionPolicy, OffloadPolicy
 from shardwise.torch_internals import (
     buffers_of,
-    concatenate_meshes,
-    dtensor,
-    dtensor_spec,
     local_of,
     parameters_of,
     root_mesh,
-    strided_shard,
 )
-
-PlacementFn = Callable[[nn.Parameter], "Shard | None"]
 
 MEMBERSHIP_ATTRIBUTE = "_shardwise_membership"
 
@@ -64,15 +53,6 @@ def membership(param: torch.Tensor) -> tuple[Unit, Slot] | None:
         return None
     unit = tag.unit()
     return None if unit is None else (unit, tag.slot)
-
-
-@dataclass
-class Found:
-    """A parameter with every place that shows it."""
-
-    name: str
-    param: nn.Parameter
-    places: list[Place]
 
 
 def find_parameters(modules: Iterable[nn.Module], ignored: set[nn.Parameter]) -> list[Found]:
@@ -155,20 +135,6 @@ def _check_tensor_parallel(found: Found, param: DTensor, dim: int, mesh: DataMes
         )
 
 
-def chosen_dim(found: Found, placement_fn: PlacementFn | None, where: str) -> int:
-    param = found.param
-    placement = placement_fn(param) if placement_fn is not None else None
-    if placement is None:
-        return 0
-    if not isinstance(placement, Shard):
-        raise ConfigError(
-            f"shard_placement_fn returned {placement!r} for a parameter of shape {tuple(param.shape)}",
-            where=f"parameter '{found.name}', {where}",
-            fix="return a torch.distributed.tensor.Shard(dim), or None for Shard(0)",
-        )
-    return placement.dim
-
-
 def check_unit(
     modules: tuple[nn.Module, ...],
     ignored: set[nn.Parameter],
@@ -187,27 +153,26 @@ def make_unit(
     modules: tuple[nn.Module, ...],
     mesh: DataMesh,
     after_forward: AfterForward,
-    placement_fn: PlacementFn | None,
+    form: Form,
     precision: MixedPrecisionPolicy,
     offload: OffloadPolicy,
     ignored: set[nn.Parameter],
 ) -> Unit:
     """Makes the parameters of ``modules`` that belong to no unit yet into one, in place."""
-    own: list[tuple[Found, int]] = []
+    own: list[Found] = []
     tied: list[tuple[Found, Unit, Slot]] = []
     for found in find_parameters(modules, ignored):
         taken = membership(found.param)
         if taken is not None:
             tied.append((found, *taken))
         else:
-            own.append((found, chosen_dim(found, placement_fn, name) % found.param.dim()))
+            own.append(found)
 
-    device = shard_device(mesh, offload)
-    slots = [_make_slot(found, dim, mesh, precision, device) for found, dim in own]
-    unit = Unit(name, modules, slots, mesh, after_forward, precision, offload)
+    slots = form.make_slots(own, mesh, precision, shard_device(mesh, offload), name)
+    unit = Unit(name, modules, slots, form, mesh, after_forward, precision, offload)
     unit.hooks = Hooks(unit)
     Root(unit)
-    for (found, _), slot in zip(own, slots, strict=True):
+    for found, slot in zip(own, slots, strict=True):
         tag = Membership(unit, slot)
         found.param.__dict__[MEMBERSHIP_ATTRIBUTE] = slot.sharded.__dict__[MEMBERSHIP_ATTRIBUTE] = tag
     for found, owner, slot in tied:
@@ -221,57 +186,6 @@ def make_unit(
         module.__dict__[UNITS_ATTRIBUTE] = (*units_of(module), unit)
         _move_buffers(module, mesh.device)
     return unit
-
-
-def _make_slot(
-    found: Found, dim: int, mesh: DataMesh, precision: MixedPrecisionPolicy, device: torch.device
-) -> Slot:
-    param = found.param
-    casts = precision.param_dtype is not None and param.is_floating_point()
-    compute_dtype = precision.param_dtype if casts else param.dtype
-    assert compute_dtype is not None
-    full, tensor_parallel = param.detach(), None
-    data_mesh, placements = mesh.mesh, mesh.placements(dim)
-    if isinstance(param, DTensor):
-        tensor_parallel = dtensor_spec(
-            param.device_mesh, param.placements, param.shape, param.stride(), compute_dtype
-        )
-        data_mesh, placements = _placed_on_both(param, dim, mesh)
-        full = local_of(full)
-    spec = dtensor_spec(
-        data_mesh, placements, param.shape, contiguous_strides(tuple(param.shape)), param.dtype
-    )
-    span = cut_evenly(full.shape[dim], mesh.shard.world, mesh.shard.rank)
-    local = full.narrow(dim, span.start, span.numel)
-    # The DTensor must say the right device from the start. The unit's buffer takes the values over and this copy goes,
-    # unless the tensor brings storage of its own: then it must not be a view of the full one.
-    if carries_itself(local):
-        local = local.to(device).clone()
-    else:
-        local = local if local.device.type == "meta" else local.to(device)
-        # A copy where it has a storage offset: torch fails to copy a DTensor that was made with one.
-        local = local.clone() if local.storage_offset() else local
-        local = local.contiguous()
-    sharded = nn.Parameter(dtensor(local, spec), requires_grad=param.requires_grad)
-    for key, value in param.__dict__.items():
-        sharded.__dict__.setdefault(key, value)
-    return Slot(
-        found.name, found.places, dim, tuple(full.shape), compute_dtype, spec, sharded, tensor_parallel
-    )
-
-
-def _placed_on_both(param: DTensor, dim: int, mesh: DataMesh) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-    """The mesh of data and tensor parallelism together, and how a parameter that has the second lies on it."""
-    cuts_of_dim = 1
-    for axis, placement in enumerate(param.placements):
-        if isinstance(placement, Shard) and placement.dim == dim:
-            cuts_of_dim *= param.device_mesh.size(axis)
-    *replicate, shard = mesh.placements(dim)
-    if cuts_of_dim > 1:
-        # Tensor parallelism has cut this dim first; each of its parts is cut again.
-        shard = strided_shard(dim, cuts_of_dim)
-    both = concatenate_meshes([mesh.mesh, param.device_mesh])
-    return both, (*replicate, shard, *param.placements)
 
 
 def _move_buffers(module: nn.Module, device: torch.device) -> None:

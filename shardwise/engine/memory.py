@@ -12,11 +12,12 @@ from shardwise.comm.collectives import GroupCalls
 from shardwise.comm.mesh import DataMesh
 from shardwise.engine.binding import Slot
 from shardwise.engine.carrier import Carrier, carries_itself
+from shardwise.engine.form import Form
 from shardwise.engine.gather import PackedGather
 from shardwise.engine.storage import Elastic, allocate_shards
-from shardwise.plan.rows import RowParam, plan_rows
+from shardwise.plan.layout import RowParam
 from shardwise.policies import MixedPrecisionPolicy
-from shardwise.torch_internals import dtensor, replace_local
+from shardwise.torch_internals import dtensor
 
 
 class Memory:
@@ -25,6 +26,7 @@ class Memory:
     def __init__(
         self,
         slots: list[Slot],
+        form: Form,
         mesh: DataMesh,
         precision: MixedPrecisionPolicy,
         shard_device: torch.device,
@@ -44,13 +46,12 @@ class Memory:
             params += carrier.row_params()
             stored += carrier.input_dtypes
             sent += carrier.input_dtypes
-        layout = plan_rows(params, world)
+        layout = form.plan(params, world)
 
         shards, parts = allocate_shards(layout, shard_device, stored, mesh.shard.rank, pins)
         for slot, part in zip(plain, parts, strict=False):
-            part.copy_(slot.local)
-            replace_local(slot.sharded, part)
-            slot.local = part
+            slot.settle(part)
+        form.settle(shards, layout)
 
         self._full = Elastic(layout.full_bytes, mesh.device)
         self.gather = PackedGather(
@@ -97,8 +98,7 @@ class Memory:
 
 
 def _row_param(slot: Slot) -> RowParam:
-    stored, sent = slot.stored_dtype, slot.compute_dtype
-    return RowParam(slot.shape, slot.dim, (stored, sent), stored.itemsize, sent.itemsize)
+    return RowParam(slot.shape, slot.dim, slot.kind, slot.stored_dtype.itemsize, slot.compute_dtype.itemsize)
 
 
 def _parameter(slot: Slot, full: torch.Tensor) -> nn.Parameter:

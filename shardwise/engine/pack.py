@@ -7,7 +7,8 @@ from typing import Protocol
 import torch
 
 from shardwise.engine.storage import Elastic
-from shardwise.plan.rows import Piece, RowsLayout, plan_pads, plan_pieces
+from shardwise.plan.layout import Packing, Piece
+from shardwise.plan.rows import RowsPacking
 from shardwise.torch_internals import chunk_cat, copy_all, zero_all
 
 
@@ -17,35 +18,37 @@ class Pack(Protocol):
 
 
 def plan_pack(
-    layout: RowsLayout, rows: Elastic, dtype: torch.dtype, gradient_dtypes: list[torch.dtype]
+    packing: Packing, rows: Elastic, dtype: torch.dtype, gradient_dtypes: list[torch.dtype]
 ) -> Pack:
     """One fused kernel where all are cut along dim 0 and all gradients share a dtype; else piece by piece."""
-    if all(cut.dim == 0 for cut in layout.cuts) and len(set(gradient_dtypes)) == 1:
-        return FusedPack(layout, rows, dtype)
-    return PiecewisePack(layout, rows, dtype)
+    if (
+        isinstance(packing, RowsPacking)
+        and all(cut.dim == 0 for cut in packing.cuts)
+        and len(set(gradient_dtypes)) == 1
+    ):
+        return FusedPack(packing, rows, dtype)
+    return PiecewisePack(packing, rows, dtype, len(gradient_dtypes))
 
 
 class FusedPack:
     """Everything in one kernel. Gaps between parameters are filled by tensors of zeros among the gradients."""
 
-    def __init__(self, layout: RowsLayout, rows: Elastic, dtype: torch.dtype) -> None:
-        itemsize = dtype.itemsize
-        row_numel = layout.sent_bytes // itemsize
-        self._rows = rows.tensor(dtype, 0, (layout.world, row_numel))
-        self._world = layout.world
-        self._shapes = [cut.shape for cut in layout.cuts]
+    def __init__(self, packing: RowsPacking, rows: Elastic, dtype: torch.dtype) -> None:
+        row_numel, cuts, starts = packing.row_numel, packing.cuts, packing.starts
+        self._rows = rows.tensor(dtype, 0, (packing.world, row_numel))
+        self._world = packing.world
+        self._shapes = [cut.shape for cut in cuts]
         # What stands in a row, left to right: gradients by number, and the lengths of gaps.
         self._order: list[tuple[int | None, int]] = []
         end = 0
-        for index in sorted(range(len(layout.cuts)), key=lambda index: layout.sent_starts_bytes[index]):
-            start = layout.sent_starts_bytes[index] // itemsize
-            if start > end:
-                self._order.append((None, start - end))
+        for index in sorted(range(len(cuts)), key=lambda index: starts[index]):
+            if starts[index] > end:
+                self._order.append((None, starts[index] - end))
             self._order.append((index, 0))
-            end = start + layout.cuts[index].padded_numel
+            end = starts[index] + cuts[index].padded_numel
         if row_numel > end:
             self._order.append((None, row_numel - end))
-        self._is_plain = self._order == [(index, 0) for index in range(len(layout.cuts))]
+        self._is_plain = self._order == [(index, 0) for index in range(len(cuts))]
         self._fillers: dict[tuple[int, torch.dtype], torch.Tensor] = {}
 
     def fill(self, gradients: list[torch.Tensor | None]) -> None:
@@ -72,24 +75,22 @@ class FusedPack:
 class PiecewisePack:
     """A strided copy for each piece of each parameter."""
 
-    def __init__(self, layout: RowsLayout, rows: Elastic, dtype: torch.dtype) -> None:
+    def __init__(self, packing: Packing, rows: Elastic, dtype: torch.dtype, num_gradients: int) -> None:
         itemsize = dtype.itemsize
-        starts = [start // itemsize for start in layout.sent_starts_bytes]
-        row_numel = layout.sent_bytes // itemsize
         self._pieces: list[list[tuple[Piece, torch.Tensor]]] = []
-        for cut, start in zip(layout.cuts, starts, strict=True):
+        for index in range(num_gradients):
             self._pieces.append(
                 [
                     (
                         piece,
                         rows.tensor(dtype, piece.packed_start * itemsize, piece.shape, piece.packed_strides),
                     )
-                    for piece in plan_pieces(cut, start, row_numel)
+                    for piece in packing.pieces(index)
                 ]
             )
         self._pads = [
             rows.tensor(dtype, pad.packed_start * itemsize, pad.shape, pad.packed_strides)
-            for pad in plan_pads(layout.cuts, starts, row_numel)
+            for pad in packing.pads()
         ]
 
     def fill(self, gradients: list[torch.Tensor | None]) -> None:

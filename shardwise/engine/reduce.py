@@ -23,12 +23,12 @@ from shardwise.comm.collectives import AllReduceHook, GroupCalls, Work
 from shardwise.comm.mesh import DataMesh
 from shardwise.comm.streams import Lanes, Mark
 from shardwise.engine.binding import Slot
-from shardwise.engine.gradients import GradientBuffer
+from shardwise.engine.form import Form
+from shardwise.engine.gradients import GradientBuffer, Part
 from shardwise.engine.pack import plan_pack
-from shardwise.engine.storage import Elastic, contiguous_strides
+from shardwise.engine.storage import Elastic
 from shardwise.plan.division import Division, plan_division
-from shardwise.plan.rows import RowParam, plan_rows
-from shardwise.torch_internals import add_all, dtensor, local_of, post_accumulate_hooks
+from shardwise.torch_internals import add_all, local_of, post_accumulate_hooks
 
 
 @dataclass
@@ -52,21 +52,11 @@ class _Run(NamedTuple):
     numel: int
 
 
-class _Part(NamedTuple):
-    """Where the gradient of one slot's shard lies in its run."""
-
-    slot: Slot
-    run: int
-    start: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-
-
 class Partial(NamedTuple):
     """A sum over the shard axis that still waits for its replicas, and whose gradients are in it."""
 
     row: torch.Tensor
-    parts: list[_Part]
+    parts: list[Part]
 
 
 class PackedReduce:
@@ -75,6 +65,7 @@ class PackedReduce:
     def __init__(
         self,
         slots: list[Slot],
+        form: Form,
         mesh: DataMesh,
         reduce_dtype: torch.dtype,
         shard_device: torch.device,
@@ -87,31 +78,23 @@ class PackedReduce:
         self.shard_device = shard_device
         self.pins = pins
         itemsize = reduce_dtype.itemsize
-        layout = plan_rows(
-            [
-                RowParam(slot.shape, slot.dim, slot.stored_dtype, slot.stored_dtype.itemsize, itemsize)
-                for slot in slots
-            ],
-            mesh.shard.world,
-        )
-        self.row_numel = layout.sent_bytes // itemsize
-        self.rows = Elastic(layout.world * layout.sent_bytes, mesh.device)
-        self.all_rows = self.rows.tensor(reduce_dtype, 0, (layout.world * self.row_numel,))
-        self.pack = plan_pack(layout, self.rows, reduce_dtype, [slot.gradient_dtype for slot in slots])
+        packing = form.packing(slots, mesh.shard.world, itemsize)
+        self.row_numel = packing.row_numel
+        rows_numel = packing.world * packing.row_numel
+        self.rows = Elastic(rows_numel * itemsize, mesh.device)
+        self.all_rows = self.rows.tensor(reduce_dtype, 0, (rows_numel,))
+        self.pack = plan_pack(packing, self.rows, reduce_dtype, [slot.gradient_dtype for slot in slots])
 
-        self.runs: list[_Run] = []
-        parts: dict[int, _Part] = {}
-        for number, segment in enumerate(layout.segments):
-            dtype = slots[segment.members[0]].stored_dtype
-            self.runs.append(_Run(dtype, segment.sent_start_bytes // itemsize, segment.numel))
-            for index, start in zip(segment.members, segment.starts, strict=True):
-                shape = layout.cuts[index].local_shape(mesh.shard.rank)
-                parts[index] = _Part(slots[index], number, start, shape, contiguous_strides(shape))
-        self.parts = [parts[index] for index in range(len(slots))]
+        self.runs = [
+            _Run(slots[section.members[0]].stored_dtype, section.start, section.numel)
+            for section in packing.sections
+        ]
+        self.parts = form.parts(slots, packing, mesh.shard.rank)
         # The own row serves as the gradient buffer as it is.
         self.is_one_run = (
             len(self.runs) == 1 and self.runs[0].dtype == reduce_dtype and shard_device == mesh.device
         )
+        self._lends = self.is_one_run and form.lends_gradients
         # Kept while the all-reduce is put off.
         self.partial: Partial | None = None
         self._buffer: GradientBuffer | None = None
@@ -123,7 +106,7 @@ class PackedReduce:
 
     def buffer_to_fill(self) -> GradientBuffer | None:
         """The gradient buffer, if a reduce may write to it: not while it is lent out."""
-        if not self.is_one_run:
+        if not self._lends:
             return None
         if self._buffer is not None and self._buffer.is_lent:
             return None
@@ -160,7 +143,7 @@ class Reduction:
         self._division = plan.division(settings)
         self._puts_off = plan.mesh.replicate is not None and not settings.all_reduces
         self._gradients: list[torch.Tensor | None] = []
-        self._received: list[_Part] = []
+        self._received: list[Part] = []
         self._work: Work | None = None
         self._own_row: torch.Tensor | None = None
         self._buffer: GradientBuffer | None = None
@@ -174,7 +157,7 @@ class Reduction:
             self._received = plan.parts
         else:
             self._received = [
-                part for part, gradient in zip(plan.parts, gradients, strict=True) if gradient is not None
+                part for part in plan.parts if any(gradients[member] is not None for member in part.members)
             ]
         if torch.is_grad_enabled():
             # backward(create_graph=True): the graph goes on from the gradients, not through their reduce.
@@ -317,14 +300,14 @@ class Reduction:
         added: list[torch.Tensor] = []
         lane, buffer, lent = self._lanes.reduce, self._buffer, None
         with lane:
-            for slot, run, start, shape, strides in self._received:
+            for slot, run, start, shape, strides, _ in self._received:
                 existing = slot.sharded.grad
                 if existing is None and buffer is not None:
                     slot.sharded.grad = lent = buffer.gradient_of(slot)
                     continue
                 gradient = self._runs[run].as_strided(shape, strides, start)
                 if existing is None:
-                    slot.sharded.grad = dtensor(gradient, slot.spec, outline=slot.local)
+                    slot.sharded.grad = slot.gradient(gradient)
                 else:
                     held.append(local_of(existing) if isinstance(existing, DTensor) else existing)
                     added.append(gradient)

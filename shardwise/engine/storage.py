@@ -19,12 +19,12 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from shardwise.errors import ConfigError
-from shardwise.plan.rows import RowsLayout
+from shardwise.plan.layout import Layout
 from shardwise.torch_internals import storage_uses
 
 
 def allocate_shards(
-    layout: RowsLayout, device: torch.device, dtypes: list[torch.dtype], rank: int, pins: bool
+    layout: Layout, device: torch.device, dtypes: list[torch.dtype], rank: int, pins: bool
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """A rank's buffer of shards, zeroed so that padding is zero, and each parameter's part as a tensor of its own."""
     try:
@@ -38,9 +38,10 @@ def allocate_shards(
             fix="raise the limit of locked memory (ulimit -l), or pass CPUOffloadPolicy(pin_memory=False)",
         ) from error
     parts = []
-    for cut, start, dtype in zip(layout.cuts, layout.stored_starts_bytes, dtypes, strict=True):
-        shape = cut.local_shape(rank)
-        parts.append(alias(buffer, start, prod(shape), dtype).view(shape))
+    for index, dtype in enumerate(dtypes):
+        shape = layout.own_shape(index, rank)
+        part = alias(buffer, layout.own_start_bytes(index, rank), prod(shape), dtype)
+        parts.append(part.view(shape))
     return buffer, parts
 
 
@@ -105,6 +106,18 @@ class Elastic:
         if self.is_grown:
             self._storage.resize_(0)
             self.is_grown = False
+
+
+class Permanent(Elastic):
+    """Tensors over memory that is there all the time."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self._bytes = buffer
+        self._storage = buffer.untyped_storage()
+        self.is_grown = True
+
+    def shrink(self) -> None:
+        pass
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

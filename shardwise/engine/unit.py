@@ -17,19 +17,14 @@ from shardwise import trace
 from shardwise.comm.collectives import GroupCalls
 from shardwise.comm.mesh import DataMesh
 from shardwise.engine.binding import Slot, show_sharded, show_unsharded
+from shardwise.engine.form import Form
 from shardwise.engine.memory import Memory
 from shardwise.engine.reduce import PackedReduce, ReduceSettings
 from shardwise.errors import StateError
 from shardwise.plan.lifecycle import State, Step, advance
 from shardwise.plan.schedule import KEEP, AfterForward
 from shardwise.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from shardwise.torch_internals import (
-    all_show,
-    backward_reaches,
-    dtensor_spec,
-    local_of,
-    spec_of,
-)
+from shardwise.torch_internals import backward_reaches
 
 if TYPE_CHECKING:
     from shardwise.engine.hooks import Hooks
@@ -49,6 +44,7 @@ class Unit:
         name: str,
         modules: tuple[nn.Module, ...],
         slots: list[Slot],
+        form: Form,
         mesh: DataMesh,
         after_forward: AfterForward,
         precision: MixedPrecisionPolicy,
@@ -57,6 +53,7 @@ class Unit:
         self.name = name
         self.modules = modules
         self.slots = slots
+        self.form = form
         self.mesh = mesh
         self.precision = precision
         self.offload = offload
@@ -110,6 +107,7 @@ class Unit:
         with torch.inference_mode(False), torch.no_grad():
             self.memory = Memory(
                 self.slots,
+                self.form,
                 self.mesh,
                 self.precision,
                 self._shard_device,
@@ -121,18 +119,14 @@ class Unit:
             self._reduces = {}
             self._trainable = []
             self._note_trainable()
-        self._left = [
-            (place.params, place.name, slot.sharded, slot.local)
-            for slot in self.slots
-            for place in slot.places
-        ]
+        self._left = self.form.left(self.slots)
 
     def descriptions(self) -> list[str]:
         """A line for each parameter that tells whether ranks hold the same model."""
         prefix = f"{self.name}." if self.name else ""
         return [
-            f"'{prefix}{slot.name}' {list(slot.shape)} {slot.stored_dtype} sharded on dim {slot.dim}, computed in "
-            f"{slot.compute_dtype}, {'no memory yet' if slot.local.device.type == 'meta' else 'with memory'}"
+            f"'{prefix}{slot.name}' {slot.description}, "
+            f"{'no memory yet' if slot.local.device.type == 'meta' else 'with memory'}"
             for slot in self.slots
         ]
 
@@ -143,9 +137,8 @@ class Unit:
         came must still be this unit's shards: anything else is refused, with the parameter's name.
         """
         for slot in self.slots:
-            place = slot.places[0]
-            param = place.params.get(place.name)
-            if param is None or not self._fits(slot, param):
+            param = slot.found()
+            if param is None or not slot.fits(param):
                 raise StateError(
                     f"parameter '{slot.name}' was replaced by {_described(param)}, which cannot take the place of "
                     f"{_described(slot.sharded)}",
@@ -153,13 +146,7 @@ class Unit:
                     fix="replace it with a DTensor of the same shape, mesh and placements, or load values with "
                     "load_state_dict",
                 )
-            slot.sharded = param
-            slot.local = local_of(param)
-            if slot.compute_dtype == slot.stored_dtype:
-                slot.compute_dtype = param.dtype
-            slot.stored_dtype = param.dtype
-            spec = spec_of(param)
-            slot.spec = dtensor_spec(spec.mesh, spec.placements, param.shape, slot.spec.stride, param.dtype)
+            slot.adopt(param)
         show_sharded(self.slots)
         if meta := [slot.name for slot in self.slots if slot.local.device.type == "meta"]:
             raise StateError(
@@ -178,15 +165,6 @@ class Unit:
             )
         self._build()
 
-    def _fits(self, slot: Slot, param: torch.Tensor) -> bool:
-        return (
-            isinstance(param, DTensor)
-            and tuple(param.shape) == tuple(slot.spec.shape)
-            and param.device_mesh == slot.spec.mesh
-            and tuple(param.placements) == tuple(slot.spec.placements)
-            and tuple(local_of(param).shape) == tuple(slot.local.shape)
-        )
-
     def _note_trainable(self) -> None:
         """Reads ``requires_grad``, which users may flip between steps, over to the unsharded parameters."""
         trainable = [slot.sharded.requires_grad for slot in self.slots]
@@ -200,7 +178,9 @@ class Unit:
         if key not in self._reduces:
             slots = [slot for slot in self.slots if slot.unsharded.requires_grad]
             self._reduces[key] = (
-                PackedReduce(slots, self.mesh, self._reduce_dtype(slots), self._shard_device, self._pins)
+                PackedReduce(
+                    slots, self.form, self.mesh, self._reduce_dtype(slots), self._shard_device, self._pins
+                )
                 if slots
                 else None
             )
@@ -221,7 +201,7 @@ class Unit:
         root = self.root
         if not root.in_backward:
             # Between a forward and its backward nobody may replace parameters or flip what is trained.
-            if self._is_meta or not all_show(self._left):
+            if self._is_meta or not self.form.all_show(self._left):
                 self.adopt_replaced_parameters()
             self._note_trainable()
         root.make_room(self, prefetch)

@@ -19,7 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm.mesh import DataMesh, data_mesh, default_mesh
 from shardwise.engine.binding import units_of
-from shardwise.engine.making import PlacementFn, check_unit, make_unit
+from shardwise.engine.form import PlacementFn, Rows
+from shardwise.engine.making import check_unit, make_unit
 from shardwise.errors import ConfigError, ConfigTypeError
 from shardwise.frontends.module import become_fsdp_module
 from shardwise.frontends.state_dicts import keep_state_dicts_sharded
@@ -181,7 +182,7 @@ class _Call:
             self.modules,
             self.mesh,
             self.after_forward,
-            self.placement_fn,
+            Rows(self.placement_fn),
             self.precision,
             self.offload,
             self.ignored,

@@ -22,20 +22,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
+from shardwise.plan.layout import ALIGNMENT_BYTES, Pad, Piece, RowParam, Section, Segment
 from shardwise.plan.spans import Span, aligned, ceil_div, cut_evenly
-
-ALIGNMENT_BYTES = 16
-
-
-@dataclass(frozen=True)
-class RowParam:
-    """One parameter as the plan sees it: its shape, the dim it is cut along, and its element sizes."""
-
-    shape: tuple[int, ...]
-    dim: int
-    kind: Hashable
-    stored_itemsize: int
-    sent_itemsize: int
 
 
 @dataclass(frozen=True)
@@ -80,40 +68,6 @@ class RowCut:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """The same elements twice: as a strided block of the full parameter, and of the packed rows of all ranks."""
-
-    shape: tuple[int, ...]
-    full_start: int
-    full_strides: tuple[int, ...]
-    packed_start: int
-    packed_strides: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Pad:
-    """A strided block of the packed rows that no parameter fills."""
-
-    shape: tuple[int, ...]
-    packed_start: int
-    packed_strides: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Neighbours of one kind in a row. ``starts`` are element offsets from the segment's own start."""
-
-    kind: Hashable
-    members: tuple[int, ...]
-    starts: tuple[int, ...]
-    numel: int
-    stored_itemsize: int
-    sent_itemsize: int
-    stored_start_bytes: int
-    sent_start_bytes: int
-
-
-@dataclass(frozen=True)
 class RowsLayout:
     """Where every parameter of a unit stands: in a rank's row (stored and sent) and in the full buffer."""
 
@@ -127,10 +81,63 @@ class RowsLayout:
     full_starts_bytes: tuple[int, ...]
     full_bytes: int
 
+    is_in_place = False
+
     @property
     def sent_as_stored(self) -> bool:
         """Whether a row goes over the wire byte for byte as it is stored."""
         return all(segment.stored_itemsize == segment.sent_itemsize for segment in self.segments)
+
+    def own_shape(self, index: int, rank: int) -> tuple[int, ...]:
+        return self.cuts[index].local_shape(rank)
+
+    def own_start_bytes(self, index: int, rank: int) -> int:
+        return self.stored_starts_bytes[index]
+
+    def copy_out(self) -> list[tuple[Segment, Piece]]:
+        found = []
+        for segment in self.segments:
+            size = segment.sent_itemsize
+            pieces = plan_segment_pieces(
+                [self.cuts[index] for index in segment.members],
+                [self.sent_starts_bytes[index] // size for index in segment.members],
+                [self.full_starts_bytes[index] // size for index in segment.members],
+                self.sent_bytes // size,
+            )
+            found += [(segment, piece) for piece in pieces]
+        return found
+
+
+class RowsPacking:
+    """Gradients in rows as their parameters are, all in the dtype they are reduced in."""
+
+    def __init__(self, layout: RowsLayout) -> None:
+        itemsize = layout.segments[0].sent_itemsize
+        self.world = layout.world
+        self.cuts = layout.cuts
+        self.row_numel = layout.sent_bytes // itemsize
+        self.starts = [start // itemsize for start in layout.sent_starts_bytes]
+        self.sections = tuple(
+            Section(segment.sent_start_bytes // itemsize, segment.numel, segment.members)
+            for segment in layout.segments
+        )
+        self._section_starts = {
+            index: start
+            for segment in layout.segments
+            for index, start in zip(segment.members, segment.starts, strict=True)
+        }
+
+    def own_shape(self, index: int, rank: int) -> tuple[int, ...]:
+        return self.cuts[index].local_shape(rank)
+
+    def own_start(self, index: int, rank: int) -> int:
+        return self._section_starts[index]
+
+    def pieces(self, index: int) -> tuple[Piece, ...]:
+        return plan_pieces(self.cuts[index], self.starts[index], self.row_numel)
+
+    def pads(self) -> tuple[Pad, ...]:
+        return plan_pads(self.cuts, self.starts, self.row_numel)
 
 
 def plan_rows(params: Sequence[RowParam], world: int) -> RowsLayout:
