@@ -1,5 +1,6 @@
 """What every test gets: one compute thread, and no rank process left behind."""
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -17,6 +18,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="no CUDA device here"))
+
+
+def pytest_collection_finish() -> None:
+    # What was imported stays for good: collections, which stop every rank that is a thread, look at the rest only.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -20,7 +20,7 @@ from tests.ranks.models import (
     data,
     match_plain,
     same,
-    same_parameters,
+    same_shards,
 )
 from tests.ranks.subject import beyond_torch
 
@@ -269,7 +269,7 @@ def adopted(how):
         for each in (optim, plain_optim):
             each.step()
             each.zero_grad()
-        same_parameters(model, plain, f"{how}, step {step}: ")
+        same_shards(model, plain, f"{how}, step {step}: ")
 
 
 @pytest.mark.parametrize("how", ["assign", "new parameter", "to_empty", "dtype there and back"])

@@ -14,7 +14,17 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise.testing import run_ranks
 from shardwise.testing.workloads import seeded
-from tests.ranks.models import TwoLayers, average_gradients, data, full, held_bytes, same, seen_weights, sgd
+from tests.ranks.models import (
+    TwoLayers,
+    average_gradients,
+    data,
+    full,
+    held_bytes,
+    same,
+    same_shard,
+    seen_weights,
+    sgd,
+)
 from tests.ranks.subject import MixedPrecisionPolicy, beyond_torch, fully_shard, record
 
 WIDTH = 6
@@ -101,7 +111,7 @@ def check_gradients(place, kind, reshard):
         losses = average_gradients(plain, partial(loss_of, plain, step), world_size)
         same(loss.detach(), losses[rank], f"{what}, step {step}: loss")
         for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
-            same(full(param.grad), expected.grad, f"{what}, step {step}: gradient of {name}")
+            same_shard(param.grad, expected.grad, f"{what}, step {step}: gradient of {name}")
         for each in optims:
             each.step()
             each.zero_grad()
@@ -201,7 +211,7 @@ def accumulates(kind):
                 totals.setdefault(param, {}).setdefault(each, []).append(grad)
     for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
         sums = [sum(grads[1:], grads[0]) for grads in totals[expected].values()]
-        same(full(param.grad), sum(sums[1:], sums[0]) / world_size, f"{kind}: gradient of {name}", 1e-6)
+        same_shard(param.grad, sum(sums[1:], sums[0]) / world_size, f"{kind}: gradient of {name}", 1e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -263,7 +273,7 @@ def frozen(kind):
         for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
             assert (param.grad is None) == (expected.grad is None), f"{kind}: {name}"
             if expected.grad is not None:
-                same(full(param.grad), expected.grad, f"{kind}, step {step}: gradient of {name}")
+                same_shard(param.grad, expected.grad, f"{kind}, step {step}: gradient of {name}")
         model.zero_grad()
         plain.zero_grad()
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from shardwise import ConfigError, StateError, clip_grad_norm_
 from shardwise.testing import run_ranks
 from shardwise.testing.workloads import seeded
-from tests.ranks.models import Layers, average_gradients, counted, data, full, same
+from tests.ranks.models import Layers, average_gradients, counted, data, full, same, same_shard
 from tests.ranks.subject import beyond_torch, fully_shard
 
 pytestmark = beyond_torch
@@ -45,7 +45,7 @@ def matches_torch(params, originals, what, num_reduces):
                     assert sum(counted(mode).values()) == num_reduces, f"{case}: {counted(mode)}"
                 close(norm, nn.utils.clip_grad_norm_(originals, max_norm, order), f"{case}: norm")
                 for index, ((grad, _), original) in enumerate(zip(before, originals, strict=True)):
-                    same(full(grad), original.grad, f"{case}: gradient {index}", ROUNDING)
+                    same_shard(grad, original.grad, f"{case}: gradient {index}", ROUNDING)
 
 
 def distribute_like(value, like):
@@ -115,7 +115,7 @@ def norm_of_a_training_step():
             each.step()
             each.zero_grad()
         for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
-            same(full(param.detach()), expected.detach(), f"step {step}: {name}", 1e-5)
+            same_shard(param.detach(), expected.detach(), f"step {step}: {name}", 1e-5)
 
 
 def test_steps_with_clipping_match_the_plain_model():

@@ -15,7 +15,15 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise.testing import run_ranks
 from shardwise.testing.workloads import seeded
-from tests.ranks.models import average_gradients, data, full, same, same_parameters, sgd
+from tests.ranks.models import (
+    average_gradients,
+    data,
+    full,
+    same,
+    same_shard,
+    same_shards,
+    sgd,
+)
 from tests.ranks.subject import MixedPrecisionPolicy, beyond_torch, fully_shard, record
 
 STEPS = 5
@@ -123,11 +131,11 @@ def train_beside_plain(model, plain, what, tolerance=0.0):
         losses = average_gradients(plain, partial(loss_of, plain, step), world_size)
         same(loss.detach(), losses[rank], f"{what}, step {step}: loss", tolerance)
         for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
-            same(full(param.grad), expected.grad, f"{what}, step {step}: gradient of {name}", 100 * tolerance)
+            same_shard(param.grad, expected.grad, f"{what}, step {step}: gradient of {name}", 100 * tolerance)
         for each in optims:
             each.step()
             each.zero_grad()
-        same_parameters(model, plain, f"{what}, step {step}: ", tolerance)
+        same_shards(model, plain, f"{what}, step {step}: ", tolerance)
 
 
 def compiled(places, reshard, policy, checkpointed):

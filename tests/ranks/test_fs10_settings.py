@@ -32,6 +32,8 @@ from tests.ranks.models import (
     match_plain,
     same,
     same_parameters,
+    same_shard,
+    same_shards,
     seen_weights,
     sgd,
 )
@@ -71,7 +73,7 @@ def check_gradients(model, steps, tolerance=0.0, world_size=None):
         )
     for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert param.grad is not None, f"{name} has no gradient"
-        same(full(param.grad), expected.grad, name, tolerance)
+        same_shard(param.grad, expected.grad, name, tolerance)
 
 
 class Slope(nn.Module):
@@ -249,7 +251,7 @@ def two_backwards(is_last):
     plain = seeded(TwoHeads())
     average_gradients(plain, lambda r: sum(plain(data(0, r, 2, 6))), dist.get_world_size())
     for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
-        same(full(param.grad), expected.grad, name)
+        same_shard(param.grad, expected.grad, name)
     return [(kind, unit) for kind, unit, _ in recorder.of("unshard", "reshard")]
 
 
@@ -346,7 +348,7 @@ def divide_factor_of_one_unit():
     average_gradients(plain, lambda r: plain(data(0, r, 2, 6)).sum(), 2)
     for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
         factor = 1 if name.startswith("layers") else 2
-        same(full(param.grad), factor * expected.grad, name)
+        same_shard(param.grad, factor * expected.grad, name)
 
 
 def test_a_divide_factor_holds_for_one_unit():
@@ -689,11 +691,11 @@ def different_parameters(within_root):
         average_gradients(plain, lambda r: loss_of(plain, step, r), world_size)  # noqa: B023
         for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
             assert param.grad is not None, f"{name} has no gradient"
-            same(full(param.grad), expected.grad, f"step {step}: {name}")
+            same_shard(param.grad, expected.grad, f"step {step}: {name}")
         for each in (optim, plain_optim):
             each.step()
             each.zero_grad()
-        same_parameters(model, plain, f"step {step}: ")
+        same_shards(model, plain, f"step {step}: ")
 
 
 @two_and_four
@@ -745,7 +747,7 @@ def unit_that_one_rank_does_not_use():
         loss_of(model, step, rank).backward()
         average_gradients(plain, lambda r: loss_of(plain, step, r), world_size)  # noqa: B023
     for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
-        same(full(param.grad), expected.grad, name)
+        same_shard(param.grad, expected.grad, name)
     return [is_sharded(model.layer), is_sharded(model.first)]
 
 

@@ -23,7 +23,7 @@ from shardwise.testing.parity import (
     run_sharded,
 )
 from shardwise.testing.workloads import WORKLOADS, seeded
-from tests.ranks.models import Traffic, data, full, same
+from tests.ranks.models import Traffic, data, same, same_shard
 
 EACH_OF_THREE = Accumulation(3)
 LAST_OF_THREE = Accumulation(3, sync_each=False)
@@ -248,7 +248,7 @@ def nested_policies():
         for index, param in enumerate(master.parameters()):
             param.grad = sum(grads[index] for _, grads in everyone) / world_size
         for (name, param), expected in zip(model.named_parameters(), master.parameters(), strict=True):
-            same(full(param.grad), expected.grad, f"step {step}: gradient of {name}")
+            same_shard(param.grad, expected.grad, f"step {step}: gradient of {name}")
         for each in (optim, plain_optim):
             each.step()
             each.zero_grad()

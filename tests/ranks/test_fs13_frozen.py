@@ -22,6 +22,7 @@ from tests.ranks.models import (
     full,
     match_plain,
     same,
+    same_shard,
     sgd,
 )
 
@@ -81,7 +82,7 @@ def cost_of_frozen(policy):
         optim.zero_grad()
     for name, param in model.named_parameters():
         if name in before:
-            same(full(param.detach()), before[name], f"frozen {name} after steps with weight decay")
+            same_shard(param.detach(), before[name], f"frozen {name} after steps with weight decay")
             assert param not in optim.state
     return [size for op, _, size in traffic.seen if op == "_reduce_scatter_base_"]
 
@@ -199,7 +200,7 @@ def all_frozen_for_a_step():
             optim.step()
             optim.zero_grad()
         for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
-            same(full(param.detach()), expected.detach(), f"step {step}: {name}")
+            same_shard(param.detach(), expected.detach(), f"step {step}: {name}")
 
 
 def test_a_model_may_be_frozen_as_a_whole_for_some_steps():
@@ -226,7 +227,7 @@ def flips_of_parameters_that_are_shown_whole():
         for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
             assert (param.grad is None) == (expected.grad is None), f"step {step}: {name}"
             if expected.grad is not None:
-                same(full(param.grad), expected.grad, f"step {step}: {name}")
+                same_shard(param.grad, expected.grad, f"step {step}: {name}")
 
 
 def test_parameters_may_be_frozen_and_thawed_while_they_are_unsharded():
@@ -265,7 +266,7 @@ def frozen_between_micro_batches():
     for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
         if param.requires_grad:
             # To the last digits: micro-batches are added up before ranks here, after them in the plain model.
-            same(full(param.grad), expected.grad, name, 1e-6)
+            same_shard(param.grad, expected.grad, name, 1e-6)
     return model.layers[1].in_proj.weight.grad is None
 
 
@@ -351,7 +352,7 @@ def accumulated_dtypes():
                     held[r][name] = held[r][name] + param.grad if name in held[r] else param.grad
     for name, param in model.named_parameters():
         if param.requires_grad:
-            same(full(param.grad), (held[0][name] + held[1][name]) / 2, name)
+            same_shard(param.grad, (held[0][name] + held[1][name]) / 2, name)
 
 
 def test_micro_batches_of_several_dtypes_add_up():

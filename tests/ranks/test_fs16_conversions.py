@@ -10,7 +10,16 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shardwise.testing import run_ranks
 from shardwise.testing.workloads import seeded
-from tests.ranks.models import Layers, average_gradients, data, full, same, same_parameters, sgd
+from tests.ranks.models import (
+    Layers,
+    average_gradients,
+    data,
+    full,
+    same,
+    same_shard,
+    same_shards,
+    sgd,
+)
 from tests.ranks.subject import beyond_torch, fully_shard
 
 WIDTH = 5
@@ -38,13 +47,13 @@ def step_both(models, optims, step, what, dtype=torch.float32):
     average_gradients(plain, lambda r: loss_of(plain, step, r, dtype), world_size)
     for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
         if step < 2 or dtype is not torch.bfloat16:
-            same(full(param.grad), expected.grad, f"{what}, step {step}: gradient of {name}")
+            same_shard(param.grad, expected.grad, f"{what}, step {step}: gradient of {name}")
     for each in optims:
         each.step()
         each.zero_grad()
     # torch's CPU kernels round the tail of a tensor in another way than the rest, and a shard ends elsewhere.
     tolerance = 1e-2 if dtype is torch.bfloat16 else 0.0
-    same_parameters(model, plain, f"{what}, step {step}: ", tolerance)
+    same_shards(model, plain, f"{what}, step {step}: ", tolerance)
 
 
 # --- .to() and its like -----------------------------------------------------------------------------------------
@@ -103,7 +112,7 @@ def gradients_converted():
     loss_of(model, 1, dist.get_rank(), torch.float64).backward()
     average_gradients(plain, lambda r: loss_of(plain, 1, r, torch.float64), dist.get_world_size())
     for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
-        same(full(param.grad), expected.grad, f"gradient of {name}")
+        same_shard(param.grad, expected.grad, f"gradient of {name}")
 
 
 @beyond_torch
@@ -155,13 +164,13 @@ def scaled():
             scaler.unscale_(optim)
         for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
             if step != 2:
-                same(full(param.grad), expected.grad, f"step {step}: unscaled gradient of {name}")
+                same_shard(param.grad, expected.grad, f"step {step}: unscaled gradient of {name}")
         for optim, scaler in zip(optims, scalers, strict=True):
             scaler.step(optim)
             scaler.update()
             optim.zero_grad()
         assert scalers[0].get_scale() == scalers[1].get_scale(), f"step {step}: scale"
-        same_parameters(model, plain, f"step {step}: ")
+        same_shards(model, plain, f"step {step}: ")
         unchanged = all(
             torch.equal(full(param.detach()), was)
             for param, was in zip(model.parameters(), before, strict=True)
@@ -190,7 +199,7 @@ def clipped(norm_type, foreach):
     same(norms[0].full_tensor(), norms[1], "norm", 1e-6)
     assert norms[1] > 0.01
     for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
-        same(full(param.grad), expected.grad, f"gradient of {name}", 1e-6)
+        same_shard(param.grad, expected.grad, f"gradient of {name}", 1e-6)
 
 
 def test_torchs_own_clip_grad_norm_sees_the_unsharded_norm():
@@ -211,7 +220,7 @@ def clipped_by_value():
     for each in (model, plain):
         nn.utils.clip_grad_value_(each.parameters(), 0.01)
     for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
-        same(full(param.grad), expected.grad, f"gradient of {name}")
+        same_shard(param.grad, expected.grad, f"gradient of {name}")
 
 
 def test_torchs_own_clip_grad_value_works_on_shards():

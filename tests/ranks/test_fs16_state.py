@@ -16,7 +16,17 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from shardwise import CheckpointError, StateError
 from shardwise.testing import run_ranks
 from shardwise.testing.workloads import TiedTransformer, seeded
-from tests.ranks.models import Layers, average_gradients, data, full, is_sharded, same, same_parameters, sgd
+from tests.ranks.models import (
+    Layers,
+    average_gradients,
+    data,
+    full,
+    is_sharded,
+    same,
+    same_parameters,
+    same_shards,
+    sgd,
+)
 from tests.ranks.subject import FSDPModule, beyond_torch, fully_shard, record
 
 WIDTH = 5  # divides by no number of ranks used here
@@ -53,7 +63,7 @@ def trains_like(model, plain, what, optims=None, steps=2):
         for each in optims:
             each.step()
             each.zero_grad()
-        same_parameters(model, plain, f"{what}, step {step}: ")
+        same_shards(model, plain, f"{what}, step {step}: ")
 
 
 # --- reading --------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from tests.ranks.models import (
     full,
     match_plain,
     same,
+    same_shard,
 )
 from tests.ranks.subject import TORCH_IS_THE_SUBJECT, MixedPrecisionPolicy, beyond_torch, fully_shard
 
@@ -131,10 +132,10 @@ def zero_grad_in_place():
     model(data(0, rank, 2, 6)).square().mean().backward()
     for param, grad, value in zip(model.parameters(), grads, values, strict=True):
         assert param.grad is grad, "the reduce should add into the gradient that is there"
-        same(full(grad), value, "gradient")
+        same_shard(grad, value, "gradient")
     model(data(0, rank, 2, 6)).square().mean().backward()
     for grad, value in zip(grads, values, strict=True):
-        same(full(grad), value + value, "gradient of two backwards")
+        same_shard(grad, value + value, "gradient of two backwards")
 
 
 def test_the_reduce_adds_into_a_gradient_that_is_there():
@@ -313,7 +314,7 @@ def backward_in_pieces():
         average_gradients(plain, lambda r: plain(data(step, r, 2, 6)).square().mean(), world_size)  # noqa: B023
         average_gradients(plain, lambda r: plain(data(step, r, 2, 6)).abs().mean(), world_size)  # noqa: B023
         for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
-            same(full(param.grad), expected.grad, f"step {step}: gradient of {name}")
+            same_shard(param.grad, expected.grad, f"step {step}: gradient of {name}")
 
 
 def test_one_graph_may_be_run_backward_twice():
@@ -377,7 +378,7 @@ def used_in_one_micro_batch_only(set_early, set_late):
     for name, param in model.named_parameters():
         assert (param.grad is None) == (name not in totals), name
         if name in totals:
-            same(full(param.grad), totals[name] / world_size, f"gradient of {name}")
+            same_shard(param.grad, totals[name] / world_size, f"gradient of {name}")
 
 
 @beyond_torch  # torch refuses the mix of dtypes that comes of it
@@ -402,7 +403,7 @@ def unused_in_backward_on_all_ranks():
     model(data(1, rank, 2, 6)).square().mean().backward()
     average_gradients(plain, lambda r: plain(data(1, r, 2, 6)).square().mean(), 2)
     for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        same(full(param.grad), expected.grad, "gradient")
+        same_shard(param.grad, expected.grad, "gradient")
 
 
 def test_a_backward_that_does_not_reach_the_model_leaves_it_alone():

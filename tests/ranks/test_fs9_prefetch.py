@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise.testing import run_ranks
 from shardwise.testing.workloads import TiedTransformer, seeded
-from tests.ranks.models import DoubleLinear, average_gradients, data, full, same, sgd
+from tests.ranks.models import DoubleLinear, average_gradients, data, same, same_shard, sgd
 from tests.ranks.subject import beyond_torch, fully_shard, record
 
 NUM_LAYERS = 3
@@ -139,7 +139,7 @@ def gradients_match_plain(reshard, implementation, num_forwards=1):
         loss_of(model, step, rank).backward()
         average_gradients(plain, lambda r: loss_of(plain, step, r), world_size)  # noqa: B023
         for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
-            same(full(param.grad), expected.grad, f"step {step}: gradient of {name}")
+            same_shard(param.grad, expected.grad, f"step {step}: gradient of {name}")
         model.zero_grad()
         plain.zero_grad()
 
@@ -229,7 +229,7 @@ def branch_gradients():
         for index in (1, 0):
             average_gradients(plain, lambda r: plain(data(step, r, 4, 8))[index].sum(), world_size)  # noqa: B023
         for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
-            same(full(param.grad), expected.grad, f"step {step}: gradient of {name}")
+            same_shard(param.grad, expected.grad, f"step {step}: gradient of {name}")
         model.zero_grad()
         plain.zero_grad()
 

@@ -13,10 +13,10 @@ from tests.ranks.models import (
     Traffic,
     average_gradients,
     data,
-    full,
     held_bytes,
     is_sharded,
     same,
+    same_shard,
     seen_weights,
     sgd,
 )
@@ -61,7 +61,7 @@ def alternates(mode, reshard, first):
         for index, (param, expected) in enumerate(
             zip(*(each.param_groups[0]["params"] for each in optims), strict=True)
         ):
-            same(full(param.detach()), expected.detach(), f"{what}, step {step}: parameter {index}")
+            same_shard(param.detach(), expected.detach(), f"{what}, step {step}: parameter {index}")
         for again in range(2):
             got, want = evaluate(model, mode, 20 + again), evaluate(plain, "no_grad", 20 + again)
             same(got, want, f"{what}, step {step}: output {again}")
@@ -161,7 +161,7 @@ def between_forward_and_backward(mode, reshard):
         loss.backward()
         average_gradients(plain, lambda r: plain(data(step, r, 2, 6)).square().mean(), world_size)  # noqa: B023
         for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
-            same(param.grad.full_tensor(), expected.grad, f"{mode}, reshard {reshard}: gradient of {name}")
+            same_shard(param.grad, expected.grad, f"{mode}, reshard {reshard}: gradient of {name}")
         model.zero_grad()
         plain.zero_grad()
 
