@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -57,6 +57,14 @@ def dtensor(local: torch.Tensor, spec: DTensorSpec, outline: torch.Tensor | None
     if outline is not None:
         made._local_tensor = local
     return made
+
+
+def dtensor_parameter(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool) -> nn.Parameter:
+    """A new DTensor as a parameter. ``nn.Parameter`` would detach it first, for which DTensor works out how the result
+    lies: milliseconds for each new shape, spent on a tensor that nobody else holds."""
+    made: Any = dtensor(local, spec).requires_grad_(requires_grad)
+    made._is_param = True
+    return cast(nn.Parameter, made)
 
 
 def spec_of(tensor: torch.Tensor) -> DTensorSpec:

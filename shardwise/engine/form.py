@@ -28,7 +28,7 @@ from shardwise.policies import MixedPrecisionPolicy
 from shardwise.torch_internals import (
     all_show,
     concatenate_meshes,
-    dtensor,
+    dtensor_parameter,
     dtensor_spec,
     local_of,
     strided_shard,
@@ -167,7 +167,7 @@ def _make_slot(
         # A copy where it has a storage offset: torch fails to copy a DTensor that was made with one.
         local = local.clone() if local.storage_offset() else local
         local = local.contiguous()
-    sharded = nn.Parameter(dtensor(local, spec), requires_grad=param.requires_grad)
+    sharded = dtensor_parameter(local, spec, param.requires_grad)
     for key, value in param.__dict__.items():
         sharded.__dict__.setdefault(key, value)
     return Slot(
