@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.testing import run_ranks
 from shardwise.testing.workloads import seeded
-from tests.ranks.models import same
+from tests.ranks.models import same, same_shard
 from tests.ranks.subject import MixedPrecisionPolicy, fully_shard
 
 RANKS = 128
@@ -142,24 +142,24 @@ def test_in_fp16_neither_the_sum_overflows_nor_small_values_vanish(slope_of):
 PERIOD = 17
 
 
-def pattern(rank, shape):
+def period(rank):
     """Small integers that differ from element to element and from rank to rank; their sums are exact."""
+    return ((torch.arange(PERIOD) * 7 + rank * 13) % PERIOD - 8).float()
+
+
+def repeated(values, shape):
     numel = torch.Size(shape).numel()
-    return ((torch.arange(numel) * 7 + rank * 13) % PERIOD - 8).float().view(shape)
+    return values.repeat(numel // PERIOD + 1)[:numel].view(shape)
 
 
 def reduce_patterns():
     module = holder()
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    module(*(pattern(rank, size) for size in SIZES)).backward()
+    module(*(repeated(period(rank), size) for size in SIZES)).backward()
     # The pattern repeats along a parameter, so one period of the average tells all of it.
-    period = sum(pattern(r, (PERIOD,)) for r in range(world_size)) / world_size
+    average = sum(period(r) for r in range(world_size)) / world_size
     for param, size in zip(module.parameters(), SIZES, strict=True):
-        numel = torch.Size(size).numel()
-        average = period[torch.arange(numel) % PERIOD].view(size)
-        chunks = average.chunk(world_size)
-        want = chunks[rank] if rank < len(chunks) else average[:0]
-        same(param.grad.to_local(), want, "shard of the average")
+        same_shard(param.grad, repeated(average, size), "shard of the average")
 
 
 def test_each_of_128_ranks_gets_its_own_part_of_the_average():
