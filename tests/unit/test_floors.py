@@ -78,7 +78,7 @@ def climbs(source: str, module: str) -> list[str]:
     found = []
     for name in imported_names(source, module):
         parts = name.split(".")
-        if parts[0] != "shardwise" or here == "__init__":
+        if parts[0] != "shardwise" or here in ("__init__", "__main__"):
             continue
         there = parts[1] if len(parts) > 1 else ""
         if there == here:

@@ -1,0 +1,175 @@
+"""What is saved of a model and its optimizer: one name for each tensor, the same in every sharding.
+
+    model/<parameter or buffer>                    model/layers.0.up.weight
+    optimizer/<parameter>/<what the optimizer keeps>   optimizer/layers.0.up.weight/exp_avg
+
+Plain parameters, shards, and ZeRO's owners all show up as parts of the same tensors. What is a plain function of the
+configuration and the step (learning rates, the order of the data, random seeds) is not saved but computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from shardwise.checkpoint.files import Part, dtype_name, load_parts, part_of
+from shardwise.checkpoint.manifest import Manifest
+from shardwise.errors import CheckpointError
+from shardwise.torch_internals import state_entries
+from shardwise.zero import ZeroRedundancyOptimizer
+
+__all__ = ["MODEL", "OPTIMIZER", "TrainingState", "stage"]
+
+MODEL = "model/"
+OPTIMIZER = "optimizer/"
+
+
+class TrainingState:
+    """The tensors of a run on this rank; ``parts`` to save, ``load`` to bring them back.
+
+    Args:
+        module: sharded in any way or not at all; not a wrapper such as DistributedDataParallel.
+        optimizer: of its parameters; a ZeroRedundancyOptimizer that owns whole parameters, or any other.
+    """
+
+    def __init__(self, module: nn.Module, optimizer: Optimizer | None = None) -> None:
+        self._module, self._optimizer = module, optimizer
+        self._names: dict[torch.Tensor, str] = {param: name for name, param in module.named_parameters()}
+
+    def parts(self) -> dict[str, Part]:
+        """This rank's part of everything, in place: nothing is copied or communicated."""
+        parts = {MODEL + name: part_of(value) for name, value in self._model_entries()}
+        if self._optimizer is not None:
+            for param, name in self._names.items():
+                for key, value in self._optimizer.state.get(param, {}).items():
+                    if isinstance(value, torch.Tensor):
+                        parts[f"{OPTIMIZER}{name}/{key}"] = part_of(value)
+        return parts
+
+    def load(self, folder: Path, manifest: Manifest, group: dist.ProcessGroup | None) -> bool:
+        """Brings back model and optimizer; on every rank. False if there is no optimizer state to bring back.
+
+        Raises:
+            CheckpointError: it is of another model; the first mismatch is named and nothing has changed.
+        """
+        self._check_fits(folder, manifest)
+        has_state = any(name.startswith(OPTIMIZER) for name in manifest.tensors)
+        parts = {MODEL + name: part_of(value) for name, value in self._model_entries()}
+        states = self._state_templates(manifest) if has_state else {}
+        for param, values in states.items():
+            for key, value in values.items():
+                parts[f"{OPTIMIZER}{self._names[param]}/{key}"] = part_of(value)
+        load_parts(parts, folder, manifest, group)
+        if states:
+            self._set_state(states)
+        return has_state
+
+    def _model_entries(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Parameters and the buffers that state dicts hold, each tied one once."""
+        for param, name in self._names.items():
+            yield name, param
+        for path, module in self._module.named_modules():
+            for name, value in state_entries(module):
+                if value is not None and not isinstance(value, nn.Parameter):
+                    yield f"{path}.{name}" if path else name, value
+
+    def _check_fits(self, folder: Path, manifest: Manifest) -> None:
+        ours = {
+            MODEL + name: (tuple(value.shape), dtype_name(value.dtype))
+            for name, value in self._model_entries()
+        }
+        theirs = {
+            name: (record.shape, record.dtype)
+            for name, record in manifest.tensors.items()
+            if name.startswith(MODEL)
+        }
+        # In the model's own order: the first that differs is the one to look at.
+        for name in [*ours, *theirs]:
+            mine, saved = ours.get(name), theirs.get(name)
+            if mine == saved:
+                continue
+            tensor = name.removeprefix(MODEL)
+            if saved is None:
+                what = f"it has no '{tensor}', which the model has with shape {mine and mine[0]}"
+            elif mine is None:
+                what = f"it has '{tensor}' of shape {saved[0]}, which the model has not"
+            elif mine[0] != saved[0]:
+                what = f"'{tensor}' has shape {saved[0]} in it and {mine[0]} in the model"
+            else:
+                what = f"'{tensor}' is {saved[1]} in it and {mine[1]} in the model"
+            raise CheckpointError(
+                f"the checkpoint is of another model: {what}",
+                where=str(folder),
+                fix="resume with the recipe and settings it was saved with, or train into another folder",
+            )
+
+    def _stepped(self) -> list[torch.Tensor]:
+        """The parameters whose state this rank keeps."""
+        optimizer = self._optimizer
+        if optimizer is None:
+            return []
+        local = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
+        return [param for group in local.param_groups for param in group["params"] if param in self._names]
+
+    def _state_templates(self, manifest: Manifest) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
+        """Room for the optimizer state that the checkpoint holds for this rank's parameters."""
+        keys: dict[str, list[str]] = {}
+        for name in manifest.tensors:
+            if name.startswith(OPTIMIZER):
+                param_name, key = name.removeprefix(OPTIMIZER).rsplit("/", 1)
+                keys.setdefault(param_name, []).append(key)
+        templates: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+        for param in self._stepped():
+            name = self._names[param]
+            for key in keys.get(name, ()):
+                record = manifest.tensors[f"{OPTIMIZER}{name}/{key}"]
+                dtype: torch.dtype = getattr(torch, record.dtype)
+                if record.shape == tuple(param.shape) and record.shape:
+                    room = torch.empty_like(param.detach(), dtype=dtype)
+                else:
+                    room = torch.empty(record.shape, dtype=dtype)
+                templates.setdefault(param, {})[key] = room
+        return templates
+
+    def _set_state(self, states: dict[torch.Tensor, dict[str, torch.Tensor]]) -> None:
+        """Through the optimizer's own door, which places step counts and the like where it wants them."""
+        optimizer = self._optimizer
+        assert optimizer is not None
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        numbers = {param: number for number, param in enumerate(params)}
+        groups = [
+            {**group, "params": [numbers[param] for param in group["params"]]}
+            for group in optimizer.param_groups
+        ]
+        state: dict[str, Any] = {
+            "state": {numbers[param]: values for param, values in states.items()},
+            "param_groups": groups,
+        }
+        optimizer.load_state_dict(state)
+
+
+def stage(parts: dict[str, Part], room: dict[str, torch.Tensor]) -> dict[str, Part]:
+    """Copies parts to host memory, which ``room`` keeps for the next time; the one thing a step waits for."""
+    staged = {}
+    devices = set()
+    for name, part in parts.items():
+        kept = room.get(name)
+        if kept is None or kept.shape != part.tensor.shape or kept.dtype != part.tensor.dtype:
+            on_gpu = part.tensor.is_cuda
+            kept = torch.empty(part.tensor.shape, dtype=part.tensor.dtype, pin_memory=on_gpu)
+            room[name] = kept
+        kept.copy_(part.tensor, non_blocking=True)
+        if part.tensor.is_cuda:
+            devices.add(part.tensor.device)
+        staged[name] = replace(part, tensor=kept)
+    for device in devices:
+        # order: copies to the host before the step goes on, because the optimizer will write what they read.
+        torch.cuda.current_stream(device).synchronize()
+    return staged

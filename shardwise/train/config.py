@@ -1,0 +1,276 @@
+"""What a run can be told: frozen records, one for each concern, and settings by dotted name.
+
+    config = with_settings(tiny(), ["train.steps=200", "sharding.mode=hybrid"])
+
+Every value is checked here, before a process group or a model exists. An unknown name is answered with the nearest
+one that exists; a value that cannot be is answered with those that can.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+from shardwise.errors import ConfigError
+from shardwise.train.model import Llama, ModelSource
+
+__all__ = [
+    "Checkpoints",
+    "Config",
+    "Data",
+    "Evaluation",
+    "Mode",
+    "Optimization",
+    "Output",
+    "Sharding",
+    "Training",
+    "as_json",
+    "check",
+    "settings_of",
+    "with_settings",
+]
+
+Mode = Literal["none", "optimizer", "gradients", "full", "hybrid"]
+Record = TypeVar("Record")
+
+
+@dataclass(frozen=True)
+class Data:
+    """Where tokens come from."""
+
+    path: str = ""
+    """A text file, a folder of them, a ``.bin`` of tokens, ``hf:NAME`` of a data set; empty: Python's own sources."""
+    tokenizer: str = "bytes"
+    """``bytes``, or a Hugging Face tokenizer's name or folder."""
+    token_dtype: Literal["uint8", "uint16", "int32", "int64"] = "uint16"
+    """How tokens lie in a ``.bin``."""
+    split: str = "train"
+    """Of a Hugging Face data set."""
+    column: str = "text"
+    """Of a Hugging Face data set."""
+    held_out: float = 0.05
+    """The part of the data, at its end, that is only ever evaluated on."""
+    shuffle: bool = True
+
+
+@dataclass(frozen=True)
+class Optimization:
+    name: Literal["adamw", "sgd"] = "adamw"
+    lr: float = 3e-4
+    min_lr: float = 0.1
+    """What the cosine ends at, as a part of ``lr``."""
+    warmup: int = 10
+    """Steps from 0 to ``lr``."""
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    clip: float = 1.0
+    """The largest gradient norm; 0 leaves gradients as they are."""
+
+
+@dataclass(frozen=True)
+class Training:
+    steps: int = 100
+    batch_size: int = 16
+    """Sequences a step, over all ranks: the run is the same on any number of them."""
+    accumulate: int = 1
+    """Micro-batches a rank takes for one step."""
+    seed: int = 0
+    threads: int = 1
+    """CPU threads a rank computes with."""
+
+
+@dataclass(frozen=True)
+class Sharding:
+    mode: Mode = "full"
+    """none: replicas; optimizer: ZeRO-1; gradients: ZeRO-2; full: ZeRO-3; hybrid: sharded within replicas."""
+    replicas: int = 0
+    """Of hybrid; 0: one a host, or two on a single host."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    offload: bool = False
+    """Shards and optimizer state in host memory."""
+    recompute: bool = False
+    """Activation checkpointing: each unit runs again in backward instead of keeping its activations."""
+    compile: bool = False
+    """torch.compile of each unit."""
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    every: int = 0
+    """Steps between checkpoints; 0: only at the end."""
+    keep: int = 3
+    """The newest so many stay; 0: all."""
+    asynchronous: bool = True
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    every: int = 0
+    """Steps between evaluations; 0: only at the end."""
+    batches: int = 4
+
+
+@dataclass(frozen=True)
+class Output:
+    folder: str = ""
+    """Of the run; empty: ``runs/NAME``, or the next ``runs/NAME-2``, ... that is free."""
+    every: int = 1
+    """Steps between lines of a log."""
+    show: Literal["auto", "live", "lines", "json", "quiet"] = "auto"
+    """auto: live in a terminal, lines elsewhere."""
+    tensorboard: bool = False
+
+
+@dataclass(frozen=True)
+class Config:
+    """A run, completely."""
+
+    name: str = "run"
+    model: ModelSource = field(default_factory=Llama)
+    data: Data = field(default_factory=Data)
+    optimizer: Optimization = field(default_factory=Optimization)
+    train: Training = field(default_factory=Training)
+    sharding: Sharding = field(default_factory=Sharding)
+    checkpoint: Checkpoints = field(default_factory=Checkpoints)
+    evaluate: Evaluation = field(default_factory=Evaluation)
+    output: Output = field(default_factory=Output)
+
+
+# --- settings by name ---------------------------------------------------------------------------------------------
+
+
+def settings_of(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Every setting of a config: dotted name, type, value."""
+    hints = typing.get_type_hints(type(config))
+    for entry in dataclasses.fields(config):
+        value = getattr(config, entry.name)
+        if dataclasses.is_dataclass(value):
+            yield from settings_of(value, f"{prefix}{entry.name}.")
+        elif not callable(value) and not isinstance(value, type):
+            yield prefix + entry.name, hints[entry.name], value
+
+
+def with_settings(config: Config, assignments: Iterable[str]) -> Config:
+    """The config with ``name=value`` assignments, the last of a name winning; checked."""
+    known = {name: kind for name, kind, _ in settings_of(config)}
+    for assignment in assignments:
+        name, equals, text = assignment.partition("=")
+        name = name.strip()
+        where = f"--set {assignment}"
+        if not equals:
+            raise ConfigError(f"'{assignment}' sets nothing", where=where, fix="write --set name=value")
+        if name not in known:
+            raise ConfigError(f"there is no setting '{name}'", where=where, fix=_suggestion(name, known))
+        config = _replaced(config, name.split("."), _parsed(text.strip(), known[name], where))
+    check(config)
+    return config
+
+
+def _suggestion(name: str, known: Iterable[str]) -> str:
+    names = list(known)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    if not near:
+        last = name.rsplit(".", 1)[-1]
+        lasts = {full.rsplit(".", 1)[-1]: full for full in names}
+        near = [lasts[found] for found in difflib.get_close_matches(last, list(lasts), n=1, cutoff=0.5)]
+    if near:
+        return f"did you mean '{near[0]}'?"
+    return "see them all with: shardwise train --settings"
+
+
+def _replaced(record: Record, path: list[str], value: Any) -> Record:
+    head, *rest = path
+    if rest:
+        value = _replaced(getattr(record, head), rest, value)
+    return dataclasses.replace(record, **{head: value})  # type: ignore[type-var]
+
+
+def _parsed(text: str, kind: Any, where: str) -> Any:
+    if typing.get_origin(kind) is Literal:
+        choices = typing.get_args(kind)
+        if text in choices:
+            return text
+        near = difflib.get_close_matches(text, choices, n=1)
+        hint = f"did you mean '{near[0]}'? " if near else ""
+        raise ConfigError(
+            f"'{text}' is none of its values", where=where, fix=f"{hint}use one of {', '.join(choices)}"
+        )
+    if kind is bool:
+        words = {"true": True, "yes": True, "on": True, "1": True}
+        words |= {"false": False, "no": False, "off": False, "0": False}
+        if text.lower() in words:
+            return words[text.lower()]
+        raise ConfigError(f"'{text}' is neither true nor false", where=where, fix="write true or false")
+    if kind is str:
+        return text
+    if isinstance(kind, types.UnionType) and text.lower() == "none":
+        return None
+    try:
+        value = ast.literal_eval(text.replace("_", "") if kind in (int, float) else text)
+    except (ValueError, SyntaxError):
+        value = text
+    if kind is float and isinstance(value, int):
+        value = float(value)
+    if kind is int and isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(kind, type) and (not isinstance(value, kind) or isinstance(value, bool)):
+        raise ConfigError(
+            f"'{text}' is not {'a whole number' if kind is int else 'a number'}",
+            where=where,
+            fix="write one, such as 100 or 1e-3",
+        )
+    return value
+
+
+# --- checks ---------------------------------------------------------------------------------------------------------
+
+
+def check(config: Config) -> None:
+    """Raises ConfigError on values that no run can have; what depends on the ranks is checked when they are there."""
+
+    def need(holds: bool, name: str, value: Any, fix: str) -> None:
+        if not holds:
+            raise ConfigError(f"{name} is {value}", where=f"the settings of '{config.name}'", fix=fix)
+
+    train, optimizer, sharding = config.train, config.optimizer, config.sharding
+    for name, value in (
+        ("train.steps", train.steps),
+        ("train.batch_size", train.batch_size),
+        ("train.accumulate", train.accumulate),
+        ("train.threads", train.threads),
+        ("output.every", config.output.every),
+    ):
+        need(value >= 1, name, value, "use 1 or more")
+    for name, number in (
+        ("optimizer.lr", optimizer.lr),
+        ("optimizer.min_lr", optimizer.min_lr),
+        ("optimizer.warmup", optimizer.warmup),
+        ("optimizer.weight_decay", optimizer.weight_decay),
+        ("optimizer.clip", optimizer.clip),
+        ("sharding.replicas", sharding.replicas),
+        ("checkpoint.every", config.checkpoint.every),
+        ("checkpoint.keep", config.checkpoint.keep),
+        ("evaluate.every", config.evaluate.every),
+        ("evaluate.batches", config.evaluate.batches),
+    ):
+        need(number >= 0, name, number, "use 0 or more")
+    need(0 <= config.data.held_out < 1, "data.held_out", config.data.held_out, "use a part, such as 0.05")
+    if sharding.offload and sharding.mode in ("none", "optimizer"):
+        raise ConfigError(
+            f"sharding.offload moves shards to host memory, and mode '{sharding.mode}' has whole parameters",
+            where=f"the settings of '{config.name}'",
+            fix="use sharding.mode=full, gradients or hybrid, or sharding.offload=false",
+        )
+    config.model.check()
+
+
+def as_json(config: Config) -> dict[str, Any]:
+    """The settings as plain values, for files."""
+    return {name: value for name, _, value in settings_of(config)}

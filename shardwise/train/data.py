@@ -1,0 +1,218 @@
+"""Tokens: from text that every Python carries, from files and folders, from binaries, from Hugging Face data sets.
+
+All of them become a `Corpus`: tokens end to end, mapped from disk and read when used. A sample is a sequence and the
+token after it; the last part of the corpus is held out for evaluation.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+import zlib
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.checkpoint.files import bytes_of
+from shardwise.errors import ConfigError
+from shardwise.train.config import Data
+from shardwise.train.extras import require
+
+__all__ = ["Corpus", "Samples", "needs_tokenizing", "open_corpus", "tokenize"]
+
+_EMBEDDED_BYTES = 4 << 20
+_WHERE = "data.path"
+
+
+class Corpus:
+    """Tokens of several pieces, end to end."""
+
+    def __init__(self, pieces: Iterable[Tensor]) -> None:
+        self._pieces = [piece for piece in pieces if piece.numel()]
+        self._starts = [0, *accumulate(piece.numel() for piece in self._pieces)]
+
+    @property
+    def num_tokens(self) -> int:
+        return self._starts[-1]
+
+    def read(self, start: int, stop: int) -> Tensor:
+        found = []
+        number = bisect_right(self._starts, start) - 1
+        while start < stop:
+            piece, first = self._pieces[number], self._starts[number]
+            end = min(stop, self._starts[number + 1])
+            found.append(piece[start - first : end - first].to(torch.int64))
+            start, number = end, number + 1
+        return torch.cat(found)
+
+    def fingerprint(self) -> str:
+        """Tells one corpus from another, cheaply: by its length and both of its ends."""
+        length = min(self.num_tokens, 1 << 14)
+        ends = torch.cat((self.read(0, length), self.read(self.num_tokens - length, self.num_tokens)))
+        return f"{self.num_tokens}-{zlib.crc32(bytes_of(ends)):08x}"
+
+
+class Samples:
+    """Sequences of one length out of a corpus, the held-out ones apart.
+
+    Raises:
+        ConfigError: there is too little data for a single sample of each kind that is needed.
+    """
+
+    def __init__(self, corpus: Corpus, context: int, vocabulary: int, held_out: float) -> None:
+        self._corpus, self._context, self._vocabulary = corpus, context, vocabulary
+        total = max(0, corpus.num_tokens - 1) // context
+        self.num_held_out = min(total - 1, max(1, round(total * held_out))) if held_out else 0
+        self.num_training = total - self.num_held_out
+        if self.num_training < 1 or (held_out and self.num_held_out < 1):
+            raise ConfigError(
+                f"the data has {corpus.num_tokens} tokens, too few for sequences of {context}",
+                where=_WHERE,
+                fix="bring more data, use a smaller model.context, or data.held_out=0",
+            )
+
+    def batch(self, samples: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Inputs and targets, one row a sample; held-out samples come after the training ones."""
+        context = self._context
+        rows = torch.stack(
+            [self._corpus.read(sample * context, sample * context + context + 1) for sample in samples]
+        )
+        highest = int(rows.max())
+        if highest >= self._vocabulary or int(rows.min()) < 0:
+            raise ConfigError(
+                f"the data holds token {highest}, and the model knows {self._vocabulary}",
+                where=f"{_WHERE}, sample {samples[int(rows.max(dim=1).values.argmax())]}",
+                fix="check data.token_dtype and data.tokenizer, or raise model.vocabulary",
+            )
+        return rows[:, :-1], rows[:, 1:]
+
+
+# --- opening --------------------------------------------------------------------------------------------------------
+
+
+def needs_tokenizing(data: Data) -> bool:
+    """Whether text must go through a tokenizer into a file first; bytes are their own tokens."""
+    is_binary = data.path.endswith(".bin")
+    return not is_binary and (data.tokenizer != "bytes" or data.path.startswith("hf:"))
+
+
+def open_corpus(data: Data, tokenized: Path | None = None) -> Corpus:
+    """The corpus of ``data``; ``tokenized`` is the file that ``tokenize`` wrote, where that is needed.
+
+    Raises:
+        ConfigError: there is nothing there, or nothing in it.
+    """
+    if needs_tokenizing(data):
+        assert tokenized is not None
+        corpus = Corpus([_mapped(tokenized, torch.int32)])
+    elif data.path.endswith(".bin"):
+        corpus = Corpus([_mapped(_existing(data.path), getattr(torch, data.token_dtype))])
+    elif data.path:
+        corpus = Corpus(_mapped(path, torch.uint8) for path in _text_files(_existing(data.path)))
+    else:
+        corpus = Corpus([torch.frombuffer(bytearray(embedded_text()), dtype=torch.uint8)])
+    if not corpus.num_tokens:
+        raise ConfigError(
+            "there is no text in it" if data.path else "this Python carries no sources",
+            where=f"{_WHERE}={data.path}",
+            fix="pass a text file, a folder of text files, or a .bin of tokens",
+        )
+    return corpus
+
+
+def embedded_text() -> bytes:
+    """Sources of Python's standard library, in a fixed order: text that needs no download."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    text = bytearray()
+    for path in sorted(folder.glob("*.py")):
+        text += path.read_bytes()
+        if len(text) >= _EMBEDDED_BYTES:
+            break
+    return bytes(text[:_EMBEDDED_BYTES])
+
+
+def _existing(path: str) -> Path:
+    found = Path(path).expanduser()
+    if not found.exists():
+        raise ConfigError(
+            f"there is no file or folder '{path}'",
+            where=_WHERE,
+            fix="check the path; it is the same on every rank",
+        )
+    return found
+
+
+def _text_files(path: Path) -> list[Path]:
+    """The file itself, or a folder's text files in the order of their names; hidden and binary ones left out."""
+    if path.is_file():
+        return [path]
+    found = []
+    for file in sorted(path.rglob("*")):
+        hidden = any(part.startswith(".") for part in file.relative_to(path).parts)
+        if not hidden and file.is_file() and file.stat().st_size:
+            with file.open("rb") as opened:
+                if b"\0" not in opened.read(4096):
+                    found.append(file)
+    return found
+
+
+def _mapped(path: Path, dtype: torch.dtype) -> Tensor:
+    num_bytes = path.stat().st_size
+    item_bytes = torch.empty(0, dtype=dtype).element_size()
+    if num_bytes % item_bytes:
+        raise ConfigError(
+            f"{path} has {num_bytes} bytes, which are no whole number of {dtype} tokens",
+            where=_WHERE,
+            fix="set data.token_dtype to what the file was written with",
+        )
+    if not num_bytes:
+        return torch.empty(0, dtype=dtype)
+    return torch.from_file(str(path), shared=False, size=num_bytes // item_bytes, dtype=dtype)
+
+
+# --- tokenizing -----------------------------------------------------------------------------------------------------
+
+
+def tokenize(data: Data, target: Path) -> None:
+    """Writes the tokens of text files or of a Hugging Face data set into ``target``; done by one rank, once."""
+    encode = _encoder(data.tokenizer)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = target.with_suffix(".unfinished")
+    with unfinished.open("wb") as file:
+        for text in _texts(data):
+            tokens = torch.tensor(encode(text), dtype=torch.int32)
+            file.write(bytes_of(tokens))
+    unfinished.replace(target)
+
+
+def _encoder(name: str) -> Any:
+    if name == "bytes":
+        return lambda text: list(text.encode())
+    transformers = require("transformers", f"the tokenizer '{name}'")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    return lambda text: tokenizer.encode(text, add_special_tokens=False) + end
+
+
+def _texts(data: Data) -> Iterator[str]:
+    if not data.path.startswith("hf:"):
+        if not data.path:
+            yield embedded_text().decode(errors="replace")
+            return
+        for path in _text_files(_existing(data.path)):
+            yield path.read_text(errors="replace")
+        return
+    datasets = require("datasets", f"the data set '{data.path}'")
+    name, _, subset = data.path.removeprefix("hf:").partition(":")
+    folder = Path(name).expanduser()
+    if (folder / "dataset_info.json").exists() or (folder / "dataset_dict.json").exists():
+        loaded = datasets.load_from_disk(str(folder))
+        rows = loaded[data.split] if isinstance(loaded, dict) else loaded
+    else:
+        rows = datasets.load_dataset(name, subset or None, split=data.split)
+    for row in rows:
+        yield row[data.column]

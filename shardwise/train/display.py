@@ -1,0 +1,208 @@
+"""What a run shows: live in a terminal, line by line in a log, as JSON for a program, or nothing.
+
+One of them is chosen at the start; the loop tells it what happened and does not know which it is.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import time
+from typing import Any, Protocol, TextIO
+
+from shardwise.train.config import Output
+from shardwise.train.extras import optional
+from shardwise.train.records import RunFacts, StepRecord, Summary
+
+__all__ = ["Display", "JsonLines", "Lines", "Quiet", "make_display", "sparkline"]
+
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+class Display(Protocol):
+    def begin(self, facts: RunFacts) -> None: ...
+
+    def step(self, record: StepRecord) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+    def warn(self, text: str) -> None: ...
+
+    def end(self, summary: Summary) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def make_display(output: Output, stream: TextIO | None = None) -> Display:
+    """The display that the settings ask for, on standard output unless told otherwise."""
+    target = sys.stdout if stream is None else stream
+    show = output.show
+    if show == "auto":
+        show = "live" if target.isatty() and optional("rich") is not None else "lines"
+    if show == "live":
+        # Imported when it is used: rich is not needed for anything else.
+        from shardwise.train.live import Live
+
+        return Live(target)
+    if show == "json":
+        return JsonLines(target)
+    if show == "quiet":
+        return Quiet()
+    return Lines(target, output.every)
+
+
+class Quiet:
+    """Says nothing but warnings."""
+
+    def begin(self, facts: RunFacts) -> None: ...
+
+    def step(self, record: StepRecord) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+    def warn(self, text: str) -> None:
+        print(f"warning: {text}", file=sys.stderr, flush=True)
+
+    def end(self, summary: Summary) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JsonLines(Quiet):
+    """One JSON object a line, each with its kind."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def _put(self, kind: str, values: dict[str, Any]) -> None:
+        print(json.dumps({"kind": kind, **values}), file=self._stream, flush=True)
+
+    def begin(self, facts: RunFacts) -> None:
+        self._put("begin", vars(facts))
+
+    def step(self, record: StepRecord) -> None:
+        self._put("step", json.loads(record.to_json()))
+
+    def note(self, text: str) -> None:
+        self._put("note", {"text": text})
+
+    def warn(self, text: str) -> None:
+        self._put("warning", {"text": text})
+
+    def end(self, summary: Summary) -> None:
+        self._put("end", summary.as_json())
+
+
+class Lines:
+    """A line a step, for logs and pipes."""
+
+    def __init__(self, stream: TextIO, every: int) -> None:
+        self._stream, self._every = stream, every
+        self._facts: RunFacts | None = None
+        self._begun = time.monotonic()
+
+    def _print(self, text: str) -> None:
+        print(text, file=self._stream, flush=True)
+
+    def begin(self, facts: RunFacts) -> None:
+        self._facts = facts
+        self._begun = time.monotonic()
+        for line in headline(facts):
+            self._print(line)
+
+    def step(self, record: StepRecord) -> None:
+        facts = self._facts
+        assert facts is not None
+        if record.step % self._every and record.step != facts.num_steps and record.eval_loss is None:
+            return
+        done = record.step - facts.first_step
+        left = (time.monotonic() - self._begun) / max(1, done) * (facts.num_steps - record.step)
+        columns = [
+            f"step {record.step:>{len(str(facts.num_steps))}}/{facts.num_steps}",
+            f"loss {record.loss:.4f}",
+            f"{in_thousands(record.tokens_per_second)} tok/s",
+            *([f"mfu {record.mfu:.1%}"] if record.mfu is not None else []),
+            f"norm {record.grad_norm:.2f}",
+            f"lr {record.lr:.1e}",
+            f"mem {in_bytes(record.memory_bytes)}",
+            f"left {in_time(left)}",
+            *([f"eval {record.eval_loss:.4f}"] if record.eval_loss is not None else []),
+            *(["saving"] if record.saving else []),
+        ]
+        self._print("  ".join(columns))
+
+    def note(self, text: str) -> None:
+        self._print(text)
+
+    def warn(self, text: str) -> None:
+        print(f"warning: {text}", file=sys.stderr, flush=True)
+
+    def end(self, summary: Summary) -> None:
+        for key, value in summary_rows(summary):
+            self._print(f"  {key:<12} {value}")
+
+    def close(self) -> None: ...
+
+
+# --- words for numbers --------------------------------------------------------------------------------------------
+
+
+def headline(facts: RunFacts) -> list[str]:
+    ranks = "rank" if facts.world_size == 1 else "ranks"
+    return [
+        (
+            f"{facts.name}: {facts.model}, {in_thousands(facts.num_parameters)} parameters, "
+            f"{in_thousands(facts.num_tokens)} tokens of data"
+        ),
+        (
+            f"{facts.world_size} {facts.device} {ranks}, sharding {facts.mode}, {facts.precision}, "
+            f"{in_thousands(facts.tokens_of_step)} tokens a step; {facts.folder}"
+        ),
+    ]
+
+
+def summary_rows(summary: Summary) -> list[tuple[str, str]]:
+    rows = [
+        ("ended", f"{summary.ended} at step {summary.step} of {summary.num_steps}"),
+        ("loss", f"{summary.first_loss:.4f} → {summary.last_loss:.4f}"),
+        ("eval loss", "" if summary.eval_loss is None else f"{summary.eval_loss:.4f}"),
+        ("speed", f"{in_thousands(summary.tokens_per_second)} tokens/s, {in_time(summary.seconds)} in all"),
+        ("memory", f"{in_bytes(summary.memory_bytes)} a rank at most"),
+        ("checkpoint", summary.checkpoint or "none"),
+        ("curve", summary.curve or ""),
+    ]
+    return [(key, value) for key, value in rows if value]
+
+
+def in_thousands(number: float) -> str:
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= size:
+            return f"{number / size:.1f}{letter}"
+    return f"{number:.0f}"
+
+
+def in_bytes(number: float) -> str:
+    for size, letter in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB")):
+        if number >= size:
+            return f"{number / size:.1f} {letter}"
+    return f"{number / 1024:.0f} KiB"
+
+
+def in_time(seconds: float) -> str:
+    whole = max(0, round(seconds))
+    hours, minutes = whole // 3600, whole % 3600 // 60
+    return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
+
+
+def sparkline(values: list[float], width: int) -> str:
+    """A curve in one line of text: each bar is the mean of its stretch of values."""
+    finite = [value for value in values if value == value and abs(value) != float("inf")]
+    if not finite:
+        return ""
+    count = min(width, len(finite))
+    edges = [len(finite) * number // count for number in range(count + 1)]
+    means = [sum(finite[low:high]) / (high - low) for low, high in itertools.pairwise(edges) if high > low]
+    low, high = min(means), max(means)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[round((mean - low) * scale)] for mean in means)

@@ -1,0 +1,282 @@
+"""Ranks: our own on one machine, or those that torchrun or Slurm started.
+
+    shardwise train ──▶ N processes that meet through a private file and talk over the loopback interface
+    torchrun, srun  ──▶ this process is one rank of theirs; it joins
+
+The parent of our own ranks does nothing but watch: it passes signals on, ends the rest when one rank is gone, and
+tells what happened once, in the words of the rank that failed first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.errors import ConfigError, ShardwiseError
+
+__all__ = ["Given", "given_ranks", "joined", "plan_ranks", "run_own_ranks"]
+
+_GRACE_SECONDS = 3.0
+_TALK_TIMEOUT = timedelta(minutes=30)
+Work = Callable[[torch.device], None]
+
+
+# --- how many, on what --------------------------------------------------------------------------------------------
+
+
+def plan_ranks(ranks: int | None, device: str, num_gpus: int) -> tuple[int, str]:
+    """How many ranks to start, and on what kind of device.
+
+    Raises:
+        ConfigError: more ranks than GPUs, or GPUs where there are none.
+    """
+    where = f"--ranks {ranks} --device {device}"
+    if ranks is not None and ranks < 1:
+        raise ConfigError(f"{ranks} ranks are asked for", where=where, fix="use --ranks 1 or more")
+    kind = device
+    if kind == "auto":
+        kind = "cuda" if num_gpus else "cpu"
+    if kind == "cpu":
+        return (2 if ranks is None else ranks), kind
+    if not num_gpus:
+        raise ConfigError(
+            "there is no GPU here", where=where, fix="use --device cpu; shardwise doctor says more"
+        )
+    if ranks is not None and ranks > num_gpus:
+        raise ConfigError(
+            f"{ranks} ranks are asked for, and there {'is 1 GPU' if num_gpus == 1 else f'are {num_gpus} GPUs'}",
+            where=where,
+            fix=f"use --ranks {num_gpus}, or --device cpu",
+        )
+    return (num_gpus if ranks is None else ranks), kind
+
+
+@dataclass(frozen=True)
+class Given:
+    """The rank that a launcher gave to this process."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    address: str
+    port: int
+
+
+def given_ranks(environment: Mapping[str, str]) -> Given | None:
+    """What torchrun's or Slurm's variables say, or None where there are none."""
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        return Given(
+            int(environment["RANK"]),
+            int(environment["WORLD_SIZE"]),
+            int(environment.get("LOCAL_RANK", 0)),
+            int(environment.get("LOCAL_WORLD_SIZE", environment["WORLD_SIZE"])),
+            environment.get("MASTER_ADDR", "127.0.0.1"),
+            int(environment.get("MASTER_PORT", 29500)),
+        )
+    if "SLURM_PROCID" in environment and int(environment.get("SLURM_NTASKS", "1")) > 1:
+        tasks = int(environment["SLURM_NTASKS"])
+        hosts = environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_NODELIST", "127.0.0.1"))
+        port = 20000 + int(environment.get("SLURM_JOB_ID", "0")) % 20000
+        num_hosts = int(environment.get("SLURM_NNODES", "1"))
+        return Given(
+            int(environment["SLURM_PROCID"]),
+            tasks,
+            int(environment.get("SLURM_LOCALID", "0")),
+            max(1, tasks // num_hosts),
+            environment.get("MASTER_ADDR", _first_host(hosts)),
+            int(environment.get("MASTER_PORT", port)),
+        )
+    return None
+
+
+def _first_host(hosts: str) -> str:
+    """The first of Slurm's list: ``gpu[03-05,9],login`` begins with gpu03."""
+    match = re.match(r"([^,\[]+)(?:\[([^\],-]+))?", hosts)
+    return hosts if match is None else match[1] + (match[2] or "")
+
+
+# --- one rank -----------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def joined(given: Given, kind: str, rendezvous: str | None = None) -> Iterator[torch.device]:
+    """Inside: this process is a rank of the default group, on the device that it yields.
+
+    Raises:
+        ConfigError: the address cannot be listened on or reached.
+    """
+    device = torch.device("cpu")
+    if kind == "cuda":
+        num_gpus = torch.cuda.device_count()
+        if given.local_rank >= num_gpus:
+            raise ConfigError(
+                f"{given.local_world_size} ranks run on this host, and there are {num_gpus} GPUs",
+                where=f"rank {given.rank}",
+                fix=f"start {num_gpus} ranks a host, or use --device cpu",
+            )
+        device = torch.device("cuda", given.local_rank)
+        torch.cuda.set_device(device)
+    init = rendezvous or f"tcp://{given.address}:{given.port}"
+    if rendezvous is None and "TORCHELASTIC_RUN_ID" in os.environ:
+        init = "env://"  # torchrun has a store of its own there already
+    try:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo",
+            init_method=init,
+            rank=given.rank,
+            world_size=given.world_size,
+            timeout=_TALK_TIMEOUT,
+        )
+    except (dist.DistError, RuntimeError, ValueError) as error:
+        raise ConfigError(
+            _why_not(error, given), where=f"rank {given.rank} of {given.world_size}", fix=_how_then(error)
+        ) from None
+    try:
+        yield device
+    finally:
+        with contextlib.suppress(RuntimeError):
+            dist.destroy_process_group()
+
+
+def _why_not(error: Exception, given: Given) -> str:
+    first = str(error).splitlines()[0][:200]
+    if "EADDRINUSE" in str(error) or "address already in use" in str(error):
+        return f"port {given.port} of {given.address} is in use by another program"
+    return f"the ranks could not meet at {given.address}:{given.port}: {first}"
+
+
+def _how_then(error: Exception) -> str:
+    if "EADDRINUSE" in str(error) or "address already in use" in str(error):
+        return (
+            "set MASTER_PORT to a free one (torchrun: --master-port or --rdzv-endpoint), or end that program"
+        )
+    return "check MASTER_ADDR, MASTER_PORT and that the hosts reach each other; shardwise doctor checks this host"
+
+
+# --- our own ranks ------------------------------------------------------------------------------------------------
+
+
+def run_own_ranks(work: Work, num_ranks: int, kind: str) -> int:
+    """Runs ``work`` on ranks of this machine; the exit status of the whole."""
+    # Forked ranks have everything imported already. A GPU's driver does not survive a fork, so there they are fresh.
+    context: Any = multiprocessing.get_context("fork" if kind == "cpu" else "spawn")
+    with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
+        ranks: list[BaseProcess] = [
+            context.Process(target=_own_rank, args=(work, rank, num_ranks, kind, folder), name=f"rank {rank}")
+            for rank in range(num_ranks)
+        ]
+        passed_on: list[int] = []
+
+        def pass_on(number: int, _frame: Any) -> None:
+            passed_on.append(number)
+            for process in ranks:
+                if process.pid is not None and process.is_alive():
+                    process.terminate()
+
+        before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            for process in ranks:
+                process.start()
+            _wait_for_all(ranks)
+        finally:
+            for process in ranks:
+                if process.is_alive():
+                    process.kill()
+                process.join()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        if all(process.exitcode == 0 for process in ranks):
+            return 130 if signal.SIGINT in passed_on else 0
+        print(_what_happened(ranks, Path(folder)), file=sys.stderr, flush=True)
+        return 1
+
+
+def _wait_for_all(ranks: list[BaseProcess]) -> None:
+    """Returns when all have ended, or a while after the first that failed."""
+    running = {process.sentinel: process for process in ranks}
+    deadline: float | None = None
+    while running:
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        ended = wait(list(running), timeout=left)
+        if not ended and deadline is not None:
+            return
+        for sentinel in ended:
+            process = running.pop(sentinel)  # type: ignore[arg-type]
+            process.join()
+            if process.exitcode and deadline is None:
+                # Peers notice that it is gone, or wait for it forever.
+                deadline = time.monotonic() + _GRACE_SECONDS
+
+
+def _own_rank(work: Work, rank: int, num_ranks: int, kind: str, folder: str) -> None:
+    """The body of a rank's process."""
+    _end_with_parent()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.environ.update(LOCAL_WORLD_SIZE=str(num_ranks), GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")
+    given = Given(rank, num_ranks, rank, num_ranks, "127.0.0.1", 0)
+    status = 0
+    try:
+        with joined(given, kind, f"file://{folder}/rendezvous") as device:
+            work(device)
+    except BaseException as error:  # noqa: BLE001  told by the parent
+        status = 1
+        text = str(error) if isinstance(error, ShardwiseError) else traceback.format_exc()
+        report = {"time": time.time(), "expected": isinstance(error, ShardwiseError), "text": text}
+        (Path(folder) / f"failed-{rank}").write_text(json.dumps(report))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # A rank that failed may have threads that wait for peers which are gone.
+    os._exit(status)
+
+
+def _end_with_parent() -> None:
+    """Has the kernel end this process when its parent goes, however that happens."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def _what_happened(ranks: list[BaseProcess], folder: Path) -> str:
+    killed = {
+        rank: signal.Signals(-process.exitcode).name
+        for rank, process in enumerate(ranks)
+        if process.exitcode is not None and process.exitcode < 0
+    }
+    reports = {}
+    for rank in range(len(ranks)):
+        with contextlib.suppress(OSError, ValueError):
+            reports[rank] = json.loads((folder / f"failed-{rank}").read_text())
+    expected = {rank: report for rank, report in reports.items() if report["expected"]}
+    if expected:
+        # A problem that all ranks found together is told by the first of them.
+        return f"error: {expected[min(expected)]['text']}"
+    ended_by_us = {rank for rank in killed if reports and killed[rank] == "SIGKILL"}
+    lost = [rank for rank in killed if rank not in ended_by_us] or ([] if reports else list(killed))
+    if lost or (killed and all("onnection" in report["text"] for report in reports.values())):
+        rank = (lost or list(killed))[0]
+        return (
+            f"error: rank {rank} was ended by {killed[rank]}, and the others with it\n"
+            "  fix:   continue with --resume; the last checkpoint is whole"
+        )
+    rank = min(reports, key=lambda number: reports[number]["time"])
+    return f"error: rank {rank} failed\n{reports[rank]['text']}"

@@ -1,0 +1,293 @@
+"""Models a recipe can name: our own Llama, a Hugging Face model, or one you bring.
+
+A model source builds an unsharded module; nothing in it knows about ranks. The Llama's modules carry the names of
+Hugging Face's, so that an exported checkpoint is one of theirs.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812  the name everyone knows
+from torch import Tensor, nn
+
+from shardwise.errors import ConfigError
+from shardwise.train.extras import require
+
+__all__ = ["HuggingFaceModel", "Llama", "LlamaBlock", "LlamaModel", "ModelSource", "OwnModel"]
+
+
+class ModelSource(ABC):
+    """Where a run's model comes from. Called on tokens, the module gives logits."""
+
+    context: int
+    vocabulary: int
+    builds_on_meta = False
+    """Whether parameters come without values, to be filled by ``fill`` once they are sharded."""
+
+    @abstractmethod
+    def build(self) -> nn.Module:
+        """The module, the same on every rank; the default random generator is seeded."""
+
+    @abstractmethod
+    def units(self, module: nn.Module) -> tuple[type[nn.Module], ...]:
+        """The classes whose instances are sharded, recomputed and compiled each by itself."""
+
+    def check(self) -> None:
+        for name in ("context", "vocabulary"):
+            if getattr(self, name) < 1:
+                raise ConfigError(
+                    f"model.{name} is {getattr(self, name)}", where="the model", fix="use 1 or more"
+                )
+
+    def fill(self, name: str, values: Tensor, generator: torch.Generator) -> None:
+        """Writes a parameter's first values, whole."""
+        raise NotImplementedError
+
+    def logits(self, output: Any) -> Tensor:
+        """The logits in what the module returned."""
+        logits: Tensor = output
+        return logits
+
+    def flops_of_token(self, module: nn.Module) -> float:
+        """Forward and backward of one token: six for each parameter that multiplies."""
+        return 6.0 * sum(param.numel() for param in module.parameters())
+
+    def hugging_face_config(self) -> dict[str, Any] | None:
+        """The ``config.json`` that goes beside exported weights."""
+        return None
+
+
+@dataclass(frozen=True)
+class OwnModel(ModelSource):
+    """A module of your own.
+
+    Args:
+        make: builds the module, called once a rank with the random generator seeded.
+        unit: the class, or classes, of its blocks.
+        context: tokens in a sequence.
+        vocabulary: how many different tokens it takes.
+    """
+
+    make: Callable[[], nn.Module]
+    unit: type[nn.Module] | tuple[type[nn.Module], ...]
+    context: int = 128
+    vocabulary: int = 256
+
+    def build(self) -> nn.Module:
+        return self.make()
+
+    def units(self, module: nn.Module) -> tuple[type[nn.Module], ...]:
+        return self.unit if isinstance(self.unit, tuple) else (self.unit,)
+
+
+@dataclass(frozen=True)
+class HuggingFaceModel(ModelSource):
+    """A causal language model of ``transformers``: a folder or a name, with its weights or from its config alone."""
+
+    path: str = ""
+    pretrained: bool = True
+    context: int = 1024
+    vocabulary: int = 1 << 31
+
+    def build(self) -> nn.Module:
+        transformers = require("transformers", "a Hugging Face model")
+        source = transformers.AutoModelForCausalLM
+        if self.pretrained:
+            module: nn.Module = source.from_pretrained(self.path, dtype=torch.float32)
+        else:
+            module = source.from_config(transformers.AutoConfig.from_pretrained(self.path)).float()
+        # A cache of keys and values is for generating; kept in training, it only takes memory.
+        module.config.use_cache = False  # type: ignore[union-attr]
+        return module.train()
+
+    def units(self, module: nn.Module) -> tuple[type[nn.Module], ...]:
+        names = set(getattr(module, "_no_split_modules", None) or ())
+        found = {type(member) for member in module.modules() if type(member).__name__ in names}
+        if not found:
+            raise ConfigError(
+                f"{type(module).__name__} does not say which of its modules are blocks",
+                where=f"HuggingFaceModel({self.path!r})",
+                fix="write a recipe with OwnModel(make=..., unit=ItsBlock)",
+            )
+        return tuple(found)
+
+    def logits(self, output: Any) -> Tensor:
+        logits: Tensor = output.logits
+        return logits
+
+
+@dataclass(frozen=True)
+class Llama(ModelSource):
+    layers: int = 4
+    width: int = 128
+    heads: int = 4
+    kv_heads: int = 4
+    hidden: int = 352
+    """Of the feed-forward part."""
+    vocabulary: int = 256
+    context: int = 128
+    tied: bool = False
+    """Whether the embedding is the output layer too."""
+    theta: float = 10000.0
+    eps: float = 1e-5
+
+    builds_on_meta = True
+
+    def check(self) -> None:
+        super().check()
+        for name in ("layers", "width", "heads", "kv_heads", "hidden"):
+            if getattr(self, name) < 1:
+                raise ConfigError(
+                    f"model.{name} is {getattr(self, name)}", where="Llama", fix="use 1 or more"
+                )
+        if self.width % (2 * self.heads) or self.heads % self.kv_heads:
+            raise ConfigError(
+                f"a width of {self.width} cannot be shared by {self.heads} heads and {self.kv_heads} kv_heads",
+                where="Llama",
+                fix="make width a multiple of 2 × heads, and heads a multiple of kv_heads",
+            )
+
+    def build(self) -> nn.Module:
+        return LlamaModel(self)
+
+    def units(self, module: nn.Module) -> tuple[type[nn.Module], ...]:
+        return (LlamaBlock,)
+
+    def fill(self, name: str, values: Tensor, generator: torch.Generator) -> None:
+        if values.dim() == 1:
+            values.fill_(1.0)
+            return
+        # Layers that write to the residual stream begin smaller, so that its variance does not grow with depth.
+        into_stream = name.endswith(("o_proj.weight", "down_proj.weight"))
+        std = 0.02 / math.sqrt(2 * self.layers) if into_stream else 0.02
+        values.normal_(0.0, std, generator=generator)
+
+    def flops_of_token(self, module: nn.Module) -> float:
+        embedding = 0 if self.tied else self.vocabulary * self.width
+        multiplied = sum(param.numel() for param in module.parameters()) - embedding
+        return 6.0 * multiplied + 12.0 * self.layers * self.width * self.context
+
+    def hugging_face_config(self) -> dict[str, Any]:
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "attention_bias": False,
+            "hidden_act": "silu",
+            "hidden_size": self.width,
+            "intermediate_size": self.hidden,
+            "max_position_embeddings": self.context,
+            "mlp_bias": False,
+            "num_attention_heads": self.heads,
+            "num_hidden_layers": self.layers,
+            "num_key_value_heads": self.kv_heads,
+            "rms_norm_eps": self.eps,
+            "rope_theta": self.theta,
+            "tie_word_embeddings": self.tied,
+            "vocab_size": self.vocabulary,
+        }
+
+
+# --- the Llama ------------------------------------------------------------------------------------------------------
+
+
+def _linear(inputs: int, outputs: int) -> nn.Linear:
+    return nn.Linear(inputs, outputs, bias=False)
+
+
+class _Attention(nn.Module):
+    def __init__(self, config: Llama) -> None:
+        super().__init__()
+        self.heads, self.kv_heads = config.heads, config.kv_heads
+        self.head_width = config.width // config.heads
+        kv_width = self.kv_heads * self.head_width
+        self.q_proj = _linear(config.width, config.width)
+        self.k_proj = _linear(config.width, kv_width)
+        self.v_proj = _linear(config.width, kv_width)
+        self.o_proj = _linear(config.width, config.width)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        query = self.q_proj(x).view(batch, length, self.heads, self.head_width).transpose(1, 2)
+        key = self.k_proj(x).view(batch, length, self.kv_heads, self.head_width).transpose(1, 2)
+        value = self.v_proj(x).view(batch, length, self.kv_heads, self.head_width).transpose(1, 2)
+        query, key = _rotated(query, cos, sin), _rotated(key, cos, sin)
+        shares_keys = self.heads != self.kv_heads
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=shares_keys)
+        joined: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(batch, length, width))
+        return joined
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+class _FeedForward(nn.Module):
+    def __init__(self, config: Llama) -> None:
+        super().__init__()
+        self.gate_proj = _linear(config.width, config.hidden)
+        self.up_proj = _linear(config.width, config.hidden)
+        self.down_proj = _linear(config.hidden, config.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class LlamaBlock(nn.Module):
+    def __init__(self, config: Llama) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.width, config.eps)
+        self.self_attn = _Attention(config)
+        self.post_attention_layernorm = nn.RMSNorm(config.width, config.eps)
+        self.mlp = _FeedForward(config)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+class _Trunk(nn.Module):
+    def __init__(self, config: Llama) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocabulary, config.width)
+        self.layers = nn.ModuleList(LlamaBlock(config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.width, config.eps)
+        self.head_width, self.theta = config.width // config.heads, config.theta
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed_tokens(tokens)
+        cos, sin = self._rotations(tokens.size(1), x)
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        out: Tensor = self.norm(x)
+        return out
+
+    def _rotations(self, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        half = torch.arange(0, self.head_width, 2, device=like.device, dtype=torch.float32)
+        speeds = 1.0 / self.theta ** (half / self.head_width)
+        angles = torch.outer(torch.arange(length, device=like.device, dtype=torch.float32), speeds)
+        angles = torch.cat((angles, angles), dim=-1)
+        return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+
+
+class LlamaModel(nn.Module):
+    """Tokens in, logits out."""
+
+    def __init__(self, config: Llama) -> None:
+        super().__init__()
+        self.model = _Trunk(config)
+        self.lm_head = _linear(config.width, config.vocabulary)
+        if config.tied:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.lm_head(self.model(tokens))
+        return logits

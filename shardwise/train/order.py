@@ -1,0 +1,88 @@
+"""Which sample comes when: a shuffled order that every rank computes alike, for any position, without a list.
+
+    position ──▶ epoch, index ──Feistel network keyed by seed and epoch──▶ sample
+
+A step's batch is a range of positions, cut over ranks and micro-batches. So a run is resumed at the exact sample by
+one number, the order does not depend on how many ranks there are, and a billion samples take no memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardwise.errors import ConfigError
+
+__all__ = ["SampleOrder", "shuffled"]
+
+_MASK = (1 << 64) - 1
+
+
+def _mixed(value: int) -> int:
+    """A well-known mixer of 64 bits (splitmix64)."""
+    value = (value + 0x9E3779B97F4A7C15) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+def shuffled(index: int, length: int, key: int) -> int:
+    """Where ``index`` goes in the permutation of ``range(length)`` that belongs to ``key``."""
+    if length < 2:
+        return index
+    half_bits = max(1, ((length - 1).bit_length() + 1) // 2)
+    mask = (1 << half_bits) - 1
+    keys = [_mixed(key + number) for number in range(4)]
+    while True:
+        left, right = index >> half_bits, index & mask
+        for round_key in keys:
+            left, right = right, left ^ (_mixed(right ^ round_key) & mask)
+        index = (left << half_bits) | right
+        # The network permutes a power of 4; walking on until it comes back into range permutes the range.
+        if index < length:
+            return index
+
+
+@dataclass(frozen=True)
+class SampleOrder:
+    """The samples of each micro-batch of each rank.
+
+    Args:
+        num_samples: in an epoch.
+        batch_size: sequences a step, over all ranks.
+        world_size: ranks.
+        accumulate: micro-batches a rank.
+        seed: of the shuffle; None keeps the data's own order.
+    """
+
+    num_samples: int
+    batch_size: int
+    world_size: int = 1
+    accumulate: int = 1
+    seed: int | None = 0
+
+    def __post_init__(self) -> None:
+        pieces = self.world_size * self.accumulate
+        if self.batch_size % pieces:
+            near = max(1, round(self.batch_size / pieces)) * pieces
+            raise ConfigError(
+                f"a batch of {self.batch_size} sequences cannot be shared by {self.world_size} ranks "
+                f"with {self.accumulate} micro-batches each",
+                where="train.batch_size",
+                fix=f"use a multiple of {pieces}, such as {near}",
+            )
+
+    @property
+    def micro_batch_size(self) -> int:
+        return self.batch_size // (self.world_size * self.accumulate)
+
+    def samples(self, samples_seen: int, rank: int, micro_batch: int) -> Sequence[int]:
+        """The samples of one micro-batch of the step that begins after ``samples_seen``."""
+        start = samples_seen + (rank * self.accumulate + micro_batch) * self.micro_batch_size
+        return [self.sample(position) for position in range(start, start + self.micro_batch_size)]
+
+    def sample(self, position: int) -> int:
+        epoch, index = divmod(position, self.num_samples)
+        if self.seed is None:
+            return index
+        return shuffled(index, self.num_samples, _mixed(self.seed * 0x10001 + epoch))

@@ -1,0 +1,212 @@
+"""One setting, five ways to share the work: how a model becomes a module that trains on all ranks.
+
+    mode        parameters   gradients   optimizer state   made of
+    none        whole        whole       whole             DistributedDataParallel
+    optimizer   whole        whole       shared out        DistributedDataParallel, ZeroRedundancyOptimizer
+    gradients   sharded*     sharded     sharded           fully_shard(reshard_after_forward=False)
+    full        sharded      sharded     sharded           fully_shard
+    hybrid      sharded within a replica                   fully_shard on a mesh of two axes
+
+    * whole from forward to backward
+
+Everything above this room sees parameters by name, and need not know which of the five it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import zlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
+
+from shardwise.checkpoint.files import part_of
+from shardwise.errors import ConfigError
+from shardwise.frontends.fully_shard import fully_shard
+from shardwise.frontends.module import FSDPModule
+from shardwise.frontends.norms import clip_grad_norm_
+from shardwise.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from shardwise.train.config import Optimization, Sharding
+from shardwise.train.model import ModelSource
+from shardwise.zero import ZeroRedundancyOptimizer
+
+__all__ = ["Parallel", "learning_rate", "num_replicas"]
+
+
+class Parallel:
+    """A model on all ranks.
+
+    Args:
+        source: builds the model.
+        sharding: how it is shared.
+        device: of this rank.
+        seed: of the first values, which are the same on any number of ranks.
+    """
+
+    def __init__(self, source: ModelSource, sharding: Sharding, device: torch.device, seed: int) -> None:
+        self._source, self._sharding, self._device = source, sharding, device
+        self._home = torch.device("cpu") if sharding.offload else device
+        torch.manual_seed(seed)
+        with torch.device("meta") if source.builds_on_meta else contextlib.nullcontext():
+            self.module = source.build()
+        self.flops_of_token = source.flops_of_token(self.module)
+        self.num_parameters = sum(param.numel() for param in self.module.parameters())
+        classes = source.units(self.module)
+        self.units = {name: unit for name, unit in self.module.named_modules() if isinstance(unit, classes)}
+        if not self.units:
+            raise ConfigError(
+                f"the model has no module of class {', '.join(kind.__name__ for kind in classes)}",
+                where=type(source).__name__,
+                fix="name the class of its blocks as unit",
+            )
+        for unit in self.units.values():
+            if sharding.recompute:
+                unit.forward = _recomputed(unit.forward)
+            if sharding.compile:
+                unit.compile()
+        self.is_sharded = sharding.mode not in ("none", "optimizer")
+        if self.is_sharded:
+            self._shard(classes)
+        self._give_values(seed)
+        self._called = self.module if self.is_sharded else self._replicated()
+
+    # --- set-up -------------------------------------------------------------------------------------------------
+
+    def _shard(self, classes: tuple[type[nn.Module], ...]) -> None:
+        sharding = self._sharding
+        if sharding.precision == "bf16":
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        else:
+            policy = MixedPrecisionPolicy()
+        offload = (
+            CPUOffloadPolicy(pin_memory=self._device.type == "cuda") if sharding.offload else OffloadPolicy()
+        )
+        if not self._source.builds_on_meta and not sharding.offload:
+            self.module.to(self._device)
+        fully_shard(
+            self.module,
+            wrap=classes,
+            mesh=_mesh(sharding, self._device),
+            reshard_after_forward=sharding.mode != "gradients",
+            mp_policy=policy,
+            offload_policy=offload,
+        )
+
+    def _give_values(self, seed: int) -> None:
+        """Parameter by parameter, each from a seed of its own: no rank ever holds the model whole."""
+        if not self._source.builds_on_meta:
+            return
+        self.module.to_empty(device=self._home)
+        for name, param in self.module.named_parameters():
+            generator = torch.Generator(self._device).manual_seed(
+                seed * 0x9E3779B1 + zlib.crc32(name.encode())
+            )
+            whole = torch.empty(param.shape, dtype=param.dtype, device=self._device)
+            self._source.fill(name, whole, generator)
+            part = part_of(param)
+            for dim, (start, size) in enumerate(zip(part.offsets, part.tensor.shape, strict=True)):
+                whole = whole.narrow(dim, min(start, whole.size(dim) - size), size)
+            part.tensor.copy_(whole)
+
+    def _replicated(self) -> nn.Module:
+        self.module.to(self._device)
+        devices = [self._device.index] if self._device.type == "cuda" else None
+        return DistributedDataParallel(self.module, device_ids=devices)
+
+    def make_optimizer(self, choice: Optimization) -> Optimizer:
+        """The optimizer, with weight decay for matrices alone."""
+        params = [param for param in self.module.parameters() if param.requires_grad]
+        groups = [
+            {"params": [param for param in params if param.dim() >= 2], "weight_decay": choice.weight_decay},
+            {"params": [param for param in params if param.dim() < 2], "weight_decay": 0.0},
+        ]
+        groups = [group for group in groups if group["params"]]
+        options: dict[str, Any] = {"lr": choice.lr}
+        if choice.name == "adamw":
+            kind: type[Optimizer] = torch.optim.AdamW
+            options["betas"] = (choice.beta1, choice.beta2)
+            if self._device.type == "cuda":
+                options["fused"] = True
+        else:
+            kind = torch.optim.SGD
+            options["momentum"] = choice.beta1
+        if self._sharding.mode == "optimizer":
+            return ZeroRedundancyOptimizer(groups, kind, **options)
+        return kind(groups, **options)
+
+    # --- in a step ----------------------------------------------------------------------------------------------
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        with self._autocast():
+            return self._source.logits(self._called(tokens)).float()
+
+    def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
+        """Around forward and backward of a micro-batch: what waits for the last one waits.
+
+        Replicas exchange whole gradients, so they exchange them once. Shards are reduced every time, which keeps
+        gradients sharded; only the sum over replicas waits.
+        """
+        if isinstance(self._called, DistributedDataParallel) and not is_last:
+            return self._called.no_sync()
+        if isinstance(self._called, FSDPModule) and self._sharding.mode == "hybrid":
+            self._called.set_requires_all_reduce(is_last)
+        return contextlib.nullcontext()
+
+    def clip(self, largest_norm: float) -> Tensor:
+        """Clips gradients; the norm before, the same on every rank."""
+        return clip_grad_norm_(self.module.parameters(), largest_norm or math.inf)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self._sharding.precision == "bf16" and not self.is_sharded:
+            return torch.autocast(self._device.type, torch.bfloat16)
+        return contextlib.nullcontext()
+
+
+def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    return partial(checkpoint, forward, use_reentrant=False)
+
+
+def _mesh(sharding: Sharding, device: torch.device) -> DeviceMesh:
+    world_size = dist.get_world_size()
+    if sharding.mode != "hybrid":
+        return init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
+    replicas = num_replicas(
+        sharding.replicas, world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    )
+    shape = (replicas, world_size // replicas)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def num_replicas(wanted: int, world_size: int, local_world_size: int) -> int:
+    """How many replicas hybrid sharding makes: as told, one a host, or two on a single host."""
+    replicas = wanted
+    if not replicas:
+        hosts = world_size // local_world_size if world_size % local_world_size == 0 else 1
+        replicas = hosts if hosts > 1 else min(2, world_size)
+    if world_size % replicas:
+        raise ConfigError(
+            f"{world_size} ranks cannot be shared by {replicas} replicas",
+            where="sharding.replicas",
+            fix=f"use a divisor of {world_size}, or sharding.mode=full",
+        )
+    return replicas
+
+
+def learning_rate(choice: Optimization, step: int, num_steps: int) -> float:
+    """The rate of a step, counted from 0: up in a line, then down along a cosine."""
+    if step < choice.warmup:
+        return choice.lr * (step + 1) / choice.warmup
+    progress = (step - choice.warmup) / max(1, num_steps - choice.warmup)
+    lowest = choice.lr * choice.min_lr
+    return lowest + (choice.lr - lowest) * 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))

@@ -1,0 +1,179 @@
+"""A run is the same run whatever happens to it: stopped, resumed, on other ranks, in another sharding."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardwise.errors import StateError
+from shardwise.testing import run_ranks
+from shardwise.train.model import OwnModel
+from tests.ranks.training import (
+    STEPS,
+    assert_same,
+    checkpoint_at,
+    in_mode,
+    run_part,
+    small_config,
+    whole_tensors,
+    write_text,
+)
+
+MODES = ("none", "optimizer", "gradients", "full", "hybrid")
+
+
+def on_ranks(world_size, function, *args):
+    return run_ranks(function, world_size, *args, kind="gloo")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The run that nothing happens to, on four ranks; its losses and its last checkpoint."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    config = small_config(write_text(folder))
+    losses, _ = on_ranks(4, run_part, config, folder / "run")[0]
+    assert len(losses) == STEPS
+    assert losses[-1] < losses[0]
+    return config, losses, whole_tensors(checkpoint_at(folder / "run"))
+
+
+def stop_and_resume_in_every_mode(config, folder):
+    for mode in MODES:
+        ours = in_mode(config, mode)
+        whole, _ = run_part(ours, f"{folder}/{mode}-whole")
+        first, _ = run_part(ours, f"{folder}/{mode}", stop_after=4)
+        second, _ = run_part(ours, f"{folder}/{mode}", resume=True)
+        assert first + second == whole, mode
+
+
+def test_a_run_that_is_stopped_and_resumed_is_bitwise_the_run_that_was_not(undisturbed, tmp_path):
+    config, _, tensors = undisturbed
+    on_ranks(2, stop_and_resume_in_every_mode, config, str(tmp_path))
+    for mode in MODES:
+        last = whole_tensors(checkpoint_at(tmp_path / mode))
+        assert_same(last, whole_tensors(checkpoint_at(tmp_path / f"{mode}-whole")))
+        # And all modes are the same run, to float tolerance.
+        for name, value in last.items():
+            torch.testing.assert_close(value, tensors[name], rtol=2e-3, atol=2e-4, msg=f"{mode}: {name}")
+
+
+def test_a_run_goes_from_4_ranks_full_to_2_hybrid_to_3_zero1_to_1(undisturbed, tmp_path):
+    config, losses, tensors = undisturbed
+    followed = []
+    parts = ((4, "full", 2), (2, "hybrid", 3), (3, "optimizer", 5), (1, "none", None))
+    for number, (world_size, mode, stop_after) in enumerate(parts):
+        ours = in_mode(config, mode)
+        found = run_ranks(
+            run_part, world_size, ours, tmp_path, resume=number > 0, stop_after=stop_after, kind="gloo"
+        )
+        followed += found[0][0]
+        if number:
+            before = parts[number - 1]
+            assert f"saved on {before[0]} ranks in mode {before[1]}" in found[0][1][0]
+    assert followed[:2] == losses[:2]
+    assert followed == pytest.approx(losses, rel=1e-4)
+    last = whole_tensors(checkpoint_at(tmp_path))
+    assert last.keys() == tensors.keys()
+    for name, value in last.items():
+        torch.testing.assert_close(value, tensors[name], rtol=2e-3, atol=2e-4, msg=name)
+
+
+def settings_that_change_how_not_what(config, folder):
+    changes = {
+        "accumulate": {"train": dataclasses.replace(config.train, accumulate=3)},
+        "recompute": {"sharding": dataclasses.replace(config.sharding, recompute=True)},
+        "offload": {"sharding": dataclasses.replace(config.sharding, offload=True)},
+        "waiting for saves": {
+            "checkpoint": dataclasses.replace(config.checkpoint, asynchronous=False, every=2)
+        },
+        "replicas that accumulate": {
+            "sharding": dataclasses.replace(config.sharding, mode="none"),
+            "train": dataclasses.replace(config.train, accumulate=2),
+        },
+        "hybrid that accumulates": {
+            "sharding": dataclasses.replace(config.sharding, mode="hybrid"),
+            "train": dataclasses.replace(config.train, accumulate=2),
+        },
+    }
+    short = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=3))
+    return {
+        name: run_part(
+            dataclasses.replace(
+                short, **{**change, "train": dataclasses.replace(change.get("train", short.train), steps=3)}
+            ),
+            f"{folder}/{name}",
+        )[0]
+        for name, change in {"as it is": {}, **changes}.items()
+    }
+
+
+def test_settings_that_change_how_a_step_is_done_do_not_change_what_is_learnt(undisturbed, tmp_path):
+    config, _, _ = undisturbed
+    losses = on_ranks(2, settings_that_change_how_not_what, config, str(tmp_path))[0]
+    expected = losses.pop("as it is")
+    for name in ("recompute", "offload", "waiting for saves"):
+        assert losses.pop(name) == expected, name
+    for name, found in losses.items():
+        assert found == pytest.approx(expected, rel=1e-4), name
+
+
+# --- numbers that are none ----------------------------------------------------------------------------------------
+
+
+class Block(torch.nn.Module):
+    """Gives no number once it has been called ``good_calls`` times."""
+
+    def __init__(self, width, good_calls=1000):
+        super().__init__()
+        self.linear = torch.nn.Linear(width, width)
+        self.good_calls = good_calls
+
+    def forward(self, x):
+        self.good_calls -= 1
+        return x + self.linear(x) * (1.0 if self.good_calls >= 0 else math.nan)
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(128, 8)
+        self.blocks = torch.nn.Sequential(Block(8), Block(8, good_calls=3), Block(8))
+        self.head = torch.nn.Linear(8, 128)
+
+    def forward(self, tokens):
+        return self.head(self.blocks(self.embed(tokens)))
+
+
+def run_into_nan(config, folder):
+    config = dataclasses.replace(config, model=OwnModel(Model, Block, context=8, vocabulary=128))
+    with pytest.raises(StateError) as stopped:
+        run_part(config, folder)
+    return str(stopped.value)
+
+
+def test_a_gradient_that_is_no_number_stops_the_run_with_step_and_unit_and_saves_the_weights_before(
+    undisturbed, tmp_path
+):
+    config, _, _ = undisturbed
+    for message in on_ranks(2, run_into_nan, config, tmp_path):
+        assert "step 4" in message
+        assert "unit 'blocks.1'" in message
+        assert "--resume" in message
+    saved = whole_tensors(checkpoint_at(tmp_path, 3))
+    assert all(bool(value.isfinite().all()) for value in saved.values())
+    assert not checkpoint_at(tmp_path, 4).exists()
+
+
+def test_a_run_writes_down_its_metrics_its_summary_and_its_curve(undisturbed):
+    from shardwise.train.records import read_metrics
+
+    config, losses, _ = undisturbed
+    folder = Path(config.data.path).parent / "run"
+    assert [record.loss for record in read_metrics(folder)] == losses
+    assert read_metrics(folder)[-1].eval_loss is not None
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert '"ended": "finished"' in (folder / "summary.json").read_text()

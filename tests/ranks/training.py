@@ -1,0 +1,111 @@
+"""A run small enough to be made many times: its config, one call of the trainer on every rank, its files."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import torch
+
+from shardwise.checkpoint.files import MappedFiles
+from shardwise.checkpoint.manifest import read_manifest
+from shardwise.train.config import (
+    Checkpoints,
+    Config,
+    Data,
+    Evaluation,
+    Optimization,
+    Training,
+    with_settings,
+)
+from shardwise.train.loop import Trainer
+from shardwise.train.model import Llama
+from shardwise.train.team import Team
+
+STEPS = 6
+
+
+def small_config(text, *settings):
+    config = Config(
+        name="test",
+        # Sizes that no number of ranks divides, and two heads that share keys.
+        model=Llama(layers=2, width=20, heads=2, kv_heads=1, hidden=27, vocabulary=128, context=8),
+        data=Data(path=str(text)),
+        # Sums differ in their last bits between numbers of ranks, and Adam turns tiny gradients into whole steps.
+        optimizer=Optimization(lr=1e-2, warmup=2, clip=0.0),
+        train=Training(steps=STEPS, batch_size=12),
+        checkpoint=Checkpoints(every=0, keep=0),
+        evaluate=Evaluation(batches=1),
+    )
+    return with_settings(config, settings)
+
+
+def write_text(folder):
+    path = Path(folder) / "text.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog. " * 40)
+    return path
+
+
+class Noted:
+    """A display that remembers."""
+
+    def __init__(self):
+        self.lines, self.records, self.summary = [], [], None
+
+    def begin(self, facts): ...
+
+    def step(self, record):
+        self.records.append(record)
+
+    def note(self, text):
+        self.lines.append(text)
+
+    def warn(self, text):
+        self.lines.append(f"warning: {text}")
+
+    def end(self, summary):
+        self.summary = summary
+
+    def close(self): ...
+
+
+def run_part(config, folder, *, resume=False, stop_after=None):
+    """One part of a run, on this rank: the losses of its steps, and what it said."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    display = Noted()
+    trainer = Trainer(config, Path(folder), Team(), torch.device("cpu"), display)
+    if resume:
+        trainer.resume()
+    trainer.run(stop_after)
+    return trainer.progress.losses, display.lines
+
+
+def in_mode(config, mode):
+    return dataclasses.replace(config, sharding=dataclasses.replace(config.sharding, mode=mode))
+
+
+def whole_tensors(checkpoint):
+    """Every tensor of a checkpoint, put together."""
+    checkpoint = Path(checkpoint)
+    manifest = read_manifest(checkpoint)
+    files = MappedFiles(checkpoint, manifest)
+    tensors = {}
+    for name, record in manifest.tensors.items():
+        whole = torch.empty(record.shape, dtype=getattr(torch, record.dtype))
+        for chunk in record.chunks:
+            block = whole
+            for dim, (start, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
+                block = block.narrow(dim, start, size)
+            block.copy_(files.read(record, chunk))
+        tensors[name] = whole
+    return tensors
+
+
+def checkpoint_at(folder, step=STEPS):
+    return Path(folder) / "checkpoints" / f"step-{step:08d}"
+
+
+def assert_same(left, right):
+    assert left.keys() == right.keys()
+    for name, value in left.items():
+        assert torch.equal(value, right[name]), name
