@@ -9,32 +9,53 @@ from shardwise.errors import (
     ShardwiseError,
     StateError,
 )
+from shardwise.frontends.auto_wrap import (
+    CustomPolicy,
+    ModuleWrapPolicy,
+    always_wrap_policy,
+    lambda_auto_wrap_policy,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)
 from shardwise.frontends.entry_points import register_fsdp_forward_method, share_comm_ctx
 from shardwise.frontends.fully_shard import fully_shard
 from shardwise.frontends.module import FSDPModule, UnshardHandle
 from shardwise.frontends.norms import clip_grad_norm_
+from shardwise.frontends.options import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from shardwise.frontends.wrapper import FullyShardedDataParallel
 from shardwise.policies import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from shardwise.zero import ZeroRedundancyOptimizer, hook_with_zero_step, hook_with_zero_step_interleaved
 
 __all__ = [
+    "BackwardPrefetch",
+    "CPUOffload",
     "CPUOffloadPolicy",
     "CheckpointError",
     "ConfigError",
     "ConfigTypeError",
+    "CustomPolicy",
     "DataParallelMeshDims",
     "FSDPModule",
+    "FullyShardedDataParallel",
+    "MixedPrecision",
     "MixedPrecisionPolicy",
+    "ModuleWrapPolicy",
     "OffloadPolicy",
     "RankDisagreement",
+    "ShardingStrategy",
     "ShardwiseError",
     "StateError",
     "UnshardHandle",
     "ZeroRedundancyOptimizer",
+    "always_wrap_policy",
     "clip_grad_norm_",
     "fully_shard",
     "hook_with_zero_step",
     "hook_with_zero_step_interleaved",
+    "lambda_auto_wrap_policy",
     "register_fsdp_forward_method",
     "share_comm_ctx",
+    "size_based_auto_wrap_policy",
     "trace",
+    "transformer_auto_wrap_policy",
 ]

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
@@ -227,6 +228,10 @@ def map_tree(change: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """The module's own parameters by name; writing here costs a tenth of ``setattr``."""
     return module._parameters
+
+
+# The base of all batch norms, which compute in full precision whatever is around them.
+BatchNorm = _BatchNorm
 
 
 def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:

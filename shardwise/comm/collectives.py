@@ -82,6 +82,30 @@ class GroupCalls:
         return self.group.allreduce([tensor], options) or _DONE
 
 
+class SoloCalls(GroupCalls):
+    """The calls of a rank that shares with nobody: no group, no communication."""
+
+    def __init__(self, device: torch.device, ordered_by_stream: bool) -> None:
+        self.backend = "solo"
+        self.device = device
+        self.world = 1
+        self.rank = 0
+        self.ordered_by_stream = ordered_by_stream
+        self.averages = True
+
+    def issue_all_gather(self, output: torch.Tensor, own: torch.Tensor) -> Work:
+        if output.data_ptr() != own.data_ptr():
+            output.copy_(own)
+        return _DONE
+
+    def issue_reduce_scatter(self, output: torch.Tensor, rows: torch.Tensor, average: bool) -> Work:
+        output.copy_(rows)
+        return _DONE
+
+    def issue_all_reduce(self, tensor: torch.Tensor, average: bool) -> Work:
+        return _DONE
+
+
 def _reduce_scatter_options(op: Any) -> Any:
     options = ReduceScatterOptions()
     options.reduceOp = op

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from shardwise.comm.collectives import GroupCalls
+from shardwise.comm.collectives import GroupCalls, SoloCalls
 from shardwise.errors import ConfigError, StateError
 from shardwise.policies import DataParallelMeshDims
 from shardwise.torch_internals import concatenate_meshes, flatten_mesh
@@ -65,7 +66,7 @@ class DataMesh:
 _READINGS_ATTRIBUTE = "_shardwise_readings"
 
 
-class _Readings(dict["DataParallelMeshDims | None", DataMesh]):
+class _Readings(dict[Hashable, DataMesh]):
     """How a mesh was read. It stays behind when the mesh is copied or saved, as it is with every DTensor."""
 
     def __deepcopy__(self, memo: dict[int, object]) -> OrderedDict[str, object]:
@@ -100,6 +101,54 @@ def _read(mesh: DeviceMesh, dims: DataParallelMeshDims | None, where: str) -> Da
     shard = GroupCalls(mesh.get_group(shard_axis), device)
     replicate = GroupCalls(mesh.get_group(0), device) if mesh.ndim == 2 else None
     return DataMesh(mesh, device, shard, replicate)
+
+
+def flat_mesh(mesh: DeviceMesh, device: torch.device, shards: bool) -> DataMesh:
+    """Reads a mesh for parameters that need no placement; with ``shards`` False its one axis only replicates."""
+    readings = mesh.__dict__.get(_READINGS_ATTRIBUTE)
+    if not isinstance(readings, _Readings):
+        readings = mesh.__dict__[_READINGS_ATTRIBUTE] = _Readings()
+    key = (device, shards)
+    if key not in readings:
+        last = GroupCalls(mesh.get_group(mesh.ndim - 1), device)
+        if mesh.ndim == 2:
+            readings[key] = DataMesh(mesh, device, last, GroupCalls(mesh.get_group(0), device))
+        elif shards:
+            readings[key] = DataMesh(mesh, device, last, None)
+        else:
+            readings[key] = DataMesh(mesh, device, SoloCalls(device, last.ordered_by_stream), last)
+    return readings[key]
+
+
+def mesh_of_group(group: dist.ProcessGroup, device_type: str) -> DeviceMesh:
+    """One axis over a process group; units that are given the same group share one mesh."""
+    if group is dist.group.WORLD:
+        return default_mesh(device_type, "process_group")
+    known = _meshes_of_groups.__dict__.setdefault("meshes", weakref.WeakKeyDictionary())
+    meshes = known.setdefault(group, {})
+    if device_type not in meshes:
+        meshes[device_type] = DeviceMesh.from_group(group, device_type)
+    mesh: DeviceMesh = meshes[device_type]
+    return mesh
+
+
+def mesh_of_groups(shard: dist.ProcessGroup, replicate: dist.ProcessGroup, device_type: str) -> DeviceMesh:
+    """Two axes, replicate and shard; ranks of the replicate group tell each other whom they share shards with."""
+    known = _meshes_of_groups.__dict__.setdefault("pairs", weakref.WeakKeyDictionary())
+    meshes = known.setdefault(shard, {})
+    key = (device_type, id(replicate))
+    if key not in meshes:
+        rows: list[Any] = [None] * replicate.size()
+        dist.all_gather_object(rows, dist.get_process_group_ranks(shard), group=replicate)
+        meshes[key] = DeviceMesh.from_group(
+            [replicate, shard], device_type, mesh=torch.tensor(rows), mesh_dim_names=("replicate", "shard")
+        )
+    mesh: DeviceMesh = meshes[key]
+    return mesh
+
+
+# One a thread, because ranks may be threads.
+_meshes_of_groups = threading.local()
 
 
 def _named_axes(mesh: DeviceMesh, dims: DataParallelMeshDims, where: str) -> DeviceMesh:

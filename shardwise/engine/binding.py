@@ -29,6 +29,15 @@ if TYPE_CHECKING:
     from shardwise.engine.unit import Unit
 
 
+# A module that wraps another holds it under this name, which no user wants to see in a parameter's name.
+WRAPPED_NAME = "_fsdp_wrapped_module"
+
+
+def clean_name(name: str) -> str:
+    """A name of a parameter or module as if nothing were wrapped."""
+    return name.replace(f"{WRAPPED_NAME}.", "").removesuffix(WRAPPED_NAME).removesuffix(".")
+
+
 class Place:
     """A name in a module's own parameters."""
 
@@ -56,13 +65,15 @@ class Slot:
     rank's part of it, and ``tensor_parallel`` then says how that part is placed.
 
     ``local`` is the sharded form's local tensor as the engine made it: when the parameter shows another one, somebody
-    has replaced it. ``held`` is a gradient kept without sync, in the reduce dtype when that is wider.
+    has replaced it. ``is_shown``: the parameter's own name shows the sharded form. ``held`` is a gradient kept without
+    sync, in the reduce dtype when that is wider.
     """
 
     __slots__ = (
         "compute_dtype",
         "dim",
         "held",
+        "is_shown",
         "local",
         "name",
         "places",
@@ -96,6 +107,7 @@ class Slot:
         self.local = local_of(sharded)
         self.unsharded: nn.Parameter = sharded
         self.tensor_parallel = tensor_parallel
+        self.is_shown = True
         self.held: torch.Tensor | None = None
 
     @property
@@ -198,8 +210,9 @@ def units_of(module: nn.Module) -> tuple[Unit, ...]:
 
 def show_sharded(slots: Iterable[Slot]) -> None:
     for slot in slots:
+        shown = slot.sharded if slot.is_shown else None
         for place in slot.places:
-            place.params[place.name] = slot.sharded
+            place.params[place.name] = shown
 
 
 def show_unsharded(slots: Iterable[Slot]) -> None:

@@ -221,14 +221,18 @@ class Hooks:
             needed.wait_gather()
         if unit.recorder is not None and unit.slots:
             unit.recorder.add(trace.PRE_BACKWARD, unit.name, trace.IN_PRE_BACKWARD, unit.rank)
-        root.prefetch_before(unit, visit)
+        if not unit.prefetches_late:
+            root.prefetch_before(unit, visit)
 
     def post_backward(self, visit: Pass) -> None:
         """The inputs' gradients are done, so nothing of this pass is left in backward."""
         if not visit.is_open:
             return
-        self.unit.reduce_gradients()
+        unit = self.unit
+        unit.reduce_gradients()
         self._report()
+        if unit.prefetches_late:
+            unit.root.prefetch_before(unit, visit)
         self._close(visit)
 
     def _gradient_arrived(self, param: torch.Tensor) -> None:

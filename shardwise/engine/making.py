@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from shardwise.comm.mesh import DataMesh
-from shardwise.engine.binding import UNITS_ATTRIBUTE, Found, Place, Slot, show_sharded, units_of
+from shardwise.engine.binding import UNITS_ATTRIBUTE, Found, Place, Slot, clean_name, show_sharded, units_of
 from shardwise.engine.form import Form, PlacementFn, chosen_dim
 from shardwise.engine.hooks import Hooks
 from shardwise.engine.root import Root
@@ -79,7 +79,7 @@ def _find_below(
     for name, param in parameters_of(module).items():
         if param is None or param in ignored:
             continue
-        entry = found.setdefault(id(param), Found(prefix + name, param, []))
+        entry = found.setdefault(id(param), Found(clean_name(prefix + name), param, []))
         entry.places.append(Place(module, name))
     for name, child in module.named_children():
         _find_below(child, f"{prefix}{name}.", tops, ignored, seen, found)

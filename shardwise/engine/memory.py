@@ -14,7 +14,7 @@ from shardwise.engine.binding import Slot
 from shardwise.engine.carrier import Carrier, carries_itself
 from shardwise.engine.form import Form
 from shardwise.engine.gather import PackedGather
-from shardwise.engine.storage import Elastic, allocate_shards
+from shardwise.engine.storage import Elastic, Permanent, allocate_shards
 from shardwise.plan.layout import RowParam
 from shardwise.policies import MixedPrecisionPolicy
 from shardwise.torch_internals import dtensor
@@ -53,7 +53,9 @@ class Memory:
             slot.settle(part)
         form.settle(shards, layout)
 
-        self._full = Elastic(layout.full_bytes, mesh.device)
+        # What is sharded over one rank, and computed with as it is stored, is whole where it is.
+        is_whole = world == 1 and layout.is_in_place and stored == sent and shards.device == mesh.device
+        self._full = Permanent(shards) if is_whole else Elastic(layout.full_bytes, mesh.device)
         self.gather = PackedGather(
             layout, shards, stored, sent, self._full, mesh.device, gather_calls, part_calls
         )

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 
 from shardwise.engine.storage import Elastic
+from shardwise.plan.flat import FlatPacking
 from shardwise.plan.layout import Packing, Piece
 from shardwise.plan.rows import RowsPacking
 from shardwise.torch_internals import chunk_cat, copy_all, zero_all
@@ -18,16 +19,51 @@ class Pack(Protocol):
 
 
 def plan_pack(
-    packing: Packing, rows: Elastic, dtype: torch.dtype, gradient_dtypes: list[torch.dtype]
+    packing: Packing,
+    rows: Elastic,
+    dtype: torch.dtype,
+    shapes: list[tuple[int, ...]],
+    gradient_dtypes: list[torch.dtype],
 ) -> Pack:
-    """One fused kernel where all are cut along dim 0 and all gradients share a dtype; else piece by piece."""
+    """As few kernels as the packing and the gradients' dtypes allow; else piece by piece."""
+    if isinstance(packing, FlatPacking) and packing.is_line:
+        return LinePack(packing, rows, dtype, shapes)
     if (
         isinstance(packing, RowsPacking)
         and all(cut.dim == 0 for cut in packing.cuts)
         and len(set(gradient_dtypes)) == 1
     ):
         return FusedPack(packing, rows, dtype)
-    return PiecewisePack(packing, rows, dtype, len(gradient_dtypes))
+    return PiecewisePack(packing, rows, dtype, len(shapes))
+
+
+class LinePack:
+    """The rows of all ranks are the gradients end to end: one copy each, all in one call."""
+
+    def __init__(
+        self, packing: FlatPacking, rows: Elastic, dtype: torch.dtype, shapes: list[tuple[int, ...]]
+    ) -> None:
+        self._targets = [
+            rows.tensor(dtype, packing.start(index) * dtype.itemsize, shape)
+            for index, shape in enumerate(shapes)
+        ]
+        self._pads = [
+            rows.tensor(dtype, pad.packed_start * dtype.itemsize, pad.shape) for pad in packing.pads()
+        ]
+
+    def fill(self, gradients: list[torch.Tensor | None]) -> None:
+        targets, present, blanks = self._targets, gradients, self._pads
+        if any(gradient is None for gradient in gradients):
+            pairs = [pair for pair in zip(targets, gradients, strict=True) if pair[1] is not None]
+            missing = [
+                target for target, gradient in zip(targets, gradients, strict=True) if gradient is None
+            ]
+            blanks = [*blanks, *missing]
+            targets, present = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        if blanks:
+            zero_all(blanks)
+        if targets:
+            copy_all(targets, present)  # type: ignore[arg-type]
 
 
 class FusedPack:
@@ -108,4 +144,5 @@ class PiecewisePack:
                 sources.append(gradient.as_strided(piece.shape, piece.full_strides, start))
         if blanks:
             zero_all(blanks)
-        copy_all(targets, sources)
+        if targets:
+            copy_all(targets, sources)

@@ -83,7 +83,13 @@ class PackedReduce:
         rows_numel = packing.world * packing.row_numel
         self.rows = Elastic(rows_numel * itemsize, mesh.device)
         self.all_rows = self.rows.tensor(reduce_dtype, 0, (rows_numel,))
-        self.pack = plan_pack(packing, self.rows, reduce_dtype, [slot.gradient_dtype for slot in slots])
+        self.pack = plan_pack(
+            packing,
+            self.rows,
+            reduce_dtype,
+            [slot.shape for slot in slots],
+            [slot.gradient_dtype for slot in slots],
+        )
 
         self.runs = [
             _Run(slots[section.members[0]].stored_dtype, section.start, section.numel)

@@ -20,7 +20,7 @@ import torch
 from shardwise import trace
 from shardwise.comm.agreement import check_same_model
 from shardwise.comm.streams import Mark, lanes_for
-from shardwise.engine.binding import units_of
+from shardwise.engine.binding import clean_name, units_of
 from shardwise.engine.reduce import PackedReduce, ReduceSettings, Reduction, hooked, run_user_hooks
 from shardwise.errors import StateError
 from shardwise.plan.lifecycle import State
@@ -67,7 +67,7 @@ class Root:
         for module in self.top.modules:
             for name, child in module.named_modules():
                 for unit in units_of(child):
-                    names.setdefault(unit, name)
+                    names.setdefault(unit, clean_name(name))
         for unit in names:
             if unit.root is not self and unit.root.is_busy:
                 raise StateError(

@@ -75,6 +75,7 @@ class Unit:
         self.reduce_settings = ReduceSettings(mesh.shard)
         self.forward_prefetch: tuple[Unit, ...] = ()
         self.backward_prefetch: tuple[Unit, ...] | None = None
+        self.prefetches_late = False
 
         # Units whose parameters this unit's modules show: its own, and those a tied parameter belongs to.
         self.needs: tuple[Unit, ...] = (self,) if slots else ()

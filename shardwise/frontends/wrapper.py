@@ -1,0 +1,216 @@
+"""``FullyShardedDataParallel``: the wrapping face. A wrapped module's parameters are sharded as one flat line.
+
+    for i, block in enumerate(model.blocks):
+        model.blocks[i] = FullyShardedDataParallel(block)
+    model = FullyShardedDataParallel(model)        # or in one call: auto_wrap_policy=ModuleWrapPolicy({Block})
+
+Signatures are torch's. Everything is checked before the first module changes; then the engine takes over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise import trace
+from shardwise.engine.binding import WRAPPED_NAME, clean_name, units_of
+from shardwise.engine.flat_form import Flat
+from shardwise.engine.making import make_unit
+from shardwise.engine.unit import Unit
+from shardwise.errors import StateError
+from shardwise.frontends.options import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from shardwise.frontends.state_dicts import not_copied
+from shardwise.frontends.wrapping_up import Wrapping, plan_wrapping
+from shardwise.torch_internals import untraced_itself
+
+
+class FullyShardedDataParallel(nn.Module):
+    """Shards a module's parameters, gradients and optimizer state over ranks, behind torch's FSDP1 interface.
+
+    Args:
+        module: the module to wrap; nested wrappers take their parameters first.
+        process_group: the ranks to shard over; for the hybrid strategies a pair (shard, replicate). Default: all.
+        sharding_strategy: see ``ShardingStrategy``. Default: FULL_SHARD.
+        cpu_offload: ``CPUOffload(offload_params=True)`` keeps shards in host memory.
+        auto_wrap_policy: which modules below are wrapped first.
+        backward_prefetch: when backward gathers the next unit, or None for not before it is needed.
+        mixed_precision: dtypes to compute and reduce in.
+        ignored_modules: modules whose parameters are left alone.
+        param_init_fn: gives a module on the meta device memory and values.
+        device_id: the device to compute on. Default: the process group's.
+        sync_module_states: start from the first rank's parameters and buffers on every rank.
+        forward_prefetch: gather the next unit before the forward of the present one, in the order of the last forward.
+        limit_all_gathers: taken for compatibility; memory in flight is always bounded.
+        use_orig_params: show shards under the original names, instead of one flat parameter for each dtype and
+            ``requires_grad``.
+        ignored_states: parameters or modules to leave alone.
+        device_mesh: one axis, or two (replicate, shard) for the hybrid strategies; instead of ``process_group``.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: Any = None,
+        sharding_strategy: ShardingStrategy | None = None,
+        cpu_offload: CPUOffload | None = None,
+        auto_wrap_policy: Any = None,
+        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+        mixed_precision: MixedPrecision | None = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        param_init_fn: Callable[[nn.Module], Any] | None = None,
+        device_id: int | torch.device | None = None,
+        sync_module_states: bool = False,
+        forward_prefetch: bool = False,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool = False,
+        ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
+        device_mesh: DeviceMesh | None = None,
+    ) -> None:
+        super().__init__()
+        wrappings = plan_wrapping(
+            module,
+            {
+                "process_group": process_group,
+                "sharding_strategy": sharding_strategy,
+                "cpu_offload": cpu_offload,
+                "backward_prefetch": backward_prefetch,
+                "mixed_precision": mixed_precision,
+                "device_id": device_id,
+                "forward_prefetch": forward_prefetch,
+                "use_orig_params": use_orig_params,
+                "device_mesh": device_mesh,
+                "param_init_fn": param_init_fn,
+                "sync_module_states": sync_module_states,
+            },
+            auto_wrap_policy,
+            ignored_modules,
+            ignored_states,
+            FullyShardedDataParallel,
+        )
+        for wrapping in wrappings[:-1]:
+            inner = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
+            nn.Module.__init__(inner)
+            inner._wrap(wrapping)
+            for parent, name in wrapping.places:
+                setattr(parent, name, inner)
+        self._wrap(wrappings[-1])
+
+    def _wrap(self, wrapping: Wrapping) -> None:
+        module = wrapping.module
+        setattr(self, WRAPPED_NAME, module)
+        for inner in module.modules():
+            if isinstance(inner, FullyShardedDataParallel):
+                inner.__dict__["_is_inner"] = True
+        self.__dict__["_is_inner"] = False
+        self.__dict__["_wrapping"] = wrapping
+        unit = make_unit(
+            type(module).__name__,
+            (self,),
+            wrapping.mesh,
+            wrapping.strategy.after_forward,
+            Flat(None if wrapping.use_orig_params else self, wrapping.as_stored),
+            wrapping.precision.policy(),
+            wrapping.offload,
+            wrapping.ignored,
+        )
+        wrapping.set_up(unit)
+        self.__dict__["_unit"] = unit
+
+    # --- the module inside ----------------------------------------------------------------------------------------
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module."""
+        wrapped: nn.Module = self._modules[WRAPPED_NAME]  # type: ignore[assignment]
+        return wrapped
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == WRAPPED_NAME:
+                raise
+            return getattr(self.module, name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.module[key]  # type: ignore[index]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise not_copied("deepcopy", type(self).__name__)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise not_copied("pickle", type(self).__name__)
+
+    @property
+    def _units(self) -> list[Unit]:
+        """The units of this wrapper and of those below it."""
+        return list(dict.fromkeys(unit for module in self.modules() for unit in units_of(module)))
+
+    @untraced_itself
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        unit: Unit = self.__dict__["_unit"]
+        hooks = unit.hooks
+        args, kwargs = hooks.pre_forward(self, args, kwargs)
+        return hooks.post_forward(self, args, self._modules[WRAPPED_NAME](*args, **kwargs))  # type: ignore[misc]
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of any module, with names as if nothing were wrapped; shards, also while a unit is unsharded."""
+        shown = {
+            id(slot.unsharded): slot.sharded if slot.is_shown else None
+            for unit in self._units
+            for slot in unit.slots
+        }
+        for name, param in super().named_parameters(*args, **kwargs):
+            sharded = shown.get(id(param), param)
+            if sharded is not None:
+                yield clean_name(name), sharded
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, buffer in super().named_buffers(*args, **kwargs):
+            yield clean_name(name), buffer
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        # ``.to()`` and the like must find the shards, not the unsharded parameters.
+        for unit in units_of(self):
+            unit.reshard(trace.IDLE)
+        return super()._apply(*args, **kwargs)
+
+    # --- accumulation ---------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it, gradients stay whole on this rank; the first backward after it reduces their sum.
+
+        They take the memory of full gradients. Without ``no_sync`` gradients accumulate in their shards.
+        """
+        self._check_outermost("no_sync")
+        units = self._units
+        before = [(unit.syncs_gradients, unit.frees_after_backward) for unit in units]
+        for unit in units:
+            unit.syncs_gradients = False
+            # What is kept after forward is kept for the next micro-batch too: nothing changes it in between.
+            unit.frees_after_backward = unit.after_forward.frees
+        try:
+            yield
+        finally:
+            for unit, (syncs, frees) in zip(units, before, strict=True):
+                unit.syncs_gradients, unit.frees_after_backward = syncs, frees
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops gradients, those of shards and those that ``no_sync`` keeps whole."""
+        super().zero_grad(set_to_none)
+        for unit in self._units:
+            unit.drop_gradients()
+
+    def _check_outermost(self, call: str) -> None:
+        if self.__dict__["_is_inner"]:
+            raise StateError(
+                f"{call} was called on a wrapper inside another one",
+                where=f"{type(self).__name__}.{call}, rank {self.__dict__['_unit'].rank}",
+                fix=f"call {call} on the outermost wrapper: it is for the whole model",
+            )

@@ -1,0 +1,272 @@
+"""What one call of ``FullyShardedDataParallel`` does to a model: every wrapper it makes, decided before the first.
+
+Modules are chosen, options read and parameters checked without changing anything. Then tensors are given memory,
+moved and made equal on all ranks, once for the whole model. What is left is a list of wrappings, inner ones first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardwise.comm.mesh import DataMesh
+from shardwise.engine.binding import Found, units_of
+from shardwise.engine.making import find_parameters, membership
+from shardwise.engine.unit import Unit
+from shardwise.errors import ConfigError, ConfigTypeError
+from shardwise.frontends.auto_wrap import choose
+from shardwise.frontends.options import (
+    AS_IS,
+    STRATEGIES,
+    BackwardPrefetch,
+    CPUOffload,
+    MixedPrecision,
+    ShardingStrategy,
+    Strategy,
+    as_choice,
+    as_record,
+)
+from shardwise.frontends.placing import chosen_device, chosen_mesh, materialize, move, send_from_first_rank
+from shardwise.frontends.wrapping import has_forward
+from shardwise.policies import CPUOffloadPolicy, OffloadPolicy
+
+OPTIONS = frozenset(
+    (
+        "process_group",
+        "sharding_strategy",
+        "cpu_offload",
+        "backward_prefetch",
+        "mixed_precision",
+        "device_id",
+        "forward_prefetch",
+        "use_orig_params",
+        "device_mesh",
+        "param_init_fn",
+        "sync_module_states",
+        "limit_all_gathers",
+    )
+)
+
+
+@dataclass
+class Wrapping:
+    """One wrapper to be made: a module, where it stands in the model, and its options as the engine needs them."""
+
+    module: nn.Module
+    places: list[tuple[nn.Module, str]]
+    strategy: Strategy
+    mesh: DataMesh
+    precision: MixedPrecision
+    offload: OffloadPolicy
+    backward_prefetch: BackwardPrefetch | None
+    forward_prefetch: bool
+    use_orig_params: bool
+    ignored: set[nn.Parameter]
+    as_stored: list[nn.Module]
+
+    def set_up(self, unit: Unit) -> None:
+        """Hands the options that are settings to the unit."""
+        if self.backward_prefetch is None:
+            unit.backward_prefetch = ()
+        unit.prefetches_late = self.backward_prefetch is BackwardPrefetch.BACKWARD_POST
+
+
+def plan_wrapping(
+    module: nn.Module,
+    options: dict[str, Any],
+    policy: Any,
+    ignored_modules: Iterable[nn.Module] | None,
+    ignored_states: Iterable[Any] | None,
+    wrapper: type[nn.Module],
+) -> list[Wrapping]:
+    """Checks everything; then prepares the model's tensors. The outermost wrapping comes last."""
+    where = f"FullyShardedDataParallel({type(module).__name__})"
+    if not isinstance(module, nn.Module):
+        raise ConfigTypeError(
+            f"FullyShardedDataParallel was given a {type(module).__name__}",
+            where=where,
+            fix="pass an nn.Module",
+        )
+    modules, params = _ignored(module, ignored_modules, ignored_states, where)
+    _check_module(module, wrapper, where)
+    chosen: list[tuple[nn.Module, dict[str, Any]]] = []
+    if policy is not None:
+        _check_none_wrapped(module, wrapper, where)
+        chosen = choose(module, policy, modules, params, where)
+    chosen.append((module, {}))
+    wrappings = [_read(member, {**options, **changed}, params, where) for member, changed in chosen]
+    for wrapping in wrappings[:-1]:
+        wrapping.places = _places(module, wrapping.module)
+    for found in _managed(module, params):
+        _check_parameter(found, where)
+    _prepare(module, wrapper, modules, params, wrappings[-1], options, where)
+    return wrappings
+
+
+def _read(module: nn.Module, options: dict[str, Any], ignored: set[nn.Parameter], where: str) -> Wrapping:
+    if unknown := set(options) - OPTIONS:
+        raise ConfigError(
+            f"auto_wrap_policy chose the options {sorted(unknown)} for a {type(module).__name__}",
+            where=where,
+            fix=f"choose among {sorted(OPTIONS)}",
+        )
+    strategy = as_choice(ShardingStrategy, options["sharding_strategy"] or ShardingStrategy.FULL_SHARD, where)
+    precision = options["mixed_precision"]
+    precision = AS_IS if precision is None else as_record(MixedPrecision, precision, where)
+    offload = options["cpu_offload"]
+    offloads = offload is not None and as_record(CPUOffload, offload, where).offload_params
+    prefetch = options["backward_prefetch"]
+    device = chosen_device(options["device_id"], module.parameters(), options["device_mesh"], where)
+    mesh = chosen_mesh(options["process_group"], options["device_mesh"], STRATEGIES[strategy], device, where)
+    as_stored = (
+        [child for child in module.modules() if isinstance(child, tuple(precision._module_classes_to_ignore))]
+        if precision.param_dtype is not None
+        else []
+    )
+    return Wrapping(
+        module,
+        [],
+        STRATEGIES[strategy],
+        mesh,
+        precision,
+        CPUOffloadPolicy(pin_memory=device.type == "cuda") if offloads else OffloadPolicy(),
+        None if prefetch is None else as_choice(BackwardPrefetch, prefetch, where),
+        bool(options["forward_prefetch"]),
+        bool(options["use_orig_params"]),
+        ignored,
+        as_stored,
+    )
+
+
+def _ignored(
+    module: nn.Module, modules: Iterable[nn.Module] | None, states: Iterable[Any] | None, where: str
+) -> tuple[set[nn.Module], set[nn.Parameter]]:
+    if modules is not None and states is not None:
+        raise ConfigError(
+            "both ignored_modules and ignored_states were given", where=where, fix="pass ignored_states alone"
+        )
+    tops: list[nn.Module] = []
+    params: set[nn.Parameter] = set()
+    for state in (*(modules or ()), *(states or ())):
+        if isinstance(state, nn.Parameter) and modules is None:
+            params.add(state)
+        elif isinstance(state, nn.Module):
+            tops.append(state)
+        else:
+            raise ConfigTypeError(
+                f"a {type(state).__name__} is to be ignored", where=where, fix="pass modules or parameters"
+            )
+    if module in tops:
+        raise ConfigError(
+            f"{type(module).__name__} is to be wrapped and ignored",
+            where=where,
+            fix="leave one of the two out",
+        )
+    ignored = {inner for top in tops for inner in top.modules()}
+    return ignored, params | {param for top in tops for param in top.parameters()}
+
+
+def _check_module(module: nn.Module, wrapper: type[nn.Module], where: str) -> None:
+    if isinstance(module, wrapper) or _is_wrapped(module):
+        raise ConfigError(
+            f"{type(module).__name__} is wrapped already", where=where, fix="wrap each module once"
+        )
+    if units_of(module):
+        raise ConfigError(
+            f"{type(module).__name__} is sharded by fully_shard already",
+            where=where,
+            fix="use one of the two on a module",
+        )
+    if not has_forward(module):
+        raise ConfigError(
+            f"{type(module).__name__} only holds modules: nothing calls it, so nothing would gather its parameters",
+            where=where,
+            fix=f"wrap the modules inside the {type(module).__name__}, or the module around it",
+        )
+
+
+def _is_wrapped(module: nn.Module) -> bool:
+    """Whether a wrapper that still exists was made around this very module."""
+    return any(
+        taken is not None and any(getattr(member, "module", None) is module for member in taken[0].modules)
+        for taken in (membership(param) for param in module.parameters())
+    )
+
+
+def _check_none_wrapped(module: nn.Module, wrapper: type[nn.Module], where: str) -> None:
+    for name, inner in module.named_modules():
+        if isinstance(inner, wrapper):
+            raise ConfigError(
+                f"auto_wrap_policy was given for a model whose '{name}' is wrapped already",
+                where=where,
+                fix="wrap by hand or by policy, not both",
+            )
+
+
+def _managed(module: nn.Module, ignored: set[nn.Parameter]) -> list[Found]:
+    return [found for found in find_parameters((module,), ignored) if membership(found.param) is None]
+
+
+def _check_parameter(found: Found, where: str) -> None:
+    param = found.param
+    if isinstance(param, DTensor):
+        raise ConfigError(
+            f"parameter '{found.name}' is a DTensor already",
+            where=where,
+            fix="combine tensor parallelism with fully_shard, or put the parameter into ignored_states",
+        )
+    if param.layout is not torch.strided:
+        raise ConfigError(
+            f"parameter '{found.name}' is sparse ({param.layout}), and shards are dense",
+            where=where,
+            fix="make it dense with .to_dense(), or put it into ignored_states",
+        )
+
+
+def _places(root: nn.Module, module: nn.Module) -> list[tuple[nn.Module, str]]:
+    return [
+        (parent, name)
+        for parent in root.modules()
+        for name, child in parent._modules.items()
+        if child is module
+    ]
+
+
+def _prepare(
+    module: nn.Module,
+    wrapper: type[nn.Module],
+    ignored_modules: set[nn.Module],
+    ignored: set[nn.Parameter],
+    outermost: Wrapping,
+    options: dict[str, Any],
+    where: str,
+) -> None:
+    """Memory, device and first values of what is not wrapped yet."""
+    own = _unwrapped(module, wrapper, ignored_modules)
+    device = outermost.mesh.device
+    materialize(own, options["param_init_fn"], device, ignored, where)
+    if options["device_id"] is not None:
+        move(own, device, ignored)
+    if options["sync_module_states"]:
+        tensors = [found.param for found in _managed(module, ignored)]
+        buffers = [buffer for member in own for buffer in member.buffers(recurse=False)]
+        send_from_first_rank([*tensors, *buffers], outermost.mesh)
+
+
+def _unwrapped(module: nn.Module, wrapper: type[nn.Module], ignored: set[nn.Module]) -> list[nn.Module]:
+    """The modules below ``module`` that no wrapper has taken and nobody wants ignored, it first."""
+    found: dict[nn.Module, None] = {}
+
+    def visit(member: nn.Module) -> None:
+        if member not in found and member not in ignored and not isinstance(member, wrapper):
+            found[member] = None
+            for child in member.children():
+                visit(child)
+
+    visit(module)
+    return list(found)
