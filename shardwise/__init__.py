@@ -1,6 +1,6 @@
 """shardwise: train PyTorch models too big for one device, by sharding parameters, gradients and optimizer state."""
 
-from shardwise import trace
+from shardwise import optim, trace
 from shardwise.errors import (
     CheckpointError,
     ConfigError,
@@ -53,6 +53,7 @@ __all__ = [
     "hook_with_zero_step",
     "hook_with_zero_step_interleaved",
     "lambda_auto_wrap_policy",
+    "optim",
     "register_fsdp_forward_method",
     "share_comm_ctx",
     "size_based_auto_wrap_policy",

@@ -6,6 +6,8 @@ unit is unsharded. A parameter that several modules share has one slot and sever
 
 from __future__ import annotations
 
+import weakref
+from collections import OrderedDict
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -197,6 +199,39 @@ class Slot:
 
 def _in_wider(gradient: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     return gradient if dtype is None or dtype.itemsize <= gradient.itemsize else gradient.to(dtype)
+
+
+MEMBERSHIP_ATTRIBUTE = "_shardwise_membership"
+
+
+class Membership:
+    """Set on a parameter, full or sharded: a module sharded later that shows the same parameter finds its unit here.
+
+    It stays behind when the parameter is copied or saved: a copy belongs to no unit.
+    """
+
+    def __init__(self, unit: Unit | None = None, slot: Slot | None = None) -> None:
+        self.unit = weakref.ref(unit) if unit is not None else None
+        self.slot = slot
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Membership:
+        return Membership()
+
+    def __reduce__(self) -> tuple[type[OrderedDict[str, object]], tuple[()]]:
+        # What is saved must load without shardwise, and with torch.load(weights_only=True).
+        return (OrderedDict, ())
+
+
+def membership(param: torch.Tensor) -> tuple[Unit, Slot] | None:
+    tag = param.__dict__.get(MEMBERSHIP_ATTRIBUTE)
+    if not isinstance(tag, Membership) or tag.unit is None or tag.slot is None:
+        return None
+    unit = tag.unit()
+    return None if unit is None else (unit, tag.slot)
+
+
+def tag(param: torch.Tensor, unit: Unit, slot: Slot) -> None:
+    param.__dict__[MEMBERSHIP_ATTRIBUTE] = Membership(unit, slot)
 
 
 UNITS_ATTRIBUTE = "_shardwise_units"

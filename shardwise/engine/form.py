@@ -99,7 +99,15 @@ class Rows:
 
     def packing(self, slots: list[Slot], world: int, itemsize: int) -> Packing:
         params = [
-            RowParam(slot.shape, slot.dim, slot.stored_dtype, slot.stored_dtype.itemsize, itemsize)
+            RowParam(
+                slot.shape,
+                slot.dim,
+                slot.stored_dtype,
+                slot.stored_dtype.itemsize,
+                itemsize,
+                # As the shards stand, so that neighbours are neighbours in both.
+                grid_itemsize=slot.compute_dtype.itemsize,
+            )
             for slot in slots
         ]
         return RowsPacking(plan_rows(params, world))

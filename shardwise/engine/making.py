@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
-from collections import OrderedDict
 from collections.abc import Iterable
 
 import torch
@@ -11,7 +9,17 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from shardwise.comm.mesh import DataMesh
-from shardwise.engine.binding import UNITS_ATTRIBUTE, Found, Place, Slot, clean_name, show_sharded, units_of
+from shardwise.engine.binding import (
+    UNITS_ATTRIBUTE,
+    Found,
+    Place,
+    Slot,
+    clean_name,
+    membership,
+    show_sharded,
+    tag,
+    units_of,
+)
 from shardwise.engine.form import Form, PlacementFn, chosen_dim
 from shardwise.engine.hooks import Hooks
 from shardwise.engine.root import Root
@@ -25,34 +33,6 @@ from shardwise.torch_internals import (
     parameters_of,
     root_mesh,
 )
-
-MEMBERSHIP_ATTRIBUTE = "_shardwise_membership"
-
-
-class Membership:
-    """Set on a parameter, full or sharded: a module sharded later that shows the same parameter finds its unit here.
-
-    It stays behind when the parameter is copied or saved: a copy belongs to no unit.
-    """
-
-    def __init__(self, unit: Unit | None = None, slot: Slot | None = None) -> None:
-        self.unit = weakref.ref(unit) if unit is not None else None
-        self.slot = slot
-
-    def __deepcopy__(self, memo: dict[int, object]) -> Membership:
-        return Membership()
-
-    def __reduce__(self) -> tuple[type[OrderedDict[str, object]], tuple[()]]:
-        # What is saved must load without shardwise, and with torch.load(weights_only=True).
-        return (OrderedDict, ())
-
-
-def membership(param: torch.Tensor) -> tuple[Unit, Slot] | None:
-    tag = param.__dict__.get(MEMBERSHIP_ATTRIBUTE)
-    if not isinstance(tag, Membership) or tag.unit is None or tag.slot is None:
-        return None
-    unit = tag.unit()
-    return None if unit is None else (unit, tag.slot)
 
 
 def find_parameters(modules: Iterable[nn.Module], ignored: set[nn.Parameter]) -> list[Found]:
@@ -173,8 +153,8 @@ def make_unit(
     unit.hooks = Hooks(unit)
     Root(unit)
     for found, slot in zip(own, slots, strict=True):
-        tag = Membership(unit, slot)
-        found.param.__dict__[MEMBERSHIP_ATTRIBUTE] = slot.sharded.__dict__[MEMBERSHIP_ATTRIBUTE] = tag
+        tag(found.param, unit, slot)
+        tag(slot.sharded, unit, slot)
     for found, owner, slot in tied:
         known = {(place.module, place.name) for place in slot.places}
         slot.places.extend(place for place in found.places if (place.module, place.name) not in known)

@@ -39,7 +39,7 @@ class Memory:
         self._carriers = [
             Carrier(slot, mesh.mesh, precision, world) for slot in slots if carries_itself(slot.local)
         ]
-        params = [_row_param(slot) for slot in plain]
+        params = [_row_param(slot, precision) for slot in plain]
         stored = [slot.stored_dtype for slot in plain]
         sent = [slot.compute_dtype for slot in plain]
         for carrier in self._carriers:
@@ -49,6 +49,12 @@ class Memory:
         layout = form.plan(params, world)
 
         shards, parts = allocate_shards(layout, shard_device, stored, mesh.shard.rank, pins)
+        # Where each shard stands, in order: whoever steps neighbours as one tensor needs to know.
+        starts = [layout.own_start_bytes(index, mesh.shard.rank) for index in range(len(plain))]
+        self.shards = shards
+        self.starts_bytes = {
+            plain[index]: starts[index] for index in sorted(range(len(plain)), key=starts.__getitem__)
+        }
         for slot, part in zip(plain, parts, strict=False):
             slot.settle(part)
         form.settle(shards, layout)
@@ -99,8 +105,12 @@ class Memory:
             carrier.free()
 
 
-def _row_param(slot: Slot) -> RowParam:
-    return RowParam(slot.shape, slot.dim, slot.kind, slot.stored_dtype.itemsize, slot.compute_dtype.itemsize)
+def _row_param(slot: Slot, precision: MixedPrecisionPolicy) -> RowParam:
+    stored, sent = slot.stored_dtype, slot.compute_dtype
+    reduced = precision.reduce_dtype or sent
+    return RowParam(
+        slot.shape, slot.dim, slot.kind, stored.itemsize, sent.itemsize, grid_itemsize=reduced.itemsize
+    )
 
 
 def _parameter(slot: Slot, full: torch.Tensor) -> nn.Parameter:

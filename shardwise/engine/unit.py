@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from shardwise import trace
 from shardwise.comm.collectives import GroupCalls
 from shardwise.comm.mesh import DataMesh
-from shardwise.engine.binding import Slot, show_sharded, show_unsharded
+from shardwise.engine.binding import Slot, show_sharded, show_unsharded, tag
 from shardwise.engine.form import Form
 from shardwise.engine.memory import Memory
 from shardwise.engine.reduce import PackedReduce, ReduceSettings
@@ -122,6 +122,11 @@ class Unit:
             self._note_trainable()
         self._left = self.form.left(self.slots)
 
+    @property
+    def has_memory(self) -> bool:
+        """Whether parameters have left the meta device."""
+        return not self._is_meta
+
     def descriptions(self) -> list[str]:
         """A line for each parameter that tells whether ranks hold the same model."""
         prefix = f"{self.name}." if self.name else ""
@@ -148,6 +153,7 @@ class Unit:
                     "load_state_dict",
                 )
             slot.adopt(param)
+            tag(param, self, slot)
         show_sharded(self.slots)
         if meta := [slot.name for slot in self.slots if slot.local.device.type == "meta"]:
             raise StateError(

@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.comm.mesh import DataMesh
-from shardwise.engine.binding import Found, units_of
-from shardwise.engine.making import find_parameters, membership
+from shardwise.engine.binding import Found, membership, units_of
+from shardwise.engine.making import find_parameters
 from shardwise.engine.unit import Unit
 from shardwise.errors import ConfigError, ConfigTypeError
 from shardwise.frontends.auto_wrap import choose

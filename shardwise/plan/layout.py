@@ -16,13 +16,17 @@ ALIGNMENT_BYTES = 16
 
 @dataclass(frozen=True)
 class RowParam:
-    """One parameter as the plan sees it: its shape, the dim it is cut along (if it is), and its element sizes."""
+    """One parameter as the plan sees it: its shape, the dim it is cut along (if it is), and its element sizes.
+
+    ``grid_itemsize`` is the element size of another row that is to hold the same parameters at the same offsets.
+    """
 
     shape: tuple[int, ...]
     dim: int
     kind: Hashable
     stored_itemsize: int
     sent_itemsize: int
+    grid_itemsize: int = ALIGNMENT_BYTES
 
 
 @dataclass(frozen=True)

@@ -155,8 +155,9 @@ def plan_rows(params: Sequence[RowParam], world: int) -> RowsLayout:
         members.sort(key=lambda index: cuts[index].padded_numel)
         stored_itemsize = params[members[0]].stored_itemsize
         sent_itemsize = params[members[0]].sent_itemsize
-        # The narrower of the two measures needs the coarser grid; both then start on whole aligned bytes.
-        grid = max(1, ALIGNMENT_BYTES // min(stored_itemsize, sent_itemsize))
+        # The narrowest measure needs the coarsest grid; all then start on whole aligned bytes.
+        grid_itemsize = min(params[index].grid_itemsize for index in members)
+        grid = max(1, ALIGNMENT_BYTES // min(stored_itemsize, sent_itemsize, grid_itemsize))
         starts: list[int] = []
         end = 0
         for index in members:

@@ -141,7 +141,9 @@ def test_links_between_pages_lead_somewhere():
 
 def test_files_that_the_architecture_names_exist():
     text = (REPOSITORY / "ARCHITECTURE.md").read_text()
-    rooms = set(re.findall(r"`((?:plan|comm|engine|frontends|zero|checkpoint|train|testing)/\w+\.py)", text))
+    rooms = set(
+        re.findall(r"`((?:plan|comm|engine|frontends|zero|optim|checkpoint|train|testing)/\w+\.py)", text)
+    )
     tests = set(re.findall(r"`(test_\w+\.py|tests/\w+/\w+\.py)`", text))
     assert len(rooms) > 20
     assert len(tests) > 20

@@ -18,7 +18,7 @@ FLOORS = [
     ("policies", "trace", "torch_internals"),
     ("plan", "comm"),
     ("engine",),
-    ("frontends", "zero"),
+    ("frontends", "zero", "optim"),
     ("checkpoint",),
     ("train", "forecast", "testing", "compat"),
     ("cli",),
