@@ -160,7 +160,8 @@ def in_step(name, make, options, steps=5, **kwargs):
 def every_optimizer():
     for name, (make, options) in OPTIMIZERS.items():
         model = in_step(name, make, options)
-        assert all(local(param).isfinite().all() for param in model.parameters()), name
+        for layer in model.layers:
+            assert layer._shardwise_units[0].memory.shards.view(SINGLE).isfinite().all(), f"{name}: padding"
     return 0 in [local(param).numel() for param in model.parameters()]
 
 
@@ -284,21 +285,33 @@ def test_parameters_that_are_tensor_parallel_too_are_stepped_the_same():
 
 @elementwise
 class Watched(optim.SGD):
-    """Notes the sizes of what it steps."""
+    """Notes the sizes of what it steps, and in whose memory the gradients are."""
 
     seen: list[int]
+    memory: set[int]
 
     def step(self, closure=None):
-        self.seen = [
-            param.numel()
-            for group in self.param_groups
-            for param in group["params"]
-            if param.grad is not None
+        stepped = [
+            param for group in self.param_groups for param in group["params"] if param.grad is not None
         ]
+        self.seen = [param.numel() for param in stepped]
+        self.memory = {param.grad.untyped_storage()._cdata for param in stepped}
         return super().step(closure)
 
 
+def without_a_copy(policy):
+    model = sharded(partial(Blocks, 5, 7), mp_policy=policy)
+    optimizer = flat(model, Watched, lr=0.1)
+    model(data(0, 0, 2, 5)).square().mean().backward()
+    expected = {param.grad._local_tensor.untyped_storage()._cdata for param in model.parameters()}
+    optimizer.step()
+    assert len(optimizer.seen) == len(model.layers)
+    assert optimizer.memory == expected, "gradients were copied"
+
+
 def as_one_tensor():
+    for policy in ((None, None), (BRAIN, SINGLE), (SINGLE, BRAIN), (BRAIN, None), (None, DOUBLE)):
+        without_a_copy(MixedPrecisionPolicy(*policy))
     model = seeded(Blocks())
     for layer in model.layers:
         fully_shard(layer)
@@ -397,14 +410,21 @@ def hooks_and_closures():
         calls.append("closure")
         assert torch.is_grad_enabled()
         optimizer.zero_grad()
-        return backward(model, 0)
+        return backward(model, 0) if hasattr(model, "plain") else of_blocks(model)
+
+    def of_blocks(model):
+        loss = model(data(0, 0, 2, 8)).square().mean()
+        loss.backward()
+        return loss.detach()
 
     loss = optimizer.step(closure)
     assert calls == ["before", "closure", len(list(model.parameters()))]
     assert optimizer.step(closure) < loss
     # Weights kept unsharded are noticed to be out of date.
+    model = sharded(Blocks)
+    optimizer = flat(model, optim.SGD, lr=0.1)
     model.set_reshard_after_backward(False)
-    losses = [optimizer.step(closure) for _ in range(4)]
+    losses = [optimizer.step(closure).item() for _ in range(4)]
     assert losses == sorted(losses, reverse=True)
     assert len(set(losses)) == 4
     # From a model that shows its full parameters, the sharded ones are taken.
