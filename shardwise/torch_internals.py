@@ -6,6 +6,7 @@ file that changes.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -79,13 +80,18 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return local
 
 
-def all_show(entries: Sequence[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]]) -> bool:
-    """Whether each module's parameters hold, under that name, that very parameter with that very local tensor.
+def all_show(entries: Sequence[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor, bool]]) -> bool:
+    """Whether each module's parameters hold, under that name, that very parameter with that very local tensor, as
+    trainable or frozen as it was.
 
     One call for all parameters of a unit: it is asked in every step.
     """
-    for params, name, sharded, local in entries:
-        if params.get(name) is not sharded or sharded._local_tensor is not local:
+    for params, name, sharded, local, trainable in entries:
+        if (
+            params.get(name) is not sharded
+            or sharded._local_tensor is not local  # type: ignore[attr-defined]
+            or sharded.requires_grad is not trainable
+        ):
             return False
     return True
 
@@ -128,6 +134,16 @@ def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
 def inside_backward() -> bool:
     """Whether this thread is running a backward right now."""
     return torch._C._current_graph_task_id() != -1
+
+
+def hook_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
+    """``register_hook`` for a tensor that is no leaf, without the handle that would remove it: half the price."""
+    if tensor._backward_hooks is None and tensor.grad_fn is not None:
+        # Handles of other hooks are numbered from 0; and they hold this dict weakly, which a plain dict forbids.
+        tensor._backward_hooks = OrderedDict(((-1, hook),))
+        tensor.grad_fn._register_hook_dict(tensor)  # type: ignore[attr-defined]
+    else:
+        tensor.register_hook(hook)
 
 
 def queue_end_of_backward(callback: Callable[[], None]) -> None:

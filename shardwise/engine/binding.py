@@ -243,14 +243,22 @@ def units_of(module: nn.Module) -> tuple[Unit, ...]:
     return units
 
 
-def show_sharded(slots: Iterable[Slot]) -> None:
-    for slot in slots:
-        shown = slot.sharded if slot.is_shown else None
-        for place in slot.places:
-            place.params[place.name] = shown
+Shown = list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter | None]]
 
 
-def show_unsharded(slots: Iterable[Slot]) -> None:
-    for slot in slots:
-        for place in slot.places:
-            place.params[place.name] = slot.unsharded
+def sharded_shown(slots: Iterable[Slot]) -> Shown:
+    """Where to put which parameter for the modules to show the sharded form."""
+    return [
+        (place.params, place.name, slot.sharded if slot.is_shown else None)
+        for slot in slots
+        for place in slot.places
+    ]
+
+
+def unsharded_shown(slots: Iterable[Slot]) -> Shown:
+    return [(place.params, place.name, slot.unsharded) for slot in slots for place in slot.places]
+
+
+def show(shown: Shown) -> None:
+    for params, name, param in shown:
+        params[name] = param

@@ -38,6 +38,7 @@ class Line:
         self.name = FLAT_NAME
         self.flat: nn.Parameter | None = None
         self.params: dict[str, nn.Parameter | None] = {}
+        self.address = 0
 
     @property
     def stored_dtype(self) -> torch.dtype:
@@ -189,6 +190,7 @@ class Flat:
         for line, segment in zip(self.lines, layout.segments, strict=True):
             if line.flat is not None:
                 line.flat.data = alias(shards, segment.stored_start_bytes, segment.numel, line.stored_dtype)
+                line.address = line.flat.data_ptr()
                 line.params[line.name] = line.flat
 
     def packing(self, slots: list[Slot], world: int, itemsize: int) -> Packing:
@@ -207,18 +209,28 @@ class Flat:
         ]
 
     def left(self, slots: list[Slot]) -> list[Any]:
+        shown: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter | None, int]]
         if self._holder is not None:
-            shown = [(line.params, line.name, line.flat) for line in self.lines]
+            shown = [(line.params, line.name, line.flat, line.address) for line in self.lines]
         else:
-            shown = [(place.params, place.name, slot.sharded) for slot in slots for place in slot.places]
+            shown = [
+                (place.params, place.name, slot.sharded, slot.local.data_ptr())
+                for slot in slots
+                for place in slot.places
+            ]
         return [
-            (params, name, param, param.data_ptr(), param.dtype)
-            for params, name, param in shown
+            (params, name, param, address, param.dtype, param.requires_grad)
+            for params, name, param, address in shown
             if param is not None
         ]
 
     def all_show(self, left: list[Any]) -> bool:
-        for params, name, param, address, dtype in left:
-            if params.get(name) is not param or param.data_ptr() != address or param.dtype is not dtype:
+        for params, name, param, address, dtype, trainable in left:
+            if (
+                params.get(name) is not param
+                or param.data_ptr() != address
+                or param.dtype is not dtype
+                or param.requires_grad is not trainable
+            ):
                 return False
         return True

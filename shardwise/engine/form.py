@@ -65,10 +65,10 @@ class Form(Protocol):
         """The gradients that a reduce gives out."""
 
     def left(self, slots: list[Slot]) -> list[Any]:
-        """What modules show now, to find out later whether somebody has replaced parameters."""
+        """What modules show now, to find out later whether somebody has replaced, frozen or thawed parameters."""
 
     def all_show(self, left: list[Any]) -> bool:
-        """Whether modules still show what was left there."""
+        """Whether modules still show what was left there, as trainable as it was."""
 
 
 class Rows:
@@ -117,7 +117,9 @@ class Rows:
 
     def left(self, slots: list[Slot]) -> list[Any]:
         return [
-            (place.params, place.name, slot.sharded, slot.local) for slot in slots for place in slot.places
+            (place.params, place.name, slot.sharded, slot.local, slot.sharded.requires_grad)
+            for slot in slots
+            for place in slot.places
         ]
 
 

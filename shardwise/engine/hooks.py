@@ -26,7 +26,7 @@ from shardwise import trace
 from shardwise.engine.structure import map_tensors, tensors_in
 from shardwise.engine.unit import Unit
 from shardwise.plan.schedule import Window
-from shardwise.torch_internals import inside_backward, untraced
+from shardwise.torch_internals import hook_gradient, inside_backward, untraced
 
 
 class Pass:
@@ -140,7 +140,7 @@ class Hooks:
                 return args, kwargs
             view = args[0].view_as(args[0])
             visit.has_input_signal = True
-            view.register_hook(visit.inputs_gradients_are_done)
+            hook_gradient(view, visit.inputs_gradients_are_done)
             return (view,), kwargs
         views: dict[int, torch.Tensor] = {}
         for tensor in tensors_in((args, kwargs) if kwargs else args):
@@ -151,7 +151,7 @@ class Hooks:
         visit.has_input_signal = True
         signals = list(views.values())
         if len(signals) == 1:
-            signals[0].register_hook(visit.inputs_gradients_are_done)
+            hook_gradient(signals[0], visit.inputs_gradients_are_done)
         else:
             torch.autograd.graph.register_multi_grad_hook(
                 signals, visit.inputs_gradients_are_done, mode="all"
@@ -177,7 +177,7 @@ class Hooks:
         waits_for_gradient = False
         for tensor in tensors_in(output):
             if tensor.requires_grad:
-                tensor.register_hook(visit.outputs_gradient_arrives)
+                hook_gradient(tensor, visit.outputs_gradient_arrives)
                 waits_for_gradient = True
         if not waits_for_gradient:
             return

@@ -16,7 +16,6 @@ from shardwise.engine.binding import (
     Slot,
     clean_name,
     membership,
-    show_sharded,
     tag,
     units_of,
 )
@@ -161,7 +160,7 @@ def make_unit(
         if owner not in unit.needs:
             unit.needs = (*unit.needs, owner)
     for owner in {*unit.needs, unit}:
-        show_sharded(owner.slots)
+        owner.show_sharded()
     for module in modules:
         module.__dict__[UNITS_ATTRIBUTE] = (*units_of(module), unit)
         _move_buffers(module, mesh.device)

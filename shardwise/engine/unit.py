@@ -7,7 +7,7 @@ moves is not decided here: forward and backward reach it through ``hooks``, orde
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from shardwise import trace
 from shardwise.comm.collectives import GroupCalls
 from shardwise.comm.mesh import DataMesh
-from shardwise.engine.binding import Slot, show_sharded, show_unsharded, tag
+from shardwise.engine.binding import Shown, Slot, sharded_shown, show, tag, unsharded_shown
 from shardwise.engine.form import Form
 from shardwise.engine.memory import Memory
 from shardwise.engine.reduce import PackedReduce, ReduceSettings
@@ -92,6 +92,9 @@ class Unit:
         self._reduces: dict[tuple[bool, ...], PackedReduce | None] = {}
         self._reduce: PackedReduce | None = None
         self._trainable: list[bool] = []
+        self._sharded_shown: Shown = []
+        self._unsharded_shown: Shown = []
+        self._left: list[Any] = []
         self._shard_device = shard_device(mesh, offload)
         self.is_offloaded = self._shard_device != mesh.device
         self._pins = self.is_offloaded and isinstance(offload, CPUOffloadPolicy) and offload.pin_memory
@@ -120,7 +123,17 @@ class Unit:
             self._reduces = {}
             self._trainable = []
             self._note_trainable()
-        self._left = self.form.left(self.slots)
+
+    def _note_places(self) -> None:
+        """Lists what the modules show in either form, and what the unit leaves there: a step only walks the lists."""
+        self._sharded_shown = sharded_shown(self.slots)
+        self._unsharded_shown = unsharded_shown(self.slots)
+        self._left = [] if self._is_meta else self.form.left(self.slots)
+
+    def show_sharded(self) -> None:
+        """Shows the sharded parameters in all their places, which may have changed."""
+        self._note_places()
+        show(self._sharded_shown)
 
     @property
     def has_memory(self) -> bool:
@@ -154,7 +167,7 @@ class Unit:
                 )
             slot.adopt(param)
             tag(param, self, slot)
-        show_sharded(self.slots)
+        self.show_sharded()
         if meta := [slot.name for slot in self.slots if slot.local.device.type == "meta"]:
             raise StateError(
                 f"parameters {meta} of unit '{self.name}' are still on the meta device",
@@ -178,6 +191,7 @@ class Unit:
         if trainable == self._trainable:
             return
         self._trainable = trainable
+        self._note_places()
         for slot, requires_grad in zip(self.slots, trainable, strict=True):
             slot.unsharded.requires_grad_(requires_grad)
         self.num_trainable = sum(trainable)
@@ -193,6 +207,14 @@ class Unit:
             )
         self._reduce = self._reduces[key]
 
+    def _catch_up(self) -> None:
+        """Takes over what changed from outside since the last gather: parameters frozen, thawed or replaced."""
+        if not self._is_meta:
+            self._note_trainable()
+            if self.form.all_show(self._left):
+                return
+        self.adopt_replaced_parameters()
+
     def set_gather_calls(self, calls: GroupCalls) -> None:
         self._gather_calls = calls
         if not self._is_meta:
@@ -206,11 +228,9 @@ class Unit:
         if state is State.UNSHARDED or state is State.GATHERING or not self.slots:
             return
         root = self.root
-        if not root.in_backward:
-            # Between a forward and its backward nobody may replace parameters or flip what is trained.
-            if self._is_meta or not self.form.all_show(self._left):
-                self.adopt_replaced_parameters()
-            self._note_trainable()
+        # Between a forward and its backward nobody may replace parameters or flip what is trained.
+        if not root.in_backward and (self._is_meta or not self.form.all_show(self._left)):
+            self._catch_up()
         root.make_room(self, prefetch)
         lane = root.lanes.gather
         self._gathers_part = (
@@ -241,7 +261,7 @@ class Unit:
                 self._finish_gather()
         # order: copy-out before compute, because forward and backward read the full parameters
         self.root.lanes.compute_after(self._arrival)
-        show_unsharded(self.slots)
+        show(self._unsharded_shown)
         self.state = advance(State.GATHERING, Step.ARRIVE)
         self.prefetched = False
 
@@ -258,7 +278,7 @@ class Unit:
         else:
             if self._is_kept:
                 self._take_over_flips()
-            show_sharded(self.slots)
+            show(self._sharded_shown)
             self.root.let_go(self)
         keep_part = keep_part and self._gathers_part
         if not keep_part and self._gathers_part:
