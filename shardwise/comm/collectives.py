@@ -51,7 +51,8 @@ class GroupCalls:
         self.world = group.size()
         self.rank = group.rank()
         self.ordered_by_stream = device.type == "cuda" and backend in ("nccl", "fake")
-        self.averages = backend == "nccl"
+        # The fake group stands in for NCCL: it takes any operation, and moves nothing.
+        self.averages = backend in ("nccl", "fake")
         self._all_gather = all_gather_call(group)
         self._reduce_scatter = reduce_scatter_call(group)
         exchanges = backend == "gloo" and device.type == "cpu" and can_exchange()

@@ -11,11 +11,12 @@ On a CPU everything already happens in program order, so the twin does nothing.
 
 from __future__ import annotations
 
+from itertools import cycle
 from typing import Protocol
 
 import torch
 
-from shardwise.torch_internals import set_cuda_stream
+from shardwise.torch_internals import StreamKey, cuda_stream, current_cuda_stream, set_cuda_stream
 
 
 class Mark(Protocol):
@@ -99,54 +100,88 @@ class HostLanes:
         pass
 
 
+# More marks than any lane has waiting at a time.
+_MARKS_A_STREAM = 32
+
+
+class _CudaStream:
+    """A stream and the events that mark its work, which are used over and over.
+
+    An event that is recorded again stands for a later point of the same stream: whoever still waits for the earlier
+    one waits longer, never too short.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.stream = stream
+        self._events = cycle([torch.cuda.Event() for _ in range(_MARKS_A_STREAM)])
+
+    def mark(self) -> torch.cuda.Event:
+        event = next(self._events)
+        event.record(self.stream)
+        return event
+
+
+class _Compute:
+    """The user's stream, which may be another one each time it is asked for."""
+
+    def __init__(self, device_index: int) -> None:
+        self._device_index = device_index
+        self._known: dict[StreamKey, _CudaStream] = {}
+
+    def current(self) -> _CudaStream:
+        key = current_cuda_stream(self._device_index)
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = _CudaStream(cuda_stream(key))
+        return known
+
+
 class CudaLane:
     """A CUDA stream. Not reentrant: a lane is never entered twice."""
 
-    def __init__(self, device: torch.device, priority: int) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device, priority=priority)
-        self._outer: torch.cuda.Stream | None = None
+    def __init__(self, device: torch.device, priority: int, compute: _Compute) -> None:
+        stream = torch.cuda.Stream(device, priority=priority)
+        self._marks = _CudaStream(stream)
+        self._stream = stream
+        self._key = (stream.stream_id, stream.device_index, stream.device_type)
+        self._compute = compute
+        self._outer = self._key
 
     def __enter__(self) -> None:
-        self._outer = torch.cuda.current_stream(self._device)
-        set_cuda_stream(self._stream)
+        self._outer = current_cuda_stream(self._key[1])
+        set_cuda_stream(self._key)
 
     def __exit__(self, *exception: object) -> None:
-        assert self._outer is not None
         set_cuda_stream(self._outer)
-        self._outer = None
 
     def after_compute(self) -> None:
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._compute.current().mark().wait(self._stream)
 
     def after(self, mark: Mark) -> None:
         assert isinstance(mark, torch.Event | torch.cuda.Event)
-        self._stream.wait_event(mark)
+        mark.wait(self._stream)
 
     def mark(self) -> Mark:
-        event = torch.cuda.Event()
-        event.record(self._stream)
-        return event
+        return self._marks.mark()
 
 
 class CudaLanes:
     host_runs_ahead = True
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self._compute = _Compute(index)
         # Communication is on the critical path of the units to come: it goes before compute where both could run.
-        self.gather: Lane = CudaLane(device, priority=-1)
-        self.reduce: Lane = CudaLane(device, priority=-1)
-        self.replicate: Lane = CudaLane(device, priority=-1)
+        self.gather: Lane = CudaLane(device, priority=-1, compute=self._compute)
+        self.reduce: Lane = CudaLane(device, priority=-1, compute=self._compute)
+        self.replicate: Lane = CudaLane(device, priority=-1, compute=self._compute)
 
     def mark_compute(self) -> Mark:
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+        return self._compute.current().mark()
 
     def compute_after(self, mark: Mark) -> None:
         assert isinstance(mark, torch.cuda.Event)
-        torch.cuda.current_stream(self._device).wait_event(mark)
+        mark.wait(self._compute.current().stream)
 
     def host_after(self, mark: Mark) -> None:
         assert isinstance(mark, torch.cuda.Event)

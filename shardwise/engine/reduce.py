@@ -210,7 +210,7 @@ class Reduction:
             self._receive_replicas()
 
     def finish(self) -> list[Slot]:
-        """Takes the remaining stages; returns the slots whose gradients are now in place."""
+        """Takes the remaining stages and puts the gradients in place; returns the slots that users hooked."""
         while not self.is_done:
             self.advance()
         self.let_gradients_go()
@@ -304,19 +304,21 @@ class Reduction:
     def _give_out(self) -> list[Slot]:
         held: list[torch.Tensor] = []
         added: list[torch.Tensor] = []
+        hooked: list[Slot] = []
         lane, buffer, lent = self._lanes.reduce, self._buffer, None
         with lane:
             for slot, run, start, shape, strides, _ in self._received:
-                existing = slot.sharded.grad
+                sharded = slot.sharded
+                existing = sharded.grad
                 if existing is None and buffer is not None:
-                    slot.sharded.grad = lent = buffer.gradient_of(slot)
-                    continue
-                gradient = self._runs[run].as_strided(shape, strides, start)
-                if existing is None:
-                    slot.sharded.grad = slot.gradient(gradient)
+                    sharded.grad = lent = buffer.gradient_of(slot)
+                elif existing is None:
+                    sharded.grad = slot.gradient(self._runs[run].as_strided(shape, strides, start))
                 else:
                     held.append(local_of(existing) if isinstance(existing, DTensor) else existing)
-                    added.append(gradient)
+                    added.append(self._runs[run].as_strided(shape, strides, start))
+                if post_accumulate_hooks(sharded):
+                    hooked.append(slot)
             if buffer is not None and lent is not None:
                 buffer.lend_with(lent)
             if held:
@@ -325,12 +327,7 @@ class Reduction:
                     self._lanes.host_after(lane.mark())
                 add_all(held, added)
         self._runs = []
-        return [part.slot for part in self._received]
-
-
-def hooked(slots: list[Slot]) -> list[Slot]:
-    """The slots on whose sharded parameters users registered post-accumulate hooks."""
-    return [slot for slot in slots if post_accumulate_hooks(slot.sharded)]
+        return hooked
 
 
 def run_user_hooks(slots: list[Slot]) -> None:

@@ -21,7 +21,7 @@ from shardwise import trace
 from shardwise.comm.agreement import check_same_model
 from shardwise.comm.streams import Mark, lanes_for
 from shardwise.engine.binding import clean_name, units_of
-from shardwise.engine.reduce import PackedReduce, ReduceSettings, Reduction, hooked, run_user_hooks
+from shardwise.engine.reduce import PackedReduce, ReduceSettings, Reduction, run_user_hooks
 from shardwise.errors import StateError
 from shardwise.plan.lifecycle import State
 from shardwise.plan.schedule import Window
@@ -202,15 +202,15 @@ class Root:
 
     def _finish_oldest_reduce(self) -> None:
         reduction = self._in_flight.popleft()
-        waiting = hooked(reduction.finish())
-        if not waiting:
+        hooked = reduction.finish()
+        if not hooked:
             return
         lane = self.lanes.reduce
         if reduction.plan.is_offloaded:
             # order: the transfer before the hooks, because they read the gradients on the host
             self.lanes.host_after(lane.mark())
         with lane:
-            run_user_hooks(waiting)
+            run_user_hooks(hooked)
         # order: an optimizer that steps in a hook before later gathers, because it writes the shards
         self.lanes.gather.after(lane.mark())
 
