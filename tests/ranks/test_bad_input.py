@@ -23,6 +23,7 @@ from tests.ranks.models import (
     same_shards,
 )
 from tests.ranks.subject import beyond_torch
+from tests.ranks.tables import cases_of, run_cases
 
 pytestmark = beyond_torch
 
@@ -98,9 +99,8 @@ def does_not_divide(k):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("k", [3, 5, 0, -2])
-def test_an_int_that_does_not_divide_the_world_is_refused(k, kind):
-    run_ranks(does_not_divide, 4, k, kind=kind)
+def test_an_int_that_does_not_divide_the_world_is_refused(kind):
+    run_cases(does_not_divide, 4, cases_of(k=[3, 5, 0, -2]), kind=kind)
 
 
 def twice():
@@ -230,9 +230,8 @@ def replaced(how):
     same(model(data(0, 0, 2, 6)).detach(), plain(data(0, 0, 2, 6)).detach(), "output once it is put back")
 
 
-@pytest.mark.parametrize("how", ["another shape", "gone", "a plain tensor"])
-def test_a_parameter_replaced_by_what_cannot_be_adopted_is_named(how):
-    run_ranks(replaced, 2, how, kind="gloo")
+def test_a_parameter_replaced_by_what_cannot_be_adopted_is_named():
+    run_cases(replaced, 2, cases_of(how=["another shape", "gone", "a plain tensor"]), kind="gloo")
 
 
 def adopted(how):
@@ -272,9 +271,10 @@ def adopted(how):
         same_shards(model, plain, f"{how}, step {step}: ")
 
 
-@pytest.mark.parametrize("how", ["assign", "new parameter", "to_empty", "dtype there and back"])
-def test_a_parameter_replaced_by_its_like_is_adopted(how):
-    run_ranks(adopted, 2, how, kind="gloo")
+def test_a_parameter_replaced_by_its_like_is_adopted():
+    run_cases(
+        adopted, 2, cases_of(how=["assign", "new parameter", "to_empty", "dtype there and back"]), kind="gloo"
+    )
 
 
 # --- ranks that differ ----------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from tests.ranks.models import (
     sgd,
 )
 from tests.ranks.subject import MixedPrecisionPolicy, beyond_torch, fully_shard, record
+from tests.ranks.tables import cases_of, run_cases
 
 WIDTH = 6
 NUM_LAYERS = 4
@@ -214,9 +215,8 @@ def accumulates(kind):
         same_shard(param.grad, sum(sums[1:], sums[0]) / world_size, f"{kind}: gradient of {name}", 1e-6)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_gradients_accumulate_without_sync(kind):
-    run_ranks(accumulates, 2, kind)
+def test_gradients_accumulate_without_sync():
+    run_cases(accumulates, 2, cases_of(kind=KINDS))
 
 
 def in_low_precision(kind):
@@ -231,9 +231,8 @@ def in_low_precision(kind):
             same(full(param.grad), full(expected.grad), f"{kind}, step {step}: gradient of {name}")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_checkpointing_changes_nothing_in_low_precision(kind):
-    run_ranks(in_low_precision, 2, kind)
+def test_checkpointing_changes_nothing_in_low_precision():
+    run_cases(in_low_precision, 2, cases_of(kind=KINDS))
 
 
 class FrozenBase(nn.Module):
@@ -278,6 +277,5 @@ def frozen(kind):
         plain.zero_grad()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_frozen_layers_may_be_checkpointed(kind):
-    run_ranks(frozen, 2, kind)
+def test_frozen_layers_may_be_checkpointed():
+    run_cases(frozen, 2, cases_of(kind=KINDS))

@@ -17,6 +17,7 @@ from shardwise.testing import run_ranks
 from shardwise.testing.workloads import seeded
 from tests.ranks.models import Layers, average_gradients, counted, data, full, same, same_shard
 from tests.ranks.subject import beyond_torch, fully_shard
+from tests.ranks.tables import cases_of, run_cases
 
 pytestmark = beyond_torch
 
@@ -261,9 +262,8 @@ def not_finite(value):
     assert not clip_grad_norm_(model.parameters(), 0.1).isfinite()
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_norm_that_is_not_finite_is_refused_on_every_rank_before_anything_is_scaled(value):
-    run_ranks(not_finite, 4, value)
+def test_a_norm_that_is_not_finite_is_refused_on_every_rank_before_anything_is_scaled():
+    run_cases(not_finite, 4, cases_of(value=[math.nan, math.inf]))
 
 
 def refused_arguments():

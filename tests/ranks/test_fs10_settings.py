@@ -37,6 +37,7 @@ from tests.ranks.models import (
     seen_weights,
     sgd,
 )
+from tests.ranks.tables import cases_of, run_cases
 
 both_kinds = pytest.mark.parametrize("kind", ["gloo", "threads"])
 two_and_four = pytest.mark.parametrize("world_size", [2, 4])
@@ -699,9 +700,8 @@ def different_parameters(within_root):
 
 
 @two_and_four
-@pytest.mark.parametrize("within_root", [True, False])
-def test_ranks_may_use_different_parameters_of_a_unit(world_size, within_root):
-    run_ranks(different_parameters, world_size, within_root, kind="gloo")
+def test_ranks_may_use_different_parameters_of_a_unit(world_size):
+    run_cases(different_parameters, world_size, cases_of(within_root=[True, False]), kind="gloo")
 
 
 def unused_on_all_ranks(includes):

@@ -25,6 +25,7 @@ from tests.ranks.models import (
     same_shard,
     sgd,
 )
+from tests.ranks.tables import cases_of, run_cases
 
 WIDTH, RANK = 16, 4
 
@@ -313,10 +314,9 @@ def mixed(wrapped):
     assert inner.brain.weight.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("wrapped", [True, False])
 @pytest.mark.parametrize("kind", ["gloo", "threads"])
-def test_parameters_of_several_dtypes_train_in_one_unit(wrapped, kind):
-    run_ranks(mixed, 2, wrapped, kind=kind)
+def test_parameters_of_several_dtypes_train_in_one_unit(kind):
+    run_cases(mixed, 2, cases_of(wrapped=[True, False]), kind=kind)
 
 
 def mixed_under_a_policy():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -23,6 +22,7 @@ from shardwise.testing import run_ranks
 from shardwise.testing.workloads import seeded
 from tests.ranks.models import Layers, data, full, same
 from tests.ranks.subject import fully_shard
+from tests.ranks.tables import cases_of, run_cases
 
 WIDTH = 5
 
@@ -157,9 +157,8 @@ def there_and_back(how):
     check_values(other, other_optim, values_of(model, optim), f"{how}, trained on")
 
 
-@pytest.mark.parametrize("how", OPTIONS)
-def test_training_goes_on_from_a_state_as_if_it_had_never_stopped(how):
-    run_ranks(there_and_back, 3, how, kind="gloo")
+def test_training_goes_on_from_a_state_as_if_it_had_never_stopped():
+    run_cases(there_and_back, 3, cases_of(how=OPTIONS), kind="gloo")
 
 
 def between_forward_and_backward():

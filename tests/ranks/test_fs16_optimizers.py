@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 
-import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -12,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.testing import run_ranks
 from tests.ranks.models import data, match_plain
 from tests.ranks.subject import fully_shard
+from tests.ranks.tables import cases_of, run_cases
 
 OPTIMIZERS = {
     "Adam": partial(torch.optim.Adam, lr=0.02, weight_decay=0.01),
@@ -71,10 +71,10 @@ def matches_the_unsharded_optimizer(name, foreach):
     return 0 in local_sizes
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimizer_steps_shards_as_it_steps_the_whole(name):
-    for foreach in (False, True):
-        assert any(run_ranks(matches_the_unsharded_optimizer, 4, name, foreach)), "every rank had a row"
+def test_an_optimizer_steps_shards_as_it_steps_the_whole():
+    cases = cases_of(name=list(OPTIMIZERS), foreach=[False, True])
+    lacked_a_row = run_cases(matches_the_unsharded_optimizer, 4, cases)
+    assert any(all(by_case) for by_case in lacked_a_row), "every rank had a row of every parameter"
 
 
 def test_optimizers_step_alike_where_ranks_are_processes():

@@ -28,6 +28,7 @@ from tests.ranks.models import (
     sgd,
 )
 from tests.ranks.subject import FSDPModule, beyond_torch, fully_shard, record
+from tests.ranks.tables import cases_of, run_cases
 
 WIDTH = 5  # divides by no number of ranks used here
 
@@ -338,9 +339,8 @@ def does_not_fit(moment):
 
 
 @beyond_torch
-@pytest.mark.parametrize("moment", ["at the start", "unsharded"])
-def test_a_state_dict_that_does_not_fit_is_refused_whole_and_leaves_the_model_as_it_was(moment):
-    run_ranks(does_not_fit, 2, moment)
+def test_a_state_dict_that_does_not_fit_is_refused_whole_and_leaves_the_model_as_it_was():
+    run_cases(does_not_fit, 2, cases_of(moment=["at the start", "unsharded"]))
 
 
 class WithBuffers(Layers):

@@ -26,6 +26,7 @@ from tests.ranks.models import (
     same_parameters,
 )
 from tests.ranks.subject import FSDPModule, MixedPrecisionPolicy, beyond_torch, fully_shard, record
+from tests.ranks.tables import cases_of, run_cases
 
 
 def each_parameter_is_a_dtensor():
@@ -139,9 +140,10 @@ def trains_sharded_on(placement_fn):
 
 @beyond_torch
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("placement_fn", [last_dim, first_or_last_dim])
-def test_training_sharded_on_other_dims_matches_the_plain_model(placement_fn, world_size):
-    run_ranks(trains_sharded_on, world_size, placement_fn, kind="gloo")
+def test_training_sharded_on_other_dims_matches_the_plain_model(world_size):
+    run_cases(
+        trains_sharded_on, world_size, cases_of(placement_fn=[last_dim, first_or_last_dim]), kind="gloo"
+    )
 
 
 def a_call_owns_what_is_left():

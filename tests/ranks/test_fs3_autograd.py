@@ -25,6 +25,7 @@ from tests.ranks.models import (
     same_shard,
 )
 from tests.ranks.subject import TORCH_IS_THE_SUBJECT, MixedPrecisionPolicy, beyond_torch, fully_shard
+from tests.ranks.tables import cases_of, run_cases
 
 RESHARDS = [True, False, 2]
 
@@ -52,9 +53,8 @@ def unused_output(reshard):
     match_plain(partial(DoubleLinear, 7), units("lin1", reshard=reshard), loss_of, set_to_none=alternate)
 
 
-@pytest.mark.parametrize("reshard", RESHARDS)
-def test_an_output_may_be_left_out_of_the_loss(reshard):
-    run_ranks(unused_output, 2, reshard, kind="gloo")
+def test_an_output_may_be_left_out_of_the_loss():
+    run_cases(unused_output, 2, cases_of(reshard=RESHARDS), kind="gloo")
 
 
 def unused_module(reshard):
@@ -70,9 +70,8 @@ def unused_module(reshard):
     assert isinstance(model.lin2.weight, DTensor)
 
 
-@pytest.mark.parametrize("reshard", RESHARDS)
-def test_a_module_may_go_unused_and_its_gradients_stay_none(reshard):
-    run_ranks(unused_module, 2, reshard, kind="gloo")
+def test_a_module_may_go_unused_and_its_gradients_stay_none():
+    run_cases(unused_module, 2, cases_of(reshard=RESHARDS), kind="gloo")
 
 
 def unused_parameter_within_a_unit():
@@ -114,10 +113,8 @@ def changing_use(reshard, set_to_none):
     match_plain(Switch, shard, loss_of, set_to_none=lambda step: set_to_none)
 
 
-@pytest.mark.parametrize("reshard", RESHARDS)
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_which_modules_run_and_in_which_order_may_change_from_step_to_step(reshard, set_to_none):
-    run_ranks(changing_use, 2, reshard, set_to_none, kind="gloo")
+def test_which_modules_run_and_in_which_order_may_change_from_step_to_step():
+    run_cases(changing_use, 2, cases_of(reshard=RESHARDS, set_to_none=[True, False]), kind="gloo")
 
 
 def zero_grad_in_place():
@@ -213,8 +210,7 @@ def containers(container, reshard):
 def test_activations_may_travel_in_containers(container):
     if TORCH_IS_THE_SUBJECT and "dataclass" in container:
         pytest.skip("torch does not look into dataclasses")
-    for reshard in (True, False):
-        run_ranks(containers, 2, container, reshard, kind="gloo")
+    run_cases(containers, 2, cases_of(container=[container], reshard=[True, False]), kind="gloo")
 
 
 # --- several forwards, several backwards ----------------------------------------------------------------------
@@ -228,10 +224,8 @@ def several_forwards(reshard, num_forwards):
     match_plain(Layers, units("layers.0", "layers.1", reshard=reshard), loss_of)
 
 
-@pytest.mark.parametrize("reshard", RESHARDS)
-def test_a_model_may_run_several_times_before_backward(reshard):
-    run_ranks(several_forwards, 2, reshard, 2, kind="gloo")
-    run_ranks(several_forwards, 2, reshard, 3, kind="gloo")
+def test_a_model_may_run_several_times_before_backward():
+    run_cases(several_forwards, 2, cases_of(reshard=RESHARDS, num_forwards=[2, 3]), kind="gloo")
 
 
 class Reuse(nn.Module):
@@ -256,9 +250,8 @@ def reused_module(reshard):
     match_plain(Reuse, units("again", "between", reshard=reshard), loss_of)
 
 
-@pytest.mark.parametrize("reshard", RESHARDS)
-def test_a_unit_may_run_several_times_in_a_forward(reshard):
-    run_ranks(reused_module, 2, reshard, kind="gloo")
+def test_a_unit_may_run_several_times_in_a_forward():
+    run_cases(reused_module, 2, cases_of(reshard=RESHARDS), kind="gloo")
 
 
 def inputs_with_grad(reshard):
@@ -273,9 +266,8 @@ def inputs_with_grad(reshard):
         same(ours.grad, theirs.grad, "gradient of the input")
 
 
-@pytest.mark.parametrize("reshard", RESHARDS)
-def test_inputs_that_need_grad_get_it(reshard):
-    run_ranks(inputs_with_grad, 2, reshard, kind="gloo")
+def test_inputs_that_need_grad_get_it():
+    run_cases(inputs_with_grad, 2, cases_of(reshard=RESHARDS), kind="gloo")
 
 
 class FirstUnit(nn.Module):
@@ -289,9 +281,8 @@ class FirstUnit(nn.Module):
         return self.layers(x)
 
 
-@pytest.mark.parametrize("reshard", RESHARDS)
-def test_the_first_unit_may_get_inputs_that_need_no_grad(reshard):
-    run_ranks(first_unit, 2, reshard, kind="gloo")
+def test_the_first_unit_may_get_inputs_that_need_no_grad():
+    run_cases(first_unit, 2, cases_of(reshard=RESHARDS), kind="gloo")
 
 
 def first_unit(reshard):
@@ -333,9 +324,8 @@ def eval_between_steps(reshard):
     match_plain(Layers, units("layers.0", "layers.1", reshard=reshard), loss_of, steps=4)
 
 
-@pytest.mark.parametrize("reshard", RESHARDS)
-def test_forwards_without_a_backward_may_come_between_steps(reshard):
-    run_ranks(eval_between_steps, 2, reshard, kind="gloo")
+def test_forwards_without_a_backward_may_come_between_steps():
+    run_cases(eval_between_steps, 2, cases_of(reshard=RESHARDS), kind="gloo")
 
 
 def frozen_between_steps():
@@ -411,10 +401,9 @@ def test_a_backward_that_does_not_reach_the_model_leaves_it_alone():
 
 
 @beyond_torch
-@pytest.mark.parametrize("reshard", RESHARDS)
-def test_gradients_are_right_with_ranks_as_threads(reshard):
+def test_gradients_are_right_with_ranks_as_threads():
     for function in (unused_output, unused_module, reused_module, first_unit):
-        run_ranks(function, 2, reshard)
-    run_ranks(changing_use, 2, reshard, True)
-    run_ranks(containers, 2, "nested dataclass", reshard)
-    run_ranks(several_forwards, 2, reshard, 2)
+        run_cases(function, 2, cases_of(reshard=RESHARDS))
+    run_cases(changing_use, 2, cases_of(reshard=RESHARDS, set_to_none=[True]))
+    run_cases(containers, 2, cases_of(container=["nested dataclass"], reshard=RESHARDS))
+    run_cases(several_forwards, 2, cases_of(reshard=RESHARDS, num_forwards=[2]))

@@ -13,6 +13,7 @@ from shardwise.testing import run_ranks
 from shardwise.testing.workloads import WORKLOADS, seeded
 from tests.ranks.models import Layers, average_gradients, data, full, same
 from tests.ranks.subject import fully_shard
+from tests.ranks.tables import cases_of, run_cases
 
 
 def sharded_layers(reshard=True):
@@ -48,9 +49,8 @@ def hooks_run_once(reshard):
 
 
 @pytest.mark.parametrize("kind", ["threads", "gloo"])
-@pytest.mark.parametrize("reshard", [True, False])
-def test_a_hook_runs_once_a_backward_and_parameter_with_the_reduced_gradient_in_place(kind, reshard):
-    run_ranks(hooks_run_once, 2, reshard, kind=kind)
+def test_a_hook_runs_once_a_backward_and_parameter_with_the_reduced_gradient_in_place(kind):
+    run_cases(hooks_run_once, 2, cases_of(reshard=[True, False]), kind=kind)
 
 
 def hook_sees_the_average():
@@ -136,6 +136,5 @@ def optimizer_in_the_hook(reshard):
             same(got.detach().to_local(), want.detach().to_local(), f"step {index}: shard of {name}")
 
 
-@pytest.mark.parametrize("reshard", [True, False])
-def test_an_optimizer_and_scheduler_run_in_hooks_give_the_same_bits_as_after_backward(reshard):
-    run_ranks(optimizer_in_the_hook, 2, reshard, kind="gloo")
+def test_an_optimizer_and_scheduler_run_in_hooks_give_the_same_bits_as_after_backward():
+    run_cases(optimizer_in_the_hook, 2, cases_of(reshard=[True, False]), kind="gloo")

@@ -26,6 +26,7 @@ from tests.ranks.models import (
     same_shard,
 )
 from tests.ranks.subject import FSDPModule, UnshardHandle, beyond_torch, fully_shard
+from tests.ranks.tables import cases_of, run_cases
 
 
 def sharded_modules(model):
@@ -147,9 +148,8 @@ def async_lists(reshard):
     match_plain(Reduced, shard, lambda model, step, rank: model(data(step, rank, 3, 5)).square().mean())
 
 
-@pytest.mark.parametrize("reshard", [True, False])
-def test_lists_of_modules_unsharded_together_compute_right(reshard):
-    run_ranks(async_lists, 2, reshard, kind="gloo")
+def test_lists_of_modules_unsharded_together_compute_right():
+    run_cases(async_lists, 2, cases_of(reshard=[True, False]), kind="gloo")
 
 
 def async_counts():

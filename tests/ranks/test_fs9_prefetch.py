@@ -13,6 +13,7 @@ from shardwise.testing import run_ranks
 from shardwise.testing.workloads import TiedTransformer, seeded
 from tests.ranks.models import DoubleLinear, average_gradients, data, same, same_shard, sgd
 from tests.ranks.subject import beyond_torch, fully_shard, record
+from tests.ranks.tables import cases_of, run_cases
 
 NUM_LAYERS = 3
 IMPLEMENTATIONS = [None, "utils", "composable"]
@@ -87,15 +88,17 @@ def one_forward_one_backward(reshard, implementation):
             optim.zero_grad(set_to_none=step % 2 == 0)
 
 
-@pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_backward_gathers_one_unit_ahead(reshard, implementation):
-    run_ranks(one_forward_one_backward, 2, reshard, implementation, kind="gloo")
+def test_backward_gathers_one_unit_ahead():
+    run_cases(
+        one_forward_one_backward,
+        2,
+        cases_of(reshard=[True, False], implementation=IMPLEMENTATIONS),
+        kind="gloo",
+    )
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_backward_gathers_one_unit_ahead_from_the_group_of_the_forward(implementation):
-    run_ranks(one_forward_one_backward, 4, 2, implementation, kind="gloo")
+def test_backward_gathers_one_unit_ahead_from_the_group_of_the_forward():
+    run_cases(one_forward_one_backward, 4, cases_of(reshard=[2], implementation=IMPLEMENTATIONS), kind="gloo")
 
 
 def two_forwards_one_backward(reshard, implementation):
@@ -116,15 +119,19 @@ def two_forwards_one_backward(reshard, implementation):
             optim.zero_grad()
 
 
-@pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_two_forwards_before_a_backward_gather_in_each_pass(reshard, implementation):
-    run_ranks(two_forwards_one_backward, 2, reshard, implementation, kind="gloo")
+def test_two_forwards_before_a_backward_gather_in_each_pass():
+    run_cases(
+        two_forwards_one_backward,
+        2,
+        cases_of(reshard=[True, False], implementation=IMPLEMENTATIONS),
+        kind="gloo",
+    )
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_two_forwards_before_a_backward_gather_in_each_pass_from_the_group_of_the_forward(implementation):
-    run_ranks(two_forwards_one_backward, 4, 2, implementation, kind="gloo")
+def test_two_forwards_before_a_backward_gather_in_each_pass_from_the_group_of_the_forward():
+    run_cases(
+        two_forwards_one_backward, 4, cases_of(reshard=[2], implementation=IMPLEMENTATIONS), kind="gloo"
+    )
 
 
 def gradients_match_plain(reshard, implementation, num_forwards=1):
@@ -150,9 +157,13 @@ def test_gradients_under_activation_checkpointing_are_those_of_the_plain_model(r
     run_ranks(gradients_match_plain, 2, reshard, implementation, kind="gloo")
 
 
-@pytest.mark.parametrize("implementation", ["utils", "composable"])
-def test_gradients_of_two_forwards_under_activation_checkpointing_match_too(implementation):
-    run_ranks(gradients_match_plain, 2, True, implementation, 2, kind="gloo")
+def test_gradients_of_two_forwards_under_activation_checkpointing_match_too():
+    run_cases(
+        gradients_match_plain,
+        2,
+        cases_of(reshard=[True], implementation=["utils", "composable"], num_forwards=[2]),
+        kind="gloo",
+    )
 
 
 def reentrant_counts():

@@ -21,6 +21,7 @@ from tests.ranks.models import (
     sgd,
 )
 from tests.ranks.subject import MixedPrecisionPolicy, beyond_torch, fully_shard
+from tests.ranks.tables import cases_of, run_cases
 
 MODES = {"no_grad": torch.no_grad, "inference": torch.inference_mode}
 # Ways a unit may go on after forward: freed, kept, or in parts.
@@ -113,9 +114,8 @@ def leaves_no_part(mode):
 
 
 @beyond_torch
-@pytest.mark.parametrize("mode", MODES)
-def test_a_forward_without_grad_keeps_no_part_either(mode):
-    run_ranks(leaves_no_part, 4, mode, kind="gloo")
+def test_a_forward_without_grad_keeps_no_part_either():
+    run_cases(leaves_no_part, 4, cases_of(mode=MODES), kind="gloo")
 
 
 def stale_part():
@@ -147,9 +147,8 @@ def keeps_what_is_asked(mode):
     same(evaluate(model, mode, 1), evaluate(plain, "no_grad", 1), "output")
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_parameters_are_kept_over_forwards_without_grad_where_that_was_asked_for(mode):
-    run_ranks(keeps_what_is_asked, 2, mode)
+def test_parameters_are_kept_over_forwards_without_grad_where_that_was_asked_for():
+    run_cases(keeps_what_is_asked, 2, cases_of(mode=MODES))
 
 
 def between_forward_and_backward(mode, reshard):
@@ -182,9 +181,8 @@ def units_alone(mode):
         same(evaluate(model, mode, 1), evaluate(plain, "no_grad", 1), f"{mode}: output")
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_unit_may_be_evaluated_by_itself(mode):
-    run_ranks(units_alone, 2, mode)
+def test_a_unit_may_be_evaluated_by_itself():
+    run_cases(units_alone, 2, cases_of(mode=MODES))
 
 
 def everything_in_inference_mode():
@@ -212,6 +210,5 @@ def in_low_precision(mode):
     assert model.first.weight.grad is not None
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_forward_without_grad_computes_in_the_dtype_of_the_policy(mode):
-    run_ranks(in_low_precision, 2, mode)
+def test_a_forward_without_grad_computes_in_the_dtype_of_the_policy():
+    run_cases(in_low_precision, 2, cases_of(mode=MODES))

@@ -11,6 +11,7 @@ from shardwise.testing import run_ranks
 from shardwise.testing.workloads import seeded
 from tests.ranks.models import data, held_bytes, is_sharded, same, seen_weights, sgd
 from tests.ranks.subject import beyond_torch, fully_shard
+from tests.ranks.tables import cases_of, run_cases
 
 pytestmark = beyond_torch
 
@@ -183,9 +184,8 @@ def test_a_step_after_a_failure_gives_the_bits_it_would_have_given_without(failu
         run_ranks(compare, 2, reshard, failure, kind="gloo")
 
 
-@pytest.mark.parametrize("failure", FAILURES, ids=lambda failure: failure.__name__)
-def test_a_step_after_several_failures_gives_the_bits_it_would_have_given_without(failure):
-    run_ranks(compare, 2, True, failure, 3)
+def test_a_step_after_several_failures_gives_the_bits_it_would_have_given_without():
+    run_cases(compare, 2, cases_of(reshard=[True], failure=FAILURES, num_failures=[3]))
 
 
 @pytest.mark.parametrize(

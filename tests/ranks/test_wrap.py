@@ -12,6 +12,7 @@ from shardwise.testing import run_ranks
 from shardwise.testing.workloads import Block, TiedTransformer, seeded
 from tests.ranks.models import Layers, TwoLayers, data, is_sharded, same, sgd
 from tests.ranks.subject import FSDPModule, beyond_torch
+from tests.ranks.tables import cases_of, run_cases
 
 pytestmark = beyond_torch
 
@@ -162,9 +163,8 @@ def chooses_nothing(wrap):
     assert type(model) is Layers
 
 
-@pytest.mark.parametrize("wrap", [nn.Conv2d, 10**9, "layers", 1.5, ()], ids=str)
-def test_a_wrap_that_chooses_nothing_or_means_nothing_is_refused(wrap):
-    run_ranks(chooses_nothing, 2, wrap)
+def test_a_wrap_that_chooses_nothing_or_means_nothing_is_refused():
+    run_cases(chooses_nothing, 2, cases_of(wrap=[nn.Conv2d, 10**9, "layers", 1.5, ()]))
 
 
 def boom(module):

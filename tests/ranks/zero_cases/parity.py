@@ -23,7 +23,11 @@ from tests.ranks.zero_cases.models import (
 
 def matches_the_unsharded_optimizer(name: str, *, balanced: bool, steps: int = 3) -> None:
     optimizer_class, options = OPTIMIZERS[name]
-    for maximize, num_groups, dtype in product((False, True), (1, 2, 3), (torch.float32, torch.bfloat16)):
+    dtypes = (torch.float32, torch.bfloat16)
+    for maximize, num_groups, dtype in product((False, True), (1, 2, 3), dtypes):
+        # Every combination on two ranks; on more, half of them, in which still every two choices meet.
+        if dist.get_world_size() > 2 and (num_groups + dtypes.index(dtype)) % 2 != maximize:
+            continue
         model, reference = small_model((dtype,)), small_model((dtype,))
         ours = ZeroRedundancyOptimizer(
             grouped(model, num_groups),
