@@ -17,9 +17,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from shardwise.engine.binding import Slot
 from shardwise.engine.storage import Elastic
+from shardwise.torch_internals import local_of
 
 LEASE_ATTRIBUTE = "_shardwise_lease"
 
@@ -69,7 +71,10 @@ class GradientBuffer:
             part.slot: self._memory.tensor(dtype, part.start * dtype.itemsize, part.shape, part.strides)
             for part in parts
         }
-        self._memory.note_own_uses(list(self._locals.values()))
+        self.locals = list(self._locals.values())
+        self._memory.note_own_uses(self.locals)
+        # Whether there is nothing but gradients in it, no padding.
+        self.is_full = row_numel == sum(local.numel() for local in self.locals)
         self._lease: weakref.ref[Lease] | None = None
 
     @property
@@ -80,6 +85,17 @@ class GradientBuffer:
     def is_own(self) -> bool:
         """Whether nobody but the unit has memory of it."""
         return self._memory.is_own()
+
+    @property
+    def is_all_lent(self) -> bool:
+        """Whether each parameter's gradient now is the one that lies here."""
+        if not self.is_lent:
+            return False
+        for slot, local in self._locals.items():
+            gradient = slot.sharded.grad
+            if not isinstance(gradient, DTensor) or local_of(gradient) is not local:
+                return False
+        return True
 
     def grow(self) -> None:
         self._memory.grow()

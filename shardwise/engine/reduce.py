@@ -120,6 +120,12 @@ class PackedReduce:
             self._buffer = GradientBuffer(self.parts, self.row_numel, self.dtype, self.mesh.device)
         return self._buffer
 
+    @property
+    def lent(self) -> GradientBuffer | None:
+        """The gradient buffer, if all of the parameters' gradients lie there."""
+        buffer = self._buffer
+        return buffer if buffer is not None and buffer.is_all_lent else None
+
     def division(self, settings: ReduceSettings) -> Division:
         key = (settings.divide_factor, settings.sums_only)
         if key not in self._divisions:

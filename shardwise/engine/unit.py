@@ -18,6 +18,7 @@ from shardwise.comm.collectives import GroupCalls
 from shardwise.comm.mesh import DataMesh
 from shardwise.engine.binding import Shown, Slot, sharded_shown, show, tag, unsharded_shown
 from shardwise.engine.form import Form
+from shardwise.engine.gradients import GradientBuffer
 from shardwise.engine.memory import Memory
 from shardwise.engine.reduce import PackedReduce, ReduceSettings
 from shardwise.errors import StateError
@@ -424,6 +425,12 @@ class Unit:
         for slot in slots[1:]:
             dtype = torch.promote_types(dtype, slot.compute_dtype)
         return dtype
+
+    def lent_gradients(self) -> GradientBuffer | None:
+        """The row that holds all of the unit's gradients, if they are as the last backward left them."""
+        if self._reduce is None or self._is_tensor_parallel:
+            return None
+        return self._reduce.lent
 
     def drop_gradients(self) -> None:
         self.holds_gradients = False

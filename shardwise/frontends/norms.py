@@ -4,20 +4,27 @@
 
 torch's ``clip_grad_norm_`` needs all gradients on one mesh. Here each mesh is reduced by itself, over those of its
 axes that shard; a gradient that an axis only repeats is counted once. Every rank computes the same total.
+
+Where all of a unit's gradients still lie in the row they were reduced into, that row is summed up and scaled as one
+tensor.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from shardwise.engine.binding import membership
+from shardwise.engine.gradients import GradientBuffer
+from shardwise.engine.unit import Unit
 from shardwise.errors import ConfigError, ConfigTypeError, StateError
-from shardwise.torch_internals import local_of, multiply_all, norms_of
+from shardwise.torch_internals import local_of, multiply_all, norms_of, spec_of
 
 _CALL = "clip_grad_norm_"
 
@@ -58,7 +65,8 @@ def clip_grad_norm_(
         )
     together = foreach is not False
     with torch.no_grad():
-        total = _total_norm(params, float(norm_type), together)
+        found = _find_gradients(params, float(norm_type))
+        total = _total_norm(found, float(norm_type), together)
         if error_if_nonfinite and not bool(total.isfinite()):
             raise StateError(
                 f"the total norm of order {norm_type} of the gradients is {total.item()}: they cannot be clipped",
@@ -67,8 +75,7 @@ def clip_grad_norm_(
             )
         # The host does not look at the norm, so it need not wait for it: gradients are always scaled, mostly by one.
         coefficient = (max_norm / (total + 1e-6)).clamp(max=1.0)
-        locals_ = [_local(param.grad) for param in params if param.grad is not None]
-        for (device, _), alike in _grouped(locals_).items():
+        for (device, _), alike in _grouped(found.to_scale).items():
             scale = coefficient.to(device)
             if together:
                 multiply_all(alike, scale)
@@ -78,43 +85,99 @@ def clip_grad_norm_(
     return total
 
 
-def _total_norm(params: list[torch.Tensor], order: float, together: bool) -> torch.Tensor:
-    gradients = [_whole_or_sharded(param.grad) for param in params]
-    plain: list[torch.Tensor] = []
-    meshes: dict[DeviceMesh, list[tuple[torch.Tensor, bool]]] = {}
-    for param, gradient in zip(params, gradients, strict=True):
-        # By the parameter where there is no gradient: a rank without one must take part in what its peers reduce.
-        placed = param if gradient is None else gradient
-        if isinstance(placed, DTensor):
-            meshes.setdefault(placed.device_mesh, []).append((placed, gradient is not None))
-        elif gradient is not None:
-            plain.append(gradient)
+class _Placed(NamedTuple):
+    """Elements that lie on a mesh, and the axes over which they are sharded; none where a gradient is missing."""
 
-    present = [gradient for gradient in gradients if gradient is not None]
+    axes: frozenset[int]
+    local: torch.Tensor | None
+
+
+class _Gradients:
+    """What there is to sum up, by mesh, and to scale."""
+
+    def __init__(self) -> None:
+        self.plain: list[torch.Tensor] = []
+        self.by_mesh: dict[DeviceMesh, list[_Placed]] = {}
+        self.to_scale: list[torch.Tensor] = []
+
+
+def _find_gradients(params: list[torch.Tensor], order: float) -> _Gradients:
+    found = _Gradients()
+    units = [_unit_of(param) for param in params]
+    rows = _whole_rows(params, units, order)
+    for param, unit in zip(params, units, strict=True):
+        if unit in rows:
+            buffer = rows[unit]
+            if buffer is not None:
+                placed = _Placed(_sharding_axes(param), buffer.row)
+                found.by_mesh.setdefault(spec_of(param).mesh, []).append(placed)
+                # What is not finite must not come to stand in the padding, from where nothing would remove it.
+                found.to_scale += [buffer.row] if buffer.is_full else buffer.locals
+                rows[unit] = None
+            continue
+        gradient = param.grad
+        if gradient is not None:
+            found.to_scale.append(local_of(gradient) if isinstance(gradient, DTensor) else gradient)
+            gradient = _whole_or_sharded(gradient)
+        # By the parameter where there is no gradient: a rank without one must take part in what its peers reduce.
+        like = param if gradient is None else gradient
+        if isinstance(like, DTensor):
+            local = None if gradient is None else local_of(gradient)
+            found.by_mesh.setdefault(like.device_mesh, []).append(_Placed(_sharding_axes(like), local))
+        elif gradient is not None:
+            found.plain.append(gradient)
+    return found
+
+
+def _unit_of(param: torch.Tensor) -> Unit | None:
+    taken = membership(param)
+    return taken[0] if taken is not None and taken[1].sharded is param else None
+
+
+def _whole_rows(
+    params: list[torch.Tensor], units: list[Unit | None], order: float
+) -> dict[Unit | None, GradientBuffer | None]:
+    """Units all of whose gradients are asked for, each once, and still are where the engine put them."""
+    asked: dict[Unit | None, list[torch.Tensor]] = {}
+    for param, unit in zip(params, units, strict=True):
+        if param.grad is not None:
+            asked.setdefault(unit, []).append(param)
+    rows: dict[Unit | None, GradientBuffer | None] = {}
+    for unit, with_gradient in asked.items():
+        buffer = unit.lent_gradients() if unit is not None else None
+        # Padding is zero: nothing to a sum or to the largest, but not to the smallest.
+        if buffer is None or not (buffer.is_full or order > 0):
+            continue
+        if len(with_gradient) == len(buffer.locals) == len(set(with_gradient)):
+            rows[unit] = buffer
+    return rows
+
+
+def _total_norm(found: _Gradients, order: float, together: bool) -> torch.Tensor:
+    present = found.to_scale
     device = present[0].device if present else torch.device("cpu")
     dtype = torch.float32
-    for gradient in present:
-        dtype = torch.promote_types(dtype, gradient.dtype)
-    values = [_value(plain, order, device, together)]
-    for mesh, placed_on_mesh in meshes.items():
-        values.append(_value_of_mesh(mesh, placed_on_mesh, order, together).to(device))
-    return _root(_sum(torch.stack(values), order), order).to(dtype.to_real())
+    for each in {tensor.dtype for tensor in present}:
+        dtype = torch.promote_types(dtype, each)
+    values = [_value(found.plain, order, device, together)] if found.plain or not found.by_mesh else []
+    for mesh, placed in found.by_mesh.items():
+        values.append(_value_of_mesh(mesh, placed, order, together).to(device))
+    value = values[0] if len(values) == 1 else _sum(torch.stack(values), order)
+    return _root(value, order).to(dtype.to_real())
 
 
-def _value_of_mesh(
-    mesh: DeviceMesh, placed: list[tuple[torch.Tensor, bool]], order: float, together: bool
-) -> torch.Tensor:
-    """The value of all gradients on a mesh; the second of each pair says whether there is one."""
-    axes = sorted(set().union(*(_sharding_axes(tensor) for tensor, _ in placed)))
+def _value_of_mesh(mesh: DeviceMesh, placed: list[_Placed], order: float, together: bool) -> torch.Tensor:
+    """The value of all gradients on a mesh."""
+    axes = sorted(frozenset().union(*(each.axes for each in placed)))
     groups: list[dist.ProcessGroup] = [mesh.get_group(axis) for axis in axes]
     if len(axes) > 1 and mesh.size() == dist.get_world_size() and dist.group.WORLD is not None:
         axes, groups = list(range(mesh.ndim)), [dist.group.WORLD]
     own = mesh.get_coordinate() or [0] * mesh.ndim
     counted = []
-    for tensor, is_gradient in placed:
+    for sharded, local in placed:
         # What an axis repeats counts on its first rank alone.
-        if is_gradient and not any(own[axis] for axis in axes if axis not in _sharding_axes(tensor)):
-            counted.append(local_of(tensor))
+        if local is not None and not any(own[axis] for axis in axes if axis not in sharded):
+            counted.append(local)
     # Shards may live on the host while the mesh talks for a device.
     value = _value(counted, order, torch.device(mesh.device_type), together)
     operation = dist.ReduceOp.SUM
@@ -125,9 +188,9 @@ def _value_of_mesh(
     return value
 
 
-def _sharding_axes(tensor: torch.Tensor) -> set[int]:
+def _sharding_axes(tensor: torch.Tensor) -> frozenset[int]:
     assert isinstance(tensor, DTensor)
-    return {axis for axis, where in enumerate(tensor.placements) if not isinstance(where, Replicate)}
+    return frozenset(axis for axis, where in enumerate(tensor.placements) if not isinstance(where, Replicate))
 
 
 # A value is a sum of powers, and the total is its root; for an infinite order it is the largest (or smallest)
@@ -135,12 +198,28 @@ def _sharding_axes(tensor: torch.Tensor) -> set[int]:
 
 
 def _value(tensors: list[torch.Tensor], order: float, device: torch.device, together: bool) -> torch.Tensor:
-    values = [torch.full((1,), _nothing(order), dtype=torch.float64, device=device)]
-    with_elements = [tensor for tensor in tensors if tensor.numel()]
-    for alike in _grouped(with_elements).values():
-        norms = torch.stack(norms_of(alike, order, together)).to(device, torch.float64)
-        values.append(norms if math.isinf(order) else norms.pow(order))
-    return _sum(torch.cat(values), order)
+    norms = [
+        torch.stack(norms_of(alike, order, together)).to(device, torch.float64)
+        for alike in _grouped([piece for tensor in tensors for piece in _pieces(tensor)]).values()
+    ]
+    if not norms:
+        return torch.full((), _nothing(order), dtype=torch.float64, device=device)
+    values = norms[0] if len(norms) == 1 else torch.cat(norms)
+    return _sum(values if math.isinf(order) else values.pow(order), order)
+
+
+# On a CPU torch adds up a long tensor in float32 from end to end: after some millions of elements few digits are left.
+_CPU_PIECE_NUMEL = 2**17
+
+
+def _pieces(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
+    """The tensor in pieces that are short enough to be summed up well; none if it is empty."""
+    numel = tensor.numel()
+    if numel == 0:
+        return ()
+    if numel <= _CPU_PIECE_NUMEL or tensor.device.type != "cpu" or not tensor.is_contiguous():
+        return (tensor,)
+    return torch.split(tensor.view(-1), _CPU_PIECE_NUMEL)
 
 
 def _sum(values: torch.Tensor, order: float) -> torch.Tensor:
@@ -166,10 +245,6 @@ def _whole_or_sharded(gradient: torch.Tensor | None) -> torch.Tensor | None:
         )
         return whole
     return gradient
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return local_of(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def _grouped(

@@ -147,6 +147,64 @@ def placed_by_hand(mesh, placements):
     return params
 
 
+def asked_for_in_part():
+    """A unit's gradients count as one only where all of them are asked for, once, as the engine left them."""
+    model = trained([init_device_mesh("cpu", (3,))] * 3)
+    params = [param for param in model.parameters() if param is not model.plain]
+    for param in params:
+        if param.grad is not None:
+            param.grad.to_local().abs_().add_(0.1)  # no element is as small as padding
+    changed, replaced = model.layers[0].in_proj, model.layers[1].out_proj
+    frozen = model.layers[1].in_proj.bias.requires_grad_(False)
+    cases = {
+        "all": params,
+        "one of a unit": [changed.weight],
+        "all but one": [param for param in params if param is not changed.bias],
+        "two parameters of one unit": [changed.bias, model.layers[0].out_proj.bias],
+    }
+    for what, chosen in cases.items():
+        others = [param for param in params if all(param is not each for each in chosen)]
+        left = [param.grad.to_local().clone() for param in others if param.grad is not None]
+        matches_torch(chosen, originals_of(chosen), what, 1)
+        for param, value in zip((p for p in others if p.grad is not None), left, strict=True):
+            assert torch.equal(param.grad.to_local(), value), f"{what}: a gradient was scaled unasked"
+    replaced.weight.grad = replaced.weight.grad.clone()
+    changed.bias.grad = None
+    assert frozen.grad is not None
+    matches_torch(params, originals_of(params), "after changes", 1)
+
+
+def not_finite_and_back():
+    """What is not finite once must leave nothing behind where gradients are filled with zeros."""
+    model = seeded(Layers(width=5))
+    for unit in (*model.layers, model):
+        fully_shard(unit)
+    for scale in (math.nan, 1.0):
+        (model(data(0, dist.get_rank(), 3, 5)).square().mean() * scale).backward()
+        norm = clip_grad_norm_(model.parameters(), 0.1)
+        if scale == 1.0:
+            assert norm.isfinite()
+            return
+        assert norm.isnan()
+        model.zero_grad(set_to_none=False)
+
+
+def rows_of_units():
+    asked_for_in_part()
+    not_finite_and_back()
+
+
+def test_a_units_gradients_are_summed_and_scaled_as_one_only_where_that_is_the_same():
+    run_ranks(rows_of_units, 3)
+
+
+def test_a_long_gradient_keeps_its_digits():
+    weight = nn.Parameter(torch.zeros(3_000_000))
+    weight.grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
+    want = weight.grad.double().norm().float()
+    close(clip_grad_norm_(weight, 1e9), want, "norm")  # in one piece torch is off by 1e-4
+
+
 TENSOR_PARALLEL = [
     [Shard(0), Shard(1)],
     [Shard(0), Replicate()],
