@@ -5,6 +5,7 @@ from shardwise.errors import (
     CheckpointError,
     ConfigError,
     ConfigTypeError,
+    PeerFailure,
     RankDisagreement,
     ShardwiseError,
     StateError,
@@ -23,7 +24,14 @@ from shardwise.frontends.module import FSDPModule, UnshardHandle
 from shardwise.frontends.norms import clip_grad_norm_
 from shardwise.frontends.options import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from shardwise.frontends.wrapper import FullyShardedDataParallel
-from shardwise.policies import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from shardwise.policies import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    TrustPolicy,
+    set_trust,
+)
 from shardwise.zero import ZeroRedundancyOptimizer, hook_with_zero_step, hook_with_zero_step_interleaved
 
 __all__ = [
@@ -41,10 +49,12 @@ __all__ = [
     "MixedPrecisionPolicy",
     "ModuleWrapPolicy",
     "OffloadPolicy",
+    "PeerFailure",
     "RankDisagreement",
     "ShardingStrategy",
     "ShardwiseError",
     "StateError",
+    "TrustPolicy",
     "UnshardHandle",
     "ZeroRedundancyOptimizer",
     "always_wrap_policy",
@@ -55,6 +65,7 @@ __all__ = [
     "lambda_auto_wrap_policy",
     "optim",
     "register_fsdp_forward_method",
+    "set_trust",
     "share_comm_ctx",
     "size_based_auto_wrap_policy",
     "trace",

@@ -16,6 +16,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "ConfigTypeError",
+    "PeerFailure",
     "RankDisagreement",
     "ShardwiseError",
     "StateError",
@@ -61,6 +62,10 @@ class StateError(ShardwiseError, RuntimeError):
 
 class RankDisagreement(ShardwiseError, RuntimeError):
     """Ranks that must agree do not: on the model, on the order of units, on an argument."""
+
+
+class PeerFailure(ShardwiseError, RuntimeError):
+    """Another rank cannot go on with this one: it raised, died, or does not come."""
 
 
 class CheckpointError(ShardwiseError, RuntimeError):

@@ -1,12 +1,14 @@
 """What users choose, as frozen records.
 
 A policy is read once, when a unit is made, and turned into decisions there; nothing in a training step asks a
-policy a question. Names and fields are torch's, so that a program changes one import line.
+policy a question. Names and fields are torch's, so that a program changes one import line. ``TrustPolicy`` has no
+counterpart there.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 
@@ -93,3 +95,53 @@ def _names(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
     if axes is None:
         return ()
     return (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+@dataclass(frozen=True)
+class TrustPolicy:
+    """How ranks make sure that they do the same, and what happens when they do not. One for a process.
+
+    Attributes:
+        checks: ``"step"`` compares what ranks did before an optimizer uses a step; ``"collective"`` before every
+            collective, also where a group's own collectives carry the data (NCCL), at the price of a message each;
+            ``"off"`` compares nothing and watches nothing. Read when a group is first used.
+        timeout_seconds: how long a rank waits for another before it explains what it waits for, and raises.
+        debugger_grace_seconds: how long it waits instead for a rank that sits in a debugger.
+        trace_dir: where a rank's last events are written on failure; a folder for temporary files if None.
+    """
+
+    checks: Literal["off", "step", "collective"] = "step"
+    timeout_seconds: float = 20.0
+    debugger_grace_seconds: float = 3600.0
+    trace_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.checks not in ("off", "step", "collective"):
+            raise ConfigError(
+                f"TrustPolicy.checks is {self.checks!r}",
+                where="TrustPolicy(checks=...)",
+                fix="use 'off', 'step' or 'collective'",
+            )
+        for field in ("timeout_seconds", "debugger_grace_seconds"):
+            if not getattr(self, field) > 0:
+                raise ConfigError(
+                    f"TrustPolicy.{field} is {getattr(self, field)!r}",
+                    where=f"TrustPolicy({field}=...)",
+                    fix="pass a number of seconds above zero",
+                )
+
+
+class _Trust:
+    policy = TrustPolicy()
+
+
+def trust() -> TrustPolicy:
+    """The policy in force in this process."""
+    return _Trust.policy
+
+
+def set_trust(**changes: Any) -> TrustPolicy:
+    """Changes fields of the process's ``TrustPolicy``; returns the one that was in force before."""
+    before = _Trust.policy
+    _Trust.policy = replace(before, **changes)
+    return before

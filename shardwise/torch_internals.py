@@ -200,6 +200,38 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
     return group._get_backend(device)
 
 
+def store_of(group: dist.ProcessGroup, purpose: str) -> Any:
+    """The store through which the group's ranks found each other, under a prefix of this group and purpose.
+
+    By a connection of its own: one that somebody waits on answers nobody else.
+    """
+    store = dist.PrefixStore(purpose, dist.distributed_c10d._world.pg_map[group][1].clone())  # type: ignore[attr-defined]
+    # Nobody waits for a note that is not there; this is for a store that has gone.
+    store.set_timeout(timedelta(seconds=3))
+    return store
+
+
+def is_destroyed(group: dist.ProcessGroup) -> bool:
+    return group not in dist.distributed_c10d._world.pg_map
+
+
+def name_of(group: dist.ProcessGroup) -> str:
+    """The same on all ranks of the group, and no other group's."""
+    return group.group_name
+
+
+def defaults_of(op: str) -> tuple[Any, ...]:
+    """The default value of each argument of an operation; None for those that have none."""
+    namespace, name = op.split("::")
+    schema = getattr(getattr(torch.ops, namespace), name).default._schema
+    return tuple(argument.default_value for argument in schema.arguments)
+
+
+def modes_are_watching() -> bool:
+    """Whether a dispatch mode is on, such as one that counts collectives."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
 def default_device_type(params: Iterable[torch.Tensor]) -> str:
     """The device type to shard over when none is named: "cuda" with NCCL or for parameters there, else "cpu"."""
     if any(param.device.type == "cuda" for param in params):

@@ -7,15 +7,19 @@
 
 With no recorder a unit pays one attribute test an event. Events carry host time: they show when the engine issued
 work, not when a device ran it.
+
+A rank that fails for another's sake leaves its last collectives in a file: ``read_failure`` reads it.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -150,3 +154,41 @@ def record(model: Any) -> Iterator[Recorder]:
 def _units_below(model: Any) -> Iterator[Traced]:
     for module in model.modules():
         yield from getattr(module, "_shardwise_units", ())
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a rank did last before it failed: each event with the seconds that have passed since."""
+
+    rank: int
+    ranks: list[int]
+    error: str
+    stack: list[str]
+    num_events: int
+    events: list[tuple[str, float]]
+
+    def text(self) -> str:
+        """A table, one event a line, the last one last."""
+        lines = [f"rank {self.rank} of {self.ranks} failed after {self.num_events} events", self.error, ""]
+        lines += [f"{'event':>7} {'seconds ago':>12}  what"]
+        first = self.num_events - len(self.events)
+        for number, (event, seconds_ago) in enumerate(self.events, start=first):
+            lines.append(f"{number:>7} {seconds_ago:>12.3f}  {event}")
+        return "\n".join([*lines, "", "it was at", *self.stack])
+
+
+def save_failure(folder: str | None, failure: Failure) -> Path | None:
+    """Writes a failure to a file; None where that cannot be done."""
+    place = Path(folder or os.path.join(tempfile.gettempdir(), "shardwise"))
+    file = place / f"failure-rank{failure.rank}-{os.getpid()}.json"
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(asdict(failure), indent=1))
+    except OSError:
+        return None
+    return file
+
+
+def read_failure(file: str | Path) -> Failure:
+    """Reads what ``save_failure`` wrote; ``shardwise trace`` prints it."""
+    return Failure(**json.loads(Path(file).read_text()))

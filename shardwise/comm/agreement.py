@@ -14,8 +14,11 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm.collectives import GroupCalls
+from shardwise.comm.path import code_of
 from shardwise.errors import RankDisagreement
 from shardwise.torch_internals import unseen_by_modes
+
+_COMPARE = code_of("compare the models of all ranks")
 
 
 def check_same_model(lines: Sequence[str], calls: GroupCalls, device: torch.device) -> None:
@@ -49,6 +52,6 @@ def check_same_model(lines: Sequence[str], calls: GroupCalls, device: torch.devi
 def _gather_bytes(own: bytes, calls: GroupCalls, device: torch.device) -> list[bytes]:
     sent = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(device)
     received = torch.empty(len(own) * calls.world, dtype=torch.uint8, device=device)
-    calls.issue_all_gather(received, sent).wait()
+    calls.issue_all_gather(received, sent, _COMPARE).wait()
     everything = bytes(received.cpu().tolist())
     return [everything[start : start + len(own)] for start in range(0, len(everything), len(own))]

@@ -11,6 +11,8 @@ nothing (NCCL). Otherwise waiting blocks the host (gloo), so the engine waits as
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -18,7 +20,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import AllreduceOptions, ReduceScatterOptions
 
-from shardwise.comm.exchange import ExchangeReduce, can_exchange
+from shardwise import policies
+from shardwise.comm.meeting import MeetingWire
+from shardwise.comm.native import NativeWire
+from shardwise.comm.tagged import TaggedWire
+from shardwise.comm.watch import watch_over
+from shardwise.comm.wire import UNNAMED, WatchedWire, Wire
 from shardwise.torch_internals import AllgatherOptions, all_gather_call, backend_name, reduce_scatter_call
 
 AllReduceHook = Callable[[torch.Tensor], None]
@@ -40,6 +47,41 @@ class _Done:
 _DONE = _Done()
 
 
+def land(work: Any) -> bool:
+    """Whether a collective that nobody will wait for is over, so that its buffers can be used again."""
+    wire: Wire | None = getattr(work, "wire", None)
+    if wire is not None:
+        return wire.land(work)
+    work.wait()
+    return True
+
+
+_wires_lock = threading.Lock()
+_wires: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Wire]] = weakref.WeakKeyDictionary()
+
+
+def wire_of(group: dist.ProcessGroup, device: torch.device) -> Wire:
+    """The one wire of a group: whoever talks on it must share the path."""
+    with _wires_lock:
+        wires = _wires.setdefault(group, {})
+        if device.type not in wires:
+            wires[device.type] = wire = _make_wire(group, device)
+            if isinstance(wire, WatchedWire) and policies.trust().checks != "off":
+                watch_over(wire)
+        return wires[device.type]
+
+
+def _make_wire(group: dist.ProcessGroup, device: torch.device) -> Wire:
+    backend = backend_name(group, device)
+    if group.size() == 1 or backend == "fake":
+        return Wire(group, device)
+    if device.type == "cpu" and backend == "gloo":
+        return TaggedWire(group, device)
+    if device.type == "cpu" and backend == "threaded":
+        return MeetingWire(group, device)
+    return Wire(group, device) if policies.trust().checks == "off" else NativeWire(group, device)
+
+
 class GroupCalls:
     """What the engine asks of one process group."""
 
@@ -53,10 +95,9 @@ class GroupCalls:
         self.ordered_by_stream = device.type == "cuda" and backend in ("nccl", "fake")
         # The fake group stands in for NCCL: it takes any operation, and moves nothing.
         self.averages = backend in ("nccl", "fake")
+        self.wire = wire_of(group, device)
         self._all_gather = all_gather_call(group)
         self._reduce_scatter = reduce_scatter_call(group)
-        exchanges = backend == "gloo" and device.type == "cpu" and can_exchange()
-        self._exchange = ExchangeReduce(group) if exchanges else None
         self._gather_options = AllgatherOptions()
         self._sum_options = _reduce_scatter_options(dist.ReduceOp.SUM)
         self._average_options = _reduce_scatter_options(dist.ReduceOp.AVG)
@@ -66,18 +107,33 @@ class GroupCalls:
             for options in (self._gather_options, self._sum_options, self._average_options):
                 options.asyncOp = False
 
-    def issue_all_gather(self, output: torch.Tensor, own: torch.Tensor) -> Work:
-        """Gathers every rank's ``own`` into ``output``, in rank order."""
+    def issue_all_gather(self, output: torch.Tensor, own: torch.Tensor, code: int = UNNAMED) -> Work:
+        """Gathers every rank's ``own`` into ``output``, in rank order. ``code`` says what for."""
+        wire = self.wire
+        if wire.carries:
+            gathered: Work = wire.gather(output, own, code)
+            return gathered
+        wire.note(code)
         return self._all_gather(output, own, self._gather_options) or _DONE
 
-    def issue_reduce_scatter(self, output: torch.Tensor, rows: torch.Tensor, average: bool) -> Work:
+    def issue_reduce_scatter(
+        self, output: torch.Tensor, rows: torch.Tensor, average: bool, code: int = UNNAMED
+    ) -> Work:
         """Reduces the rows of all ranks; this rank's row arrives in ``output``."""
-        if self._exchange is not None:
-            return self._exchange.issue(output, rows)
+        wire = self.wire
+        if wire.carries:
+            reduced: Work = wire.reduce_scatter(output, rows, code)
+            return reduced
+        wire.note(code)
         options = self._average_options if average else self._sum_options
         return self._reduce_scatter(output, rows, options) or _DONE
 
-    def issue_all_reduce(self, tensor: torch.Tensor, average: bool) -> Work:
+    def issue_all_reduce(self, tensor: torch.Tensor, average: bool, code: int = UNNAMED) -> Work:
+        if self.wire.carries:
+            # The group's own, which must not meet another of other sizes.
+            self.wire.agree(code)
+        else:
+            self.wire.note(code)
         options = AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if average else dist.ReduceOp.SUM)
         return self.group.allreduce([tensor], options) or _DONE
@@ -88,22 +144,25 @@ class SoloCalls(GroupCalls):
 
     def __init__(self, device: torch.device, ordered_by_stream: bool) -> None:
         self.backend = "solo"
+        self.wire = Wire(None, device)
         self.device = device
         self.world = 1
         self.rank = 0
         self.ordered_by_stream = ordered_by_stream
         self.averages = True
 
-    def issue_all_gather(self, output: torch.Tensor, own: torch.Tensor) -> Work:
+    def issue_all_gather(self, output: torch.Tensor, own: torch.Tensor, code: int = UNNAMED) -> Work:
         if output.data_ptr() != own.data_ptr():
             output.copy_(own)
         return _DONE
 
-    def issue_reduce_scatter(self, output: torch.Tensor, rows: torch.Tensor, average: bool) -> Work:
+    def issue_reduce_scatter(
+        self, output: torch.Tensor, rows: torch.Tensor, average: bool, code: int = UNNAMED
+    ) -> Work:
         output.copy_(rows)
         return _DONE
 
-    def issue_all_reduce(self, tensor: torch.Tensor, average: bool) -> Work:
+    def issue_all_reduce(self, tensor: torch.Tensor, average: bool, code: int = UNNAMED) -> Work:
         return _DONE
 
 

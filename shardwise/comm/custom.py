@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm.collectives import GroupCalls, Work
+from shardwise.comm.wire import UNNAMED
 from shardwise.errors import ConfigError
 from shardwise.torch_internals import backend_of, symmetric_memory
 
@@ -65,19 +66,23 @@ class StagedCalls(GroupCalls):
         self._own_all_gather = all_gather
         self._own_reduce_scatter = reduce_scatter
 
-    def issue_all_gather(self, output: torch.Tensor, own: torch.Tensor) -> Work:
+    def issue_all_gather(self, output: torch.Tensor, own: torch.Tensor, code: int = UNNAMED) -> Work:
         sent, received = self._staged(own), self._buffer_like(output)
         if self._own_all_gather is None:
-            work: Work | None = super().issue_all_gather(received, sent)
+            work: Work | None = super().issue_all_gather(received, sent, code)
         else:
+            self.wire.note(code)
             work = self._own_all_gather(received, sent, self.group, async_op=True)
         return _Staged(work, sent, received, output)
 
-    def issue_reduce_scatter(self, output: torch.Tensor, rows: torch.Tensor, average: bool) -> Work:
+    def issue_reduce_scatter(
+        self, output: torch.Tensor, rows: torch.Tensor, average: bool, code: int = UNNAMED
+    ) -> Work:
         sent, received = self._staged(rows), self._buffer_like(output)
         if self._own_reduce_scatter is None:
-            work: Work | None = super().issue_reduce_scatter(received, sent, average)
+            work: Work | None = super().issue_reduce_scatter(received, sent, average, code)
         else:
+            self.wire.note(code)
             op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
             work = self._own_reduce_scatter(received, sent, self.group, op, async_op=True)
         return _Staged(work, sent, received, output)

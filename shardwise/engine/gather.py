@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from shardwise.comm.collectives import GroupCalls, Work
+from shardwise.comm.collectives import GroupCalls, Work, land
 from shardwise.engine.storage import Elastic
 from shardwise.plan.layout import Layout
 from shardwise.torch_internals import copy_all
@@ -83,7 +83,7 @@ class PackedGather:
             self._part_row = self._part.tensor(torch.uint8, 0, (part_bytes,))
             self._part_source = self._rows.tensor(torch.uint8, part_calls.rank * part_bytes, (part_bytes,))
 
-    def issue(self) -> None:
+    def issue(self, code: int) -> None:
         """Starts the gather from every rank's shards."""
         self._full.grow()
         self._rows.grow()
@@ -94,14 +94,14 @@ class PackedGather:
             self._cast_row.grow()
             for target, source in self._casts:
                 target.copy_(source)
-        self._work = self.calls.issue_all_gather(self._all_rows, self._own)
+        self._work = self.calls.issue_all_gather(self._all_rows, self._own, code)
 
-    def issue_from_parts(self) -> None:
+    def issue_from_parts(self, code: int) -> None:
         """Starts the gather from the runs of rows kept after forward."""
         assert self._part_calls is not None
         self._full.grow()
         self._rows.grow()
-        self._work = self._part_calls.issue_all_gather(self._all_rows, self._part_row)
+        self._work = self._part_calls.issue_all_gather(self._all_rows, self._part_row, code)
 
     def finish(self, keep_part: bool) -> None:
         """Waits for the rows and copies them out; with ``keep_part``, this rank's run of rows stays behind."""
@@ -122,6 +122,17 @@ class PackedGather:
             self._cast_row.shrink()
         if self._device_row is not None:
             self._device_row.shrink()
+
+    def abandon(self) -> bool:
+        """Lets a gather that nobody waits for land, and drops it; False if it may still land later."""
+        work, self._work = self._work, None
+        if work is not None and not land(work):
+            return False
+        self.drop_part()
+        for buffer in (self._rows, self._cast_row, self._device_row):
+            if buffer is not None:
+                buffer.shrink()
+        return True
 
     def drop_part(self) -> None:
         if self._part is not None:

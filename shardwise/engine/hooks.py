@@ -201,6 +201,12 @@ class Hooks:
         if unit.root.top is unit:
             unit.root.end_forward()
 
+    def broke_off(self, error: BaseException) -> None:
+        """A forward of the unit raised: if it was the whole model's, peers are told."""
+        root = self.unit.root
+        if root.top is self.unit and root.in_forward:
+            root.break_off(f"{type(error).__name__} in forward: {error}"[:500])
+
     # --- backward -------------------------------------------------------------------------------------------------
 
     def pre_backward(self, visit: Pass) -> None:

@@ -22,6 +22,7 @@ from shardwise.engine.binding import (
 from shardwise.engine.form import Form, PlacementFn, chosen_dim
 from shardwise.engine.hooks import Hooks
 from shardwise.engine.root import Root
+from shardwise.engine.stepping import STEPPING
 from shardwise.engine.unit import Unit, shard_device
 from shardwise.errors import ConfigError
 from shardwise.plan.schedule import AfterForward
@@ -32,6 +33,11 @@ from shardwise.torch_internals import (
     parameters_of,
     root_mesh,
 )
+
+
+def _unit_of(param: torch.Tensor) -> Unit | None:
+    found = membership(param)
+    return None if found is None else found[0]
 
 
 def find_parameters(modules: Iterable[nn.Module], ignored: set[nn.Parameter]) -> list[Found]:
@@ -151,6 +157,7 @@ def make_unit(
     unit = Unit(name, modules, slots, form, mesh, after_forward, precision, offload)
     unit.hooks = Hooks(unit)
     Root(unit)
+    STEPPING.install(_unit_of)
     for found, slot in zip(own, slots, strict=True):
         tag(found.param, unit, slot)
         tag(slot.sharded, unit, slot)

@@ -84,14 +84,14 @@ class Memory:
             start = stop
         self.free()
 
-    def issue_gather(self, from_parts: bool) -> None:
+    def issue_gather(self, from_parts: bool, code: int) -> None:
         if from_parts:
-            self.gather.issue_from_parts()
+            self.gather.issue_from_parts(code)
             return
         for carrier in self._carriers:
             carrier.write_row()
         self.gather.drop_part()
-        self.gather.issue()
+        self.gather.issue(code)
 
     def finish_gather(self, keep_part: bool) -> None:
         self.gather.finish(keep_part)

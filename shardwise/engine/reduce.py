@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardwise.comm.collectives import AllReduceHook, GroupCalls, Work
+from shardwise.comm.collectives import AllReduceHook, GroupCalls, Work, land
 from shardwise.comm.mesh import DataMesh
 from shardwise.comm.streams import Lanes, Mark
 from shardwise.engine.binding import Slot
@@ -104,6 +104,8 @@ class PackedReduce:
         # Kept while the all-reduce is put off.
         self.partial: Partial | None = None
         self._buffer: GradientBuffer | None = None
+        # What this reduce is called, for each set of gradients that came.
+        self.codes: dict[object, tuple[int, int]] = {}
         self._divisions: dict[tuple[float | None, bool], Division] = {}
 
     @property
@@ -146,12 +148,15 @@ class Reduction:
     Where collectives take their place in a stream, all of that is issued at once and only the last stage is left.
     """
 
-    def __init__(self, plan: PackedReduce, settings: ReduceSettings, lanes: Lanes) -> None:
+    def __init__(
+        self, plan: PackedReduce, settings: ReduceSettings, lanes: Lanes, codes: tuple[int, int]
+    ) -> None:
         self.plan = plan
         self.is_scattering = True
         self.is_done = False
         self._settings = settings
         self._lanes = lanes
+        self._code, self._replicas_code = codes
         self._division = plan.division(settings)
         self._puts_off = plan.mesh.replicate is not None and not settings.all_reduces
         self._gradients: list[torch.Tensor | None] = []
@@ -189,7 +194,7 @@ class Reduction:
             else:
                 self._own_row = torch.empty(plan.row_numel, dtype=plan.dtype, device=plan.mesh.device)
             self._work = self._settings.calls.issue_reduce_scatter(
-                self._own_row, plan.all_rows, self._division.group_averages
+                self._own_row, plan.all_rows, self._division.group_averages, self._code
             )
         if self._lanes.host_runs_ahead:
             # alive: the gradients, until compute has waited for their packing and may reuse their memory
@@ -222,13 +227,15 @@ class Reduction:
         self.let_gradients_go()
         return self._give_out()
 
-    def abandon(self) -> None:
-        """Lets the collective land and drops what it brings."""
+    def abandon(self) -> bool:
+        """Lets the collective land and drops what it brings; False if it may still land later."""
         self.let_gradients_go()
         if self._work is not None:
             with self._lanes.reduce:
-                self._work.wait()
+                if not land(self._work):
+                    return False
         self.plan.rows.shrink()
+        return True
 
     def _receive_own_row(self) -> None:
         plan, lanes = self.plan, self._lanes
@@ -254,7 +261,7 @@ class Reduction:
             lanes.replicate.after(lanes.reduce.mark())
             with lanes.replicate:
                 self._work = plan.mesh.replicate.issue_all_reduce(
-                    self._own_row, self._division.group_averages
+                    self._own_row, self._division.group_averages, self._replicas_code
                 )
         else:
             self._divide()

@@ -13,6 +13,7 @@ has passed it, and the gather lane takes that memory back before it gathers the 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,7 +21,9 @@ import torch
 from shardwise import trace
 from shardwise.comm.agreement import check_same_model
 from shardwise.comm.streams import Mark, lanes_for
+from shardwise.comm.wire import Wire
 from shardwise.engine.binding import clean_name, units_of
+from shardwise.engine.events import STEP, UnitEvents
 from shardwise.engine.reduce import PackedReduce, ReduceSettings, Reduction, run_user_hooks
 from shardwise.errors import StateError
 from shardwise.plan.lifecycle import State
@@ -30,6 +33,26 @@ from shardwise.torch_internals import inside_backward, queue_end_of_backward
 if TYPE_CHECKING:
     from shardwise.engine.hooks import Pass
     from shardwise.engine.unit import Unit
+
+
+class _EndOfBackward:
+    """Runs when a backward ends. One that raises drops it unrun, which is the only sign that it did."""
+
+    def __init__(self, root: Root) -> None:
+        self._root: Root | None = root
+
+    def __call__(self) -> None:
+        root, self._root = self._root, None
+        assert root is not None
+        try:
+            root.end_backward()
+        except BaseException as error:
+            root.break_off(f"{type(error).__name__} at the end of backward")
+            raise
+
+    def __del__(self) -> None:
+        if self._root is not None:
+            self._root.break_off("its backward raised")
 
 
 class Root:
@@ -50,6 +73,9 @@ class Root:
         self._in_flight: deque[Reduction] = deque()
         self._is_offloaded = False
         self.post_optim_event: torch.Event | None = None
+        self.wires: list[Wire] = []
+        self._epochs: list[int] = []
+        self._num_agreed: list[int] = []
         self._adopt(top)
 
     # --- the family -----------------------------------------------------------------------------------------------
@@ -75,9 +101,15 @@ class Root:
                     where=f"first forward of the model around it, rank {unit.rank}",
                     fix="finish its backward before the outer model runs for the first time",
                 )
+        self.wires = _wires_of(names)
+        model = 1
+        if self.wires:
+            self.wires[0].num_models += 1
+            model = self.wires[0].num_models
         self.units = []
         for unit, name in names.items():
             unit.name = name
+            unit.events = UnitEvents(name, len(unit.slots), model)
             self._adopt(unit)
         self._check_agreement()
         self._is_offloaded = any(unit.is_offloaded for unit in self.units)
@@ -101,11 +133,10 @@ class Root:
     # --- forward --------------------------------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
-        if self.is_busy:
-            # The last step raised before its end: a forward or backward that ends well says so.
-            self.reset()
+        self.recover()
         self.settle()
         self.in_forward = True
+        self._epochs = [wire.path.epoch for wire in self.wires]
         self.expects_backward = torch.is_grad_enabled()
         self.window = Window()
         # order: the optimizer's writes before the gathers of this step, because they read the shards
@@ -156,7 +187,8 @@ class Root:
     def begin_backward(self) -> None:
         if not self.in_backward:
             self.in_backward = True
-            queue_end_of_backward(self.end_backward)
+            self._epochs = [wire.path.epoch for wire in self.wires]
+            queue_end_of_backward(_EndOfBackward(self))
 
     def prefetch_before(self, unit: Unit, visit: Pass) -> None:
         """Gathers ahead what this backward uses next."""
@@ -179,6 +211,7 @@ class Root:
         settings: ReduceSettings,
         gradients: list[torch.Tensor | None],
         max_inputs: int,
+        codes: tuple[int, int],
     ) -> None:
         """Starts a reduce, once those before it have made room for it.
 
@@ -196,7 +229,7 @@ class Root:
             reduction.advance()
         while len(in_flight) > max_inputs or (in_flight and in_flight[0].is_done):
             self._finish_oldest_reduce()
-        reduction = Reduction(plan, settings, self.lanes)
+        reduction = Reduction(plan, settings, self.lanes, codes)
         reduction.issue(gradients)
         in_flight.append(reduction)
 
@@ -236,7 +269,43 @@ class Root:
                 self.lanes.host_after(reduced)
         self.in_backward = False
 
+    # --- the optimizer --------------------------------------------------------------------------------------------
+
+    def before_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Lets an optimizer use the step once all ranks have taken it alike."""
+        if len(self._num_agreed) != len(self.wires):
+            self._num_agreed = [0] * len(self.wires)
+        for index, wire in enumerate(self.wires):
+            if self.in_backward and wire.path.num_events == self._num_agreed[index]:
+                # An optimizer for each parameter, run by its hook: nothing was done since the last of them.
+                wire.note(STEP)
+            else:
+                wire.agree(STEP)
+            self._num_agreed[index] = wire.path.num_events
+
+    def after_optimizer(self) -> None:
+        pass
+
     # --- recovery -------------------------------------------------------------------------------------------------
+
+    def break_off(self, what: str) -> None:
+        """Tells peers, which may be waiting for this rank, that it has left the step; once a step."""
+        if self.is_busy:
+            for wire, epoch in zip(self.wires, self._epochs, strict=True):
+                # A wire that has begun a new path by itself has told them.
+                if wire.path.epoch == epoch:
+                    wire.break_off(what)
+            self._epochs = [-1] * len(self.wires)
+
+    def recover(self) -> None:
+        """Forgets the last step if it raised before its end, here or on another rank.
+
+        A forward or backward that ends well says so; a wire that left its path has begun a new epoch.
+        """
+        if self.is_busy or any(
+            wire.path.epoch != epoch for wire, epoch in zip(self.wires, self._epochs, strict=False)
+        ):
+            self.reset()
 
     def reset(self) -> None:
         """Forgets a step that broke off: parameters sharded, nothing in flight, no gradient half way."""
@@ -246,13 +315,18 @@ class Root:
                 where=f"rank {self.top.rank}",
                 fix="let the exception leave backward() first",
             )
+        self.break_off("it began a new step before that one had ended")
         with torch.no_grad():
-            while self._in_flight:
-                self._in_flight.popleft().abandon()
+            in_flight = [self._in_flight.popleft() for _ in range(len(self._in_flight))]
+            unlanded = {reduction.plan for reduction in in_flight if not reduction.abandon()}
             for unit in self.units:
-                unit.holders = 0
-                unit.hooks.forget()
-                unit.reshard(trace.IDLE)
-                unit.drop_gradients()
+                unit.abandon_step()
+                unit.forget_reduces(unlanded)
             self._take_back(0)
         self.in_forward = self.in_backward = self.ends_backward = False
+
+
+def _wires_of(units: Iterable[Unit]) -> list[Wire]:
+    """The wires that units share with other ranks, in the order of the units."""
+    found = dict.fromkeys(calls.wire for unit in units for calls in unit.all_calls())
+    return [wire for wire in found if wire.world > 1]

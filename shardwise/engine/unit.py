@@ -17,6 +17,7 @@ from shardwise import trace
 from shardwise.comm.collectives import GroupCalls
 from shardwise.comm.mesh import DataMesh
 from shardwise.engine.binding import Shown, Slot, sharded_shown, show, tag, unsharded_shown
+from shardwise.engine.events import UnitEvents
 from shardwise.engine.form import Form
 from shardwise.engine.gradients import GradientBuffer
 from shardwise.engine.memory import Memory
@@ -64,6 +65,7 @@ class Unit:
         self.hooks: Hooks
         self.root: Root
         self.number = 0
+        self.events = UnitEvents(name, len(slots))
 
         # What users set on the module, read in the step.
         self.after_forward = after_forward
@@ -216,6 +218,13 @@ class Unit:
                 return
         self.adopt_replaced_parameters()
 
+    def all_calls(self) -> list[GroupCalls]:
+        """The groups this unit talks on."""
+        mesh = self.mesh
+        part = [mesh.part(self.after_forward.part_world)] if self.after_forward.part_world else []
+        replicate = [mesh.replicate] if mesh.replicate is not None else []
+        return [self._gather_calls, self.reduce_settings.calls, *replicate, *part]
+
     def set_gather_calls(self, calls: GroupCalls) -> None:
         self._gather_calls = calls
         if not self._is_meta:
@@ -241,7 +250,9 @@ class Unit:
             and not self.keeps_after_forward
         )
         with lane:
-            self.memory.issue_gather(from_parts=state is State.SHARDED_AFTER_FORWARD and not in_forward)
+            self.memory.issue_gather(
+                state is State.SHARDED_AFTER_FORWARD and not in_forward, self.events.gather[phase]
+            )
             if self._gather_calls.ordered_by_stream:
                 self._finish_gather()
         self.state = advance(state, Step.GATHER)
@@ -289,6 +300,28 @@ class Unit:
         self.state = advance(self.state, Step.KEEP_PART if keep_part else Step.RESHARD)
         if self.recorder is not None:
             self.recorder.add(trace.RESHARD, self.name, phase, self.rank)
+
+    def abandon_step(self) -> None:
+        """Gives up what a broken-off step has under way, and shards the parameters again."""
+        self.holders = 0
+        self.hooks.forget()
+        if self.state is State.GATHERING and not self._gather_calls.ordered_by_stream:
+            self.state = advance(State.GATHERING, Step.ABANDON)
+            self.prefetched = False
+            if self.memory.gather.abandon():
+                self.root.let_go(self)
+            else:
+                # A peer that comes later may still write to the old memory, which goes when it has.
+                self._build()
+        self.reshard(trace.IDLE)
+        self.drop_gradients()
+
+    def forget_reduces(self, plans: set[PackedReduce]) -> None:
+        """Makes reduces anew whose buffers peers may still write to."""
+        if plans.intersection(plan for plan in self._reduces.values() if plan is not None):
+            self._reduces = {}
+            self._trainable = []
+            self._note_trainable()
 
     def _call_off_gather(self, phase: str) -> None:
         """Drops a gather before anyone saw it; under way on all ranks, it must land before its memory goes."""
@@ -413,7 +446,8 @@ class Unit:
                 slot.add_held(gradient, self.precision.reduce_dtype)
                 for slot, gradient in zip(reduce.slots, gradients, strict=True)
             ]
-        self.root.start_reduce(reduce, self.reduce_settings, gradients, self.max_reduce_inputs)
+        codes = self.events.reduce(reduce, self.reduce_settings, gradients)
+        self.root.start_reduce(reduce, self.reduce_settings, gradients, self.max_reduce_inputs, codes)
         if self.recorder is not None:
             self.recorder.add(trace.REDUCE, self.name, trace.IN_POST_BACKWARD, self.rank)
 

@@ -33,8 +33,12 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     @functools.wraps(method)
     def gathered(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = hooks.pre_forward(module, args, kwargs)
-        return hooks.post_forward(module, args, method(*args, **kwargs))
+        try:
+            args, kwargs = hooks.pre_forward(module, args, kwargs)
+            return hooks.post_forward(module, args, method(*args, **kwargs))
+        except BaseException as error:
+            hooks.broke_off(error)
+            raise
 
     # On the instance, past ``nn.Module.__setattr__``: other modules of the class are not concerned.
     module.__dict__[method_name] = gathered

@@ -69,8 +69,12 @@ class FSDPModule:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Around all of the module's call, not as hooks inside it: ``module.compile()`` traces hooks too.
         hooks = self.__dict__[UNITS_ATTRIBUTE][0].hooks
-        args, kwargs = hooks.pre_forward(self, args, kwargs)
-        return hooks.post_forward(self, args, super().__call__(*args, **kwargs))  # type: ignore[misc]
+        try:
+            args, kwargs = hooks.pre_forward(self, args, kwargs)
+            return hooks.post_forward(self, args, super().__call__(*args, **kwargs))  # type: ignore[misc]
+        except BaseException as error:
+            hooks.broke_off(error)
+            raise
 
     # --- parameters by hand ---------------------------------------------------------------------------------------
 
@@ -87,6 +91,8 @@ class FSDPModule:
         """
         units = _own_units(self)
         for unit in units:
+            if not unit.root.is_busy:
+                unit.root.recover()
             unit.root.settle()
             if unit.is_stale() or unit.has_stale_part():
                 unit.reshard(trace.IDLE)

@@ -155,8 +155,12 @@ class FullyShardedDataParallel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         unit: Unit = self.__dict__["_unit"]
         hooks = unit.hooks
-        args, kwargs = hooks.pre_forward(self, args, kwargs)
-        return hooks.post_forward(self, args, self._modules[WRAPPED_NAME](*args, **kwargs))  # type: ignore[misc]
+        try:
+            args, kwargs = hooks.pre_forward(self, args, kwargs)
+            return hooks.post_forward(self, args, self._modules[WRAPPED_NAME](*args, **kwargs))  # type: ignore[misc]
+        except BaseException as error:
+            hooks.broke_off(error)
+            raise
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As of any module, with names as if nothing were wrapped; shards, also while a unit is unsharded."""

@@ -8,10 +8,8 @@ import torch.distributed as dist
 from torch.distributed.tensor.debug import CommDebugMode
 
 from shardwise.comm.collectives import GroupCalls
-from shardwise.comm.exchange import can_exchange
 from shardwise.testing import run_ranks
 
-pytestmark = pytest.mark.skipif(not can_exchange(), reason="this torch has no torch.library.get_kernel")
 CPU = torch.device("cpu")
 
 

@@ -1,0 +1,70 @@
+"""A board: where ranks of one group leave each other notes, beside their collectives.
+
+It is the group's own store (a TCP server, a file or a table in memory), so it works when collectives do not. Nothing
+here waits: a note is there or it is not. In a healthy step nobody writes or reads.
+
+    home        host and process of each rank, once
+    status      what a rank that has not moved for a while is doing
+    verdict     how an epoch ended; the first one counts, and all ranks raise it
+    release     a rank asks to be let out of a collective that will never complete
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from typing import Any
+
+Note = dict[str, Any]
+
+
+class Board:
+    """The notes of one group."""
+
+    def __init__(self, store: Any, rank: int, world: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._world = world
+        self.host = socket.gethostname()
+        self._homes: dict[int, Note] = {}
+        self._write(f"home/{rank}", {"host": self.host, "pid": os.getpid()})
+
+    def _write(self, key: str, note: Note) -> None:
+        self._store.set(key, json.dumps(note))
+
+    def _read(self, key: str) -> Note | None:
+        if not self._store.check([key]):
+            return None
+        note: Note = json.loads(self._store.get(key))
+        return note
+
+    def home(self, rank: int) -> Note | None:
+        if rank not in self._homes:
+            home = self._read(f"home/{rank}")
+            if home is None:
+                return None
+            self._homes[rank] = home
+        return self._homes[rank]
+
+    def post_status(self, note: Note) -> None:
+        self._write(f"status/{self._rank}", note)
+
+    def statuses(self) -> dict[int, Note]:
+        """What ranks last said of themselves."""
+        read = {rank: self._read(f"status/{rank}") for rank in range(self._world)}
+        return {rank: note for rank, note in read.items() if note is not None}
+
+    def end_epoch(self, epoch: int, verdict: Note) -> None:
+        """Says how an epoch ended, unless somebody has said so already."""
+        self._store.compare_set(f"verdict/{epoch}", "", json.dumps(verdict))
+
+    def verdict(self, epoch: int) -> Note | None:
+        return self._read(f"verdict/{epoch}")
+
+    def ask_for_release(self, note: Note) -> None:
+        self._write(f"release/{self._rank}", note)
+
+    def releases(self) -> dict[int, Note]:
+        read = {rank: self._read(f"release/{rank}") for rank in range(self._world) if rank != self._rank}
+        return {rank: note for rank, note in read.items() if note is not None}

@@ -1,0 +1,73 @@
+"""Collectives of our own making that count as torch's.
+
+Whoever counts collectives does so where torch dispatches them. A call that goes through torch's dispatcher, and only
+below it, where a backend would be picked, finds a kernel of ours, is seen as the one collective that it is. All other
+calls, of any group, go on to torch's kernel as before.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from shardwise.torch_internals import defaults_of
+
+_OPS = ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_")
+
+
+class _Request(threading.local):
+    """What stands in for the backend in the call that this thread is making; None for calls that are not ours."""
+
+    post: Callable[[], None] | None = None
+    works: list[Any]
+
+
+_request = _Request()
+_install_lock = threading.Lock()
+_library: torch.library.Library | None = None
+
+
+def _install() -> None:
+    """Puts the kernels in front of torch's, once a process."""
+    global _library
+    with _install_lock:
+        if _library is not None:
+            return
+        library = torch.library.Library("c10d", "IMPL")
+        with warnings.catch_warnings():
+            # That torch's kernels now stand behind others is the point, and no news to the user.
+            warnings.simplefilter("ignore")
+            for op in _OPS:
+                kernel = _in_front_of(torch.library.get_kernel(op, "CPU"), defaults_of(op))
+                library.impl(op, kernel, "CPU", with_keyset=True, allow_override=True)
+        _library = library
+
+
+def _in_front_of(native: Any, defaults: tuple[Any, ...]) -> Callable[..., Any]:
+    def post_or_native(keys: Any, *args: Any) -> Any:
+        post, _request.post = _request.post, None
+        if post is None:
+            # Arguments at the end that have their default value do not arrive here.
+            return native.call_boxed(keys, *args, *defaults[len(args) :])
+        works = _request.works
+        post()
+        return args[0], works[0].boxed()
+
+    return post_or_native
+
+
+def count_as(
+    call: Callable[..., Any], tensors: tuple[torch.Tensor, ...], post: Callable[[], None], works: list[Any]
+) -> None:
+    """Makes torch's ``call``, in which ``post`` does the work and leaves at least one of the group's in ``works``."""
+    _install()
+    _request.post, _request.works = post, works
+    try:
+        call(*tensors)
+    finally:
+        _request.post = None
+        _request.works = []

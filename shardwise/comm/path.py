@@ -1,0 +1,75 @@
+"""A path: what this rank did on one group, as one number and as its last events.
+
+Each collective is an event with a code, made once from its words. The digest mixes the codes of all events in their
+order: ranks with equal digests did the same things. An *epoch* is the time between two failures: after one that was
+caught, all ranks begin a new path, and nothing of the old one can be taken for the new one's.
+
+    digest   d0 ──code a──▶ d1 ──code b──▶ d2        ring   [..., (a, t), (b, t)]
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import deque
+from collections.abc import Sequence
+
+_MASK = (1 << 61) - 1
+_MIX = 0x9E3779B97F4A7C1
+_LENGTH = 4096
+
+# Of the whole process, and only ever added to: the same words have the same code everywhere.
+_words: dict[int, str] = {}
+
+
+def code_of(words: str) -> int:
+    """The code of an event; ``words`` tell it to people."""
+    code = int.from_bytes(hashlib.blake2b(words.encode(), digest_size=8).digest(), "little") & _MASK
+    _words[code] = words
+    return code
+
+
+def words_of(code: int) -> str:
+    return _words[code]
+
+
+class Path:
+    """What this rank did on one group since the last failure."""
+
+    __slots__ = ("digest", "epoch", "events", "num_events")
+
+    def __init__(self) -> None:
+        self.epoch = -1
+        self.events: deque[tuple[int, int]] = deque(maxlen=_LENGTH)
+        self.restart()
+
+    def restart(self) -> None:
+        self.epoch += 1
+        self.digest = self.epoch
+        self.num_events = 0
+        self.events.clear()
+
+    def note(self, code: int) -> int:
+        """Adds an event; the digest with it."""
+        self.digest = digest = (self.digest * _MIX + code) & _MASK
+        self.num_events += 1
+        self.events.append((code, time.perf_counter_ns()))
+        return digest
+
+    def told(self) -> list[str]:
+        """The last events, in words."""
+        return [_words[code] for code, _ in tuple(self.events)]
+
+
+def first_parting(paths: Sequence[tuple[int, list[str]]]) -> int | None:
+    """The number of the first event in which paths differ, if they do.
+
+    A path is the number of events and the words of the last of them. One that is merely shorter does not differ.
+    """
+    start = max(num_events - len(words) for num_events, words in paths)
+    stop = max(num_events for num_events, _ in paths)
+    for number in range(start, stop):
+        known = {words[number - num_events] for num_events, words in paths if number < num_events}
+        if len(known) > 1:
+            return number
+    return None

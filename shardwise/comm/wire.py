@@ -1,0 +1,198 @@
+"""A wire: one group as this rank's collectives see it, with the path they take and what becomes of it.
+
+All talk of the engine on a group goes over the group's one wire, whoever asks. The wire notes each collective on its
+path. How a difference between the paths of ranks shows depends on what carries the data:
+
+    tagged    gloo: messages carry a tag made of the path; ranks that part wait, and no data is mixed
+    meeting   ranks as threads: the same, by a table in memory
+    native    all others: the group's own collectives carry the data, and paths are compared before an optimizer
+              uses a step
+
+A rank that waits is watched (``watch``): the watch finds out why, and ends the epoch with a *verdict* that all ranks
+raise. Then they begin a new path, and the group can be used again if no rank was lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+import traceback
+import weakref
+from typing import Any, NoReturn, Protocol
+
+import torch
+import torch.distributed as dist
+
+from shardwise import policies, trace
+from shardwise.comm.board import Board, Note
+from shardwise.comm.path import Path, code_of, words_of
+from shardwise.errors import PeerFailure, RankDisagreement, ShardwiseError
+from shardwise.torch_internals import is_destroyed, store_of
+
+UNNAMED = code_of("communicate for no unit")
+_ERRORS: dict[str, type[ShardwiseError]] = {
+    "PeerFailure": PeerFailure,
+    "RankDisagreement": RankDisagreement,
+}
+_WATCH_KNOWS_SECONDS = 3.0
+
+
+def _no_group() -> None:
+    return None
+
+
+class Waiting(Protocol):
+    """What a training thread waits on."""
+
+    code: int
+
+
+class Wire:
+    """One group's collectives on this rank. This one checks nothing: for groups of one, or with trust off."""
+
+    # Whether data travels over the wire itself; otherwise the group's own collectives carry it.
+    carries = False
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        # Weak: a wire lives as long as its group, and must not keep it.
+        self.group = weakref.ref(group) if group is not None else _no_group
+        self.device = device
+        self.world = group.size() if group is not None else 1
+        self.rank = group.rank() if group is not None else 0
+        self.path = Path()
+        self.num_models = 0
+
+    def note(self, code: int) -> int:
+        """Adds an event to the path."""
+        return self.path.note(code)
+
+    def agree(self, code: int) -> None:
+        """Returns when all ranks have come here by the same path; otherwise all of them raise."""
+
+    def gather(self, output: torch.Tensor, own: torch.Tensor, code: int) -> Any:
+        raise NotImplementedError
+
+    def reduce_scatter(self, output: torch.Tensor, rows: torch.Tensor, code: int) -> Any:
+        raise NotImplementedError
+
+    def land(self, work: Any) -> bool:
+        """Whether a collective of this wire that nobody will wait for is over, so that nothing more lands."""
+        raise NotImplementedError
+
+    def break_off(self, what: str) -> None:
+        """Tells peers that this rank has left the path, and begins a new one."""
+        self.path.restart()
+
+
+class WatchedWire(Wire):
+    """A wire on which ranks notice that they part, or that one of them does not come."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__(group, device)
+        self.ranks = dist.get_process_group_ranks(group)
+        self.own_rank = self.ranks[self.rank]
+        self.thread = threading.get_ident()
+        self.board = Board(store_of(group, "shardwise"), self.rank, self.world)
+        # Set by the training thread, read by the watch.
+        self.waiting: Waiting | None = None
+        # Set by the watch, taken by the training thread.
+        self.verdict: ShardwiseError | None = None
+        self._verdict_epoch = 0
+
+    # --- what the watch asks of it --------------------------------------------------------------------------------
+
+    def is_over(self) -> bool:
+        """Whether the group has ended: nobody is there to be watched, and its store may be gone."""
+        group = self.group()
+        return group is None or is_destroyed(group)
+
+    def stuck_on(self) -> Waiting | None:
+        """What this rank waits on, if it does."""
+        return self.waiting
+
+    def let_out(self, waiting: Waiting, seconds_since_verdict: float) -> None:
+        """Makes the training thread return from a wait that a verdict has ended."""
+
+    def let_out_alone(self, waiting: Waiting) -> None:
+        """The same when no peer can be asked for help."""
+
+    def serve_peers(self) -> None:
+        """Helps peers out of collectives that a verdict has ended."""
+
+    def sentence(self, verdict: Note) -> None:
+        """Notes how the epoch ended, for the training thread to raise."""
+        error = _ERRORS[verdict["error"]](verdict["what"], where=self._where(), fix=verdict["fix"])
+        if verdict.get("details"):
+            error.what = f"{error.what}\n{verdict['details']}"
+        self._verdict_epoch = self.path.epoch
+        self.verdict = error
+
+    def end_epoch(self, error: type[ShardwiseError], what: str, fix: str, details: str = "") -> None:
+        """Ends the epoch for all ranks, unless another rank has done so already."""
+        note = {"error": error.__name__, "what": what, "fix": fix, "details": details}
+        self.board.end_epoch(self.path.epoch, note)
+
+    # --- failing --------------------------------------------------------------------------------------------------
+
+    def heed_verdict(self) -> None:
+        """Raises the verdict and begins a new path; one on an epoch that this rank has left already is dropped."""
+        error, self.verdict = self.verdict, None
+        if error is not None and self._verdict_epoch == self.path.epoch:
+            self._save_events(error)
+            self.path.restart()
+            raise error
+
+    def break_off(self, what: str) -> None:
+        # The store may be gone, with the rank that kept it: then nobody can be told, and this rank's error stands.
+        with contextlib.suppress(Exception):
+            self.end_epoch(
+                PeerFailure,
+                f"rank {self.own_rank} broke off its step: {what}",
+                "read that rank's own error; ranks that catch theirs can go on with the next step together",
+            )
+        self.verdict = None
+        self.path.restart()
+
+    def fail(self, error: Exception) -> NoReturn:
+        """Raises the reason why the group itself gave up: the verdict, or else the loss of a peer."""
+        deadline = time.monotonic() + _WATCH_KNOWS_SECONDS
+        while self.verdict is None and time.monotonic() < deadline:
+            # The watch finds out more than a closed connection tells.
+            time.sleep(0.05)
+        self.heed_verdict()
+        lost = PeerFailure(
+            f"the connection to another rank is lost: {str(error).splitlines()[0]}",
+            where=self._where(),
+            fix="look for the rank that died in the job's logs; restart from the last checkpoint",
+        )
+        self._save_events(lost)
+        self.path.restart()
+        raise lost from error
+
+    def _where(self) -> str:
+        waiting = self.stuck_on()
+        return f"rank {self.own_rank}" + (f", waiting to {words_of(waiting.code)}" if waiting else "")
+
+    def _save_events(self, error: ShardwiseError) -> None:
+        now = time.perf_counter_ns()
+        file = trace.save_failure(
+            policies.trust().trace_dir,
+            trace.Failure(
+                rank=self.own_rank,
+                ranks=self.ranks,
+                error=f"{type(error).__name__}: {error}",
+                stack=stack_of(self.thread),
+                num_events=self.path.num_events,
+                events=[(words_of(code), (now - at_ns) / 1e9) for code, at_ns in tuple(self.path.events)],
+            ),
+        )
+        if file is not None:
+            error.where = f"{error.where}; its last events are in {file}"
+
+
+def stack_of(thread: int) -> list[str]:
+    """Where a thread is, innermost call last."""
+    frame = sys._current_frames().get(thread)
+    return [] if frame is None else [line.rstrip() for line in traceback.format_stack(frame)]

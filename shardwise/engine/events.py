@@ -1,0 +1,64 @@
+"""What a unit's collectives are called: in words for people, as codes for the path that ranks compare.
+
+Two ranks mean the same collective only if all that makes it up is the same, so everything that may differ between
+ranks is in the words: the unit, the phase, which parameters are trained and which of them had a gradient, the dtype.
+Words are made once; a step only looks codes up.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from shardwise import trace
+from shardwise.comm.path import code_of
+
+if TYPE_CHECKING:
+    from shardwise.engine.reduce import PackedReduce, ReduceSettings
+
+_PHASES = {
+    trace.IN_FORWARD: "in forward",
+    trace.IN_PRE_BACKWARD: "in backward",
+    trace.IN_POST_BACKWARD: "at the end of backward",
+    trace.IDLE: "between steps",
+}
+
+STEP = code_of("let an optimizer use the step")
+
+
+class UnitEvents:
+    """The codes of one unit's collectives."""
+
+    def __init__(self, unit: str, num_slots: int, model: int = 1) -> None:
+        self._name = f"'{unit}'" if unit else "the root"
+        if model > 1:
+            self._name += f" of model {model}"
+        self._num_slots = num_slots
+        self.gather = {phase: code_of(f"gather {self._name} {words}") for phase, words in _PHASES.items()}
+
+    def reduce(
+        self, plan: PackedReduce, settings: ReduceSettings, gradients: list[torch.Tensor | None]
+    ) -> tuple[int, int]:
+        """The codes of a reduce: over the shard axis, and over replicas."""
+        present = None
+        if not settings.includes_unused and not all(gradient is not None for gradient in gradients):
+            present = tuple(gradient is not None for gradient in gradients)
+        key = (self, present, settings.divide_factor)
+        codes = plan.codes.get(key)
+        if codes is None:
+            codes = plan.codes[key] = self._make(plan, present, settings.divide_factor)
+        return codes
+
+    def _make(
+        self, plan: PackedReduce, present: tuple[bool, ...] | None, divide_factor: float | None
+    ) -> tuple[int, int]:
+        words = f"reduce {self._name} in {str(plan.dtype).removeprefix('torch.')}"
+        if len(plan.slots) < self._num_slots:
+            words += f", training only {[slot.name for slot in plan.slots]}"
+        if present is not None:
+            absent = [slot.name for slot, is_here in zip(plan.slots, present, strict=True) if not is_here]
+            words += f", without gradients of {absent}"
+        if divide_factor is not None:
+            words += f", divided by {divide_factor:g}"
+        return code_of(words), code_of(f"{words}, over replicas")

@@ -1,0 +1,67 @@
+"""What happens around an optimizer's step: ranks agree on what they did before any of them uses it.
+
+torch calls the two hooks here around the step of every optimizer in the process. A step that began and did not end has
+left the parameters of this rank half updated: the next forward says so.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+if TYPE_CHECKING:
+    from shardwise.engine.root import Root
+    from shardwise.engine.unit import Unit
+
+UnitOf = Callable[[torch.Tensor], "Unit | None"]
+
+
+class Stepping:
+    """The hooks of this process on optimizers' steps."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._unit_of: UnitOf | None = None
+        self._units: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[weakref.ref[Unit]]]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def install(self, unit_of: UnitOf) -> None:
+        """Hooks into torch's optimizers, once a process; ``unit_of`` tells whose parameter a tensor is."""
+        with self._lock:
+            if self._unit_of is None:
+                self._unit_of = unit_of
+                register_optimizer_step_pre_hook(self._before)
+                register_optimizer_step_post_hook(self._after)
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for root in self._roots_of(optimizer):
+            root.before_optimizer(optimizer)
+
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for root in self._roots_of(optimizer):
+            root.after_optimizer()
+
+    def _roots_of(self, optimizer: Optimizer) -> list[Root]:
+        num_params = sum(len(group["params"]) for group in optimizer.param_groups)
+        known = self._units.get(optimizer)
+        if known is None or known[0] != num_params:
+            assert self._unit_of is not None
+            units = dict.fromkeys(
+                unit
+                for group in optimizer.param_groups
+                for param in group["params"]
+                if (unit := self._unit_of(param)) is not None
+            )
+            known = self._units[optimizer] = (num_params, [weakref.ref(unit) for unit in units])
+        alive = [unit for reference in known[1] if (unit := reference()) is not None]
+        return list(dict.fromkeys(unit.root for unit in alive))
+
+
+STEPPING = Stepping()
