@@ -18,6 +18,7 @@ from shardwise.frontends.auto_wrap import (
     size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
 )
+from shardwise.frontends.capture import CapturedStep, capture
 from shardwise.frontends.entry_points import register_fsdp_forward_method, share_comm_ctx
 from shardwise.frontends.fully_shard import fully_shard
 from shardwise.frontends.module import FSDPModule, UnshardHandle
@@ -38,6 +39,7 @@ __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
     "CPUOffloadPolicy",
+    "CapturedStep",
     "CheckpointError",
     "ConfigError",
     "ConfigTypeError",
@@ -58,6 +60,7 @@ __all__ = [
     "UnshardHandle",
     "ZeroRedundancyOptimizer",
     "always_wrap_policy",
+    "capture",
     "clip_grad_norm_",
     "fully_shard",
     "hook_with_zero_step",

@@ -26,7 +26,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -263,6 +263,16 @@ def unseen_by_modes() -> Iterator[None]:
     """Runs collectives past torch's dispatch modes, so that control traffic is not counted as the model's."""
     with _disable_current_modes():
         yield
+
+
+def same_structure(one: Any, other: Any) -> bool:
+    """Whether two values are the same containers around tensors, and equal wherever there are none."""
+    leaves, shape = tree_flatten(one)
+    other_leaves, other_shape = tree_flatten(other)
+    return shape == other_shape and all(
+        isinstance(a, torch.Tensor) == isinstance(b, torch.Tensor) and (isinstance(a, torch.Tensor) or a == b)
+        for a, b in zip(leaves, other_leaves, strict=True)
+    )
 
 
 def map_tree(change: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:

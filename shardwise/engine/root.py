@@ -12,8 +12,10 @@ has passed it, and the gather lane takes that memory back before it gathers the 
 
 from __future__ import annotations
 
+import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -53,6 +55,25 @@ class _EndOfBackward:
     def __del__(self) -> None:
         if self._root is not None:
             self._root.break_off("its backward raised")
+
+
+class _Watch(threading.local):
+    """Who wants to know which roots run on this thread."""
+
+    seen: set[Root] | None = None
+
+
+_watch = _Watch()
+
+
+@contextmanager
+def watch_roots(seen: set[Root]) -> Iterator[None]:
+    """While it is open, roots whose forward begins on this thread are added to ``seen``."""
+    outer, _watch.seen = _watch.seen, seen
+    try:
+        yield
+    finally:
+        _watch.seen = outer
 
 
 class Root:
@@ -135,6 +156,8 @@ class Root:
     def begin_forward(self) -> None:
         self.recover()
         self.settle()
+        if _watch.seen is not None:
+            _watch.seen.add(self)
         self.in_forward = True
         self._epochs = [wire.path.epoch for wire in self.wires]
         self.expects_backward = torch.is_grad_enabled()
@@ -285,6 +308,44 @@ class Root:
 
     def after_optimizer(self) -> None:
         pass
+
+    # --- captured steps -------------------------------------------------------------------------------------------
+
+    def obstacle_to_capture(self) -> str | None:
+        """Why a CUDA graph cannot hold a step of this model, if it cannot."""
+        if not self.lanes.host_runs_ahead:
+            return f"the model is sharded over {self.top.mesh.device}"
+        for unit in self.units:
+            if unit.is_offloaded:
+                return f"the shards of unit '{unit.name}' live on the host, which takes part in every step"
+            for calls in (unit.mesh.shard, unit.mesh.replicate):
+                if calls is not None and not calls.ordered_by_stream:
+                    return f"the host waits for the collectives of {calls.backend} (unit '{unit.name}')"
+            if unit.state is not State.SHARDED:
+                return (
+                    f"unit '{unit.name}' stays unsharded between steps, so a step depends on the one before it; "
+                    "set_reshard_after_backward(True) frees it"
+                )
+        return None
+
+    def join_lanes(self) -> None:
+        """Makes the compute stream wait for every lane that takes part in a capture, which must end in one stream."""
+        for lane in (self.lanes.gather, self.lanes.reduce, self.lanes.replicate):
+            with lane:
+                takes_part = torch.cuda.is_current_stream_capturing()
+            if takes_part:
+                # order: the lane's work before the end of the capture, because a graph has one end
+                self.lanes.compute_after(lane.mark())
+
+    def is_as_left(self) -> bool:
+        """Whether parameters are the ones that the last gathers found, trained or frozen as they were."""
+        return all(unit.is_as_left() for unit in self.units)
+
+    def forget_kept_parameters(self) -> None:
+        """Reshards units that were left unsharded, because the shards have changed unseen."""
+        for unit in self.units:
+            if unit.state is not State.SHARDED:
+                unit.reshard(trace.IDLE)
 
     # --- recovery -------------------------------------------------------------------------------------------------
 

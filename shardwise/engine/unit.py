@@ -210,6 +210,10 @@ class Unit:
             )
         self._reduce = self._reduces[key]
 
+    def is_as_left(self) -> bool:
+        """Whether the modules show the parameters that the last gather left there, trained or frozen as they were."""
+        return not self._is_meta and self.form.all_show(self._left)
+
     def _catch_up(self) -> None:
         """Takes over what changed from outside since the last gather: parameters frozen, thawed or replaced."""
         if not self._is_meta:
@@ -239,7 +243,7 @@ class Unit:
             return
         root = self.root
         # Between a forward and its backward nobody may replace parameters or flip what is trained.
-        if not root.in_backward and (self._is_meta or not self.form.all_show(self._left)):
+        if not root.in_backward and not self.is_as_left():
             self._catch_up()
         root.make_room(self, prefetch)
         lane = root.lanes.gather
