@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise
 from shardwise import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from shardwise.engine.root import Root
 from shardwise.testing import run_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]
@@ -25,7 +26,7 @@ STEPS = 8
 
 
 class Net(nn.Module):
-    def __init__(self, checkpoints: bool = False, dropout: float = 0.0) -> None:
+    def __init__(self, checkpoints: bool = False, dropout: float = 0.0, skipped: int | None = None) -> None:
         super().__init__()
         self.first = nn.Linear(12, 33)
         self.blocks = nn.ModuleList(
@@ -34,10 +35,13 @@ class Net(nn.Module):
         self.last = nn.Linear(33, 5)
         self.checkpoints = checkpoints
         self.dropout = dropout
+        self.skipped = skipped
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
-        for block in self.blocks:
+        for number, block in enumerate(self.blocks):
+            if number == self.skipped:
+                continue
             x = x + (checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x))
             x = functional.dropout(x, self.dropout)
         return self.last(x)
@@ -60,6 +64,12 @@ def in_bf16(net: Net) -> nn.Module:
 
 def keeping(net: Net) -> nn.Module:
     return sharded(net, reshard_after_forward=False)
+
+
+def gathering_ahead_in_vain(net: Net) -> nn.Module:
+    model = sharded(net)
+    net.blocks[0].set_modules_to_forward_prefetch([net.blocks[2]])
+    return model
 
 
 def compiled(net: Net) -> nn.Module:
@@ -178,6 +188,7 @@ CASES: dict[str, dict[str, Any]] = {
     "flat optimizer": {"shard": in_bf16, "make_optimizer": flat_adamw, "max_norm": 0.1},
     "foreach": {"shard": plainly, "make_optimizer": adam_by_foreach},
     "rates from the host": {"shard": plainly, "make_optimizer": sgd},
+    "gathered ahead in vain": {"shard": gathering_ahead_in_vain, "skipped": 2},
     "wrapper": {"shard": wrapped},
     "compiled": {"shard": compiled},
 }
@@ -211,6 +222,23 @@ def test_a_captured_step_is_bitwise_the_step_itself(world_size: int) -> None:
     assert not any(wrong), wrong
 
 
+def capture_without_the_join() -> str | None:
+    run = Run(gathering_ahead_in_vain, skipped=2)
+    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
+        warnings.simplefilter("ignore")
+        patch.setattr(Root, "join_lanes", lambda root: None)
+        step = shardwise.capture(run.step, *batches(1)[0])
+        for x, y in batches():
+            step(x, y)
+    return step.reason
+
+
+def test_a_capture_must_wait_for_gathers_that_nobody_waited_for() -> None:
+    (reason,) = run_ranks(capture_without_the_join, 1, kind="nccl", timeout_seconds=60)
+    assert reason is not None
+    assert "unjoined" in reason
+
+
 def around_a_captured_step() -> list[str]:
     """Eval, odd batches, learning rates, options and loaded parameters between captured steps, as without capture."""
     wrong = []
@@ -237,7 +265,9 @@ def around_a_captured_step() -> list[str]:
                 state = {name: value.clone() for name, value in run.model.state_dict().items()}
                 run.model.load_state_dict(state, assign=True)
                 run.optimizer.param_groups[0]["params"] = list(run.model.parameters())
-            losses += [_local(param.grad).clone() for param in run.model.parameters()]
+            losses += [
+                _local(param.grad).clone() for param in run.model.parameters() if param.grad is not None
+            ]
     for number, (one, other) in enumerate(zip(seen["eager"], seen["captured"], strict=True)):
         if not torch.equal(one, other):
             wrong.append(f"value {number}: {one} without capture, {other} with it")
