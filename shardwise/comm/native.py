@@ -42,9 +42,12 @@ class NativeWire(WatchedWire):
         digest = self.path.note(code)
         if self._checks_all:
             self._meet(code)
-        if self._probe is not None:
-            self._probe.follow(code)
+        self.follow(code)
         return digest
+
+    def follow(self, code: int) -> None:
+        if self._probe is not None and not self.is_recorded:
+            self._probe.follow(code)
 
     def agree(self, code: int) -> None:
         if self.verdict is not None:

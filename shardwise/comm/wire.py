@@ -55,6 +55,9 @@ class Wire:
     # Whether data travels over the wire itself; otherwise the group's own collectives carry it.
     carries = False
 
+    # While a CUDA graph is recorded: nothing runs that one could wait for.
+    is_recorded = False
+
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         # Weak: a wire lives as long as its group, and must not keep it.
         self.group = weakref.ref(group) if group is not None else _no_group
@@ -70,6 +73,9 @@ class Wire:
 
     def agree(self, code: int) -> None:
         """Returns when all ranks have come here by the same path; otherwise all of them raise."""
+
+    def follow(self, code: int) -> None:
+        """Watches that the device gets past what was issued last on the current stream, where it could be stuck."""
 
     def gather(self, output: torch.Tensor, own: torch.Tensor, code: int) -> Any:
         raise NotImplementedError

@@ -25,6 +25,7 @@ _PHASES = {
 }
 
 STEP = code_of("let an optimizer use the step")
+REPLAY = code_of("replay a captured step")
 
 
 class UnitEvents:

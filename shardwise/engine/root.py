@@ -25,7 +25,7 @@ from shardwise.comm.agreement import check_same_model
 from shardwise.comm.streams import Mark, lanes_for
 from shardwise.comm.wire import Wire
 from shardwise.engine.binding import clean_name, units_of
-from shardwise.engine.events import STEP, UnitEvents
+from shardwise.engine.events import REPLAY, STEP, UnitEvents
 from shardwise.engine.reduce import PackedReduce, ReduceSettings, Reduction, run_user_hooks
 from shardwise.errors import StateError
 from shardwise.plan.lifecycle import State
@@ -60,15 +60,15 @@ class _EndOfBackward:
 class _Watch(threading.local):
     """Who wants to know which roots run on this thread."""
 
-    seen: set[Root] | None = None
+    seen: list[Root] | None = None
 
 
 _watch = _Watch()
 
 
 @contextmanager
-def watch_roots(seen: set[Root]) -> Iterator[None]:
-    """While it is open, roots whose forward begins on this thread are added to ``seen``."""
+def watch_roots(seen: list[Root]) -> Iterator[None]:
+    """While it is open, roots whose forward begins on this thread are added to ``seen``, in that order."""
     outer, _watch.seen = _watch.seen, seen
     try:
         yield
@@ -156,8 +156,8 @@ class Root:
     def begin_forward(self) -> None:
         self.recover()
         self.settle()
-        if _watch.seen is not None:
-            _watch.seen.add(self)
+        if _watch.seen is not None and self not in _watch.seen:
+            _watch.seen.append(self)
         self.in_forward = True
         self._epochs = [wire.path.epoch for wire in self.wires]
         self.expects_backward = torch.is_grad_enabled()
@@ -337,12 +337,30 @@ class Root:
                 # order: the lane's work before the end of the capture, because a graph has one end
                 self.lanes.compute_after(lane.mark())
 
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """While it is open, what is issued is recorded and does not run."""
+        for wire in self.wires:
+            wire.is_recorded = True
+        try:
+            yield
+        finally:
+            for wire in self.wires:
+                wire.is_recorded = False
+
     def is_as_left(self) -> bool:
         """Whether parameters are the ones that the last gathers found, trained or frozen as they were."""
         return all(unit.is_as_left() for unit in self.units)
 
-    def forget_kept_parameters(self) -> None:
-        """Reshards units that were left unsharded, because the shards have changed unseen."""
+    def begin_replay(self) -> None:
+        """Lets a recorded step run once all ranks have come to it alike: it holds the optimizer's step, too."""
+        for wire in self.wires:
+            wire.agree(REPLAY)
+
+    def end_replay(self) -> None:
+        """Watches the recorded step, and reshards units left unsharded: the shards have changed unseen."""
+        for wire in self.wires:
+            wire.follow(REPLAY)
         for unit in self.units:
             if unit.state is not State.SHARDED:
                 unit.reshard(trace.IDLE)

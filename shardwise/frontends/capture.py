@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -53,7 +53,7 @@ class CapturedStep:
         self._calls_before = _WARM_UP_CALLS
         self._recording: _Recording | None = None
         self._optimizers = Optimizers()
-        self._roots: set[Root] = set()
+        self._roots: list[Root] = []
         self._has_warned_of_shapes = False
         self.reason: str | None = None
         """Why the step is not replayed, if it is not."""
@@ -139,7 +139,7 @@ class _Recording:
         step: Callable[..., Any],
         inputs: tuple[Any, ...],
         stream: torch.cuda.Stream,
-        roots: set[Root],
+        roots: list[Root],
         optimizers: Optimizers,
     ) -> None:
         self._inputs = map_tensors(lambda tensor: tensor.detach().clone(), inputs)
@@ -147,7 +147,12 @@ class _Recording:
         self._graph = torch.cuda.CUDAGraph()
         self._roots = roots
         # Other threads, such as NCCL's watchdog, may go on talking to the device meanwhile.
-        with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
+        with ExitStack() as stack:
+            for root in roots:
+                stack.enter_context(root.recorded())
+            stack.enter_context(
+                torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local")
+            )
             output = step(*self._inputs)
             for root in roots:
                 root.join_lanes()
@@ -163,11 +168,13 @@ class _Recording:
     def replay(self, inputs: tuple[Any, ...]) -> Any:
         for static, tensor in zip(self._input_tensors, tensors_in(inputs), strict=True):
             static.copy_(tensor, non_blocking=True)
+        for root in self._roots:
+            root.begin_replay()
         self._graph.replay()
         for param, gradient in self._gradients:
             param.grad = gradient
         for root in self._roots:
-            root.forget_kept_parameters()
+            root.end_replay()
         return map_tensors(torch.Tensor.clone, self._output)
 
 
