@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 
-from shardwise.errors import ShardwiseError
+from shardwise.errors import ConfigError, ShardwiseError
 
 __all__ = ["main"]
 
@@ -29,6 +30,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="command")
     _add_train(commands.add_parser("train", help="train a model from a recipe"))
+    _add_convert(
+        commands.add_parser("convert", help="turn checkpoints into safetensors or torch files, and back")
+    )
+    _add_doctor(commands.add_parser("doctor", help="say what this machine has and what is missing"))
     return parser
 
 
@@ -96,6 +101,81 @@ def _train(options: argparse.Namespace) -> int:
             print(f"{name} = {value}")
         return 0
     return train(request)
+
+
+# --- convert ------------------------------------------------------------------------------------------------------
+
+
+def _add_convert(convert: argparse.ArgumentParser) -> None:
+    convert.description = (
+        "Convert weights. A run or a checkpoint becomes a folder of safetensors in Hugging Face's layout, one "
+        ".safetensors file or one .pt file, by TARGET's name. Any of these becomes a run to continue with "
+        "'shardwise train RECIPE --resume TARGET'."
+    )
+    convert.add_argument("source", help="a run's folder, a checkpoint, a folder of safetensors, a file")
+    convert.add_argument("target", help="what to make; it must not be there yet")
+    convert.add_argument(
+        "--shard-size", default="5GB", metavar="SIZE", help="the most a file holds (default: 5GB)"
+    )
+    convert.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help="of the weights written")
+    convert.set_defaults(run=_convert)
+
+
+def _convert(options: argparse.Namespace) -> int:
+    import torch
+
+    from shardwise.checkpoint import convert
+
+    weights = convert.open_weights(options.source)
+    dtype = getattr(torch, options.dtype) if options.dtype else None
+    if options.target.endswith((".pt", ".pth")):
+        written = [convert.export_torch(weights, options.target, dtype=dtype)]
+    elif weights.is_checkpoint or options.target.endswith(".safetensors"):
+        size = _bytes(options.shard_size)
+        written = convert.export_safetensors(weights, options.target, shard_bytes=size, dtype=dtype)
+    else:
+        written = [convert.import_weights(weights, options.target)]
+    for path in written:
+        print(path)
+    return 0
+
+
+def _bytes(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", text.strip(), re.IGNORECASE)
+    if match is None or float(match[1]) <= 0:
+        raise ConfigError(f"'{text}' is no size", where="--shard-size", fix="write one such as 5GB or 500MB")
+    power = " KMGT".index(match[2].upper() or " ")
+    return max(1, int(float(match[1]) * 1000**power))
+
+
+# --- doctor -------------------------------------------------------------------------------------------------------
+
+
+def _add_doctor(doctor: argparse.ArgumentParser) -> None:
+    doctor.description = "Look at this machine: versions, devices, disk, and whether ranks can talk."
+    doctor.add_argument("--json", action="store_true", help="print one JSON object a line")
+    doctor.set_defaults(run=_doctor)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    import dataclasses
+    import json
+
+    from shardwise.train.doctor import examine
+
+    marks = {True: "ok", False: "NO", None: "--"}
+    bad = 0
+    for finding in examine():
+        bad += finding.good is False
+        if options.json:
+            print(json.dumps(dataclasses.asdict(finding)), flush=True)
+            continue
+        print(f"  {marks[finding.good]}  {finding.name:<13} {finding.text}", flush=True)
+        if finding.fix:
+            print(f"      {'':<13} fix: {finding.fix}", flush=True)
+    if not options.json:
+        print("all that training needs is there" if not bad else f"{bad} to fix before training", flush=True)
+    return 1 if bad else 0
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ from shardwise.checkpoint.manifest import (
 )
 from shardwise.torch_internals import local_of
 
-__all__ = ["MappedFiles", "Part", "bytes_of", "dtype_name", "load_parts", "part_of", "save_parts"]
+__all__ = ["MappedFiles", "Part", "RawFile", "bytes_of", "dtype_name", "load_parts", "part_of", "save_parts"]
 
 ALIGNMENT = 64
 
@@ -213,9 +213,10 @@ class RawFile:
     def record(self) -> FileRecord:
         return FileRecord(self._num_bytes, self._crc)
 
-    def append(self, tensor: torch.Tensor) -> int:
-        """Writes a tensor's elements; the place of the first."""
-        self._write(b"\0" * (-self._num_bytes % ALIGNMENT))
+    def append(self, tensor: torch.Tensor, *, aligned: bool = True) -> int:
+        """Writes a tensor's elements, right after the last ones unless ``aligned``; the place of the first."""
+        if aligned:
+            self._write(b"\0" * (-self._num_bytes % ALIGNMENT))
         start = self._num_bytes
         whole = tensor.detach().cpu().contiguous()
         self._write(bytes_of(whole))

@@ -176,8 +176,8 @@ def _how_then(error: Exception) -> str:
 # --- our own ranks ------------------------------------------------------------------------------------------------
 
 
-def run_own_ranks(work: Work, num_ranks: int, kind: str) -> int:
-    """Runs ``work`` on ranks of this machine; the exit status of the whole."""
+def run_own_ranks(work: Work, num_ranks: int, kind: str, *, timeout_seconds: float | None = None) -> int:
+    """Runs ``work`` on ranks of this machine; the exit status of the whole. Ends them when the time is up."""
     # Forked ranks have everything imported already. A GPU's driver does not survive a fork, so there they are fresh.
     context: Any = multiprocessing.get_context("fork" if kind == "cpu" else "spawn")
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
@@ -197,7 +197,7 @@ def run_own_ranks(work: Work, num_ranks: int, kind: str) -> int:
         try:
             for process in ranks:
                 process.start()
-            _wait_for_all(ranks)
+            failed = _wait_for_all(ranks, timeout_seconds)
         finally:
             for process in ranks:
                 if process.is_alive():
@@ -207,25 +207,29 @@ def run_own_ranks(work: Work, num_ranks: int, kind: str) -> int:
                 signal.signal(number, handler)
         if all(process.exitcode == 0 for process in ranks):
             return 130 if signal.SIGINT in passed_on else 0
-        print(_what_happened(ranks, Path(folder)), file=sys.stderr, flush=True)
+        print(_what_happened(ranks, failed, Path(folder)), file=sys.stderr, flush=True)
         return 1
 
 
-def _wait_for_all(ranks: list[BaseProcess]) -> None:
-    """Returns when all have ended, or a while after the first that failed."""
-    running = {process.sentinel: process for process in ranks}
-    deadline: float | None = None
+def _wait_for_all(ranks: list[BaseProcess], timeout_seconds: float | None) -> list[int]:
+    """Returns when all have ended, when the time is up, or a while after the first that failed; those that did."""
+    running = {process.sentinel: rank for rank, process in enumerate(ranks)}
+    failed = []
+    deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
     while running:
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
         ended = wait(list(running), timeout=left)
         if not ended and deadline is not None:
-            return
+            break
         for sentinel in ended:
-            process = running.pop(sentinel)  # type: ignore[arg-type]
-            process.join()
-            if process.exitcode and deadline is None:
+            rank = running.pop(sentinel)  # type: ignore[arg-type]
+            ranks[rank].join()
+            if ranks[rank].exitcode:
+                failed.append(rank)
                 # Peers notice that it is gone, or wait for it forever.
-                deadline = time.monotonic() + _GRACE_SECONDS
+                grace = time.monotonic() + _GRACE_SECONDS
+                deadline = grace if deadline is None else min(deadline, grace)
+    return failed
 
 
 def _own_rank(work: Work, rank: int, num_ranks: int, kind: str, folder: str) -> None:
@@ -256,12 +260,8 @@ def _end_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
-def _what_happened(ranks: list[BaseProcess], folder: Path) -> str:
-    killed = {
-        rank: signal.Signals(-process.exitcode).name
-        for rank, process in enumerate(ranks)
-        if process.exitcode is not None and process.exitcode < 0
-    }
+def _what_happened(ranks: list[BaseProcess], failed: list[int], folder: Path) -> str:
+    """In the words of the rank that failed first; ``failed`` are those that did before we ended the rest."""
     reports = {}
     for rank in range(len(ranks)):
         with contextlib.suppress(OSError, ValueError):
@@ -270,13 +270,15 @@ def _what_happened(ranks: list[BaseProcess], folder: Path) -> str:
     if expected:
         # A problem that all ranks found together is told by the first of them.
         return f"error: {expected[min(expected)]['text']}"
-    ended_by_us = {rank for rank in killed if reports and killed[rank] == "SIGKILL"}
-    lost = [rank for rank in killed if rank not in ended_by_us] or ([] if reports else list(killed))
-    if lost or (killed and all("onnection" in report["text"] for report in reports.values())):
-        rank = (lost or list(killed))[0]
-        return (
-            f"error: rank {rank} was ended by {killed[rank]}, and the others with it\n"
-            "  fix:   continue with --resume; the last checkpoint is whole"
-        )
-    rank = min(reports, key=lambda number: reports[number]["time"])
+    for rank in failed:
+        status = ranks[rank].exitcode
+        if status is not None and status < 0:
+            # Whatever its peers report is only that they lost it.
+            return (
+                f"error: rank {rank} was ended by {signal.Signals(-status).name}, and the others with it\n"
+                "  fix:   continue with --resume; the last checkpoint is whole"
+            )
+    if not reports:
+        return f"error: {len(ranks)} ranks were not done in time, and were ended"
+    rank = min(reports, key=lambda number: float(reports[number]["time"]))
     return f"error: rank {rank} failed\n{reports[rank]['text']}"

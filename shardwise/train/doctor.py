@@ -1,0 +1,158 @@
+"""``shardwise doctor``: what this machine has, whether ranks can talk, what is missing and what fixes it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import io
+import os
+import platform
+import resource
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from shardwise.train.display import in_bytes
+from shardwise.train.launch import run_own_ranks
+
+__all__ = ["Finding", "examine"]
+
+_EXTRAS = {
+    "rich": "live progress",
+    "matplotlib": "the loss curve as a picture",
+    "tensorboard": "output.tensorboard=true",
+    "transformers": "Hugging Face models and tokenizers",
+    "datasets": "Hugging Face data sets",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at; ``good`` is None where it is neither good nor bad."""
+
+    name: str
+    good: bool | None
+    text: str
+    fix: str | None = None
+
+
+def examine(*, ranks: int = 2, timeout_seconds: float = 60.0) -> Iterator[Finding]:
+    """Looks at this machine, one thing after the other; what is bad keeps ``shardwise train`` from working."""
+    yield _python()
+    yield _torch()
+    yield Finding("CPU", None, f"{os.cpu_count()} cores, {in_bytes(_host_bytes())} of memory")
+    yield _gpus()
+    yield _disk(Path.cwd())
+    yield _open_files()
+    yield _loopback()
+    yield _talk(ranks, "cpu", timeout_seconds)
+    if torch.cuda.is_available():
+        yield _talk(torch.cuda.device_count(), "cuda", timeout_seconds)
+    yield _compiler()
+    for package, purpose in _EXTRAS.items():
+        yield _package(package, purpose)
+
+
+def _python() -> Finding:
+    good = sys.version_info >= (3, 10)
+    return Finding(
+        "Python", good, platform.python_version(), None if good else "install Python 3.10 or newer"
+    )
+
+
+def _torch() -> Finding:
+    version = torch.__version__
+    numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+    if not dist.is_available() or not dist.is_gloo_available():
+        return Finding(
+            "torch", False, f"{version}, without gloo", "install a torch from PyPI: pip install torch"
+        )
+    good = numbers >= (2, 11)
+    return Finding("torch", good, version, None if good else "pip install 'torch>=2.11'")
+
+
+def _host_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _gpus() -> Finding:
+    count = torch.cuda.device_count()
+    if count and torch.cuda.is_available():
+        names = {torch.cuda.get_device_name(index) for index in range(count)}
+        memory = in_bytes(torch.cuda.get_device_properties(0).total_memory)
+        if not dist.is_nccl_available():
+            return Finding("GPUs", False, "there, but torch has no NCCL", "install a torch build with CUDA")
+        return Finding("GPUs", True, f"{count} × {', '.join(sorted(names))}, {memory} each")
+    if Path("/proc/driver/nvidia").exists():
+        return Finding(
+            "GPUs",
+            False,
+            "a driver is there, and torch sees none",
+            "install a torch build for its CUDA version",
+        )
+    return Finding("GPUs", None, "none: ranks run on the CPU")
+
+
+def _disk(folder: Path) -> Finding:
+    free = shutil.disk_usage(folder).free
+    good = free > 1 << 30 and os.access(folder, os.W_OK)
+    fix = None if good else "make room, or train into a folder elsewhere: --out FOLDER"
+    return Finding("disk", good, f"{in_bytes(free)} free in {folder}", fix)
+
+
+def _open_files() -> Finding:
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    good = limit >= 1024
+    return Finding("open files", good, f"{limit} at most", None if good else "ulimit -n 4096")
+
+
+def _loopback() -> Finding:
+    state = Path("/sys/class/net/lo/operstate")
+    flags = Path("/sys/class/net/lo/flags")
+    try:
+        up = bool(int(flags.read_text(), 16) & 1)
+    except (OSError, ValueError):
+        up = not state.exists()
+    return Finding("loopback", up, "lo is up" if up else "lo is down", None if up else "ip link set lo up")
+
+
+def _exchange(device: torch.device) -> None:
+    """On every rank: one sum that comes out right only if all took part."""
+    value = torch.ones(1024, device=device) * (dist.get_rank() + 1)
+    dist.all_reduce(value)
+    world_size = dist.get_world_size()
+    if float(value[0]) != world_size * (world_size + 1) / 2:
+        raise RuntimeError(f"a sum over {world_size} ranks came out as {float(value[0])}")
+
+
+def _talk(ranks: int, kind: str, timeout_seconds: float) -> Finding:
+    name = f"{ranks} {kind.upper()} ranks"
+    begun = time.monotonic()
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        status = run_own_ranks(_exchange, ranks, kind, timeout_seconds=timeout_seconds)
+    if status == 0:
+        return Finding(name, True, f"met and added up in {time.monotonic() - begun:.1f} s")
+    reason = said.getvalue().strip().splitlines()
+    fix = "bring lo up and let no firewall stop it; then read the error of: shardwise train tiny --ranks 2"
+    return Finding(name, False, reason[-1] if reason else "did not meet", fix)
+
+
+def _compiler() -> Finding:
+    found = next((name for name in ("g++", "clang++", "c++") if shutil.which(name)), None)
+    if found is None:
+        return Finding("C++ compiler", None, "none: sharding.compile needs one", "apt install g++")
+    return Finding("C++ compiler", True, f"{found}, for sharding.compile")
+
+
+def _package(name: str, purpose: str) -> Finding:
+    try:
+        return Finding(name, True, importlib.metadata.version(name))
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(name, None, f"not installed: {purpose}", f"pip install {name}")

@@ -1,0 +1,236 @@
+"""The command, as it is typed: what it shows, how it ends, what it refuses."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from shardwise.cli import main
+from shardwise.train.display import Lines
+from shardwise.train.doctor import Finding
+from shardwise.train.live import Live
+from shardwise.train.records import RunFacts, StepRecord, Summary
+
+REPOSITORY = Path(__file__).parents[2]
+SMALL = (
+    *("--set", "model.layers=1", "--set", "model.width=16", "--set", "model.heads=2"),
+    *("--set", "model.hidden=16", "--set", "model.context=16", "--set", "evaluate.batches=1"),
+)
+
+
+def start(*arguments, **environment):
+    command = [sys.executable, "-m", "shardwise", *arguments]
+    clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    return subprocess.Popen(
+        command,
+        env={**clean, "PYTHONPATH": str(REPOSITORY), **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def ended(process, timeout=70):
+    out, err = process.communicate(timeout=timeout)
+    return process.returncode, out, err
+
+
+# --- ends ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(150)
+def test_sigterm_saves_and_ends_well_and_the_run_goes_on_in_one_process(tmp_path):
+    process = start(
+        "train", "tiny", *SMALL, "--set", "train.steps=100000", "--out", str(tmp_path / "run"), "--json"
+    )
+    lines = []
+    for line in process.stdout:
+        lines.append(json.loads(line))
+        if lines[-1]["kind"] == "step" and lines[-1]["step"] >= 3:
+            process.send_signal(signal.SIGTERM)
+            break
+    status, rest, errors = ended(process)
+    assert (status, errors) == (0, "")
+    lines += [json.loads(line) for line in rest.splitlines()]
+    end = lines[-1]
+    assert [line["kind"] for line in lines[:3]] == ["begin", "step", "step"]
+    assert (end["kind"], end["ended"]) == ("end", "stopped")
+    stopped_at = end["step"]
+    assert end["checkpoint"].endswith(f"step-{stopped_at:08d}")
+
+    # A recipe, settings and folder are remembered; joining the rank of another launcher works too.
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    status, out, errors = ended(
+        start(
+            *("train", "--resume", str(tmp_path / "run"), "--set", f"train.steps={stopped_at + 2}"),
+            RANK="0",
+            WORLD_SIZE="1",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+        )
+    )
+    assert (status, errors) == (0, "")
+    assert f"resumed step-{stopped_at:08d}, saved on 2 ranks" in out
+    assert f"step {stopped_at + 2}/{stopped_at + 2}" in out
+    assert "1 CPU rank" in out
+    assert (tmp_path / "run" / "loss.png").exists()
+
+
+@pytest.mark.timeout(200)
+def test_ranks_killed_at_random_moments_lose_nothing():
+    command = [sys.executable, "-m", "tests.soak.kill_ranks", "--kills", "3", "--steps", "8"]
+    done = subprocess.run(
+        command,
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=190,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["kills"] == 3
+
+
+# --- refusals -----------------------------------------------------------------------------------------------------
+
+
+def test_data_that_is_missing_is_told_once_by_the_first_rank(tmp_path):
+    status, out, errors = ended(
+        start("train", "tiny", "--set", f"data.path={tmp_path}/nowhere.txt", "--out", str(tmp_path / "run"))
+    )
+    assert status == 1
+    assert out == ""
+    assert errors.startswith("error: there is no file or folder")
+    assert "fix:   check the path" in errors
+    assert errors.count("nowhere.txt") == 1
+    assert "Traceback" not in errors
+
+
+def test_a_port_in_use_is_told(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        joining = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        status, _, errors = ended(start("train", "tiny", "--out", str(tmp_path / "run"), **joining))
+    assert status == 1
+    assert f"port {port} of 127.0.0.1 is in use by another program" in errors
+    assert "MASTER_PORT" in errors
+    assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["train", "tiny", "--set", "train.step=3"], "did you mean 'train.steps'?"),
+        (["train", "tinny"], "did you mean 'tiny'?"),
+        (["train", "tiny", "--ranks", "0"], "--ranks 1 or more"),
+        (["train", "--resume", "/nowhere"], "there is no run in '/nowhere'"),
+        (["convert", "/nowhere", "/nowhere/else"], "there are no weights in '/nowhere'"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_message_before_anything_starts(arguments, words, capsys):
+    assert main(arguments) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("error: ")
+    assert words in said.err
+
+
+def test_more_ranks_than_gpus_are_refused_by_the_command(monkeypatch, capsys):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert main(["train", "tiny", "--ranks", "4"]) == 1
+    assert "4 ranks are asked for, and there are 2 GPUs" in capsys.readouterr().err
+
+
+def test_a_run_is_not_begun_where_another_lives(tmp_path):
+    from shardwise.errors import ConfigError
+    from shardwise.train.resume import new_folder
+
+    (tmp_path / "checkpoints" / "step-00000003").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="--resume"):
+        new_folder(str(tmp_path), "tiny")
+
+
+def test_settings_are_listed(capsys):
+    assert main(["train", "llama-8b", "--settings", "--set", "train.seed=5"]) == 0
+    out = capsys.readouterr().out
+    assert "model.width = 4096\n" in out
+    assert "train.seed = 5\n" in out
+
+
+# --- what is shown ------------------------------------------------------------------------------------------------
+
+FACTS = RunFacts(
+    "tiny", "runs/tiny", "Llama", 455_520, 4 << 20, "full", "fp32", "CPU", 2, 20, 0, 768, 1e12, 3e6
+)
+RECORDS = [
+    StepRecord(
+        step, 5.0 - step / 5, 1e-3, 1.5, 0.1, 7680.0, 300 << 20, 0.02, step == 3, 2.5 if step == 20 else None
+    )
+    for step in range(1, 21)
+]
+SUMMARY = Summary(
+    "finished", "runs/tiny", 20, 20, 4.8, 1.0, 2.5, 2.0, 15360, 7680.0, 300 << 20, "runs/c", "runs/p"
+)
+
+
+def test_a_terminal_shows_progress_the_curve_and_the_summary():
+    console = Console(record=True, width=100, file=io.StringIO(), force_terminal=True)
+    live = Live(console=console)
+    live.begin(FACTS)
+    for record in RECORDS:
+        live.step(record)
+    live.warn("careful")
+    live.end(SUMMARY)
+    text = console.export_text()
+    for words in (
+        "step 20/20",
+        "455.5k parameters",
+        "7.7k",
+        "2.0%",
+        "300.0 MiB",
+        "█",
+        "▁",
+        "4.8000 → 1.0000",
+        "careful",
+    ):
+        assert words in text, words
+
+
+def test_a_log_has_a_line_for_every_nth_step_and_the_last():
+    stream = io.StringIO()
+    lines = Lines(stream, every=8)
+    lines.begin(FACTS)
+    for record in RECORDS:
+        lines.step(record)
+    lines.end(SUMMARY)
+    shown = [line for line in stream.getvalue().splitlines() if line.startswith("step")]
+    assert [line.split("/")[0] for line in shown] == ["step  8", "step 16", "step 20"]
+    assert "eval 2.5000" in shown[-1]
+    assert "mfu 2.0%" in shown[-1]
+
+
+def test_the_doctor_names_what_is_missing_with_the_command_that_fixes_it(monkeypatch, capsys):
+    monkeypatch.setattr(
+        "shardwise.train.doctor._loopback",
+        lambda: Finding("loopback", False, "lo is down", "ip link set lo up"),
+    )
+    monkeypatch.setattr("shardwise.train.doctor.run_own_ranks", lambda *_, **__: 0)
+    assert main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert "NO  loopback" in out
+    assert "fix: ip link set lo up" in out
+    assert "ok  2 CPU ranks" in out
+    assert "1 to fix before training" in out
