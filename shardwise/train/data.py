@@ -209,10 +209,23 @@ def _texts(data: Data) -> Iterator[str]:
     datasets = require("datasets", f"the data set '{data.path}'")
     name, _, subset = data.path.removeprefix("hf:").partition(":")
     folder = Path(name).expanduser()
-    if (folder / "dataset_info.json").exists() or (folder / "dataset_dict.json").exists():
-        loaded = datasets.load_from_disk(str(folder))
-        rows = loaded[data.split] if isinstance(loaded, dict) else loaded
-    else:
-        rows = datasets.load_dataset(name, subset or None, split=data.split)
+    try:
+        if (folder / "dataset_info.json").exists() or (folder / "dataset_dict.json").exists():
+            loaded = datasets.load_from_disk(str(folder))
+            rows = loaded[data.split] if isinstance(loaded, dict) else loaded
+        else:
+            rows = datasets.load_dataset(name, subset or None, split=data.split)
+    except Exception as error:  # noqa: BLE001  of many kinds: no network, no such name, no such split
+        raise ConfigError(
+            f"the data set cannot be loaded: {error}",
+            where=f"{_WHERE}={data.path}, data.split={data.split}",
+            fix="check the name, the split and the network; a folder saved by save_to_disk needs none",
+        ) from None
+    if data.column not in rows.column_names:
+        raise ConfigError(
+            f"the data set has no column '{data.column}'",
+            where="data.column",
+            fix=f"use one of {', '.join(rows.column_names)}",
+        )
     for row in rows:
         yield row[data.column]

@@ -165,9 +165,7 @@ class Trainer:
                     if config.checkpoint.every and progress.step % config.checkpoint.every == 0:
                         self._save()
                     self._tell_outcomes()
-                self._save()
-                self._saver.wait()
-            problem = self._tell_outcomes()
+                problem = self._save_and_wait()
             if problem is not None:
                 raise CheckpointError(
                     f"the last checkpoint could not be written: {problem}",
@@ -333,9 +331,7 @@ class Trainer:
 
         where = first_bad_unit(self.parallel.module, self.parallel.units, forward, self.team)
         self.optimizer.zero_grad(set_to_none=True)
-        self._save()
-        self._saver.wait()
-        self._tell_outcomes()
+        self._save_and_wait()
         raise StateError(
             f"the gradient norm of step {self.progress.step + 1} is {norm}: {where}",
             where=f"step {self.progress.step + 1}, samples from {self.progress.samples}",
@@ -345,10 +341,19 @@ class Trainer:
 
     # --- checkpoints --------------------------------------------------------------------------------------------
 
+    def _save_and_wait(self) -> str | None:
+        """Leaves a checkpoint of this very step, trying again if one failed; the problem, if there was one."""
+        # First of all the save under way ends, and so it has ended for every rank that asks what became of it.
+        self._saver.wait()
+        problem = self._tell_outcomes()
+        if self.progress.saved_step != self.progress.step:
+            self._save()
+            self._saver.wait()
+            problem = self._tell_outcomes()
+        return problem
+
     def _save(self) -> None:
         progress = self.progress
-        if progress.saved_step == progress.step:
-            return
         progress.saved_step = progress.step
         run = {
             "step": progress.step,
@@ -371,7 +376,8 @@ class Trainer:
             if problem is None:
                 self.display.note(f"saved {outcome.path.name} in {outcome.seconds:.1f} s")
             else:
-                self.progress.saved_step = -1
+                if self.progress.saved_step == outcome.step:
+                    self.progress.saved_step = -1
                 if self.team.rank == 0:
                     self.display.warn(
                         f"the checkpoint of step {outcome.step} could not be written, training goes on: {problem}"

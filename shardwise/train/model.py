@@ -6,10 +6,12 @@ Hugging Face's, so that an exported checkpoint is one of theirs.
 
 from __future__ import annotations
 
+import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -120,6 +122,11 @@ class HuggingFaceModel(ModelSource):
     def logits(self, output: Any) -> Tensor:
         logits: Tensor = output.logits
         return logits
+
+    def hugging_face_config(self) -> dict[str, Any] | None:
+        own = Path(self.path).expanduser() / "config.json"
+        config: dict[str, Any] | None = json.loads(own.read_text()) if own.exists() else None
+        return config
 
 
 @dataclass(frozen=True)
