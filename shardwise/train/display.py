@@ -101,6 +101,7 @@ class Lines:
         self._stream, self._every = stream, every
         self._facts: RunFacts | None = None
         self._begun = time.monotonic()
+        self._losses: list[float] = []
 
     def _print(self, text: str) -> None:
         print(text, file=self._stream, flush=True)
@@ -114,6 +115,7 @@ class Lines:
     def step(self, record: StepRecord) -> None:
         facts = self._facts
         assert facts is not None
+        self._losses.append(record.loss)
         if record.step % self._every and record.step != facts.num_steps and record.eval_loss is None:
             return
         done = record.step - facts.first_step
@@ -141,6 +143,7 @@ class Lines:
     def end(self, summary: Summary) -> None:
         for key, value in summary_rows(summary):
             self._print(f"  {key:<12} {value}")
+        self._print(f"  {'':<12} {sparkline(self._losses, 64)}")
 
     def close(self) -> None: ...
 

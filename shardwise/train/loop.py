@@ -277,7 +277,8 @@ class Trainer:
         """All micro-batches of a step; the mean loss of this rank."""
         accumulate = self.config.train.accumulate
         self._seed_step()
-        total = torch.zeros((), device=self.device)
+        # In double precision, so that how a batch is cut does not show in the loss that is told.
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
         for number in range(accumulate):
             inputs, targets = self._micro_batch(number)
             with self.parallel.micro_batch(is_last=number == accumulate - 1):
