@@ -7,7 +7,8 @@ PYTHON ?= python3
 VENV   := .venv
 PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
-PYTEST_ARGS ?=
+# Ranks wait for one another much of the time: two test files at once keep two cores busy.
+PYTEST_ARGS ?= -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help venv test test-gpu demo lint format typecheck bench clean
