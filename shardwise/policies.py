@@ -44,6 +44,12 @@ class MixedPrecisionPolicy:
                     where=f"MixedPrecisionPolicy({field}=...)",
                     fix="pass torch.bfloat16, torch.float16, torch.float32 or None",
                 )
+            if dtype.itemsize == 1:
+                raise ConfigError(
+                    f"MixedPrecisionPolicy.{field} is {dtype}, a format to store in: nothing can be added up in it",
+                    where=f"MixedPrecisionPolicy({field}=...)",
+                    fix="pass torch.bfloat16; for fp8 products use a tensor subclass, such as those of torchao",
+                )
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ class ReduceScatter(Comm, Protocol):
 
 
 class StagedCalls(GroupCalls):
-    """A group whose gathers and reduces go through buffers of the user's choosing."""
+    """A group whose gathers and reduces go through buffers of the user's choosing; ``set_by`` names the setting."""
 
     def __init__(
         self,
@@ -60,8 +60,11 @@ class StagedCalls(GroupCalls):
         allocate: Allocate,
         all_gather: AllGather | None = None,
         reduce_scatter: ReduceScatter | None = None,
+        *,
+        set_by: str,
     ) -> None:
         super().__init__(inner.group, inner.device)
+        self.set_by = set_by
         self._allocate = allocate
         self._own_all_gather = all_gather
         self._own_reduce_scatter = reduce_scatter

@@ -306,6 +306,9 @@ class Reduction:
         runs = []
         for dtype, start, numel in plan.runs:
             source = own_row[start : start + numel]
+            if source.is_complex() and not dtype.is_complex:
+                # Real gradients that travelled beside complex ones, as these: there is nothing in their other half.
+                source = source.real
             if plan.is_offloaded:
                 # Cast where it is fast, then one transfer; the host waits for it before anyone reads.
                 target = torch.empty(numel, dtype=dtype, device=plan.shard_device, pin_memory=plan.pins)

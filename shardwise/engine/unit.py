@@ -74,7 +74,7 @@ class Unit:
         self.frees_after_backward = True
         self.gathers_in_backward = True
         self.max_reduce_inputs = 1
-        self._gather_calls: GroupCalls = mesh.shard
+        self.gather_calls: GroupCalls = mesh.shard
         self.reduce_settings = ReduceSettings(mesh.shard)
         self.forward_prefetch: tuple[Unit, ...] = ()
         self.backward_prefetch: tuple[Unit, ...] | None = None
@@ -119,7 +119,7 @@ class Unit:
                 self.precision,
                 self._shard_device,
                 self._pins,
-                self._gather_calls,
+                self.gather_calls,
                 self.mesh.part(part_world) if part_world else None,
             )
             self._watched: set[int] = set()
@@ -227,10 +227,10 @@ class Unit:
         mesh = self.mesh
         part = [mesh.part(self.after_forward.part_world)] if self.after_forward.part_world else []
         replicate = [mesh.replicate] if mesh.replicate is not None else []
-        return [self._gather_calls, self.reduce_settings.calls, *replicate, *part]
+        return [self.gather_calls, self.reduce_settings.calls, *replicate, *part]
 
     def set_gather_calls(self, calls: GroupCalls) -> None:
-        self._gather_calls = calls
+        self.gather_calls = calls
         if not self._is_meta:
             self.memory.gather.calls = calls
 
@@ -257,7 +257,7 @@ class Unit:
             self.memory.issue_gather(
                 state is State.SHARDED_AFTER_FORWARD and not in_forward, self.events.gather[phase]
             )
-            if self._gather_calls.ordered_by_stream:
+            if self.gather_calls.ordered_by_stream:
                 self._finish_gather()
         self.state = advance(state, Step.GATHER)
         self.prefetched = prefetch
@@ -272,7 +272,7 @@ class Unit:
         """Makes the parameters usable by what comes next on the compute stream, and shows them."""
         if self.state is not State.GATHERING:
             return
-        if not self._gather_calls.ordered_by_stream:
+        if not self.gather_calls.ordered_by_stream:
             with self.root.lanes.gather:
                 self._finish_gather()
         # order: copy-out before compute, because forward and backward read the full parameters
@@ -309,7 +309,7 @@ class Unit:
         """Gives up what a broken-off step has under way, and shards the parameters again."""
         self.holders = 0
         self.hooks.forget()
-        if self.state is State.GATHERING and not self._gather_calls.ordered_by_stream:
+        if self.state is State.GATHERING and not self.gather_calls.ordered_by_stream:
             self.state = advance(State.GATHERING, Step.ABANDON)
             self.prefetched = False
             if self.memory.gather.abandon():
@@ -329,7 +329,7 @@ class Unit:
 
     def _call_off_gather(self, phase: str) -> None:
         """Drops a gather before anyone saw it; under way on all ranks, it must land before its memory goes."""
-        if not self._gather_calls.ordered_by_stream:
+        if not self.gather_calls.ordered_by_stream:
             with self.root.lanes.gather:
                 self._finish_gather()
         self.memory.gather.drop_part()

@@ -18,9 +18,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm.mesh import DataMesh, data_mesh, default_mesh
-from shardwise.engine.binding import units_of
+from shardwise.engine.binding import membership, units_of
 from shardwise.engine.form import PlacementFn, Rows
-from shardwise.engine.making import check_unit, make_unit
+from shardwise.engine.making import check_unit, find_parameters, make_unit
 from shardwise.errors import ConfigError, ConfigTypeError
 from shardwise.frontends.module import become_fsdp_module
 from shardwise.frontends.state_dicts import keep_state_dicts_sharded
@@ -175,6 +175,7 @@ class _Call:
                 stacklevel=3,
             )
         check_unit(modules, ignored, shard_placement_fn, self.mesh, self.where)
+        _check_precision_fits(modules, ignored, mp_policy, self.where)
 
     def make(self) -> None:
         unit = make_unit(
@@ -209,6 +210,13 @@ def _as_modules(module: Any) -> tuple[nn.Module, ...]:
 def _checked_ignored(ignored: Iterable[nn.Parameter] | None) -> set[nn.Parameter]:
     result = set(ignored or ())
     for param in result:
+        taken = membership(param) if isinstance(param, torch.Tensor) else None
+        if taken is not None:
+            raise ConfigError(
+                f"ignored_params holds parameter '{taken[1].name}', which unit '{taken[0].name}' has sharded already",
+                where=f"fully_shard(ignored_params=...), rank {taken[0].rank}",
+                fix="pass it to every call that could take the parameter, from the first one on",
+            )
         if not isinstance(param, torch.Tensor):
             raise ConfigTypeError(
                 f"ignored_params holds a {type(param).__name__}",
@@ -248,3 +256,25 @@ def _check_policies(precision: MixedPrecisionPolicy, offload: OffloadPolicy, whe
             where=where,
             fix="pass a shardwise.CPUOffloadPolicy or leave it out",
         )
+
+
+def _check_precision_fits(
+    modules: tuple[nn.Module, ...], ignored: set[nn.Parameter], precision: MixedPrecisionPolicy, where: str
+) -> None:
+    for found in find_parameters(modules, ignored):
+        taken = membership(found.param)
+        if taken is not None and taken[0].precision.param_dtype != precision.param_dtype:
+            raise ConfigError(
+                f"parameter '{found.name}' is tied to unit '{taken[0].name}', which computes in "
+                f"{taken[0].precision.param_dtype or 'its own dtype'}; here it would be "
+                f"{precision.param_dtype or 'its own dtype'}",
+                where=f"MixedPrecisionPolicy(param_dtype=...), parameter '{found.name}', {where}",
+                fix="give both units the same param_dtype",
+            )
+        if precision.reduce_dtype is not None and found.param.is_complex() and found.param.requires_grad:
+            raise ConfigError(
+                f"parameter '{found.name}' is of {found.param.dtype}, and its gradient would lose its imaginary part "
+                f"when reduced in {precision.reduce_dtype}",
+                where=f"MixedPrecisionPolicy(reduce_dtype=...), parameter '{found.name}', {where}",
+                fix="leave reduce_dtype out for the unit that holds it",
+            )

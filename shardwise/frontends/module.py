@@ -7,13 +7,14 @@ its units, and what happens is the engine's business.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
 
 from shardwise import trace
-from shardwise.comm.collectives import AllReduceHook
+from shardwise.comm.collectives import AllReduceHook, GroupCalls
 from shardwise.comm.custom import AllGather, ReduceScatter, StagedCalls, group_allocate, symmetric_allocate
 from shardwise.engine.binding import UNITS_ATTRIBUTE, units_of
 from shardwise.engine.unit import Unit
@@ -216,35 +217,59 @@ class FSDPModule:
 
         Call it on all ranks alike: it makes a group.
         """
-        for unit in _units_below(self, recurse):
-            calls = unit.mesh.separate_shard_group() if enable else unit.mesh.shard
-            unit.reduce_settings.calls = calls
+        units = _units_below(self, recurse)
+        if enable:
+            _check_reduce_is_free(units, "set_separate_reduce_scatter_group")
+        for unit in units:
+            if enable:
+                unit.reduce_settings.calls = unit.mesh.separate_shard_group()
+            elif _set_by(unit, unit.reduce_settings.calls) == "set_separate_reduce_scatter_group":
+                unit.reduce_settings.calls = unit.mesh.shard
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
         """Gathers with ``comm`` and in buffers from its ``allocate``. Parameters travel as bytes."""
-        for unit in _own_units(self):
-            unit.set_gather_calls(StagedCalls(unit.mesh.shard, comm.allocate, all_gather=comm))
+        setter = "set_custom_all_gather"
+        units = _own_units(self)
+        _check_gather_is_free(units, setter)
+        for unit in units:
+            unit.set_gather_calls(StagedCalls(unit.mesh.shard, comm.allocate, all_gather=comm, set_by=setter))
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Reduces with ``comm`` and in buffers from its ``allocate``."""
-        for unit in _own_units(self):
-            unit.reduce_settings.calls = StagedCalls(unit.mesh.shard, comm.allocate, reduce_scatter=comm)
+        setter = "set_custom_reduce_scatter"
+        units = _own_units(self)
+        _check_reduce_is_free(units, setter)
+        for unit in units:
+            unit.reduce_settings.calls = StagedCalls(
+                unit.mesh.shard, comm.allocate, reduce_scatter=comm, set_by=setter
+            )
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Sends and receives through memory of the process group's own, where its backend offers any."""
-        for unit in _own_units(self):
-            allocate = group_allocate(unit.mesh.shard) if enable else None
-            calls = unit.mesh.shard if allocate is None else StagedCalls(unit.mesh.shard, allocate)
-            unit.set_gather_calls(calls)
-            unit.reduce_settings.calls = calls
+        setter = "set_allocate_memory_from_process_group_for_comm"
+        units = _own_units(self)
+        if enable:
+            _check_gather_is_free(units, setter)
+            _check_reduce_is_free(units, setter)
+        for unit in units:
+            shard = unit.mesh.shard
+            allocate = group_allocate(shard) if enable else None
+            if allocate is not None:
+                staged = StagedCalls(shard, allocate, set_by=setter)
+                unit.set_gather_calls(staged)
+                unit.reduce_settings.calls = staged
+            elif not enable and _set_by(unit, unit.gather_calls) == setter:
+                unit.set_gather_calls(shard)
+                unit.reduce_settings.calls = shard
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Gathers through symmetric memory, for NCCL's faster ways where the hardware has them."""
-        where = f"{type(self).__name__}.set_symm_mem_for_comm"
-        for unit in _own_units(self):
-            unit.set_gather_calls(
-                StagedCalls(unit.mesh.shard, symmetric_allocate(unit.mesh.shard, backend, where))
-            )
+        setter = "set_symm_mem_for_comm"
+        units = _own_units(self)
+        _check_gather_is_free(units, setter)
+        for unit in units:
+            allocate = symmetric_allocate(unit.mesh.shard, backend, f"{type(self).__name__}.{setter}")
+            unit.set_gather_calls(StagedCalls(unit.mesh.shard, allocate, set_by=setter))
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Gathers these modules when this one's forward begins."""
@@ -288,6 +313,33 @@ def _own_units(module: Any) -> tuple[Unit, ...]:
 def _units_below(module: Any, recurse: bool) -> list[Unit]:
     modules = module.modules() if recurse else (module,)
     return list(dict.fromkeys(unit for member in modules for unit in units_of(member)))
+
+
+def _set_by(unit: Unit, calls: GroupCalls) -> str:
+    """The setting that chose these calls; empty for those that a unit is born with."""
+    if calls is unit.mesh.shard:
+        return ""
+    return calls.set_by if isinstance(calls, StagedCalls) else "set_separate_reduce_scatter_group"
+
+
+def _check_gather_is_free(units: Iterable[Unit], setter: str) -> None:
+    for unit in units:
+        _check_is_free(unit, "gathers", _set_by(unit, unit.gather_calls), setter)
+
+
+def _check_reduce_is_free(units: Iterable[Unit], setter: str) -> None:
+    for unit in units:
+        _check_is_free(unit, "reduces", _set_by(unit, unit.reduce_settings.calls), setter)
+
+
+def _check_is_free(unit: Unit, does: str, other: str, setter: str) -> None:
+    """One setting would silently put the other aside."""
+    if other not in ("", setter):
+        raise ConfigError(
+            f"unit '{unit.name}' {does} the way {other} says, and {setter} says another",
+            where=f"{setter}, unit '{unit.name}', rank {unit.rank}",
+            fix=f"call {other} or {setter}, not both",
+        )
 
 
 def _units_of_all(modules: list[FSDPModule], call: str) -> tuple[Unit, ...]:

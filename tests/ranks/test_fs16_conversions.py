@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -21,6 +20,7 @@ from tests.ranks.models import (
     sgd,
 )
 from tests.ranks.subject import beyond_torch, fully_shard
+from tests.ranks.tables import cases_of, run_cases
 
 WIDTH = 5
 
@@ -46,13 +46,13 @@ def step_both(models, optims, step, what, dtype=torch.float32):
     loss_of(model, step, rank, dtype).backward()
     average_gradients(plain, lambda r: loss_of(plain, step, r, dtype), world_size)
     for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
-        if step < 2 or dtype is not torch.bfloat16:
+        if step < 2 or dtype.itemsize > 2:
             same_shard(param.grad, expected.grad, f"{what}, step {step}: gradient of {name}")
     for each in optims:
         each.step()
         each.zero_grad()
     # torch's CPU kernels round the tail of a tensor in another way than the rest, and a shard ends elsewhere.
-    tolerance = 1e-2 if dtype is torch.bfloat16 else 0.0
+    tolerance = 1e-2 if dtype.itemsize == 2 else 0.0
     same_shards(model, plain, f"{what}, step {step}: ", tolerance)
 
 
@@ -60,7 +60,15 @@ def step_both(models, optims, step, what, dtype=torch.float32):
 
 CONVERSIONS = {
     "double": (lambda model: model.double(), torch.float64),
-    "bfloat16": (lambda model: model.to(torch.bfloat16), torch.bfloat16),
+    "half": (lambda model: model.half(), torch.float16),
+    "bfloat16": (lambda model: model.bfloat16(), torch.bfloat16),
+    "to a dtype": (lambda model: model.to(torch.bfloat16), torch.bfloat16),
+    "to a device and a dtype": (
+        lambda model: model.to("cpu", torch.float64, non_blocking=True),
+        torch.float64,
+    ),
+    "like a tensor": (lambda model: model.to(torch.empty(0, dtype=torch.float64)), torch.float64),
+    "unit by unit": (lambda model: [unit.double() for unit in (*model.layers, model)], torch.float64),
     "there and back": (lambda model: model.double().float(), torch.float32),
     "to its device": (lambda model: model.to("cpu"), torch.float32),
     "from around": (lambda model: nn.Sequential(model).double(), torch.float64),
@@ -97,10 +105,16 @@ def converted(how, moment):
 
 
 @beyond_torch  # which goes on with the weights of before
-@pytest.mark.parametrize("how", CONVERSIONS)
-def test_a_converted_model_trains_on_with_the_optimizer_it_had(how):
-    for moment in ("at the start", "after a step", "kept after a forward"):
-        run_ranks(converted, 2, how, moment)  # two: their average is exact in any dtype
+def test_a_converted_model_trains_on_with_the_optimizer_it_had():
+    moments = ["at the start", "after a step", "kept after a forward"]
+    # Two ranks: their average is exact in any dtype.
+    run_cases(converted, 2, cases_of(how=list(CONVERSIONS), moment=moments))
+
+
+@beyond_torch
+def test_a_converted_model_trains_on_where_ranks_are_processes():
+    cases = cases_of(how=["half", "unit by unit"], moment=["after a step"])
+    run_cases(converted, 2, cases, kind="gloo")
 
 
 def gradients_converted():
