@@ -11,11 +11,11 @@ STAMP  := $(VENV)/.installed
 PYTEST_ARGS ?= -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test test-gpu demo lint format typecheck bench clean
+.PHONY: help venv test test-gpu demo lint format typecheck bench bench-gpu clean
 
 help:
 	@sed -n '1,4s/^# \{0,1\}//p' Makefile
-	@echo "also: venv test-gpu lint format typecheck bench clean"
+	@echo "also: venv test-gpu lint format typecheck bench bench-gpu clean"
 
 venv: $(STAMP)
 
@@ -48,8 +48,31 @@ format: $(STAMP)
 typecheck: $(STAMP)
 	$(PY) -m mypy
 
+BENCH     = PYTHONPATH=. $(PY) benchmarks
+BENCH_GPU = PYTHONPATH=. $(PYTHON) benchmarks
+
+# Alone on the machine, or the figures mean nothing.
 bench: $(STAMP)
-	$(PY) benchmarks/host_overhead.py
+	$(BENCH)/host_overhead.py
+	$(BENCH)/optimizer_step.py
+	$(BENCH)/clip.py
+	$(BENCH)/gloo_step.py
+	$(BENCH)/report.py
+
+# With whatever torch the machine has.
+bench-gpu:
+	$(BENCH_GPU)/host_overhead.py --device cuda
+	$(BENCH_GPU)/optimizer_step.py --device cuda
+	$(BENCH_GPU)/clip.py --device cuda
+	$(BENCH_GPU)/captured_step.py --model tiny
+	$(BENCH_GPU)/captured_step.py --model tiny --backend nccl
+	$(BENCH_GPU)/captured_step.py --model 1b
+	for model in tiny 1b 8b; do for compiled in "" --compile; do \
+		$(BENCH_GPU)/step_time.py --device cuda --model $$model $$compiled || exit 1; done; done
+	for world in 8 64; do \
+		$(BENCH_GPU)/step_time.py --device cuda --model 8b --memory --world-size $$world || exit 1; done
+	$(BENCH_GPU)/offload_step.py --device cuda --model 1b
+	$(BENCH_GPU)/report.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import sys
 import time
@@ -27,46 +26,22 @@ import warnings
 from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from measuring import RESULTS, Timing, expect, machine, summary
+from models import Block, shard_blocks
 from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.nn import functional
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardwise
 
-RESULTS = Path(__file__).parent / "results"
 GATHER, REDUCE = "c10d._allgather_base_", "c10d._reduce_scatter_base_"
-
-
-class Block(nn.Module):
-    """A transformer block with nine parameters."""
-
-    def __init__(self, width: int, hidden: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
-        self.gate, self.up = (nn.Linear(width, hidden, bias=False) for _ in range(2))
-        self.down = nn.Linear(hidden, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        normed = self.norm1(x)
-        q, k, v = (
-            projection(normed).view(batch, length, self.heads, -1).transpose(1, 2)
-            for projection in (self.q, self.k, self.v)
-        )
-        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.o(attended.transpose(1, 2).reshape(batch, length, width))
-        normed = self.norm2(x)
-        return x + self.down(functional.silu(self.gate(normed)) * self.up(normed))
 
 
 class Model(nn.Module):
@@ -81,13 +56,6 @@ class Model(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.last(x)
-
-
-class Timing(NamedTuple):
-    """Milliseconds of one step."""
-
-    wall: float
-    cpu: float
 
 
 class Contender:
@@ -163,19 +131,6 @@ class Contender:
         return [statistics.median(getattr(timing, clock) for timing in timings) for timings in self.rounds]
 
 
-def expect(condition: bool, message: str) -> None:
-    """An assert that stays under `python -O`: without it the figure would mean nothing."""
-    if not condition:
-        raise AssertionError(message)
-
-
-def shard_all(model: Any, fully_shard: Callable[..., Any], **kwargs: Any) -> nn.Module:
-    for block in model.blocks:
-        fully_shard(block, **kwargs)
-    fully_shard(model, **kwargs)
-    return model
-
-
 def contenders(args: argparse.Namespace, device: torch.device) -> list[Contender]:
     mesh = init_device_mesh(device.type, (args.world_size,))
     dtype = {"own": None, "bf16": torch.bfloat16}[args.precision]
@@ -186,8 +141,8 @@ def contenders(args: argparse.Namespace, device: torch.device) -> list[Contender
     num_units = args.blocks + 1
     peer_policy = fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype)
     our_policy = shardwise.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype)
-    shard_all(peer, fsdp.fully_shard, mesh=mesh, mp_policy=peer_policy)
-    shard_all(ours, shardwise.fully_shard, mesh=mesh, mp_policy=our_policy)
+    shard_blocks(peer, fsdp.fully_shard, mesh=mesh, mp_policy=peer_policy)
+    shard_blocks(ours, shardwise.fully_shard, mesh=mesh, mp_policy=our_policy)
     return [
         Contender("plain", plain.to(dtype), inputs.to(dtype), None),
         Contender("FSDP2", peer, inputs, num_units),
@@ -264,11 +219,6 @@ def report(
     }
 
 
-def summary(times: list[float]) -> dict[str, Any]:
-    low, median, high = statistics.quantiles(times, n=4)
-    return {"median": median, "quartiles": [low, high], "minimum": min(times)}
-
-
 def ratios(everyone: list[Contender], clock: str) -> dict[str, Any]:
     by_round = zip(*(contender.medians_by_round(clock) for contender in everyone), strict=True)
     return {
@@ -276,25 +226,6 @@ def ratios(everyone: list[Contender], clock: str) -> dict[str, Any]:
         "of_minima": overhead(*(min(contender.times(clock)) for contender in everyone)),
         "by_round": sorted(overhead(*medians) for medians in by_round),
     }
-
-
-def machine(device: str) -> dict[str, Any]:
-    return {
-        "cpu": cpu_name(),
-        "cores": os.cpu_count(),
-        "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-    }
-
-
-def cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
 
 
 def show(result: dict[str, Any]) -> None:
@@ -334,7 +265,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--iterations", type=int, default=8, help="timed steps a contender and round")
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument(
-        "--output", type=Path, help="default: results/host_overhead_DEVICE.json beside this file"
+        "--output", "--out", type=Path, help="default: results/host_overhead_DEVICE.json beside this file"
     )
     args = parser.parse_args(arguments)
     on_gpu = args.device == "cuda"

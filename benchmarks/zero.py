@@ -37,13 +37,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from measuring import RESULTS, loopback_bytes
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 
 from shardwise.testing import run_ranks
 from shardwise.zero import ZeroRedundancyOptimizer as OurZero
 
-RESULTS = Path(__file__).parent / "results"
 CONTENDERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "torch": (TorchZero, {}),
     "torch, views": (TorchZero, {"parameters_as_bucket_view": True}),
@@ -178,14 +178,6 @@ def assert_parity(name: str, model: nn.Module, reference: nn.Module, room: list[
             assert ((ours - theirs).abs() <= allowed).all(), f"{name} has left the unsharded optimizer"
         else:
             assert torch.equal(ours, theirs), f"{name} has left the unsharded optimizer"
-
-
-def loopback_bytes() -> int:
-    """Bytes sent over the loopback interface since the machine started."""
-    for line in Path("/proc/net/dev").read_text().splitlines():
-        if line.strip().startswith("lo:"):
-            return int(line.split(":")[1].split()[8])
-    raise RuntimeError("there is no loopback interface here")
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:

@@ -1,0 +1,191 @@
+"""The table and the plot of benchmarks/README.md, from the results files alone.
+
+    python benchmarks/report.py            # writes both
+    python benchmarks/report.py --check    # says whether they are current
+
+A question that no results file answers yet says so.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import reduce
+from pathlib import Path
+from typing import Any, NamedTuple
+
+HERE = Path(__file__).parent
+README = HERE / "README.md"
+PLOT = HERE / "results" / "figures.svg"
+BEGIN, END = "<!-- table: written by report.py -->\n", "<!-- end of table -->\n"
+
+
+class Question(NamedTuple):
+    """What is asked, where, and which figure of which results file answers it. All figures are better when lower."""
+
+    asked: str
+    where: str
+    target: float
+    file: str
+    path: tuple[str, ...]
+    rounds: tuple[str, ...] = ()
+
+
+def of_figures(asked: str, where: str, target: float, file: str, name: str) -> Question:
+    return Question(asked, where, target, file, ("figures", name, "value"), ("figures", name, "by_round"))
+
+
+def host(asked: str, where: str, target: float, file: str) -> Question:
+    ratio = ("overhead_ratio", "wall")
+    return Question(asked, where, target, file, (*ratio, "of_medians"), (*ratio, "by_round"))
+
+
+def _questions() -> list[Question]:
+    ours, reserved = "shardwise / plain", "shardwise / FSDP2: reserved"
+    found = [
+        host("host overhead of forward and backward, of FSDP2's", "CPU, fake 8", 0.08, "host_overhead_cpu"),
+        host(
+            "host overhead of forward and backward, of FSDP2's",
+            "GPU, tiny, fake 8",
+            0.15,
+            "host_overhead_cuda",
+        ),
+    ]
+    for group in ("fake", "nccl"):
+        file = f"captured_step_tiny_{group}"
+        where = f"GPU, tiny, {'fake 8' if group == 'fake' else 'NCCL 1'}"
+        found += [
+            Question("captured step / plain eager", where, 0.15, file, ("captured_over_plain",)),
+            Question("captured step / FSDP2's by hand", where, 0.75, file, ("captured_over_fsdp2_by_hand",)),
+        ]
+    found.append(
+        Question(
+            "captured step / plain eager",
+            "GPU, 1B, fake 8",
+            0.98,
+            "captured_step_1b_fake",
+            ("captured_over_plain",),
+        )
+    )
+    for model, target in (("1b", 1.02), ("8b", 1.03)):
+        for suffix, what in (("", ""), ("_compiled", ", blocks compiled")):
+            where = f"GPU, {model.upper()}, fake 8"
+            file = f"step_time_{model}_8{suffix}_cuda"
+            found.append(of_figures(f"forward and backward / plain{what}", where, target, file, ours))
+    for world in (8, 64):
+        where, file = f"GPU, 8B, fake {world}", f"step_memory_8b_{world}_cuda"
+        found += [
+            of_figures("peak reserved memory / FSDP2's", where, 0.85, file, reserved),
+            of_figures(
+                "peak reserved / peak allocated", where, 1.05, file, "shardwise: reserved / allocated"
+            ),
+        ]
+    for device in ("cpu", "cuda"):
+        where = "CPU" if device == "cpu" else "GPU"
+        found += [
+            of_figures("optimizer step / plain", where, 1.1, f"optimizer_step_{device}", ours),
+            of_figures("clipping / plain", where, 1.2, f"clip_{device}", ours),
+        ]
+    wire = "shardwise: bytes a step / parameter bytes"
+    return [
+        *found,
+        of_figures(
+            "offloaded step / FSDP2's", "GPU, 1B, NCCL 1", 0.62, "offload_step_1b_cuda", "shardwise / FSDP2"
+        ),
+        of_figures("training step / FSDP2's", "CPU, 4 gloo ranks", 0.6, "gloo_step", "shardwise / FSDP2"),
+        of_figures("bytes on the wire / parameter bytes", "CPU, 4 gloo ranks", 2.3, "gloo_step", wire),
+    ]
+
+
+QUESTIONS = _questions()
+
+
+class Answer(NamedTuple):
+    value: float
+    rounds: list[float]
+    hardware: str
+
+
+def answer(question: Question, results: Path = HERE / "results") -> Answer | None:
+    path = results / f"{question.file}.json"
+    if not path.exists():
+        return None
+    result = json.loads(path.read_text())
+    value = look_up(result, question.path)
+    if value is None:
+        return None
+    rounds = (look_up(result, question.rounds) if question.rounds else None) or []
+    machine = result["machine"]
+    return Answer(value, rounds, f"{machine['gpu'] or machine['cpu']}, torch {machine['torch']}")
+
+
+def look_up(result: Any, path: tuple[str, ...]) -> Any:
+    return reduce(lambda found, key: found.get(key) if isinstance(found, dict) else None, path, result)
+
+
+def table() -> str:
+    lines = [
+        "| question | where | target | measured | rounds | file |",
+        "|---|---|---|---|---|---|",
+    ]
+    for question in QUESTIONS:
+        found = answer(question)
+        start = f"| {question.asked} | {question.where} | ≤ {question.target} |"
+        if found is None:
+            lines.append(f"{start} not measured yet | | |")
+            continue
+        value = f"**{found.value:.3f}**" if found.value <= question.target else f"{found.value:.3f}"
+        rounds = f"{found.rounds[0]:.3f} to {found.rounds[-1]:.3f}" if found.rounds else ""
+        lines.append(f"{start} {value} | {rounds} | [{question.file}](results/{question.file}.json) |")
+    hardware = {found.hardware for question in QUESTIONS if (found := answer(question)) is not None}
+    return "\n".join([*lines, "", f"Measured on: {'; '.join(sorted(hardware))}."]) + "\n"
+
+
+def plot() -> str:
+    """Each figure as a part of its target: a bar that stays left of the line has met it."""
+    answered = [(question, found) for question in QUESTIONS if (found := answer(question)) is not None]
+    row, left, unit = 22, 420, 220
+    width, height = left + 3 * unit, row * (len(answered) + 2)
+    font = 'font-family="sans-serif" font-size="12"'
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" {font}>',
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+        f'<text x="{left + unit}" y="14" text-anchor="middle">target</text>',
+    ]
+    for number, (question, found) in enumerate(answered):
+        y = row * (number + 1)
+        part = found.value / question.target
+        length = max(1.0, min(part, 2.6) * unit)
+        colour = "#2a7f4f" if part <= 1 else "#b5532b"
+        parts += [
+            f'<text x="{left - 8}" y="{y + 15}" text-anchor="end">{question.asked} ({question.where})</text>',
+            f'<rect x="{left}" y="{y + 4}" width="{length:.1f}" height="{row - 8}" fill="{colour}"/>',
+            f'<text x="{left + length + 5:.1f}" y="{y + 15}">{found.value:.3f}</text>',
+        ]
+    x = left + unit
+    parts.append(
+        f'<line x1="{x}" y1="18" x2="{x}" y2="{height - row}" stroke="black" stroke-dasharray="4 3"/>'
+    )
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def page() -> str:
+    """The README with the table as it has to be."""
+    text = README.read_text()
+    before, rest = text.split(BEGIN)
+    return before + BEGIN + table() + END + rest.split(END)[1]
+
+
+def main() -> int:
+    if "--check" in sys.argv:
+        current = README.read_text() == page() and PLOT.exists() and PLOT.read_text() == plot()
+        print("current" if current else "out of date: python benchmarks/report.py")
+        return 0 if current else 1
+    README.write_text(page())
+    PLOT.write_text(plot())
+    print(table())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,160 @@
+"""Forward and backward of a transformer: plain, torch FSDP2, FSDP1 and shardwise, in one run; and their memory.
+
+    PYTHONPATH=. python benchmarks/step_time.py --device cuda --model 1b             # tiny, 1b or 8b
+    PYTHONPATH=. python benchmarks/step_time.py --device cuda --model 1b --compile   # blocks compiled
+    PYTHONPATH=. python benchmarks/step_time.py --device cuda --model 8b --memory    # peak memory instead of time
+
+bf16 compute, float32 reduces, a fake group of 8 (or `--world-size 64`): no communication takes time, what is left is
+what sharding costs a rank. Plain is the same model in bf16, unsharded. FSDP2 and shardwise hold the same shards, and a
+fake group gathers the same from them, so their losses must be equal in every step, bit by bit. After every step all
+parameters must have a gradient, and in a step that is not timed the collectives must be as many as promised.
+
+With `--memory` each contender runs in a process of its own with torch's default allocator, and the figures are the
+peaks of its allocated and reserved memory over whole steps.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from measuring import Contender, expect, parser, take_turns, wait_for, write
+from models import SIZES, build, start_group, tokens_for
+from torch.distributed.tensor.debug import CommDebugMode
+
+GATHER, REDUCE = "c10d._allgather_base_", "c10d._reduce_scatter_base_"
+EVERYONE = ["plain", "FSDP2", "FSDP1", "shardwise"]
+
+
+class Runner:
+    """One contender's model and its losses."""
+
+    def __init__(self, name: str, args: Any, device: torch.device) -> None:
+        size = SIZES[args.model]
+        self.name = name
+        self.model = build(name, size, device, args.world_size, compiles=args.compile)
+        self.inputs = tokens_for(size, device)
+        self.num_blocks = size.blocks
+        self.loss = torch.zeros(())
+
+    def step(self) -> None:
+        self.loss = self.model(*self.inputs)
+        self.loss.backward()
+
+    def clear(self) -> None:
+        self.model.zero_grad()
+
+    def check(self) -> None:
+        for param in self.model.parameters():
+            has_elements = param.numel() > 0
+            expect(param.grad is not None or not has_elements, f"{self.name}: a parameter has no gradient")
+
+    def check_counts(self) -> None:
+        self.clear()
+        with CommDebugMode() as mode:
+            self.step()
+        counts = {str(op): count for op, count in mode.get_comm_counts().items()}
+        expected = {GATHER: 2 * self.num_blocks + 1, REDUCE: self.num_blocks + 1}
+        expect(counts == expected, f"{self.name}: collectives {counts}, expected {expected}")
+
+    def contender(self) -> Contender:
+        return Contender(self.name, self.step, before=self.clear, after=self.check)
+
+
+def measure_time(args: Any, device: torch.device) -> None:
+    runners = {name: Runner(name, args, device) for name in args.contenders}
+    contenders = [runner.contender() for runner in runners.values()]
+    times = take_turns(contenders, wait_for(device), args.rounds, args.iterations, args.warmup)
+    if {"FSDP2", "shardwise"} <= set(runners):
+        one, other = runners["FSDP2"].loss, runners["shardwise"].loss
+        expect(torch.equal(one, other), f"losses differ: {one} and {other}")
+    if "shardwise" in runners and not args.compile:
+        runners["shardwise"].check_counts()
+    write(
+        "step_time",
+        args,
+        args.out,
+        f"step_time_{args.model}_{args.world_size}{'_compiled' if args.compile else ''}_{args.device}",
+        step_ms=times.summary(),
+        figures={f"{name} / plain": times.ratio(name, "plain") for name in runners if name != "plain"},
+    )
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def measure_memory(args: Any) -> None:
+    peaks = {name: peaks_of(name, args) for name in args.contenders}
+    figures = {
+        f"{name}: reserved / allocated": {"value": peak["reserved"] / max(1, peak["allocated"])}
+        for name, peak in peaks.items()
+    }
+    for kind in ("reserved", "allocated"):
+        ratio = peaks["shardwise"][kind] / max(1, peaks["FSDP2"][kind])
+        figures[f"shardwise / FSDP2: {kind}"] = {"value": ratio}
+    name = f"step_memory_{args.model}_{args.world_size}_{args.device}"
+    write("step_memory", args, args.out, name, step_ms={}, figures=figures, peak_bytes=peaks)
+
+
+def peaks_of(name: str, args: Any) -> dict[str, int]:
+    """Runs this very file for one contender."""
+    command = [sys.executable, __file__, "--only", name, "--device", args.device, "--model", args.model]
+    command += ["--world-size", str(args.world_size), "--iterations", str(args.iterations)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    expect(ended.returncode == 0, f"{name} ended with {ended.returncode}:\n{ended.stderr[-2000:]}")
+    peaks: dict[str, int] = json.loads(ended.stdout.splitlines()[-1])
+    print(name, {kind: f"{value / 2**30:.2f} GiB" for kind, value in peaks.items()}, flush=True)
+    return peaks
+
+
+def run_alone(args: Any, device: torch.device) -> None:
+    runner = Runner(args.only, args, device)
+    freed: list[int] = []
+    for _ in range(max(3, args.iterations)):
+        runner.clear()
+        wait_for(device)()
+        freed.append(torch.cuda.memory_allocated() if device.type == "cuda" else 0)
+        runner.step()
+        runner.check()
+    # From step to step nothing more may stay behind.
+    expect(freed[1] == freed[-1], f"{args.only}: memory between steps grows: {freed}")
+    on_gpu = device.type == "cuda"
+    peaks = {
+        "allocated": torch.cuda.max_memory_allocated() if on_gpu else 0,
+        "reserved": torch.cuda.max_memory_reserved() if on_gpu else 0,
+    }
+    print(json.dumps(peaks))
+
+
+def main() -> int:
+    options = parser(__doc__, rounds=5, iterations=4)
+    options.add_argument("--model", choices=list(SIZES), default="tiny")
+    options.add_argument("--world-size", type=int, default=8)
+    options.add_argument("--compile", action="store_true", help="compile the blocks")
+    options.add_argument("--memory", action="store_true", help="measure peak memory")
+    options.add_argument("--contenders", nargs="+", choices=EVERYONE, help="default: all; FSDP1 needs a GPU")
+    options.add_argument("--only", choices=EVERYONE, help="print the peak memory of this one")
+    args = options.parse_args()
+    # FSDP1 has no way to make a model of 8 billion parameters shard by shard on a fake group.
+    has_fsdp1 = args.device == "cuda" and args.model != "8b"
+    args.contenders = args.contenders or [name for name in EVERYONE if has_fsdp1 or name != "FSDP1"]
+    warnings.simplefilter("ignore")
+    device = torch.device(args.device)
+    if args.memory:
+        measure_memory(args)
+        return 0
+    if device.type == "cuda":
+        torch.cuda.set_device(0)
+    start_group("fake", args.world_size, device)
+    (run_alone if args.only else measure_time)(args, device)
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
