@@ -244,6 +244,11 @@ def default_device_type(params: Iterable[torch.Tensor]) -> str:
     return "cpu"
 
 
+def debugs_in_detail() -> bool:
+    """Whether ``torch.distributed`` was asked to look closely (TORCH_DISTRIBUTED_DEBUG=DETAIL)."""
+    return bool(dist.get_debug_level() == dist.DebugLevel.DETAIL)  # type: ignore[attr-defined]
+
+
 def symmetric_memory(group: dist.ProcessGroup) -> Callable[..., torch.Tensor]:
     """An allocator of NCCL's symmetric memory, which every rank of ``group`` must call alike."""
     from torch.distributed import _symmetric_memory as memory

@@ -28,12 +28,12 @@ def check_same_model(lines: Sequence[str], calls: GroupCalls, device: torch.devi
     """
     text = "\n".join(lines).encode()
     with unseen_by_modes(), torch.inference_mode(False), torch.no_grad():
-        digests = _gather_bytes(hashlib.sha256(text).digest(), calls, device)
+        digests = gather_bytes(hashlib.sha256(text).digest(), calls, device)
         if len(set(digests)) == 1:
             return
-        lengths = _gather_bytes(len(text).to_bytes(8, "little"), calls, device)
+        lengths = gather_bytes(len(text).to_bytes(8, "little"), calls, device)
         longest = max(int.from_bytes(length, "little") for length in lengths)
-        padded = _gather_bytes(text.ljust(longest, b"\0"), calls, device)
+        padded = gather_bytes(text.ljust(longest, b"\0"), calls, device)
     texts = [entry.rstrip(b"\0").decode().split("\n") for entry in padded]
     ranks = dist.get_process_group_ranks(calls.group)
     for entries in zip_longest(*texts, fillvalue="(nothing)"):
@@ -49,7 +49,8 @@ def check_same_model(lines: Sequence[str], calls: GroupCalls, device: torch.devi
             )
 
 
-def _gather_bytes(own: bytes, calls: GroupCalls, device: torch.device) -> list[bytes]:
+def gather_bytes(own: bytes, calls: GroupCalls, device: torch.device) -> list[bytes]:
+    """Every rank's bytes, of one length, in rank order."""
     sent = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(device)
     received = torch.empty(len(own) * calls.world, dtype=torch.uint8, device=device)
     calls.issue_all_gather(received, sent, _COMPARE).wait()

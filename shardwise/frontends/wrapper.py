@@ -24,9 +24,10 @@ from shardwise.engine.making import make_unit
 from shardwise.engine.unit import Unit
 from shardwise.errors import StateError
 from shardwise.frontends.options import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from shardwise.frontends.order import OrderCheck
 from shardwise.frontends.state_dicts import not_copied
 from shardwise.frontends.wrapping_up import Wrapping, plan_wrapping
-from shardwise.torch_internals import untraced_itself
+from shardwise.torch_internals import debugs_in_detail, inside_backward, untraced_itself
 
 
 class FullyShardedDataParallel(nn.Module):
@@ -107,6 +108,7 @@ class FullyShardedDataParallel(nn.Module):
             if isinstance(inner, FullyShardedDataParallel):
                 inner.__dict__["_is_inner"] = True
         self.__dict__["_is_inner"] = False
+        self.__dict__["_order"] = None
         self.__dict__["_wrapping"] = wrapping
         unit = make_unit(
             type(module).__name__,
@@ -153,14 +155,34 @@ class FullyShardedDataParallel(nn.Module):
 
     @untraced_itself
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        unit: Unit = self.__dict__["_unit"]
+        attributes = self.__dict__
+        unit: Unit = attributes["_unit"]
         hooks = unit.hooks
-        try:
-            args, kwargs = hooks.pre_forward(self, args, kwargs)
-            return hooks.post_forward(self, args, self._modules[WRAPPED_NAME](*args, **kwargs))  # type: ignore[misc]
-        except BaseException as error:
-            hooks.broke_off(error)
-            raise
+        is_top = unit.root.top is unit
+        if is_top and debugs_in_detail():
+            self._begin_order_check()
+        order: OrderCheck | None = attributes["_order"]
+        if order is not None and (is_top or unit.root.in_forward):
+            order.passes(unit)
+        args, kwargs = hooks.pre_forward(self, args, kwargs)
+        output = self._modules[WRAPPED_NAME](*args, **kwargs)  # type: ignore[misc]
+        if order is not None and is_top:
+            order.end()
+        return hooks.post_forward(self, args, output)
+
+    def _begin_order_check(self) -> None:
+        """Gives this model's wrappers one check of their order, and begins a forward of it."""
+        if inside_backward():
+            return
+        unit: Unit = self.__dict__["_unit"]
+        order = self.__dict__["_order"]
+        if order is None:
+            unit.root.settle()
+            order = OrderCheck(unit)
+            for module in self.modules():
+                if isinstance(module, FullyShardedDataParallel):
+                    module.__dict__["_order"] = order
+        order.begin()
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As of any module, with names as if nothing were wrapped; shards, also while a unit is unsharded."""
