@@ -37,6 +37,8 @@ class Line:
         self.slots: list[FlatSlot] = []
         self.name = FLAT_NAME
         self.flat: nn.Parameter | None = None
+        # This rank's part of the line, in the unit's buffer.
+        self.share: torch.Tensor
         self.params: dict[str, nn.Parameter | None] = {}
         self.address = 0
 
@@ -188,8 +190,9 @@ class Flat:
 
     def settle(self, shards: torch.Tensor, layout: Layout) -> None:
         for line, segment in zip(self.lines, layout.segments, strict=True):
+            line.share = alias(shards, segment.stored_start_bytes, segment.numel, line.stored_dtype)
             if line.flat is not None:
-                line.flat.data = alias(shards, segment.stored_start_bytes, segment.numel, line.stored_dtype)
+                line.flat.data = line.share
                 line.address = line.flat.data_ptr()
                 line.params[line.name] = line.flat
 

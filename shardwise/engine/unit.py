@@ -152,6 +152,11 @@ class Unit:
             for slot in self.slots
         ]
 
+    def take_back_replaced(self) -> None:
+        """Takes over what changed from outside, for whoever reads the shards between steps."""
+        if self._is_meta or not self.form.all_show(self._left):
+            self._catch_up()
+
     def adopt_replaced_parameters(self) -> None:
         """Takes parameters that were replaced from outside back into the unit's buffer.
 

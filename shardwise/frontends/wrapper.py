@@ -10,7 +10,7 @@ Signatures are torch's. Everything is checked before the first module changes; t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -22,10 +22,23 @@ from shardwise.engine.binding import WRAPPED_NAME, clean_name, units_of
 from shardwise.engine.flat_form import Flat
 from shardwise.engine.making import make_unit
 from shardwise.engine.unit import Unit
+from shardwise.engine.whole import is_flat
 from shardwise.errors import StateError
 from shardwise.frontends.options import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from shardwise.frontends.order import OrderCheck
 from shardwise.frontends.state_dicts import not_copied
+from shardwise.frontends.state_types import (
+    OptimStateDictConfig,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+    checked_settings,
+    get_settings,
+    set_settings,
+    settings_for_now,
+)
+from shardwise.frontends.summon import is_shown_whole, shown_whole
+from shardwise.frontends.wrapper_state import LoadHooks, check_state, give_state
 from shardwise.frontends.wrapping_up import Wrapping, plan_wrapping
 from shardwise.torch_internals import debugs_in_detail, inside_backward, untraced_itself
 
@@ -122,6 +135,10 @@ class FullyShardedDataParallel(nn.Module):
         )
         wrapping.set_up(unit)
         self.__dict__["_unit"] = unit
+        hooks = LoadHooks()
+        self.register_load_state_dict_pre_hook(hooks.before)
+        self.register_load_state_dict_post_hook(hooks.after)
+        self.__dict__["_load_hooks"] = hooks
 
     # --- the module inside ----------------------------------------------------------------------------------------
 
@@ -240,3 +257,84 @@ class FullyShardedDataParallel(nn.Module):
                 where=f"{type(self).__name__}.{call}, rank {self.__dict__['_unit'].rank}",
                 fix=f"call {call} on the outermost wrapper: it is for the whole model",
             )
+
+    # --- whole parameters and state -------------------------------------------------------------------------------
+
+    @staticmethod
+    def summon_full_params(
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> AbstractContextManager[None]:
+        """Within it, modules show whole parameters under their own names; on every rank.
+
+        Args:
+            module: whose wrappers, at and below it, are shown whole.
+            recurse: False for this wrapper's own parameters alone.
+            writeback: take changes over into the shards afterwards.
+            rank0_only: show whole parameters on the first rank alone; without ``writeback``.
+            offload_to_cpu: whole parameters in host memory.
+            with_grads: show whole gradients too, and write changes of them back.
+        """
+        return shown_whole(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads)
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
+        """As ``nn.Module.apply``, with whole parameters; what ``fn`` changes is written back to the shards."""
+        if any(is_shown_whole(unit) for unit in self._units if is_flat(unit)):
+            return super().apply(fn)
+        with shown_whole(self):
+            return super().apply(fn)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The state dict of the kind that is set, FULL_STATE_DICT by default; every rank must call it."""
+        return give_state(self, super().state_dict, args, kwargs)
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Loads whole tensors or DTensors; of what does not fit, nothing. ``assign`` copies too: shards stay put."""
+        check_state(self, state_dict, strict)
+        try:
+            return super().load_state_dict(state_dict, strict)
+        finally:
+            for module in self.fsdp_modules(self):
+                module.__dict__["_load_hooks"].after(module)
+
+    @staticmethod
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
+        """The wrappers at and below ``module``; with ``root_only`` those inside no other."""
+        found = [member for member in module.modules() if isinstance(member, FullyShardedDataParallel)]
+        return [member for member in found if not (root_only and member.__dict__["_is_inner"])]
+
+    @staticmethod
+    def set_state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> StateDictSettings:
+        """Sets the kind of state dict of all wrappers at and below ``module``; returns what was set before."""
+        wrappers: list[nn.Module] = [*FullyShardedDataParallel.fsdp_modules(module)]
+        settings = checked_settings(
+            state_dict_type, state_dict_config, optim_state_dict_config, "set_state_dict_type"
+        )
+        return set_settings(wrappers, settings)
+
+    @staticmethod
+    def get_state_dict_type(module: nn.Module) -> StateDictSettings:
+        """The kind of state dict that is set on the wrappers at and below ``module``."""
+        return get_settings([*FullyShardedDataParallel.fsdp_modules(module)])
+
+    @staticmethod
+    def state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> AbstractContextManager[None]:
+        """``set_state_dict_type`` for the length of a ``with`` block."""
+        settings = checked_settings(
+            state_dict_type, state_dict_config, optim_state_dict_config, "state_dict_type"
+        )
+        return settings_for_now([*FullyShardedDataParallel.fsdp_modules(module)], settings)

@@ -1,0 +1,117 @@
+"""Whole tensors out of flat shards, and back: for what happens between steps.
+
+State dicts, ``summon_full_params`` and optimizer states gather here, into memory of their own and in the dtype that is
+stored. The unit's own unsharded parameters, in the dtype that is computed in, are not touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from shardwise.engine.flat_form import Flat, FlatSlot, Line
+from shardwise.engine.unit import Unit
+from shardwise.torch_internals import unseen_by_modes
+
+
+def flat_form(unit: Unit) -> Flat:
+    assert isinstance(unit.form, Flat)
+    return unit.form
+
+
+def is_flat(unit: Unit) -> bool:
+    """Whether the unit was made by ``FullyShardedDataParallel``."""
+    return isinstance(unit.form, Flat)
+
+
+def flat_slots(unit: Unit) -> list[FlatSlot]:
+    return [slot for slot in unit.slots if isinstance(slot, FlatSlot)]
+
+
+def share_of(line: Line, parts: Sequence[torch.Tensor | None], share_numel: int) -> torch.Tensor | None:
+    """A rank's share of a line, put together from what it has of each parameter; None if it has nothing at all."""
+    present = [part for part in parts if part is not None]
+    if not present:
+        return None
+    share = present[0].new_zeros(share_numel)
+    for slot, part in zip(line.slots, parts, strict=True):
+        if part is not None:
+            share[slot.start : slot.start + slot.span.numel] = part.reshape(-1)
+    return share
+
+
+def shown_part(slot: FlatSlot, tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's elements of a slot in a tensor shaped like its sharded parameter, or like the line's."""
+    flat = tensor.reshape(-1)
+    return flat if slot.is_shown else flat[slot.start : slot.start + slot.span.numel]
+
+
+def gather_line(unit: Unit, share: torch.Tensor) -> torch.Tensor:
+    """Every rank's share of a line, end to end, on the device the unit computes on."""
+    calls, root = unit.mesh.shard, unit.root
+    own = share.detach().contiguous().to(unit.mesh.device)
+    # order: whoever wrote the shares before this gather reads them, because it runs on a lane
+    root.lanes.gather.after_compute()
+    with unseen_by_modes(), root.lanes.gather:
+        whole = torch.empty(calls.world * own.numel(), dtype=own.dtype, device=own.device)
+        calls.issue_all_gather(whole.view(torch.uint8), own.view(torch.uint8)).wait()
+        arrival = root.lanes.gather.mark()
+    # order: the gather before compute, because the caller reads what arrived
+    root.lanes.compute_after(arrival)
+    return whole
+
+
+def wholes_of(unit: Unit, number: int, line_values: torch.Tensor) -> list[torch.Tensor]:
+    """The parameters in a gathered line, as views of it in their own shapes; ``number`` is the line's."""
+    layout = flat_form(unit).layout
+    segment = layout.segments[number]
+    return [
+        line_values[start : start + layout.numels[index]].view(slot.shape)
+        for index, start, slot in zip(
+            segment.members, segment.starts, flat_form(unit).lines[number].slots, strict=True
+        )
+    ]
+
+
+def gather_parameters(unit: Unit) -> dict[FlatSlot, torch.Tensor]:
+    """Every parameter of the unit, whole, as stored. Every rank must call it."""
+    unit.take_back_replaced()
+    found: dict[FlatSlot, torch.Tensor] = {}
+    for number, line in enumerate(flat_form(unit).lines):
+        whole = gather_line(unit, line.share)
+        found.update(zip(line.slots, wholes_of(unit, number, whole), strict=True))
+    return found
+
+
+def gather_gradients(unit: Unit) -> dict[FlatSlot, torch.Tensor]:
+    """Every gradient that shards have, whole. Every rank must call it, and have gradients of the same parameters."""
+    found: dict[FlatSlot, torch.Tensor] = {}
+    for number, line in enumerate(flat_form(unit).lines):
+        parts = [_part_of_gradient(slot) for slot in line.slots]
+        share = share_of(line, parts, flat_form(unit).layout.segments[number].numel)
+        if share is None:
+            continue
+        wholes = wholes_of(unit, number, gather_line(unit, share))
+        found.update(
+            (slot, whole)
+            for slot, whole, part in zip(line.slots, wholes, parts, strict=True)
+            if part is not None
+        )
+    return found
+
+
+def _part_of_gradient(slot: FlatSlot) -> torch.Tensor | None:
+    gradient = slot.sharded.grad
+    return None if gradient is None else shown_part(slot, gradient)
+
+
+def own_elements(slot: FlatSlot, whole: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a whole tensor."""
+    return whole.reshape(-1)[slot.span.start : slot.span.stop]
+
+
+def write_parameter(slot: FlatSlot, whole: torch.Tensor) -> None:
+    """Takes this rank's elements over, through the parameter: a unit that is kept unsharded notices the change."""
+    with torch.no_grad():
+        shown_part(slot, slot.sharded).copy_(own_elements(slot, whole))

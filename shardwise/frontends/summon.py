@@ -1,0 +1,143 @@
+"""Whole parameters between steps: ``summon_full_params``, and what state dicts are read from.
+
+While a unit is shown whole, its modules hold whole parameters under their own names, in memory of their own, and no
+flat parameters. Shards take over this rank's elements afterwards, if asked to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwise import trace
+from shardwise.engine.binding import show_sharded, units_of
+from shardwise.engine.flat_form import FlatSlot
+from shardwise.engine.unit import Unit
+from shardwise.engine.whole import (
+    flat_form,
+    gather_gradients,
+    gather_parameters,
+    is_flat,
+    own_elements,
+    shown_part,
+    write_parameter,
+)
+from shardwise.errors import ConfigError, StateError
+
+_ATTRIBUTE = "_shardwise_whole"
+
+
+@contextmanager
+def shown_whole(
+    module: nn.Module,
+    recurse: bool = True,
+    writeback: bool = True,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
+) -> Iterator[None]:
+    """What ``summon_full_params`` does."""
+    where = f"summon_full_params({type(module).__name__})"
+    if writeback and rank0_only:
+        raise ConfigError(
+            "writeback and rank0_only exclude each other: other ranks have nothing to write back",
+            where=where,
+            fix="pass writeback=False or rank0_only=False",
+        )
+    modules = module.modules() if recurse else [module]
+    units = [unit for unit in dict.fromkeys(u for m in modules for u in units_of(m)) if is_flat(unit)]
+    for unit in units:
+        check_idle(unit, "summon_full_params")
+        if is_shown_whole(unit):
+            raise StateError(
+                f"unit '{unit.name}' is shown whole already",
+                where=f"{where}, rank {unit.rank}",
+                fix="leave the outer summon_full_params first, or pass recurse=False to one of them",
+            )
+    with ExitStack() as stack:
+        for unit in units:
+            stack.enter_context(
+                one_shown_whole(
+                    unit,
+                    writeback,
+                    offload_to_cpu,
+                    with_grads,
+                    materializes=not rank0_only or dist.get_rank() == 0,
+                )
+            )
+        yield
+
+
+def check_idle(unit: Unit, call: str) -> None:
+    if unit.root.is_busy:
+        raise StateError(
+            f"{call} was called in the middle of a step",
+            where=f"unit '{unit.name}', rank {unit.rank}, inside a forward or backward",
+            fix=f"call {call} between steps",
+        )
+
+
+def is_shown_whole(unit: Unit) -> bool:
+    return _ATTRIBUTE in unit.modules[0].__dict__
+
+
+@contextmanager
+def one_shown_whole(
+    unit: Unit,
+    writeback: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
+    materializes: bool = True,
+) -> Iterator[dict[FlatSlot, torch.Tensor]]:
+    """Shows one unit whole. Every rank gathers; those that do not materialize go on showing shards."""
+    unit.reshard(trace.IDLE)
+    wholes = gather_parameters(unit)
+    gradients = gather_gradients(unit) if with_grads else {}
+    if not materializes:
+        wholes, gradients = {}, {}
+    if offload_to_cpu:
+        wholes = {slot: whole.cpu() for slot, whole in wholes.items()}
+        gradients = {slot: gradient.cpu() for slot, gradient in gradients.items()}
+    params = {slot: nn.Parameter(whole, slot.sharded.requires_grad) for slot, whole in wholes.items()}
+    for slot, gradient in gradients.items():
+        params[slot].grad = gradient
+    marks = unit.modules[0].__dict__
+    marks[_ATTRIBUTE] = True
+    _show(unit, params)
+    try:
+        yield wholes
+    finally:
+        del marks[_ATTRIBUTE]
+        show_sharded(unit.slots)
+        show_flats(unit)
+        if writeback:
+            _write_back(params, gradients)
+
+
+def _show(unit: Unit, params: dict[FlatSlot, nn.Parameter]) -> None:
+    for slot, param in params.items():
+        for place in slot.places:
+            place.params[place.name] = param
+    if params:
+        for line in flat_form(unit).lines:
+            if line.flat is not None:
+                del line.params[line.name]
+
+
+def show_flats(unit: Unit) -> None:
+    for line in flat_form(unit).lines:
+        if line.flat is not None:
+            line.params[line.name] = line.flat
+
+
+def _write_back(params: dict[FlatSlot, nn.Parameter], gradients: Iterable[FlatSlot]) -> None:
+    for slot, param in params.items():
+        write_parameter(slot, param.detach())
+    for slot in gradients:
+        gradient, own = params[slot].grad, slot.sharded.grad
+        if gradient is not None and own is not None:
+            shown_part(slot, own).copy_(own_elements(slot, gradient))
