@@ -21,9 +21,23 @@ from shardwise.frontends.auto_wrap import (
 from shardwise.frontends.capture import CapturedStep, capture
 from shardwise.frontends.entry_points import register_fsdp_forward_method, share_comm_ctx
 from shardwise.frontends.fully_shard import fully_shard
+from shardwise.frontends.grad_scaler import ShardedGradScaler
 from shardwise.frontends.module import FSDPModule, UnshardHandle
 from shardwise.frontends.norms import clip_grad_norm_
+from shardwise.frontends.optim_state import OptimStateKeyType
 from shardwise.frontends.options import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from shardwise.frontends.state_types import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    OptimStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
 from shardwise.frontends.wrapper import FullyShardedDataParallel
 from shardwise.policies import (
     CPUOffloadPolicy,
@@ -46,15 +60,27 @@ __all__ = [
     "CustomPolicy",
     "DataParallelMeshDims",
     "FSDPModule",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
     "FullyShardedDataParallel",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
     "MixedPrecision",
     "MixedPrecisionPolicy",
     "ModuleWrapPolicy",
     "OffloadPolicy",
+    "OptimStateDictConfig",
+    "OptimStateKeyType",
     "PeerFailure",
     "RankDisagreement",
+    "ShardedGradScaler",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
     "ShardingStrategy",
     "ShardwiseError",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
     "StateError",
     "TrustPolicy",
     "UnshardHandle",

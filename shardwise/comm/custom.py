@@ -97,6 +97,34 @@ class StagedCalls(GroupCalls):
         return self._buffer_like(tensor).copy_(tensor)
 
 
+class HookedCalls(GroupCalls):
+    """A group whose reduces are a user's function, as torch's communication hooks are; it does the dividing too."""
+
+    def __init__(self, inner: GroupCalls, state: object, hook: Callable[..., object]) -> None:
+        # All that was looked up for the group stays so; only reduces differ.
+        self.__dict__.update(inner.__dict__)
+        self._state = state
+        self._hook = hook
+
+    def issue_reduce_scatter(
+        self, output: torch.Tensor, rows: torch.Tensor, average: bool, code: int = UNNAMED
+    ) -> Work:
+        self._hook(self._state, rows, output)
+        return _DONE
+
+    def issue_all_reduce(self, tensor: torch.Tensor, average: bool, code: int = UNNAMED) -> Work:
+        self._hook(self._state, tensor)
+        return _DONE
+
+
+class _Finished:
+    def wait(self) -> None:
+        pass
+
+
+_DONE = _Finished()
+
+
 class _Staged:
     def __init__(
         self, work: Work | None, sent: torch.Tensor, received: torch.Tensor, output: torch.Tensor

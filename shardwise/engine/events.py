@@ -63,3 +63,15 @@ class UnitEvents:
         if divide_factor is not None:
             words += f", divided by {divide_factor:g}"
         return code_of(words), code_of(f"{words}, over replicas")
+
+
+class UnnamedEvents(UnitEvents):
+    """The same codes for all units: for models whose ranks may part ways and go on, warned."""
+
+    def __init__(self) -> None:
+        self.gather = {phase: code_of(f"gather a unit {words}") for phase, words in _PHASES.items()}
+
+    def reduce(
+        self, plan: PackedReduce, settings: ReduceSettings, gradients: list[torch.Tensor | None]
+    ) -> tuple[int, int]:
+        return code_of("reduce a unit"), code_of("reduce a unit, over replicas")

@@ -130,10 +130,14 @@ class Flat:
 
     lends_gradients = False
 
-    def __init__(self, holder: nn.Module | None, as_stored: Sequence[nn.Module] = ()) -> None:
+    def __init__(
+        self, holder: nn.Module | None, as_stored: Sequence[nn.Module] = (), keeps_reduced: bool = False
+    ) -> None:
         self._holder = holder
         # Modules whose parameters are computed with as they are stored, whatever the policy says.
         self._as_stored = set(as_stored)
+        # Gradients are given out in the dtype they were reduced in.
+        self._keeps_reduced = keeps_reduced
         self._numbers: dict[Slot, int] = {}
         self.layout: FlatLayout
         self.lines: list[Line] = []
@@ -210,6 +214,13 @@ class Flat:
             Part(slots[section.members[0]], run, 0, (section.numel,), (1,), section.members)
             for run, section in enumerate(packing.sections)
         ]
+
+    def gradient_dtype(self, slot: Slot, reduce_dtype: torch.dtype) -> torch.dtype:
+        if not self._keeps_reduced or slot.stored_dtype == reduce_dtype:
+            return slot.stored_dtype
+        # Otherwise torch takes no gradient of another dtype than the parameter's.
+        slot.sharded.grad_dtype = reduce_dtype
+        return reduce_dtype
 
     def left(self, slots: list[Slot]) -> list[Any]:
         shown: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter | None, int]]

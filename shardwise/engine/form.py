@@ -64,6 +64,9 @@ class Form(Protocol):
     def parts(self, slots: list[Slot], packing: Packing, rank: int) -> list[Part]:
         """The gradients that a reduce gives out."""
 
+    def gradient_dtype(self, slot: Slot, reduce_dtype: torch.dtype) -> torch.dtype:
+        """What the gradient of a sharded parameter is given out in."""
+
     def left(self, slots: list[Slot]) -> list[Any]:
         """What modules show now, to find out later whether somebody has replaced, frozen or thawed parameters."""
 
@@ -114,6 +117,9 @@ class Rows:
 
     def parts(self, slots: list[Slot], packing: Packing, rank: int) -> list[Part]:
         return parts_by_slot(slots, packing, rank)
+
+    def gradient_dtype(self, slot: Slot, reduce_dtype: torch.dtype) -> torch.dtype:
+        return slot.stored_dtype
 
     def left(self, slots: list[Slot]) -> list[Any]:
         return [

@@ -13,6 +13,7 @@ parameter without a gradient this time sends zeros and receives nothing.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardwise.comm.collectives import AllReduceHook, GroupCalls, Work, land
+from shardwise.comm.custom import HookedCalls
 from shardwise.comm.mesh import DataMesh
 from shardwise.comm.streams import Lanes, Mark
 from shardwise.engine.binding import Slot
@@ -40,8 +42,23 @@ class ReduceSettings:
     sums_only: bool = False
     all_reduces: bool = True
     includes_unused: bool = False
+    # In the place of the mesh's own, to sum over replicas with.
+    replicate_calls: GroupCalls | None = None
     hook: AllReduceHook | None = None
     hook_stream: torch.cuda.Stream | None = None
+
+    is_hooked: bool = False
+
+    def use_hook(
+        self, shard: GroupCalls, replicate: GroupCalls | None, state: object, hook: Callable[..., object]
+    ) -> None:
+        """Lets a user's function do the reduce, and the division with it."""
+        self.is_hooked = True
+        self.divide_factor, self.sums_only = 1.0, True
+        if replicate is None:
+            self.calls = HookedCalls(shard, state, hook)
+        else:
+            self.replicate_calls = HookedCalls(replicate, state, hook)
 
 
 class _Run(NamedTuple):
@@ -92,7 +109,7 @@ class PackedReduce:
         )
 
         self.runs = [
-            _Run(slots[section.members[0]].stored_dtype, section.start, section.numel)
+            _Run(form.gradient_dtype(slots[section.members[0]], reduce_dtype), section.start, section.numel)
             for section in packing.sections
         ]
         self.parts = form.parts(slots, packing, mesh.shard.rank)
@@ -260,7 +277,8 @@ class Reduction:
             # order: the shard axis's sum before the replicas', because they add up its result
             lanes.replicate.after(lanes.reduce.mark())
             with lanes.replicate:
-                self._work = plan.mesh.replicate.issue_all_reduce(
+                calls = self._settings.replicate_calls or plan.mesh.replicate
+                self._work = calls.issue_all_reduce(
                     self._own_row, self._division.group_averages, self._replicas_code
                 )
         else:

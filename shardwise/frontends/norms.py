@@ -13,16 +13,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from shardwise.comm.collectives import GroupCalls
 from shardwise.engine.binding import membership
 from shardwise.engine.gradients import GradientBuffer
 from shardwise.engine.unit import Unit
+from shardwise.engine.whole import flat_slots, is_flat, shown_part
 from shardwise.errors import ConfigError, ConfigTypeError, StateError
 from shardwise.torch_internals import local_of, multiply_all, norms_of, spec_of
 
@@ -39,8 +41,9 @@ def clip_grad_norm_(
     """Scales gradients down, in place, so that the norm of all of them together is at most ``max_norm``.
 
     Args:
-        parameters: plain tensors and DTensors on any meshes; those without a gradient are passed over. Parameters on
-            one mesh must be the same on all its ranks, their gradients may be missing on some.
+        parameters: plain tensors, shards of wrapped modules and DTensors on any meshes; those without a gradient are
+            passed over. Parameters on one mesh must be the same on all its ranks, their gradients may be missing on
+            some.
         max_norm: the largest norm to leave.
         norm_type: the order of the norm, ``float("inf")`` for the largest element.
         error_if_nonfinite: raises on every rank, before anything is scaled, if the total is nan or infinite.
@@ -98,6 +101,7 @@ class _Gradients:
     def __init__(self) -> None:
         self.plain: list[torch.Tensor] = []
         self.by_mesh: dict[DeviceMesh, list[_Placed]] = {}
+        self.by_group: dict[GroupCalls, list[torch.Tensor]] = {}
         self.to_scale: list[torch.Tensor] = []
 
 
@@ -124,9 +128,19 @@ def _find_gradients(params: list[torch.Tensor], order: float) -> _Gradients:
         if isinstance(like, DTensor):
             local = None if gradient is None else local_of(gradient)
             found.by_mesh.setdefault(like.device_mesh, []).append(_Placed(_sharding_axes(like), local))
+        elif unit is not None and is_flat(unit) and unit.mesh.shard.world > 1:
+            parts = [] if gradient is None else _flat_parts(unit, param, gradient, order)
+            found.by_group.setdefault(unit.mesh.shard, []).extend(parts)
         elif gradient is not None:
             found.plain.append(gradient)
     return found
+
+
+def _flat_parts(unit: Unit, param: torch.Tensor, gradient: torch.Tensor, order: float) -> list[torch.Tensor]:
+    """The gradient of a flat shard; for the smallest element without its padding, which is zero."""
+    if order > 0:
+        return [gradient]
+    return [shown_part(slot, gradient) for slot in flat_slots(unit) if slot.sharded is param]
 
 
 def _unit_of(param: torch.Tensor) -> Unit | None:
@@ -159,9 +173,14 @@ def _total_norm(found: _Gradients, order: float, together: bool) -> torch.Tensor
     dtype = torch.float32
     for each in {tensor.dtype for tensor in present}:
         dtype = torch.promote_types(dtype, each)
-    values = [_value(found.plain, order, device, together)] if found.plain or not found.by_mesh else []
+    is_placed = found.by_mesh or found.by_group
+    values = [_value(found.plain, order, device, together)] if found.plain or not is_placed else []
     for mesh, placed in found.by_mesh.items():
         values.append(_value_of_mesh(mesh, placed, order, together).to(device))
+    for calls, shards in found.by_group.items():
+        value = _value(shards, order, calls.device, together)
+        dist.all_reduce(value, _operation(order), group=calls.group)
+        values.append(value.to(device))
     value = values[0] if len(values) == 1 else _sum(torch.stack(values), order)
     return _root(value, order).to(dtype.to_real())
 
@@ -180,12 +199,15 @@ def _value_of_mesh(mesh: DeviceMesh, placed: list[_Placed], order: float, togeth
             counted.append(local)
     # Shards may live on the host while the mesh talks for a device.
     value = _value(counted, order, torch.device(mesh.device_type), together)
-    operation = dist.ReduceOp.SUM
-    if math.isinf(order):
-        operation = dist.ReduceOp.MAX if order > 0 else dist.ReduceOp.MIN
     for group in groups:
-        dist.all_reduce(value, operation, group=group)
+        dist.all_reduce(value, _operation(order), group=group)
     return value
+
+
+def _operation(order: float) -> Any:
+    if math.isinf(order):
+        return dist.ReduceOp.MAX if order > 0 else dist.ReduceOp.MIN
+    return dist.ReduceOp.SUM
 
 
 def _sharding_axes(tensor: torch.Tensor) -> frozenset[int]:

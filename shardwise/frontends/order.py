@@ -1,4 +1,6 @@
-"""Do ranks run a wrapped model's units in the same order? Asked at ``dist.DebugLevel.DETAIL``.
+"""The order in which a wrapped model's units run: do ranks agree on it, and who comes next?
+
+``OrderCheck`` asks at ``dist.DebugLevel.DETAIL`` whether ranks run units in the same order.
 
 In the first training forward ranks compare notes before every unit and when forward ends, so that no rank can wait for
 another that has gone a different way: all of them raise. From then on each rank compares itself with that first order,
@@ -8,6 +10,7 @@ without talking to others; where it departs from it, it warns once and goes on.
 from __future__ import annotations
 
 import warnings
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -95,3 +98,28 @@ class OrderCheck:
         if known is None:
             known = next((unit.name for unit in self._top.root.units if unit.number == number), str(number))
         return known if number == _END else f"'{known}'"
+
+
+class ForwardPrefetch:
+    """Has each unit gather the one that ran after it in the last forward, before it computes."""
+
+    def __init__(self, top: Unit) -> None:
+        self._top = top
+        self._order: list[Unit] = []
+        self._settled: list[Unit] = []
+
+    def begin(self) -> None:
+        self._order = []
+
+    def passes(self, unit: Unit) -> None:
+        if unit.root is self._top.root and unit.slots:
+            self._order.append(unit)
+
+    def end(self) -> None:
+        if self._order == self._settled:
+            return
+        self._settled = self._order
+        for unit in self._top.root.units:
+            unit.forward_prefetch = ()
+        for unit, following in pairwise(self._order):
+            unit.forward_prefetch = (following,)

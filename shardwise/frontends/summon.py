@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise import trace
-from shardwise.engine.binding import show_sharded, units_of
+from shardwise.engine.binding import units_of
 from shardwise.engine.flat_form import FlatSlot
 from shardwise.engine.unit import Unit
 from shardwise.engine.whole import (
@@ -112,7 +112,7 @@ def one_shown_whole(
         yield wholes
     finally:
         del marks[_ATTRIBUTE]
-        show_sharded(unit.slots)
+        unit.show_sharded()
         show_flats(unit)
         if writeback:
             _write_back(params, gradients)

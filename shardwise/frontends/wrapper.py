@@ -10,7 +10,7 @@ Signatures are torch's. Everything is checked before the first module changes; t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -19,31 +19,25 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise import trace
 from shardwise.engine.binding import WRAPPED_NAME, clean_name, units_of
+from shardwise.engine.events import UnnamedEvents
 from shardwise.engine.flat_form import Flat
 from shardwise.engine.making import make_unit
 from shardwise.engine.unit import Unit
 from shardwise.engine.whole import is_flat
-from shardwise.errors import StateError
+from shardwise.errors import ConfigError, StateError
+from shardwise.frontends.norms import clip_grad_norm_
 from shardwise.frontends.options import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
-from shardwise.frontends.order import OrderCheck
+from shardwise.frontends.order import ForwardPrefetch, OrderCheck
+from shardwise.frontends.precision import cast_floats
 from shardwise.frontends.state_dicts import not_copied
-from shardwise.frontends.state_types import (
-    OptimStateDictConfig,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
-    checked_settings,
-    get_settings,
-    set_settings,
-    settings_for_now,
-)
 from shardwise.frontends.summon import is_shown_whole, shown_whole
+from shardwise.frontends.wrapper_methods import ModelMethods
 from shardwise.frontends.wrapper_state import LoadHooks, check_state, give_state
 from shardwise.frontends.wrapping_up import Wrapping, plan_wrapping
 from shardwise.torch_internals import debugs_in_detail, inside_backward, untraced_itself
 
 
-class FullyShardedDataParallel(nn.Module):
+class FullyShardedDataParallel(ModelMethods):
     """Shards a module's parameters, gradients and optimizer state over ranks, behind torch's FSDP1 interface.
 
     Args:
@@ -121,20 +115,26 @@ class FullyShardedDataParallel(nn.Module):
             if isinstance(inner, FullyShardedDataParallel):
                 inner.__dict__["_is_inner"] = True
         self.__dict__["_is_inner"] = False
-        self.__dict__["_order"] = None
+        self.__dict__["_watchers"] = ()
         self.__dict__["_wrapping"] = wrapping
         unit = make_unit(
             type(module).__name__,
             (self,),
             wrapping.mesh,
             wrapping.strategy.after_forward,
-            Flat(None if wrapping.use_orig_params else self, wrapping.as_stored),
+            Flat(
+                None if wrapping.use_orig_params else self,
+                wrapping.as_stored,
+                wrapping.precision.keep_low_precision_grads,
+            ),
             wrapping.precision.policy(),
             wrapping.offload,
             wrapping.ignored,
         )
         wrapping.set_up(unit)
         self.__dict__["_unit"] = unit
+        precision = wrapping.precision
+        self.__dict__["_root_dtype"] = precision.param_dtype if precision.cast_root_forward_inputs else None
         hooks = LoadHooks()
         self.register_load_state_dict_pre_hook(hooks.before)
         self.register_load_state_dict_post_hook(hooks.after)
@@ -174,32 +174,47 @@ class FullyShardedDataParallel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         attributes = self.__dict__
         unit: Unit = attributes["_unit"]
-        hooks = unit.hooks
-        is_top = unit.root.top is unit
-        if is_top and debugs_in_detail():
-            self._begin_order_check()
-        order: OrderCheck | None = attributes["_order"]
-        if order is not None and (is_top or unit.root.in_forward):
-            order.passes(unit)
-        args, kwargs = hooks.pre_forward(self, args, kwargs)
-        output = self._modules[WRAPPED_NAME](*args, **kwargs)  # type: ignore[misc]
-        if order is not None and is_top:
-            order.end()
-        return hooks.post_forward(self, args, output)
+        root, hooks = unit.root, unit.hooks
+        is_top = root.top is unit
+        if is_top:
+            if attributes["_root_dtype"] is not None:
+                args, kwargs = cast_floats(attributes["_root_dtype"], (args, kwargs))
+            if debugs_in_detail() or attributes["_wrapping"].forward_prefetch:
+                self._begin_watching()
+        watchers = attributes["_watchers"]
+        try:
+            if watchers and (is_top or root.in_forward):
+                for watcher in watchers:
+                    watcher.passes(unit)
+            args, kwargs = hooks.pre_forward(self, args, kwargs)
+            output = self._modules[WRAPPED_NAME](*args, **kwargs)  # type: ignore[misc]
+            if watchers and is_top:
+                for watcher in watchers:
+                    watcher.end()
+            return hooks.post_forward(self, args, output)
+        except BaseException as error:
+            hooks.broke_off(error)
+            raise
 
-    def _begin_order_check(self) -> None:
-        """Gives this model's wrappers one check of their order, and begins a forward of it."""
+    def _begin_watching(self) -> None:
+        """Gives all wrappers of this model what watches their order, and begins a forward of it."""
         if inside_backward():
             return
         unit: Unit = self.__dict__["_unit"]
-        order = self.__dict__["_order"]
-        if order is None:
+        watchers = self.__dict__["_watchers"]
+        if not watchers:
             unit.root.settle()
-            order = OrderCheck(unit)
-            for module in self.modules():
-                if isinstance(module, FullyShardedDataParallel):
-                    module.__dict__["_order"] = order
-        order.begin()
+            if debugs_in_detail():
+                for each in unit.root.units:
+                    each.events = UnnamedEvents()
+            watchers = (
+                *([OrderCheck(unit)] if debugs_in_detail() else []),
+                *([ForwardPrefetch(unit)] if self.__dict__["_wrapping"].forward_prefetch else []),
+            )
+            for module in self.fsdp_modules(self):
+                module.__dict__["_watchers"] = watchers
+        for watcher in watchers:
+            watcher.begin()
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As of any module, with names as if nothing were wrapped; shards, also while a unit is unsharded."""
@@ -244,6 +259,37 @@ class FullyShardedDataParallel(nn.Module):
             for unit, (syncs, frees) in zip(units, before, strict=True):
                 unit.syncs_gradients, unit.frees_after_backward = syncs, frees
 
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scales all gradients of the model down to a norm of at most ``max_norm``; returns the norm before.
+
+        As of the unsharded model, whatever mix of strategies and ignored parameters it has; every rank must call it.
+        """
+        self._check_outermost("clip_grad_norm_")
+        return clip_grad_norm_(self.parameters(), max_norm, norm_type)
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Reduces with ``hook`` instead: ``hook(state, full_gradients, own_shard)``, which fills the last.
+
+        With NO_SHARD ``hook(state, gradients)``, in place. It averages too: nothing is divided after it.
+        """
+        self._check_outermost("register_comm_hook")
+        units = [unit for unit in self._units if is_flat(unit)]
+        for unit in units:
+            if unit.mesh.replicate is not None and unit.mesh.shard.world > 1:
+                raise ConfigError(
+                    "hybrid strategies reduce in two stages, and a communication hook is one",
+                    where=f"register_comm_hook, unit '{unit.name}', rank {unit.rank}",
+                    fix="use FULL_SHARD, SHARD_GRAD_OP or NO_SHARD",
+                )
+            if unit.reduce_settings.is_hooked:
+                raise StateError(
+                    "a communication hook is registered already",
+                    where=f"register_comm_hook, unit '{unit.name}', rank {unit.rank}",
+                    fix="register one hook, once",
+                )
+        for unit in units:
+            unit.reduce_settings.use_hook(unit.mesh.shard, unit.mesh.replicate, state, hook)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops gradients, those of shards and those that ``no_sync`` keeps whole."""
         super().zero_grad(set_to_none)
@@ -259,27 +305,6 @@ class FullyShardedDataParallel(nn.Module):
             )
 
     # --- whole parameters and state -------------------------------------------------------------------------------
-
-    @staticmethod
-    def summon_full_params(
-        module: nn.Module,
-        recurse: bool = True,
-        writeback: bool = True,
-        rank0_only: bool = False,
-        offload_to_cpu: bool = False,
-        with_grads: bool = False,
-    ) -> AbstractContextManager[None]:
-        """Within it, modules show whole parameters under their own names; on every rank.
-
-        Args:
-            module: whose wrappers, at and below it, are shown whole.
-            recurse: False for this wrapper's own parameters alone.
-            writeback: take changes over into the shards afterwards.
-            rank0_only: show whole parameters on the first rank alone; without ``writeback``.
-            offload_to_cpu: whole parameters in host memory.
-            with_grads: show whole gradients too, and write changes of them back.
-        """
-        return shown_whole(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """As ``nn.Module.apply``, with whole parameters; what ``fn`` changes is written back to the shards."""
@@ -300,41 +325,3 @@ class FullyShardedDataParallel(nn.Module):
         finally:
             for module in self.fsdp_modules(self):
                 module.__dict__["_load_hooks"].after(module)
-
-    @staticmethod
-    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
-        """The wrappers at and below ``module``; with ``root_only`` those inside no other."""
-        found = [member for member in module.modules() if isinstance(member, FullyShardedDataParallel)]
-        return [member for member in found if not (root_only and member.__dict__["_is_inner"])]
-
-    @staticmethod
-    def set_state_dict_type(
-        module: nn.Module,
-        state_dict_type: StateDictType,
-        state_dict_config: StateDictConfig | None = None,
-        optim_state_dict_config: OptimStateDictConfig | None = None,
-    ) -> StateDictSettings:
-        """Sets the kind of state dict of all wrappers at and below ``module``; returns what was set before."""
-        wrappers: list[nn.Module] = [*FullyShardedDataParallel.fsdp_modules(module)]
-        settings = checked_settings(
-            state_dict_type, state_dict_config, optim_state_dict_config, "set_state_dict_type"
-        )
-        return set_settings(wrappers, settings)
-
-    @staticmethod
-    def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-        """The kind of state dict that is set on the wrappers at and below ``module``."""
-        return get_settings([*FullyShardedDataParallel.fsdp_modules(module)])
-
-    @staticmethod
-    def state_dict_type(
-        module: nn.Module,
-        state_dict_type: StateDictType,
-        state_dict_config: StateDictConfig | None = None,
-        optim_state_dict_config: OptimStateDictConfig | None = None,
-    ) -> AbstractContextManager[None]:
-        """``set_state_dict_type`` for the length of a ``with`` block."""
-        settings = checked_settings(
-            state_dict_type, state_dict_config, optim_state_dict_config, "state_dict_type"
-        )
-        return settings_for_now([*FullyShardedDataParallel.fsdp_modules(module)], settings)

@@ -17,12 +17,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise import trace
-from shardwise.engine.binding import WRAPPED_NAME, Place, clean_name, show_sharded, units_of
+from shardwise.engine.binding import WRAPPED_NAME, Place, clean_name, units_of
 from shardwise.engine.flat_form import FlatSlot
 from shardwise.engine.storage import contiguous_strides
 from shardwise.engine.unit import Unit
 from shardwise.engine.whole import flat_form, flat_slots, is_flat, own_elements, shown_part
 from shardwise.errors import CheckpointError
+from shardwise.frontends.precision import own_buffer_dtypes
 from shardwise.frontends.state_types import FullStateDictConfig, StateDictType, settings_of
 from shardwise.frontends.summon import check_idle, is_shown_whole, one_shown_whole, show_flats
 from shardwise.plan.spans import cut_evenly
@@ -70,11 +71,22 @@ def give_state(
                 if settings.state_dict_config.offload_to_cpu:
                     value = value.cpu()
             state[prefix + key[len(prefix) :].removeprefix(f"{WRAPPED_NAME}.")] = value
+    _restore_buffers(wrapper, state, prefix)
     config = settings.state_dict_config
     if isinstance(config, FullStateDictConfig) and config.rank0_only and dist.get_rank() != 0:
         for key in _last_with(prefix, state):
             del state[key]
     return state
+
+
+def _restore_buffers(wrapper: nn.Module, state: State, prefix: str) -> None:
+    """Gives buffers the dtype they had before mixed precision cast them."""
+    wrapped = wrapper.get_submodule(WRAPPED_NAME)
+    for path, module in _outside_wrappers(wrapped, type(wrapper)):
+        for name, dtype in own_buffer_dtypes(module).items():
+            key = f"{prefix}{path}.{name}" if path else prefix + name
+            if key in state:
+                state[key] = state[key].to(dtype)
 
 
 def _last_with(prefix: str, state: State) -> list[str]:
@@ -152,7 +164,7 @@ class LoadHooks:
         for place in self._places:
             place.params[place.name] = None
         self._places = []
-        show_sharded(unit.slots)
+        unit.show_sharded()
         show_flats(unit)
         if incompatible is not None:
             for keys in incompatible:

@@ -32,6 +32,7 @@ from shardwise.frontends.options import (
     as_record,
 )
 from shardwise.frontends.placing import chosen_device, chosen_mesh, materialize, move, send_from_first_rank
+from shardwise.frontends.precision import cast_buffers, compute_as_stored
 from shardwise.frontends.wrapping import has_forward
 from shardwise.policies import CPUOffloadPolicy, OffloadPolicy
 
@@ -67,10 +68,15 @@ class Wrapping:
     forward_prefetch: bool
     use_orig_params: bool
     ignored: set[nn.Parameter]
+    # Modules that no inner wrapper has taken; and those of them that are left out of mixed precision.
+    own_modules: list[nn.Module]
     as_stored: list[nn.Module]
 
     def set_up(self, unit: Unit) -> None:
-        """Hands the options that are settings to the unit."""
+        """Hands the options that are settings to the unit, and its modules theirs."""
+        cast_buffers(self.own_modules, self.precision.buffer_dtype)
+        for module in self.as_stored:
+            compute_as_stored(module)
         if self.backward_prefetch is None:
             unit.backward_prefetch = ()
         unit.prefetches_late = self.backward_prefetch is BackwardPrefetch.BACKWARD_POST
@@ -102,6 +108,7 @@ def plan_wrapping(
     wrappings = [_read(member, {**options, **changed}, params, where) for member, changed in chosen]
     for wrapping in wrappings[:-1]:
         wrapping.places = _places(module, wrapping.module)
+    _share_out(wrappings, wrapper, modules)
     for found in _managed(module, params):
         _check_parameter(found, where)
     _prepare(module, wrapper, modules, params, wrappings[-1], options, where)
@@ -123,11 +130,6 @@ def _read(module: nn.Module, options: dict[str, Any], ignored: set[nn.Parameter]
     prefetch = options["backward_prefetch"]
     device = chosen_device(options["device_id"], module.parameters(), options["device_mesh"], where)
     mesh = chosen_mesh(options["process_group"], options["device_mesh"], STRATEGIES[strategy], device, where)
-    as_stored = (
-        [child for child in module.modules() if isinstance(child, tuple(precision._module_classes_to_ignore))]
-        if precision.param_dtype is not None
-        else []
-    )
     return Wrapping(
         module,
         [],
@@ -139,7 +141,8 @@ def _read(module: nn.Module, options: dict[str, Any], ignored: set[nn.Parameter]
         bool(options["forward_prefetch"]),
         bool(options["use_orig_params"]),
         ignored,
-        as_stored,
+        [],
+        [],
     )
 
 
@@ -235,6 +238,18 @@ def _places(root: nn.Module, module: nn.Module) -> list[tuple[nn.Module, str]]:
         for name, child in parent._modules.items()
         if child is module
     ]
+
+
+def _share_out(wrappings: list[Wrapping], wrapper: type[nn.Module], ignored: set[nn.Module]) -> None:
+    """Gives each module to the innermost wrapping around it."""
+    taken = set(ignored)
+    for wrapping in wrappings:
+        wrapping.own_modules = _unwrapped(wrapping.module, wrapper, taken)
+        taken.update(wrapping.own_modules)
+        precision = wrapping.precision
+        if precision.param_dtype is not None:
+            left_out = tuple(precision._module_classes_to_ignore)
+            wrapping.as_stored = [member for member in wrapping.own_modules if isinstance(member, left_out)]
 
 
 def _prepare(

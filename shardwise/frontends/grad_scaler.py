@@ -1,0 +1,45 @@
+"""``ShardedGradScaler``: loss scaling where each rank sees the gradients of its shards alone."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+
+class ShardedGradScaler(torch.amp.GradScaler):
+    """As ``torch.amp.GradScaler``; an infinity that any rank finds is one for all, so all skip the same steps.
+
+    Args:
+        device: where the scale lives.
+        process_group: the ranks that shard a model between them. Default: all.
+    """
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        backoff_factor: float = 0.5,
+        growth_factor: float = 2.0,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        self.process_group = process_group
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool = True,
+    ) -> dict[torch.device, torch.Tensor]:
+        # Shards of fp16 parameters have fp16 gradients.
+        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
+        anywhere = torch.zeros_like(found_inf)
+        for flag in found.values():
+            anywhere = torch.maximum(anywhere, flag.to(anywhere.device))
+        dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=self.process_group)
+        for flag in found.values():
+            flag.copy_(anywhere)
+        return found or {anywhere.device: anywhere}
