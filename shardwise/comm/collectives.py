@@ -66,7 +66,7 @@ def wire_of(group: dist.ProcessGroup, device: torch.device) -> Wire:
         wires = _wires.setdefault(group, {})
         if device.type not in wires:
             wires[device.type] = wire = _make_wire(group, device)
-            if isinstance(wire, WatchedWire) and policies.trust().checks != "off":
+            if isinstance(wire, WatchedWire) and wire.checks:
                 watch_over(wire)
         return wires[device.type]
 
@@ -129,11 +129,7 @@ class GroupCalls:
         return self._reduce_scatter(output, rows, options) or _DONE
 
     def issue_all_reduce(self, tensor: torch.Tensor, average: bool, code: int = UNNAMED) -> Work:
-        if self.wire.carries:
-            # The group's own, which must not meet another of other sizes.
-            self.wire.agree(code)
-        else:
-            self.wire.note(code)
+        self.wire.admit(code)
         options = AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if average else dist.ReduceOp.SUM)
         return self.group.allreduce([tensor], options) or _DONE

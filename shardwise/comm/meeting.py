@@ -37,6 +37,7 @@ class _Meeting:
     def __init__(self) -> None:
         self.arrived: dict[int, Pair] = {}
         self.is_over = threading.Event()
+        self.is_under_way = False
         self.is_called_off = False
         self.error: Exception | None = None
 
@@ -82,6 +83,9 @@ class MeetingWire(WatchedWire):
         # Which groups are alive only the rank's own thread knows.
         return self.group() is None
 
+    def admit(self, code: int) -> None:
+        self.agree(code)
+
     def gather(self, output: torch.Tensor, own: torch.Tensor, code: int) -> Met:
         return self._meet(code, (output, own), _gather)
 
@@ -89,7 +93,8 @@ class MeetingWire(WatchedWire):
         return self._meet(code, (output, rows), _reduce)
 
     def agree(self, code: int) -> None:
-        self._meet(code, _NOTHING, _agree).wait()
+        if self.checks:
+            self._meet(code, _NOTHING, _agree).wait()
 
     def _meet(self, code: int, own: Pair, work: Callable[[list[Pair]], None]) -> Met:
         digest, table = self.note(code), self._table
@@ -99,7 +104,7 @@ class MeetingWire(WatchedWire):
             is_last = len(meeting.arrived) == self.world
             if is_last:
                 del table.meetings[digest]
-            works = is_last and not meeting.is_called_off
+            meeting.is_under_way = works = is_last and not meeting.is_called_off
         if works:
             try:
                 with torch.no_grad():
@@ -115,8 +120,7 @@ class MeetingWire(WatchedWire):
         meeting.is_over.wait(_LANDING_SECONDS)
         with self._table.lock:
             meeting.is_called_off = True
-            is_under_way = len(meeting.arrived) == self.world
-        if is_under_way:
+        if meeting.is_under_way:
             meeting.is_over.wait()
         return True
 

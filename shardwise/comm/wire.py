@@ -77,6 +77,10 @@ class Wire:
     def follow(self, code: int) -> None:
         """Watches that the device gets past what was issued last on the current stream, where it could be stuck."""
 
+    def admit(self, code: int) -> None:
+        """Comes before a collective of the group's own, which must not meet another of other sizes."""
+        self.note(code)
+
     def gather(self, output: torch.Tensor, own: torch.Tensor, code: int) -> Any:
         raise NotImplementedError
 
@@ -100,6 +104,7 @@ class WatchedWire(Wire):
         self.ranks = dist.get_process_group_ranks(group)
         self.own_rank = self.ranks[self.rank]
         self.thread = threading.get_ident()
+        self.checks = policies.trust().checks != "off"
         self.board = Board(store_of(group, "shardwise"), self.rank, self.world)
         # Set by the training thread, read by the watch.
         self.waiting: Waiting | None = None

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from shardwise.comm.collectives import GroupCalls
+from shardwise.comm.collectives import GroupCalls, wire_of
+from shardwise.comm.path import code_of
 from shardwise.engine.binding import membership
 from shardwise.engine.gradients import GradientBuffer
 from shardwise.engine.unit import Unit
@@ -29,6 +30,7 @@ from shardwise.errors import ConfigError, ConfigTypeError, StateError
 from shardwise.torch_internals import local_of, multiply_all, norms_of, spec_of
 
 _CALL = "clip_grad_norm_"
+_CLIP = code_of("sum up the norm of gradients")
 
 
 def clip_grad_norm_(
@@ -200,6 +202,7 @@ def _value_of_mesh(mesh: DeviceMesh, placed: list[_Placed], order: float, togeth
     # Shards may live on the host while the mesh talks for a device.
     value = _value(counted, order, torch.device(mesh.device_type), together)
     for group in groups:
+        wire_of(group, value.device).admit(_CLIP)
         dist.all_reduce(value, _operation(order), group=group)
     return value
 

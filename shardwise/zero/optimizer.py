@@ -21,6 +21,8 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.optim import Optimizer
 
+from shardwise.comm.collectives import wire_of
+from shardwise.comm.path import code_of
 from shardwise.errors import ConfigError, StateError
 from shardwise.plan.ownership import Piece
 from shardwise.torch_internals import (
@@ -96,6 +98,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         )
         self.optim = optimizer_class(self._local_groups(), **defaults)
         self._show_local_optimizer()
+        self._step_codes: dict[tuple[bool, ...] | None, int] = {}
         self._consolidated: dict[int, dict[str, Any]] | None = None
         self._under_join = False
         self._hooked = False
@@ -161,6 +164,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _step(self, closure: Callable[[], Any] | None, kwargs: dict[str, Any], *, joined: bool) -> Any:
         if not joined:
             Join.notify_join_context(self)
+        self._agree(has_closure=closure is not None)
         self._sync.refresh()
         if self._under_join and join_is_watching(self):
             share_gradients(self.partition, self.process_group, joined=joined)
@@ -176,6 +180,25 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         _copy_options(self.optim.param_groups, self.param_groups)
         self._sync.run()
         return loss
+
+    def _agree(self, has_closure: bool) -> None:
+        """Lets no rank step before all have come here, with gradients of the same parameters."""
+        params = self.partition.params
+        if has_closure or self._under_join:
+            # The closure brings the gradients; ranks that have run out of inputs have none.
+            present = None
+        else:
+            present = tuple(param.grad is not None for param in params)
+        code = self._step_codes.get(present)
+        if code is None:
+            words = "step a ZeroRedundancyOptimizer"
+            if present is not None:
+                absent = [number for number, is_here in enumerate(present) if not is_here]
+                words += f" of {len(params)} parameters" + (
+                    f", without gradients of {absent}" if absent else ""
+                )
+            code = self._step_codes[present] = code_of(words)
+        wire_of(self.process_group, params[0].device).agree(code)
 
     def _skip_step(self) -> None:
         if not self._hooked:

@@ -1,0 +1,126 @@
+"""A rank that is killed, stopped, late or slow: those who wait say who is missing and where it is, or just wait."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+
+import pytest
+import torch.distributed as dist
+
+from shardwise import PeerFailure, set_trust, trace
+from shardwise.testing import run_ranks
+from shardwise.testing.failures import RankFailure
+from tests.ranks.subject import beyond_torch
+from tests.ranks.test_trust import Run, timeouts_of
+
+pytestmark = beyond_torch
+
+TIMEOUT_SECONDS = 1.5
+
+
+class Killed:
+    """What ends a rank in the middle of a forward: by a signal, or by leaving."""
+
+    def __init__(self, signal_number):
+        self.signal_number = signal_number
+
+    def __call__(self, *_):
+        os.kill(os.getpid(), self.signal_number)
+        # A signal that is caught or stops the process comes back here.
+        time.sleep(60)
+
+
+def lose_a_rank(who, signal_number):
+    """Trains; then rank `who` is struck in forward. The others hand on what they were told."""
+    set_trust(timeout_seconds=TIMEOUT_SECONDS)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    run = Run()
+    run.good_step()
+    if dist.get_rank() == who:
+        run.model.blocks[2].register_forward_pre_hook(Killed(signal_number))
+    begun = time.monotonic()
+    try:
+        run.loss().backward()
+    except PeerFailure as error:
+        # The pool keeps the story of a rank that raised, not of one that returned.
+        raise AssertionError(f"TOLD in {time.monotonic() - begun:.1f} s: {error}") from None
+
+
+def stories(world_size, who, signal_number):
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(lose_a_rank, world_size, who, signal_number, kind="gloo", timeout_seconds=20)
+    return {report.rank: report.details for report in failure.value.reports if report.rank != who}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "who", "signal_number", "state"),
+    [
+        (2, 0, signal.SIGKILL, "dead"),
+        (4, 3, signal.SIGKILL, "dead"),
+        (2, 1, signal.SIGSTOP, "stopped"),
+        (4, 0, signal.SIGSTOP, "stopped"),
+        (2, 1, signal.SIGTERM, "dead"),
+    ],
+    ids=lambda value: str(value),
+)
+def test_those_who_wait_for_a_rank_that_is_gone_say_so(world_size, who, signal_number, state):
+    told = stories(world_size, who, signal_number)
+    assert len(told) == world_size - 1
+    for rank, text in told.items():
+        assert "TOLD in" in text, f"rank {rank}: {text}"
+        assert f"rank {who} is {state}" in text
+        assert "gather 'blocks.3' in forward" in text
+
+
+def dawdle(seconds):
+    time.sleep(seconds)
+
+
+def in_a_debugger(seconds):
+    """Sits in a frame of a debugger's file, as at its prompt."""
+    scope = {"time": time}
+    exec(compile(f"def prompt():\n    time.sleep({seconds})\n", "/usr/lib/python3/pdb.py", "exec"), scope)
+    scope["prompt"]()
+
+
+def slow_ranks(folder):
+    """The last rank comes late, dawdles, sits in a debugger; the steps that nobody gave up must be right."""
+    is_slow = dist.get_rank() == dist.get_world_size() - 1
+    told = {}
+    with timeouts_of(timeout_seconds=1.5, debugger_grace_seconds=30.0, trace_dir=folder):
+        if is_slow:
+            dawdle(0.7)
+        run = Run()
+        run.good_step()
+        if is_slow:
+            dawdle(0.7)
+        run.good_step()
+        if is_slow:
+            in_a_debugger(2.5)
+        run.good_step()
+        try:
+            if is_slow:
+                dawdle(3.0)
+            run.loss().backward()
+        except PeerFailure as error:
+            told = {"error": str(error), "file": re.search(r"events are in (\S+)", str(error)).group(1)}
+            told["events"] = [event for event, _ in trace.read_failure(told["file"]).events]
+            told["text"] = trace.read_failure(told["file"]).text()
+        run.good_step()
+    return told
+
+
+@pytest.mark.parametrize(("world_size", "kind"), [(2, "gloo"), (3, "threads")])
+def test_a_slow_rank_is_waited_for_until_the_time_is_up_and_then_named_with_its_stack(
+    world_size, kind, tmp_path
+):
+    slow = world_size - 1
+    for told in run_ranks(slow_ranks, world_size, str(tmp_path), kind=kind, timeout_seconds=60):
+        assert f"rank {slow} did not come to gather the root in forward within" in told["error"]
+        assert f"rank {slow} is alive, the last it did was to let an optimizer use the step" in told["error"]
+        assert "in dawdle" in told["error"]
+        assert "PeerFailure" in told["text"]
+    assert told["events"][-1] == "gather the root in forward"
