@@ -16,6 +16,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "ConfigTypeError",
+    "NonFiniteGradients",
     "PeerFailure",
     "RankDisagreement",
     "ShardwiseError",
@@ -62,6 +63,10 @@ class StateError(ShardwiseError, RuntimeError):
 
 class RankDisagreement(ShardwiseError, RuntimeError):
     """Ranks that must agree do not: on the model, on the order of units, on an argument."""
+
+
+class NonFiniteGradients(ShardwiseError, FloatingPointError):
+    """A gradient that is infinite or not a number, before any optimizer has used it."""
 
 
 class PeerFailure(ShardwiseError, RuntimeError):

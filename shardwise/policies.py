@@ -113,12 +113,16 @@ class TrustPolicy:
             ``"off"`` compares nothing and watches nothing. Read when a group is first used.
         timeout_seconds: how long a rank waits for another before it explains what it waits for, and raises.
         debugger_grace_seconds: how long it waits instead for a rank that sits in a debugger.
+        non_finite: what to do before an optimizer uses a step in which a rank had a gradient that is infinite or not
+            a number: ``"raise"``, on all ranks; ``"skip"`` the step, on all ranks; ``"log"`` it and go on. With
+            ``None`` nobody looks.
         trace_dir: where a rank's last events are written on failure; a folder for temporary files if None.
     """
 
     checks: Literal["off", "step", "collective"] = "step"
     timeout_seconds: float = 20.0
     debugger_grace_seconds: float = 3600.0
+    non_finite: Literal["raise", "skip", "log"] | None = None
     trace_dir: str | None = None
 
     def __post_init__(self) -> None:
@@ -127,6 +131,12 @@ class TrustPolicy:
                 f"TrustPolicy.checks is {self.checks!r}",
                 where="TrustPolicy(checks=...)",
                 fix="use 'off', 'step' or 'collective'",
+            )
+        if self.non_finite not in (None, "raise", "skip", "log"):
+            raise ConfigError(
+                f"TrustPolicy.non_finite is {self.non_finite!r}",
+                where="TrustPolicy(non_finite=...)",
+                fix="use 'raise', 'skip', 'log' or None",
             )
         for field in ("timeout_seconds", "debugger_grace_seconds"):
             if not getattr(self, field) > 0:

@@ -20,12 +20,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shardwise import trace
+from shardwise import policies, trace
 from shardwise.comm.agreement import check_same_model
+from shardwise.comm.collectives import GroupCalls
 from shardwise.comm.streams import Mark, lanes_for
 from shardwise.comm.wire import Wire
 from shardwise.engine.binding import clean_name, units_of
 from shardwise.engine.events import REPLAY, STEP, UnitEvents
+from shardwise.engine.guard import Guard
 from shardwise.engine.reduce import PackedReduce, ReduceSettings, Reduction, run_user_hooks
 from shardwise.errors import StateError
 from shardwise.plan.lifecycle import State
@@ -95,6 +97,7 @@ class Root:
         self._is_offloaded = False
         self.post_optim_event: torch.Event | None = None
         self.wires: list[Wire] = []
+        self.guard: Guard | None = None
         self._epochs: list[int] = []
         self._num_agreed: list[int] = []
         self._adopt(top)
@@ -122,7 +125,7 @@ class Root:
                     where=f"first forward of the model around it, rank {unit.rank}",
                     fix="finish its backward before the outer model runs for the first time",
                 )
-        self.wires = _wires_of(names)
+        self.wires = [calls.wire for calls in _groups_of(names)]
         model = 1
         if self.wires:
             self.wires[0].num_models += 1
@@ -211,6 +214,8 @@ class Root:
         if not self.in_backward:
             self.in_backward = True
             self._epochs = [wire.path.epoch for wire in self.wires]
+            if (policies.trust().non_finite is None) != (self.guard is None):
+                self.guard = Guard(self.top.rank) if self.guard is None else None
             queue_end_of_backward(_EndOfBackward(self))
 
     def prefetch_before(self, unit: Unit, visit: Pass) -> None:
@@ -305,6 +310,9 @@ class Root:
             else:
                 wire.agree(STEP)
             self._num_agreed[index] = wire.path.num_events
+        policy = policies.trust().non_finite
+        if self.guard is not None and policy is not None:
+            self.guard.judge(policy, optimizer, _groups_of(self.units))
 
     def after_optimizer(self) -> None:
         pass
@@ -402,10 +410,12 @@ class Root:
                 unit.abandon_step()
                 unit.forget_reduces(unlanded)
             self._take_back(0)
+        if self.guard is not None:
+            self.guard.forget()
         self.in_forward = self.in_backward = self.ends_backward = False
 
 
-def _wires_of(units: Iterable[Unit]) -> list[Wire]:
-    """The wires that units share with other ranks, in the order of the units."""
-    found = dict.fromkeys(calls.wire for unit in units for calls in unit.all_calls())
-    return [wire for wire in found if wire.world > 1]
+def _groups_of(units: Iterable[Unit]) -> list[GroupCalls]:
+    """The groups that units share with other ranks, each once, in the order of the units."""
+    found = {calls.wire: calls for unit in units for calls in unit.all_calls() if calls.world > 1}
+    return list(found.values())

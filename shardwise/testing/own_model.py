@@ -1,0 +1,194 @@
+"""Does a model train sharded as it does unsharded? A check for users' own models.
+
+    report = check_parity(model, batch, shard=lambda model: fully_shard(model, wrap=Block))
+    assert report, report
+
+Every rank trains two copies for a few steps: a sharded one, and a plain one whose gradients are averaged over ranks, in
+rank order. Without a process group it starts two ranks of its own, as threads.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardwise.errors import ConfigError
+from shardwise.frontends.fully_shard import fully_shard
+from shardwise.testing.ranks import run_ranks
+
+__all__ = ["ParityReport", "check_parity"]
+
+
+@dataclass(frozen=True)
+class ParityReport:
+    """What became of the two copies; true if they are the same.
+
+    ``difference`` names the step and the first thing that differs: the loss, a gradient or a parameter.
+    """
+
+    num_steps: int
+    num_parameters: int
+    difference: str | None = None
+
+    def __bool__(self) -> bool:
+        return self.difference is None
+
+    def __str__(self) -> str:
+        told = f"{self.num_parameters} parameters over {self.num_steps} steps"
+        return f"{told}: the same" if self.difference is None else f"{told}: {self.difference}"
+
+
+def check_parity(
+    model: nn.Module,
+    batch: Any,
+    *,
+    shard: Callable[[nn.Module], object] = fully_shard,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
+    steps: int = 3,
+    tolerance: float | None = None,
+) -> ParityReport:
+    """Trains copies of ``model``, sharded and plain, and reports the first parameter that differs.
+
+    Args:
+        model: a model that is not sharded; it is left as it is.
+        batch: what this rank feeds it: a tensor, a tuple of arguments, or a mapping of named ones.
+        shard: shards a copy, in place.
+        loss: makes a scalar of the model's output; by default the output itself, its ``loss``, or the mean of
+            squares of its tensors.
+        optimizer: makes an optimizer of parameters; plain SGD by default.
+        steps: how many to take.
+        tolerance: how much values may differ, relative to the largest of them. By default not at all on a CPU,
+            where sums are in rank order, and 1e-5 elsewhere.
+    """
+    if any(isinstance(param, DTensor) for param in model.parameters()):
+        raise ConfigError(
+            "the model is sharded already, so there is nothing to compare it with",
+            where="check_parity(model, ...)",
+            fix="pass the model as it was before fully_shard, and how to shard it as shard=",
+        )
+    arguments = (model, batch, shard, loss, optimizer or _sgd, steps, tolerance)
+    if dist.is_initialized():
+        return _check(*arguments)
+    return run_ranks(_check, 2, *arguments)[0]
+
+
+def _check(
+    model: nn.Module,
+    batch: Any,
+    shard: Callable[[nn.Module], object],
+    loss: Callable[[Any], torch.Tensor] | None,
+    optimizer: Callable[[Any], torch.optim.Optimizer],
+    steps: int,
+    tolerance: float | None,
+) -> ParityReport:
+    plain, sharded = copy.deepcopy(model), copy.deepcopy(model)
+    shard(sharded)
+    optims = optimizer(plain.parameters()), optimizer(sharded.parameters())
+    on_cpu = all(param.device.type == "cpu" for param in plain.parameters())
+    allowed = (0.0 if on_cpu else 1e-5) if tolerance is None else tolerance
+    num_parameters = sum(1 for _ in plain.parameters())
+    difference: str | None = None
+    for step in range(steps):
+        losses: list[torch.Tensor] = []
+        for copy_of_model in (plain, sharded):
+            # Ranks may drop out different elements; the two copies of a rank must not.
+            torch.manual_seed(1000 * step + dist.get_rank())
+            value = _loss_of(_call(copy_of_model, batch), loss)
+            value.backward()
+            losses.append(value.detach())
+        _average_in_rank_order(plain)
+        # All of them on every rank: to make a parameter whole takes all ranks.
+        found = [_differs("the loss", losses[0], losses[1], allowed)]
+        found.append(_first_difference(plain, sharded, allowed, "grad"))
+        for each in optims:
+            each.step()
+            each.zero_grad()
+        found.append(_first_difference(plain, sharded, allowed, "data"))
+        # A rank that sees none may have a peer that does; all of them stop at the same step.
+        everywhere: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, next((each for each in found if each is not None), None))
+        difference = next((each for each in everywhere if each is not None), None)
+        if difference is not None:
+            return ParityReport(step + 1, num_parameters, f"at step {step}, {difference}")
+    return ParityReport(steps, num_parameters)
+
+
+def _sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.01)
+
+
+def _call(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+
+
+def _loss_of(output: Any, loss: Callable[[Any], torch.Tensor] | None) -> torch.Tensor:
+    if loss is not None:
+        return loss(output)
+    named = getattr(output, "loss", None)
+    if isinstance(named, torch.Tensor):
+        return named
+    if isinstance(output, torch.Tensor):
+        return output if output.dim() == 0 else output.float().square().mean()
+    if isinstance(output, (tuple, list)) and isinstance(output[0], torch.Tensor):
+        return _loss_of(output[0], None)
+    raise ConfigError(
+        f"the model returns a {type(output).__name__}, of which no loss can be made",
+        where="check_parity(model, batch)",
+        fix="pass loss=, which makes a scalar of what the model returns",
+    )
+
+
+def _average_in_rank_order(plain: nn.Module) -> None:
+    world = dist.get_world_size()
+    for param in plain.parameters():
+        has_any = torch.tensor(float(param.grad is not None), device=param.device)
+        dist.all_reduce(has_any)
+        if not has_any:
+            continue
+        own = torch.zeros_like(param) if param.grad is None else param.grad.contiguous()
+        terms = [torch.empty_like(own) for _ in range(world)]
+        dist.all_gather(terms, own)
+        total = terms[0]
+        for term in terms[1:]:
+            total = total + term
+        param.grad = total / world
+
+
+def _first_difference(plain: nn.Module, sharded: nn.Module, allowed: float, of: str) -> str | None:
+    first: str | None = None
+    for (name, expected), (_, param) in zip(
+        plain.named_parameters(), sharded.named_parameters(), strict=True
+    ):
+        # Every rank asks for every parameter: to make one whole takes all of them.
+        want, have = (expected.grad, param.grad) if of == "grad" else (expected.detach(), param.detach())
+        whole = have.full_tensor() if isinstance(have, DTensor) else have
+        if first is not None:
+            continue
+        what = f"the gradient of '{name}'" if of == "grad" else f"parameter '{name}'"
+        if (want is None) != (whole is None):
+            first = f"{what} is {'there' if whole is not None else 'missing'} in the sharded copy only"
+        elif want is not None and whole is not None:
+            first = _differs(what, want, whole, allowed)
+    return first
+
+
+def _differs(what: str, expected: torch.Tensor, found: torch.Tensor, allowed: float) -> str | None:
+    if torch.equal(expected, found):
+        return None
+    largest = expected.abs().max().clamp(min=torch.finfo(torch.float32).tiny)
+    error = float(((expected - found).abs().max() / largest).item())
+    if error <= allowed:
+        return None
+    return (
+        f"{what} differs by {error:.2g} of its largest value on rank {dist.get_rank()} (allowed: {allowed:g})"
+    )

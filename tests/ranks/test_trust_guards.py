@@ -1,0 +1,153 @@
+"""Gradients that are not finite are named, with their unit and rank; a user's own model is checked against itself."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwise import ConfigError, NonFiniteGradients, fully_shard, set_trust
+from shardwise.testing import check_parity, run_ranks
+from shardwise.testing.workloads import seeded
+from tests.ranks.models import TwoLayers, data, same_parameters
+from tests.ranks.subject import beyond_torch
+from tests.ranks.test_trust import Block, Model, Run, timeouts_of
+
+pytestmark = beyond_torch
+
+
+class Heard(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.said = []
+
+    def emit(self, record):
+        self.said.append(record.getMessage())
+
+
+class Poison(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, is_on):
+        ctx.is_on = is_on
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * float("inf") if ctx.is_on else grad, None
+
+
+class Poisoned(Model):
+    """Blocks, after the second of which a gradient may turn infinite on one rank."""
+
+    who = None
+
+    def forward(self, x):
+        x = self.blocks[1](self.blocks[0](self.first(x)))
+        return self.blocks[3](self.blocks[2](Poison.apply(x, self.who == dist.get_rank())))
+
+
+def poisoned_run():
+    model, plain = seeded(Poisoned()), seeded(Model())
+    for block in model.blocks:
+        fully_shard(block)
+    return fully_shard(model), plain
+
+
+def three_policies(who):
+    model, plain = poisoned_run()
+    optim = torch.optim.AdamW(model.parameters(), lr=0.01)
+    told = {}
+    heard = Heard()
+    logging.getLogger("shardwise").addHandler(heard)
+    try:
+        for policy in ("raise", "skip", "log"):
+            with timeouts_of(non_finite=policy):
+                model.who = who
+                model(data(0, dist.get_rank(), 3, 6)).sum().backward()
+                try:
+                    optim.step()
+                except NonFiniteGradients as error:
+                    told[policy] = str(error)
+                if policy != "log":
+                    same_parameters(model, plain, policy, 0.0)
+                    assert not any(state for state in optim.state.values())
+                else:
+                    assert any(not param.full_tensor().isfinite().all() for param in model.parameters())
+                optim.zero_grad()
+    finally:
+        logging.getLogger("shardwise").removeHandler(heard)
+    return told, heard.said
+
+
+@pytest.mark.parametrize(("kind", "who"), [("gloo", 0), ("gloo", 2)])
+def test_a_gradient_that_is_not_finite_is_named_and_treated_alike_on_all_ranks(kind, who):
+    for told, said in run_ranks(three_policies, 3, who, kind=kind):
+        first = f"the gradient of 'blocks.1.up.weight' (unit 'blocks.1') is not finite on rank {who}"
+        assert first in told["raise"]
+        assert [first in text for text in said] == [True, True]
+        assert "left out on all ranks" in said[0]
+
+
+def finite_steps():
+    with timeouts_of(non_finite="raise"):
+        run = Run()
+        for _ in range(3):
+            run.good_step()
+
+
+def test_the_guard_changes_no_step_that_is_finite():
+    run_ranks(finite_steps, 2)
+
+
+def test_bad_policies_are_refused():
+    for changes in ({"checks": "often"}, {"timeout_seconds": 0}, {"non_finite": "ignore"}):
+        with pytest.raises(ConfigError, match=next(iter(changes))):
+            set_trust(**changes)
+
+
+# --- a user's own model --------------------------------------------------------------------------------------------
+
+
+class WithDropout(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(TwoLayers(), nn.Dropout(0.5), TwoLayers())
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x, scale):
+        return {"logits": self.head(self.body(x)) * scale}
+
+
+def parity_in_a_group():
+    model = seeded(WithDropout())
+    before = [param.clone() for param in model.parameters()]
+    batch = {"x": data(0, dist.get_rank(), 4, 8), "scale": 2.0}
+
+    def loss(output):
+        return output["logits"].square().sum()
+
+    def spoil(model):
+        fully_shard(model)
+        model.body[2].out_proj.weight.register_post_accumulate_grad_hook(lambda param: param.grad.mul_(1.5))
+
+    good = check_parity(model, batch, loss=loss, shard=lambda model: fully_shard(model, wrap=TwoLayers))
+    bad = check_parity(model, batch, loss=loss, shard=spoil, steps=2)
+    with pytest.raises(ConfigError, match="no loss can be made"):
+        check_parity(model, batch)
+    assert all(map(torch.equal, before, model.parameters()))
+    return bool(good), str(good), bool(bad), str(bad)
+
+
+def test_parity_of_a_users_model_names_the_first_parameter_that_differs():
+    for good, told, bad, difference in run_ranks(parity_in_a_group, 3, kind="gloo"):
+        assert good
+        assert told == "10 parameters over 3 steps: the same"
+        assert not bad
+        assert "at step 0, the gradient of 'body.2.out_proj.weight' differs by 0.5" in difference
+
+
+def test_parity_starts_ranks_of_its_own_where_there_is_no_group():
+    assert check_parity(Block(8), data(0, 0, 3, 6), optimizer=torch.optim.AdamW)
