@@ -181,6 +181,7 @@ def _total_norm(found: _Gradients, order: float, together: bool) -> torch.Tensor
         values.append(_value_of_mesh(mesh, placed, order, together).to(device))
     for calls, shards in found.by_group.items():
         value = _value(shards, order, calls.device, together)
+        calls.wire.admit(_CLIP)
         dist.all_reduce(value, _operation(order), group=calls.group)
         values.append(value.to(device))
     value = values[0] if len(values) == 1 else _sum(torch.stack(values), order)

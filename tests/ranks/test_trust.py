@@ -356,8 +356,8 @@ def test_ranks_as_threads_that_part_all_raise_and_train_on():
 
 
 def test_ranks_of_a_wrapped_model_that_part_all_raise_and_train_on():
-    # Settings that a wrapper does not have, and clipping that is a method of it.
-    others = (another_resharding, another_requires_grad, clipping_on_one)
+    # Of settings that a wrapper does not have.
+    others = (another_resharding, another_requires_grad)
     check(3, 1, [case for case in PARTING if case not in others], BREAKING_OFF, "threads", "wrapper")
 
 
