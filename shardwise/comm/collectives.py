@@ -85,6 +85,9 @@ def _make_wire(group: dist.ProcessGroup, device: torch.device) -> Wire:
 class GroupCalls:
     """What the engine asks of one process group."""
 
+    # Whether many tensors can be gathered as one operation, each into its own place.
+    gathers_each = False
+
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         backend = backend_name(group, device)
         self.backend = backend
@@ -95,6 +98,7 @@ class GroupCalls:
         self.ordered_by_stream = device.type == "cuda" and backend in ("nccl", "fake")
         # The fake group stands in for NCCL: it takes any operation, and moves nothing.
         self.averages = backend in ("nccl", "fake")
+        self.gathers_each = self.ordered_by_stream
         self.wire = wire_of(group, device)
         self._all_gather = all_gather_call(group)
         self._reduce_scatter = reduce_scatter_call(group)
@@ -115,6 +119,13 @@ class GroupCalls:
             return gathered
         wire.note(code)
         return self._all_gather(output, own, self._gather_options) or _DONE
+
+    def issue_all_gather_each(
+        self, outputs: list[torch.Tensor], owns: list[torch.Tensor], code: int = UNNAMED
+    ) -> Work:
+        """Gathers every rank's ``owns``, each into its output, as one operation."""
+        self.wire.note(code)
+        return self.group.allgather_into_tensor_coalesced(outputs, owns, self._gather_options) or _DONE
 
     def issue_reduce_scatter(
         self, output: torch.Tensor, rows: torch.Tensor, average: bool, code: int = UNNAMED

@@ -65,6 +65,7 @@ class StagedCalls(GroupCalls):
     ) -> None:
         super().__init__(inner.group, inner.device)
         self.set_by = set_by
+        self.gathers_each = False
         self._allocate = allocate
         self._own_all_gather = all_gather
         self._own_reduce_scatter = reduce_scatter

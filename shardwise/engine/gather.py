@@ -1,6 +1,7 @@
 """Gathering a unit: from every rank's row of shards to full parameters.
 
     shards (own row) ──cast──▶ sent row ──one all-gather──▶ rows of all ranks ──copy-out──▶ full parameters
+                                  └───────one all-gather of many tensors (NCCL, large units)───────▲
 
 The cast falls away when rows are sent as they are stored, the copy-out where the rows of all ranks already are the full
 parameters end to end. All of it runs on the gather lane. With *parts*, a rank
@@ -16,6 +17,28 @@ from shardwise.comm.collectives import GroupCalls, Work, land
 from shardwise.engine.storage import Elastic
 from shardwise.plan.layout import Layout
 from shardwise.torch_internals import copy_all
+
+# From here on the time of a copy-out is worth more than that of one operation for each parameter.
+_IN_PLACE_BYTES = 16 << 20
+
+
+def _plan_in_place(
+    layout: Layout, full: Elastic, row: Elastic | torch.Tensor
+) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
+    """Outputs and inputs of a gather that receives each parameter in its place, where that pays."""
+    shares = layout.shares()
+    if shares is None or layout.full_bytes < _IN_PLACE_BYTES:
+        return None
+    outputs, owns = [], []
+    for share in shares:
+        outputs.append(full.tensor(torch.uint8, share.full_start_bytes, (share.own_bytes * layout.world,)))
+        stop = share.own_start_bytes + share.own_bytes
+        owns.append(
+            row[share.own_start_bytes : stop]
+            if isinstance(row, torch.Tensor)
+            else row.tensor(torch.uint8, share.own_start_bytes, (share.own_bytes,))
+        )
+    return outputs, owns
 
 
 class PackedGather:
@@ -76,8 +99,11 @@ class PackedGather:
                 self._rows.tensor(dtype, piece.packed_start * size, piece.shape, piece.packed_strides)
             )
 
+        self._in_place = _plan_in_place(layout, full, self._cast_row or self._device_row or shards)
         self._part: Elastic | None = None
         if part_calls is not None:
+            # A part is a run of rows.
+            self._in_place = None
             part_bytes = layout.sent_bytes * layout.world // part_calls.world
             self._part = Elastic(part_bytes, device)
             self._part_row = self._part.tensor(torch.uint8, 0, (part_bytes,))
@@ -86,7 +112,6 @@ class PackedGather:
     def issue(self, code: int) -> None:
         """Starts the gather from every rank's shards."""
         self._full.grow()
-        self._rows.grow()
         if self._device_row is not None:
             self._device_row.grow()
             self._on_device.copy_(self._shards, non_blocking=True)
@@ -94,7 +119,11 @@ class PackedGather:
             self._cast_row.grow()
             for target, source in self._casts:
                 target.copy_(source)
-        self._work = self.calls.issue_all_gather(self._all_rows, self._own, code)
+        if self._in_place is not None and self.calls.gathers_each:
+            self._work = self.calls.issue_all_gather_each(*self._in_place, code)
+        else:
+            self._rows.grow()
+            self._work = self.calls.issue_all_gather(self._all_rows, self._own, code)
 
     def issue_from_parts(self, code: int) -> None:
         """Starts the gather from the runs of rows kept after forward."""
@@ -108,7 +137,7 @@ class PackedGather:
         assert self._work is not None
         self._work.wait()
         self._work = None
-        if self._targets:
+        if self._rows.is_grown and self._targets:
             copy_all(self._targets, self._sources)
         if keep_part:
             assert self._part is not None

@@ -64,6 +64,9 @@ class FlatLayout:
         segment = self.segments[self.places[index][0]]
         return segment.stored_start_bytes + self.own_start(index, rank) * segment.stored_itemsize
 
+    def shares(self) -> None:
+        return None
+
     def copy_out(self) -> list[tuple[Segment, Piece]]:
         if self.is_in_place:
             return []

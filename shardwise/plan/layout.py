@@ -64,6 +64,15 @@ class Segment:
 
 
 @dataclass(frozen=True)
+class Share:
+    """A parameter of which every rank has one block, all of one size: where it stands in rows as sent, and whole."""
+
+    own_start_bytes: int
+    own_bytes: int
+    full_start_bytes: int
+
+
+@dataclass(frozen=True)
 class Section:
     """The gradients of one segment's parameters in a row, in elements; ``members`` are numbers of gradients."""
 
@@ -105,6 +114,9 @@ class Layout(Protocol):
 
     def copy_out(self) -> list[tuple[Segment, Piece]]:
         """Which blocks of the gathered rows are which blocks of the full buffer, in elements of the segment."""
+
+    def shares(self) -> list[Share] | None:
+        """The parameters one by one, if each of them can be gathered right into its place."""
 
 
 class Packing(Protocol):

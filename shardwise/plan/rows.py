@@ -22,7 +22,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from shardwise.plan.layout import ALIGNMENT_BYTES, Pad, Piece, RowParam, Section, Segment
+from shardwise.plan.layout import ALIGNMENT_BYTES, Pad, Piece, RowParam, Section, Segment, Share
 from shardwise.plan.spans import Span, aligned, ceil_div, cut_evenly
 
 
@@ -105,6 +105,17 @@ class RowsLayout:
                 self.sent_bytes // size,
             )
             found += [(segment, piece) for piece in pieces]
+        return found
+
+    def shares(self) -> list[Share] | None:
+        found = []
+        for segment in self.segments:
+            for index in segment.members:
+                cut = self.cuts[index]
+                if cut.dim != 0 or not cut.shape or cut.shape[0] % self.world or not cut.padded_numel:
+                    return None
+                own_bytes = cut.padded_numel * segment.sent_itemsize
+                found.append(Share(self.sent_starts_bytes[index], own_bytes, self.full_starts_bytes[index]))
         return found
 
 

@@ -12,8 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
 
 from shardwise import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from shardwise.engine import gather
 from shardwise.testing import run_ranks
 from shardwise.testing.parity import (
     BF16,
@@ -100,6 +102,41 @@ def test_two_replicas_of_two_shards_match_the_oracle():
 
 def test_two_replicas_match_the_oracle_on_gloo_with_cuda_tensors():
     check_parity(2, 2, [(True, LAST_OF_THREE, FP32, OffloadPolicy())], 1e-5, kind="gloo-cuda")
+
+
+def in_place_and_by_rows(precision):
+    """Losses and shards with gathers into place and with gathers by rows, and what the first were counted as."""
+    found, counts = [], {}
+    for smallest in (0, 1 << 40):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(gather, "_IN_PLACE_BYTES", smallest)
+            torch.manual_seed(0)
+            model = torch.nn.Sequential(*[torch.nn.Linear(16, 16) for _ in range(3)]).cuda()
+            for layer in model:
+                fully_shard(layer, mesh=mesh_of(dist.get_world_size()), mp_policy=precision)
+            fully_shard(model, mesh=mesh_of(dist.get_world_size()), mp_policy=precision)
+            optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+            for step in range(4):
+                x = torch.randn(4, 16, generator=torch.Generator().manual_seed(step)).cuda()
+                with CommDebugMode() as counted:
+                    loss = model(x).float().square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                found.append(loss.detach())
+            if smallest == 0:
+                counts = {str(op): count for op, count in counted.get_comm_counts().items()}
+            found += [param.to_local().clone() for param in model.parameters()]
+    half = len(found) // 2
+    return [torch.equal(a, b) for a, b in zip(found[:half], found[half:], strict=True)], counts
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_parameters_gathered_into_their_places_are_those_gathered_by_rows(world_size):
+    for precision in (MixedPrecisionPolicy(), BF16_POLICY):
+        for same, counts in run_ranks(in_place_and_by_rows, world_size, precision, kind="nccl"):
+            assert all(same)
+            assert counts == {"c10d.allgather_into_tensor_coalesced_": 3}
 
 
 @pytest.mark.parametrize("pin_memory", [True, False])

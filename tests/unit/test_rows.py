@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from math import prod
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -158,6 +159,44 @@ def test_pieces_and_pads_fill_the_rows_without_overlap(
     for pad in plan_pads(layout.cuts, starts, row_numel):
         touched += blocks(pad.packed_start, pad.shape, pad.packed_strides)
     assert sorted(touched) == list(range(world * row_numel))
+
+
+@given(
+    shapes=st.lists(st.sampled_from([(12, 2), (24,), (12, 2, 2), (36, 3)]), min_size=1, max_size=5),
+    world=st.sampled_from([1, 2, 3, 4, 6, 12]),
+)
+def test_gathering_each_parameter_into_its_place_is_gathering_rows_and_copying_out(
+    shapes: list[tuple[int, ...]], world: int
+) -> None:
+    layout = plan_rows([RowParam(shape, 0, len(shape), 4, 4) for shape in shapes], world)
+    shares = layout.shares()
+    assert shares is not None
+    in_place = {
+        rank * layout.sent_bytes + share.own_start_bytes + offset: share.full_start_bytes
+        + rank * share.own_bytes
+        + offset
+        for share in shares
+        for rank in range(world)
+        for offset in range(0, share.own_bytes, 4)
+    }
+    copied = {
+        4 * place: 4 * element
+        for _, piece in layout.copy_out()
+        for place, element in zip(
+            blocks(piece.packed_start, piece.shape, piece.packed_strides),
+            blocks(piece.full_start, piece.shape, piece.full_strides),
+            strict=True,
+        )
+    }
+    assert in_place == copied
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((5, 4), 0), ((4, 4), 1), ((0, 4), 0)])
+def test_a_parameter_that_is_cut_unevenly_or_across_has_no_place_to_be_gathered_into(
+    shape: tuple[int, ...], dim: int
+) -> None:
+    params = [RowParam((4, 4), 0, "one", 4, 4), RowParam(shape, dim, "one", 4, 4)]
+    assert plan_rows(params, 2).shares() is None
 
 
 @settings(max_examples=200)
