@@ -218,8 +218,10 @@ class Flat:
     def gradient_dtype(self, slot: Slot, reduce_dtype: torch.dtype) -> torch.dtype:
         if not self._keeps_reduced or slot.stored_dtype == reduce_dtype:
             return slot.stored_dtype
-        # Otherwise torch takes no gradient of another dtype than the parameter's.
-        slot.sharded.grad_dtype = reduce_dtype
+        assert isinstance(slot, FlatSlot)
+        for member in slot.line.slots:
+            # Otherwise torch takes no gradient of another dtype than the parameter's.
+            member.sharded.grad_dtype = reduce_dtype
         return reduce_dtype
 
     def left(self, slots: list[Slot]) -> list[Any]:

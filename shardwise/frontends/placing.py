@@ -21,6 +21,10 @@ def chosen_device(
     device_id: Any, params: Iterable[torch.Tensor], mesh: DeviceMesh | None, where: str
 ) -> torch.device:
     """The device to compute on: as told, or the mesh's, or where the parameters are, or the process group's."""
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise ConfigTypeError(
+            f"device_mesh is a {type(mesh).__name__}", where=where, fix="make one with init_device_mesh"
+        )
     if device_id is not None:
         device = torch.device("cuda", device_id) if isinstance(device_id, int) else torch.device(device_id)
     else:
@@ -41,10 +45,6 @@ def chosen_mesh(
             "both process_group and device_mesh were given", where=where, fix="pass one of the two"
         )
     mesh = device_mesh
-    if mesh is not None and not isinstance(mesh, DeviceMesh):
-        raise ConfigTypeError(
-            f"device_mesh is a {type(mesh).__name__}", where=where, fix="make one with init_device_mesh"
-        )
     if mesh is None and strategy.num_axes == 2:
         mesh = _two_axes(process_group, device, where)
     elif mesh is None and process_group is None:

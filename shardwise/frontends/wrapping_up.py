@@ -6,6 +6,7 @@ moved and made equal on all ranks, once for the whole model. What is left is a l
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -54,6 +55,10 @@ OPTIONS = frozenset(
 )
 
 
+# Modules that have a wrapper around them.
+_wrapped: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
 @dataclass
 class Wrapping:
     """One wrapper to be made: a module, where it stands in the model, and its options as the engine needs them."""
@@ -74,7 +79,11 @@ class Wrapping:
 
     def set_up(self, unit: Unit) -> None:
         """Hands the options that are settings to the unit, and its modules theirs."""
-        cast_buffers(self.own_modules, self.precision.buffer_dtype)
+        _wrapped.add(self.module)
+        left_out = set(self.as_stored)
+        cast_buffers(
+            (module for module in self.own_modules if module not in left_out), self.precision.buffer_dtype
+        )
         for module in self.as_stored:
             compute_as_stored(module)
         if self.backward_prefetch is None:
@@ -175,7 +184,7 @@ def _ignored(
 
 
 def _check_module(module: nn.Module, wrapper: type[nn.Module], where: str) -> None:
-    if isinstance(module, wrapper) or _is_wrapped(module):
+    if isinstance(module, wrapper) or module in _wrapped:
         raise ConfigError(
             f"{type(module).__name__} is wrapped already", where=where, fix="wrap each module once"
         )
@@ -191,14 +200,6 @@ def _check_module(module: nn.Module, wrapper: type[nn.Module], where: str) -> No
             where=where,
             fix=f"wrap the modules inside the {type(module).__name__}, or the module around it",
         )
-
-
-def _is_wrapped(module: nn.Module) -> bool:
-    """Whether a wrapper that still exists was made around this very module."""
-    return any(
-        taken is not None and any(getattr(member, "module", None) is module for member in taken[0].modules)
-        for taken in (membership(param) for param in module.parameters())
-    )
 
 
 def _check_none_wrapped(module: nn.Module, wrapper: type[nn.Module], where: str) -> None:
@@ -247,7 +248,7 @@ def _share_out(wrappings: list[Wrapping], wrapper: type[nn.Module], ignored: set
         wrapping.own_modules = _unwrapped(wrapping.module, wrapper, taken)
         taken.update(wrapping.own_modules)
         precision = wrapping.precision
-        if precision.param_dtype is not None:
+        if precision.param_dtype is not None or precision.buffer_dtype is not None:
             left_out = tuple(precision._module_classes_to_ignore)
             wrapping.as_stored = [member for member in wrapping.own_modules if isinstance(member, left_out)]
 

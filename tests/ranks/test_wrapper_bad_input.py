@@ -1,0 +1,141 @@
+"""What cannot work is refused with what, where and a fix, and the model is as it was."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from shardwise import (
+    CustomPolicy,
+    FullOptimStateDictConfig,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ModuleWrapPolicy,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictType,
+    fully_shard,
+    size_based_auto_wrap_policy,
+)
+from shardwise.errors import ConfigError, ConfigTypeError, StateError
+from shardwise.testing import run_ranks
+from shardwise.testing.workloads import seeded
+from tests.ranks.models import Layers, TwoLayers, data
+
+FSDP = FullyShardedDataParallel
+
+
+def refusals():
+    mesh = init_device_mesh("cpu", (2,))
+    return [
+        ({"auto_wrap_policy": ModuleWrapPolicy({nn.Conv2d})}, "chooses no module of Layers"),
+        ({"auto_wrap_policy": size_based_auto_wrap_policy}, "chooses no module of Layers"),
+        (
+            {"auto_wrap_policy": ModuleWrapPolicy({nn.ModuleList})},
+            "chooses a ModuleList, which only holds modules",
+        ),
+        ({"auto_wrap_policy": CustomPolicy(lambda m: 3)}, "returned 3 for a"),
+        (
+            {"auto_wrap_policy": CustomPolicy(lambda m: {"speed": 1} if isinstance(m, TwoLayers) else False)},
+            r"chose the options \['speed'\]",
+        ),
+        ({"auto_wrap_policy": 17}, "auto_wrap_policy is 17"),
+        ({"sharding_strategy": "full"}, "'full' is no ShardingStrategy"),
+        ({"backward_prefetch": 1}, "1 is no BackwardPrefetch"),
+        ({"mixed_precision": torch.bfloat16}, "is no MixedPrecision"),
+        ({"mixed_precision": MixedPrecision(param_dtype=torch.int8)}, "not a floating-point dtype"),
+        ({"cpu_offload": True}, "True is no CPUOffload"),
+        ({"process_group": 3}, "process_group is a int"),
+        ({"device_mesh": 3}, "int"),
+        ({"device_mesh": mesh, "process_group": dist.group.WORLD}, "both process_group and device_mesh"),
+        ({"device_mesh": mesh, "sharding_strategy": ShardingStrategy.HYBRID_SHARD}, "a mesh of 1 axes"),
+        (
+            {"process_group": dist.group.WORLD, "sharding_strategy": ShardingStrategy.HYBRID_SHARD},
+            "needs two groups",
+        ),
+        ({"ignored_modules": [3]}, "a int is to be ignored"),
+        ({"ignored_modules": [], "ignored_states": []}, "both ignored_modules and ignored_states"),
+        ({"device_id": torch.device("meta")}, "names the meta device"),
+    ]
+
+
+def refused():
+    for options, message in refusals():
+        model = seeded(Layers())
+        before = {name: (param, param.detach().clone()) for name, param in model.named_parameters()}
+        with pytest.raises(ConfigError, match=message) as caught:
+            FSDP(model, **options)
+        assert "FullyShardedDataParallel" in str(caught.value) or "Policy" in str(caught.value), options
+        assert "fix:" in str(caught.value)
+        for name, param in model.named_parameters():
+            assert param is before[name][0]
+            assert torch.equal(param, before[name][1])
+        assert not any(isinstance(module, FSDP) for module in model.modules())
+    for model, message in [
+        (nn.ModuleList([nn.Linear(2, 2)]), "only holds modules"),
+        ("model", "was given a str"),
+        (fully_shard(nn.Linear(2, 2)), "sharded by fully_shard already"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            FSDP(model)
+    inner = nn.Linear(2, 2)
+    model = FSDP(inner)
+    for again in (model, inner):
+        with pytest.raises(ConfigError, match="is wrapped already"):
+            FSDP(again)
+    with pytest.raises(ConfigError, match="whose '0' is wrapped already"):
+        FSDP(nn.Sequential(model, nn.Linear(2, 2)), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    with pytest.raises(ConfigError, match="wrapped and ignored"):
+        FSDP(layer := nn.Linear(2, 2), ignored_modules=[layer])
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].weight = nn.Parameter(torch.eye(2).to_sparse())
+    with pytest.raises(ConfigError, match="is sparse"):
+        FSDP(model)
+    with torch.device("meta"):
+        without_reset = nn.Sequential(nn.Linear(2, 2))
+        without_reset.weight = nn.Parameter(torch.empty(2))
+    with pytest.raises(ConfigError, match="no reset_parameters"):
+        FSDP(without_reset)
+    with pytest.raises(ConfigError, match="on the meta device after param_init_fn"):
+        FSDP(without_reset, param_init_fn=lambda module: None)
+
+
+def test_options_that_cannot_work_are_refused_and_change_nothing():
+    run_ranks(refused, 2)
+
+
+def refused_later():
+    model = FSDP(nn.Linear(4, 4))
+    for copying in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(StateError, match="cannot be copied"):
+            copying(model)
+    with pytest.raises(ConfigTypeError, match="FULL_STATE_DICT was given a ShardedStateDictConfig"):
+        FSDP.set_state_dict_type(model, StateDictType.FULL_STATE_DICT, ShardedStateDictConfig())
+    with pytest.raises(ConfigTypeError, match="was given a FullOptimStateDictConfig"):
+        FSDP.set_state_dict_type(
+            model, StateDictType.LOCAL_STATE_DICT, optim_state_dict_config=FullOptimStateDictConfig()
+        )
+    with pytest.raises(ConfigTypeError, match="is no StateDictType"):
+        FSDP.set_state_dict_type(model, "full")
+    pair = nn.Sequential(FSDP(nn.Linear(2, 2)), FSDP(nn.Linear(2, 2)))
+    FSDP.set_state_dict_type(pair[0], StateDictType.LOCAL_STATE_DICT)
+    with pytest.raises(StateError, match="different kinds of state dict"):
+        FSDP.get_state_dict_type(pair)
+    # A parameter that is not this rank's shard cannot take a shard's place.
+    model = FSDP(nn.Linear(4, 4), use_orig_params=True)
+    kept = model.module.weight
+    model.module.weight = nn.Parameter(torch.zeros(4, 4))
+    with pytest.raises(StateError, match="parameter 'weight' was replaced"):
+        model(data(0, 0, 2, 4))
+    model.module.weight = kept
+    model(data(0, 0, 2, 4)).sum().backward()
+
+
+def test_calls_that_cannot_work_are_refused():
+    run_ranks(refused_later, 2)
