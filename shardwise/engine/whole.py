@@ -51,7 +51,7 @@ def gather_line(unit: Unit, share: torch.Tensor) -> torch.Tensor:
     """Every rank's share of a line, end to end, on the device the unit computes on."""
     calls, root = unit.mesh.shard, unit.root
     own = share.detach().contiguous().to(unit.mesh.device)
-    # order: whoever wrote the shares before this gather reads them, because it runs on a lane
+    # order: writes to the shares before this gather, because it reads them on a lane
     root.lanes.gather.after_compute()
     with unseen_by_modes(), root.lanes.gather:
         whole = torch.empty(calls.world * own.numel(), dtype=own.dtype, device=own.device)

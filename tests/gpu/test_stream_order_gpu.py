@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardwise import CPUOffloadPolicy, OffloadPolicy, fully_shard
+from shardwise import CPUOffloadPolicy, FullyShardedDataParallel, OffloadPolicy, fully_shard
 from shardwise.engine.binding import units_of
 from shardwise.testing import run_ranks
 
@@ -321,6 +321,32 @@ def gradients_reach_the_hosts_sum_late(deaf_to: Site | None) -> Outcome:
     return stage.read_gradients(), stage.gradients(3.0) + stage.gradients(5.0)
 
 
+def summoned_weight(deaf_to: Site | None, *, slow: set[str], writes_late: bool) -> Outcome:
+    """The whole weight of a wrapped module, after its shard was doubled."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = FullyShardedDataParallel(Scale(3.0).to(device))
+    root = units_of(model)[0].root
+    root.lanes = lanes = LateLanes(root.lanes, deaf_to)
+    if writes_late:
+        sleep()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(2)
+    if not writes_late and torch.cuda.is_available():
+        torch.cuda.synchronize()
+    lanes.slow = slow
+    with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+        return model.module.weight.detach().clone(), torch.full((NUMEL,), 6.0)
+
+
+def shards_are_written_late_before_a_summon(deaf_to: Site | None) -> Outcome:
+    return summoned_weight(deaf_to, slow=set(), writes_late=True)
+
+
+def summoned_weights_arrive_late(deaf_to: Site | None) -> Outcome:
+    return summoned_weight(deaf_to, slow={"gather"}, writes_late=False)
+
+
 class Wait(NamedTuple):
     site: Site
     scenario: Callable[[Site | None], Outcome]
@@ -370,6 +396,12 @@ WAITS = {
     ),
     "gradients are on the host before it adds them": Wait(
         Site("_give_out", "host_after"), gradients_reach_the_hosts_sum_late
+    ),
+    "shards are written before wholes are gathered": Wait(
+        Site("gather_line", "after_compute"), shards_are_written_late_before_a_summon
+    ),
+    "wholes arrive before they are read": Wait(
+        Site("gather_line", "compute_after"), summoned_weights_arrive_late
     ),
 }
 
