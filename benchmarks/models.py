@@ -86,7 +86,7 @@ def start_group(backend: str, world_size: int, device: torch.device) -> None:
     if backend == "fake":
         dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
     else:
-        where = device if device.type == "cuda" else None
+        where = torch.device("cuda", device.index or 0) if device.type == "cuda" else None
         dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore(), device_id=where)
 
 

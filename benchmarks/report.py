@@ -55,16 +55,18 @@ def _questions() -> list[Question]:
         file = f"captured_step_tiny_{group}"
         where = f"GPU, tiny, {'fake 8' if group == 'fake' else 'NCCL 1'}"
         found += [
-            Question("captured step / plain eager", where, 0.15, file, ("captured_over_plain",)),
-            Question("captured step / FSDP2's by hand", where, 0.75, file, ("captured_over_fsdp2_by_hand",)),
+            of_figures("captured step / plain eager", where, 0.15, file, "shardwise.capture / plain"),
+            of_figures(
+                "captured step / FSDP2's by hand", where, 0.75, file, "shardwise.capture / FSDP2, by hand"
+            ),
         ]
     found.append(
-        Question(
+        of_figures(
             "captured step / plain eager",
             "GPU, 1B, fake 8",
             0.98,
             "captured_step_1b_fake",
-            ("captured_over_plain",),
+            "shardwise.capture / plain",
         )
     )
     for model, target in (("1b", 1.02), ("8b", 1.03)):
