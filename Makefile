@@ -1,5 +1,5 @@
 # Two commands bring the project to life on a machine with python3 (3.10 or newer) and make:
-#   make demo    train a small transformer on two CPU ranks and check it against one process
+#   make demo    train a small model on two CPU ranks, resume it, check it against one process, export it
 #   make test    all tests
 # Everything is installed into .venv; nothing outside this folder is touched.
 
@@ -11,11 +11,11 @@ STAMP  := $(VENV)/.installed
 PYTEST_ARGS ?= -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test test-gpu demo lint format typecheck bench bench-gpu clean
+.PHONY: help venv test test-gpu demo lint format typecheck bench bench-gpu reference clean
 
 help:
 	@sed -n '1,4s/^# \{0,1\}//p' Makefile
-	@echo "also: venv test-gpu lint format typecheck bench bench-gpu clean"
+	@echo "also: venv test-gpu lint format typecheck bench bench-gpu reference clean"
 
 venv: $(STAMP)
 
@@ -73,6 +73,10 @@ bench-gpu:
 		$(BENCH_GPU)/step_time.py --device cuda --model 8b --memory --world-size $$world || exit 1; done
 	$(BENCH_GPU)/offload_step.py --device cuda --model 1b
 	$(BENCH_GPU)/report.py
+
+# docs/reference.md, from the docstrings.
+reference: $(STAMP)
+	$(PY) docs/make_reference.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
 import re
 import sys
 from collections.abc import Sequence
 
-from shardwise.errors import ConfigError, ShardwiseError
+import torch
 
-__all__ = ["main"]
+from shardwise.checkpoint import convert
+from shardwise.errors import ConfigError, ShardwiseError
+from shardwise.train.command import Request, resolve, train
+from shardwise.train.config import settings_of
+from shardwise.train.doctor import examine
+
+__all__ = ["main", "parser", "request_of"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; the exit status."""
-    options = _parser().parse_args(arguments)
+    options = parser().parse_args(arguments)
     try:
         status: int = options.run(options)
         return status
@@ -23,18 +31,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """What the command line understands."""
+    top = argparse.ArgumentParser(
         prog="shardwise",
         description="Train models that do not fit on one device, and look after what they leave.",
     )
-    commands = parser.add_subparsers(required=True, metavar="command")
+    commands = top.add_subparsers(required=True, metavar="command")
     _add_train(commands.add_parser("train", help="train a model from a recipe"))
     _add_convert(
         commands.add_parser("convert", help="turn checkpoints into safetensors or torch files, and back")
     )
     _add_doctor(commands.add_parser("doctor", help="say what this machine has and what is missing"))
-    return parser
+    return top
 
 
 # --- train --------------------------------------------------------------------------------------------------------
@@ -77,30 +86,30 @@ def _add_train(train: argparse.ArgumentParser) -> None:
     train.set_defaults(run=_train)
 
 
-def _train(options: argparse.Namespace) -> int:
-    from shardwise.train.command import Request, resolve, train
-
+def request_of(options: argparse.Namespace) -> Request:
+    """What the arguments of ``shardwise train`` ask for."""
     settings = list(options.settings)
     if options.out is not None:
         settings.append(f"output.folder={options.out}")
-    show = "quiet" if options.quiet else "json" if options.json else None
-    request = Request(
+    return Request(
         recipe=options.recipe,
         settings=tuple(settings),
         ranks=options.ranks,
         device=options.device,
         resume=options.resume,
         stop_after=options.stop_after,
-        show=show,
+        show="quiet" if options.quiet else "json" if options.json else None,
     )
-    if options.lists:
-        from shardwise.train.config import settings_of
 
-        config, _ = resolve(request)
-        for name, _, value in settings_of(config):
-            print(f"{name} = {value}")
-        return 0
-    return train(request)
+
+def _train(options: argparse.Namespace) -> int:
+    request = request_of(options)
+    if not options.lists:
+        return train(request)
+    config, _ = resolve(request)
+    for name, _, value in settings_of(config):
+        print(f"{name} = {value}")
+    return 0
 
 
 # --- convert ------------------------------------------------------------------------------------------------------
@@ -122,10 +131,6 @@ def _add_convert(convert: argparse.ArgumentParser) -> None:
 
 
 def _convert(options: argparse.Namespace) -> int:
-    import torch
-
-    from shardwise.checkpoint import convert
-
     weights = convert.open_weights(options.source)
     dtype = getattr(torch, options.dtype) if options.dtype else None
     if options.target.endswith((".pt", ".pth")):
@@ -158,11 +163,6 @@ def _add_doctor(doctor: argparse.ArgumentParser) -> None:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    import dataclasses
-    import json
-
-    from shardwise.train.doctor import examine
-
     marks = {True: "ok", False: "NO", None: "--"}
     bad = 0
     for finding in examine():

@@ -1,0 +1,120 @@
+"""What saving while training goes on costs the steps that it overlaps.
+
+    python benchmarks/async_save.py                     # two CPU ranks
+    python benchmarks/async_save.py --device cuda       # one rank a GPU
+
+One run saves at regular steps. A step counts as overlapped if a checkpoint was being written at any moment of it; the
+copy to host memory, which a step does wait for, counts too. Time is from the end of one step to the end of the next.
+The figure is the time of all overlapped steps over what as many undisturbed steps take, by their median, less one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from datetime import datetime, timezone
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from shardwise.train.config import Config, with_settings
+from shardwise.train.display import Quiet
+from shardwise.train.launch import plan_ranks, run_own_ranks
+from shardwise.train.loop import Trainer
+from shardwise.train.recipes import load_recipe
+from shardwise.train.records import StepRecord
+from shardwise.train.team import Team
+
+RESULTS = Path(__file__).parent / "results"
+ON_CPU = [
+    "model.layers=4",
+    "model.width=256",
+    "model.heads=4",
+    "model.kv_heads=4",
+    "model.hidden=704",
+    "model.context=128",
+    "train.batch_size=16",
+]
+ON_CUDA = ["model.layers=16", "model.width=1024", "model.hidden=2816", "model.heads=16", "model.kv_heads=16"]
+ON_CUDA += ["model.context=1024", "train.batch_size=16", "sharding.precision=bf16"]
+
+
+class Watch(Quiet):
+    """Notes when steps end, and which of them a save overlapped."""
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+        self._last: float | None = None
+        self.alone: list[float] = []
+        self.overlapped: list[float] = []
+
+    def step(self, record: StepRecord) -> None:
+        now = time.perf_counter()
+        # The first of them also pay for caches and compilation.
+        if self._last is not None and record.step > self._every:
+            begun_with_a_save = (record.step - 1) % self._every == 0
+            (self.overlapped if begun_with_a_save or record.saving else self.alone).append(now - self._last)
+        self._last = now
+
+
+def measure(config: Config, result: Path, device: torch.device) -> None:
+    """On every rank."""
+    team, watch = Team(), Watch(config.checkpoint.every)
+    with tempfile.TemporaryDirectory() as own:
+        folder = team.from_first(lambda: Path(own))
+        trainer = Trainer(config, folder, team, device, watch)
+        summary = trainer.run()
+        num_bytes = (
+            sum(path.stat().st_size for path in Path(summary.checkpoint or "").glob("*"))
+            if summary.checkpoint
+            else 0
+        )
+        team.sum(0.0)  # nobody removes the folder while others still read it
+    if team.rank:
+        return
+    normal = statistics.median(watch.alone)
+    found = {
+        "cost": sum(watch.overlapped) / (normal * len(watch.overlapped)) - 1,
+        "overlapped_steps": len(watch.overlapped),
+        "undisturbed_steps": len(watch.alone),
+        "median_seconds_undisturbed": normal,
+        "median_seconds_overlapped": statistics.median(watch.overlapped),
+        "checkpoint_bytes": num_bytes,
+        "parameters": trainer.parallel.num_parameters,
+        "ranks": team.world_size,
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or "CPU",
+        "cores": os.cpu_count(),
+        "torch": torch.__version__,
+        "when": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+    print(json.dumps(found, indent=2))
+    result.write_text(json.dumps(found, indent=2) + "\n")
+
+
+def main() -> int:
+    arguments = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    arguments.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    arguments.add_argument("--ranks", type=int)
+    arguments.add_argument("--saves", type=int, default=6)
+    arguments.add_argument("--every", type=int, default=8)
+    arguments.add_argument("--set", dest="settings", action="append", default=[])
+    arguments.add_argument("--result", type=Path)
+    options = arguments.parse_args()
+    num_ranks, kind = plan_ranks(options.ranks, options.device, torch.cuda.device_count())
+    settings = ON_CUDA if kind == "cuda" else ON_CPU
+    steps = options.every * (options.saves + 2) - 1
+    settings = [*settings, f"train.steps={steps}", f"checkpoint.every={options.every}", "checkpoint.keep=1"]
+    config = with_settings(load_recipe("small"), [*settings, "evaluate.batches=0", *options.settings])
+    result = options.result or RESULTS / f"async_save_{kind}.json"
+    return run_own_ranks(partial(measure, config, result), num_ranks, kind)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

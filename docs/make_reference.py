@@ -1,0 +1,173 @@
+"""Writes docs/reference.md from the docstrings of the public names, the settings of a run and the command line's help.
+
+make reference
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import enum
+import inspect
+import io
+import os
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import shardwise
+import shardwise.checkpoint
+import shardwise.testing
+import shardwise.train
+import shardwise.train.config
+import shardwise.train.model
+from shardwise.cli import main as command
+
+TARGET = Path(__file__).resolve().parent / "reference.md"
+SECTIONS = {
+    "shardwise": shardwise,
+    "shardwise.trace": shardwise.trace,
+    "shardwise.checkpoint": shardwise.checkpoint,
+    "shardwise.train": shardwise.train,
+    "shardwise.testing": shardwise.testing,
+}
+COMMANDS = ("train", "convert", "doctor")
+
+
+def public_names() -> Iterator[tuple[str, Any]]:
+    """Every public name with what it stands for."""
+    for prefix, module in SECTIONS.items():
+        for name in getattr(module, "__all__", ()):
+            value = getattr(module, name)
+            if not isinstance(value, ModuleType):
+                yield f"{prefix}.{name}", value
+
+
+def reference() -> str:
+    parts = ["# Reference\n\nWritten by `make reference` from the docstrings; do not edit.\n"]
+    section = ""
+    for name, value in public_names():
+        prefix = name.rpartition(".")[0]
+        if prefix != section:
+            section = prefix
+            parts.append(f"\n## {section}\n\n{_prose(SECTIONS[section])}\n")
+        parts.append(_entry(name, value))
+    parts.append("\n## Settings\n\nOf `shardwise train`, by `--set name=value` or in a recipe.\n")
+    parts.append(_settings())
+    parts.append("\n## Command line\n")
+    for name in COMMANDS:
+        parts.append(f"\n```text\n{_help(name)}\n```\n")
+    return "".join(parts)
+
+
+def _entry(name: str, value: Any) -> str:
+    short = name.rpartition(".")[2]
+    lines = [f"\n### {short}\n"]
+    if inspect.isclass(value) or inspect.isfunction(value):
+        lines.append(f"\n```text\n{_signature(short, value)}\n```\n")
+        if text := _prose(value):
+            lines.append(f"\n{text}\n")
+    else:
+        lines.append(f"\n`{value!r}`\n")
+    if inspect.isclass(value):
+        for method, function in vars(value).items():
+            if inspect.isfunction(function) and not method.startswith("_") and function.__doc__:
+                first = inspect.cleandoc(function.__doc__).split("\n\n")[0].replace("\n", " ")
+                lines.append(f"\n- `{_signature(method, function)}`: {_code(first)}")
+        if lines[-1].startswith("\n- "):
+            lines.append("\n")
+    return "".join(lines)
+
+
+def _signature(name: str, value: Any) -> str:
+    if inspect.isclass(value) and issubclass(value, enum.Enum):
+        return f"{name}: {', '.join(value.__members__)}"
+    try:
+        signature = str(inspect.signature(value))
+    except (TypeError, ValueError):
+        return name
+    # Without the quotes, module paths and addresses that only Python needs.
+    for noise in ("shardwise.train.config.", "shardwise.train.model.", "torch.nn.modules.module.", "'"):
+        signature = signature.replace(noise, "")
+    signature = signature.replace("(self, ", "(").replace("(self)", "()")
+    return (
+        textwrap.fill(f"{name}{signature}", 110, subsequent_indent="    ") if "\n" not in signature else name
+    )
+
+
+def _prose(value: Any) -> str:
+    """A docstring as Markdown: its list of arguments becomes a list."""
+    lines: list[str] = []
+    in_list = False
+    if (value.__doc__ or "").startswith(f"{getattr(value, '__name__', '')}("):
+        return ""  # a dataclass's own words, which are its signature
+    for line in inspect.cleandoc(value.__doc__ or "").split("\n"):
+        if line in ("Args:", "Attributes:", "Returns:", "Raises:"):
+            lines += [f"**{line.rstrip(':')}**", ""]
+            in_list = True
+        elif in_list and line.startswith("    ") and not line.startswith("     ") and ":" in line:
+            name, _, text = line.strip().partition(":")
+            lines.append(f"- `{name}`:{text}")
+        elif in_list and line.startswith("    "):
+            lines.append("  " + line.strip())
+        else:
+            in_list = in_list and not line.strip()
+            lines.append(line)
+    return _code("\n".join(lines))
+
+
+def _code(text: str) -> str:
+    return text.replace("``", "`")
+
+
+def _settings() -> str:
+    """A table for each record of a config, with the text that follows each field in the source."""
+    config = shardwise.train.config
+    explained = {**_explanations(config), **_explanations(shardwise.train.model)}
+    parts = []
+    for field in dataclasses.fields(config.Config):
+        value = getattr(config.Config(), field.name)
+        if not dataclasses.is_dataclass(value):
+            continue
+        kind = type(value).__name__
+        parts.append(f"\n### {field.name}\n\n| setting | default | |\n|---|---|---|\n")
+        for entry in dataclasses.fields(value):
+            default = getattr(value, entry.name)
+            shown = "" if default == "" else f"`{default}`"
+            text = explained.get((kind, entry.name), "")
+            if str(entry.type).startswith("Literal"):
+                choices = str(entry.type).removeprefix("Literal[").removesuffix("]").replace('"', "")
+                text = f"{text} One of {choices}." if text else f"One of {choices}."
+            parts.append(f"| `{field.name}.{entry.name}` | {shown} | {_code(text)} |\n")
+    return "".join(parts)
+
+
+def _explanations(module: ModuleType) -> dict[tuple[str, str], str]:
+    found = {}
+    for node in ast.parse(Path(module.__file__ or "").read_text()).body:
+        if isinstance(node, ast.ClassDef):
+            for entry, after in zip(node.body, node.body[1:], strict=False):
+                is_text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+                if isinstance(entry, ast.AnnAssign) and isinstance(entry.target, ast.Name) and is_text:
+                    found[node.name, entry.target.id] = " ".join(str(after.value.value).split())  # type: ignore[attr-defined]
+    return found
+
+
+def _help(name: str) -> str:
+    os.environ["COLUMNS"] = "100"
+    said = io.StringIO()
+    try:
+        with redirect_stdout(said):
+            command([name, "--help"])
+    except SystemExit:
+        pass
+    return said.getvalue().rstrip()
+
+
+if __name__ == "__main__":
+    TARGET.write_text(reference())
+    sys.exit(0)

@@ -1,0 +1,148 @@
+"""The tutorial and the guides run as they are printed: Python on two ranks, commands by the command line's own parser.
+
+Blocks of a page run one after the other, in one folder and one namespace. A Python block that begins with the name of
+a file is also written to it. Training commands run on the ranks that are there, with fewer steps; what needs other
+machines says so in a comment above it, and is only parsed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import re
+import shlex
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardwise.cli import main, request_of
+from shardwise.cli import parser as command_line
+from shardwise.testing import run_ranks
+from shardwise.train.command import resolve, train_on_rank
+
+REPOSITORY = Path(__file__).parents[2]
+PAGES = [REPOSITORY / "docs" / "tutorial.md", *sorted((REPOSITORY / "docs" / "guides").glob("*.md"))]
+NOT_RUN = "<!-- not run:"
+FEWER = (
+    "train.steps=3",
+    "evaluate.batches=1",
+    "checkpoint.every=0",
+    "train.batch_size=4",
+    "output.show=quiet",
+)
+SMALLER = ("model.layers=1", "model.width=16", "model.heads=2", "model.kv_heads=2", "model.context=16")
+
+
+class Block(NamedTuple):
+    page: str
+    line: int
+    language: str
+    text: str
+    runs: bool
+
+
+def blocks_of(path):
+    found, block, before, begins = [], None, "", ("", 0)
+    for number, line in enumerate(path.read_text().split("\n"), start=1):
+        if block is not None:
+            if line == "```":
+                runs = not before.startswith(NOT_RUN)
+                found.append(Block(path.name, begins[1], begins[0], "\n".join(block), runs))
+                block = None
+            else:
+                block.append(line)
+        elif line.startswith("```"):
+            block, begins = [], (line[3:], number + 1)
+        elif line:
+            before = line
+    return found
+
+
+def commands_of(block):
+    """The words of each shardwise command of a shell block, whatever starts it."""
+    for line in block.text.replace("\\\n", " ").split("\n"):
+        words = shlex.split(line)
+        if "shardwise" in words:
+            yield words[words.index("shardwise") + 1 :]
+
+
+def run_page(blocks, folder):
+    folder.mkdir(exist_ok=True)
+    os.chdir(folder)
+    (folder / "my_texts").mkdir(exist_ok=True)
+    (folder / "my_texts" / "a.txt").write_text("Some text of my own. " * 200)
+    namespace = {"__name__": "example"}
+    for block in blocks:
+        if block.language == "python":
+            if file := re.match(r"# (\w+\.py)\n", block.text):
+                (folder / file[1]).write_text(block.text)
+                dist.barrier()
+            source = "\n" * (block.line - 1) + block.text
+            exec(compile(source, block.page, "exec"), namespace)
+        elif block.language == "sh" and block.runs:
+            for words in commands_of(block):
+                run_command(words)
+
+
+def run_command(words):
+    options = command_line().parse_args(words)
+    if words[0] == "train" and not options.lists:
+        request = request_of(options)
+        is_built_in = request.recipe == "tiny" or request.recipe is None
+        settings = (*request.settings, *FEWER, *(SMALLER if is_built_in else ()))
+        request = dataclasses.replace(request, settings=settings)
+        train_on_rank(request, torch.device("cpu"))
+    elif dist.get_rank() == 0:
+        assert main(words) == 0
+    dist.barrier()
+
+
+def run_pages(pages, folder):
+    for path in pages:
+        run_page(blocks_of(path), Path(folder) / path.stem)
+
+
+@pytest.mark.timeout(150)
+def test_the_tutorial_and_the_guides_run(tmp_path):
+    run_ranks(run_pages, 2, PAGES, str(tmp_path), kind="gloo", timeout_seconds=140)
+    assert (tmp_path / "tutorial" / "exported" / "model.safetensors").exists()
+    assert (tmp_path / "own_model" / "runs" / "mine" / "checkpoints" / "latest").exists()
+
+
+def test_every_command_of_every_page_is_one_that_exists(monkeypatch):
+    seen = 0
+    for path in [*PAGES, REPOSITORY / "README.md"]:
+        for block in blocks_of(path):
+            for words in commands_of(block) if block.language == "sh" else ():
+                options = command_line().parse_args(words)
+                seen += 1
+                if (
+                    words[0] == "train"
+                    and not (options.recipe or "").count(".py:")
+                    and options.resume is None
+                ):
+                    resolve(request_of(options))
+    assert seen > 15
+
+
+def load_generator():
+    spec = importlib.util.spec_from_file_location("make_reference", REPOSITORY / "docs" / "make_reference.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_reference_has_every_public_name_and_every_setting():
+    generator = load_generator()
+    written = (REPOSITORY / "docs" / "reference.md").read_text()
+    headings = set(re.findall(r"^### (\w+)$", written, re.MULTILINE))
+    missing = {name.rpartition(".")[2] for name, _ in generator.public_names()} - headings
+    assert not missing, f"run make reference: {missing}"
+    settings = set(re.findall(r"^\| `(\w+\.\w+)` \|", written, re.MULTILINE))
+    from shardwise.train.config import Config, settings_of
+
+    assert {name for name, _, _ in settings_of(Config()) if "." in name} == settings
