@@ -45,6 +45,8 @@ def train_and_draw(folder: Path, device: torch.device) -> None:
     trainer = Trainer(load_recipe("tiny"), folder, team, device, Drawn(console))
     summary: Summary = trainer.run()
     if team.rank == 0:
+        assert summary.first_loss is not None
+        assert summary.last_loss is not None
         assert summary.last_loss < summary.first_loss
         svg = console.export_svg(title="shardwise", clear=False)
         # The reader's own fonts will do.

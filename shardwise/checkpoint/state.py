@@ -155,6 +155,14 @@ class TrainingState:
         optimizer.load_state_dict(state)
 
 
+def _host_memory(like: torch.Tensor) -> torch.Tensor:
+    """Page-locked for a GPU's tensors, so that all copies run at once; plain where there is too little of that."""
+    try:
+        return torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
+    except RuntimeError:
+        return torch.empty(like.shape, dtype=like.dtype)
+
+
 def stage(parts: dict[str, Part], room: dict[str, torch.Tensor]) -> dict[str, Part]:
     """Copies parts to host memory, which ``room`` keeps for the next time; the one thing a step waits for."""
     staged = {}
@@ -162,9 +170,7 @@ def stage(parts: dict[str, Part], room: dict[str, torch.Tensor]) -> dict[str, Pa
     for name, part in parts.items():
         kept = room.get(name)
         if kept is None or kept.shape != part.tensor.shape or kept.dtype != part.tensor.dtype:
-            on_gpu = part.tensor.is_cuda
-            kept = torch.empty(part.tensor.shape, dtype=part.tensor.dtype, pin_memory=on_gpu)
-            room[name] = kept
+            room[name] = kept = _host_memory(part.tensor)
         kept.copy_(part.tensor, non_blocking=True)
         if part.tensor.is_cuda:
             devices.add(part.tensor.device)

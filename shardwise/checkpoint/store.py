@@ -1,7 +1,7 @@
 """The folder that holds a run's checkpoints, and why a crash at any moment leaves the last good one.
 
     step-00000100/         whole: it got its name, by one rename, after every byte of it was on disk
-    latest                 the name of the newest; replaced in one step, after the folder has its name
+    latest                 the name of the one saved last; replaced in one step, after the folder has its name
     .saving-00000150/      being written; whatever a crash leaves of it is swept away at the next start
     damaged-step-00000125  found altered when a run resumed; kept for whoever wants to look
 
@@ -33,12 +33,11 @@ class Store:
         return self.folder / f".saving-{step:08d}"
 
     def checkpoints(self) -> list[Path]:
-        """Those that were finished, newest first; what ``latest`` names comes before all."""
+        """Those that were finished, newest first: a folder has its name only once it is whole."""
         if not self.folder.is_dir():
             return []
         found = [path for path in self.folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
-        latest = self.latest()
-        return sorted(found, key=lambda path: (path == latest, self.step_of(path)), reverse=True)
+        return sorted(found, key=self.step_of, reverse=True)
 
     def latest(self) -> Path | None:
         try:
@@ -64,9 +63,13 @@ class Store:
 
     def commit(self, step: int) -> None:
         """Gives a checkpoint that is whole on disk its name, and makes it the latest."""
-        os.rename(self.saving_path(step), self.path_of(step))
+        path = self.path_of(step)
+        if path.exists():
+            # A run that went back has come to this step again.
+            self._remove(path)
+        os.rename(self.saving_path(step), path)
         sync_folder(self.folder)
-        self._point_at(self.path_of(step))
+        self._point_at(path)
 
     def discard(self, step: int) -> None:
         shutil.rmtree(self.saving_path(step), ignore_errors=True)
@@ -74,10 +77,7 @@ class Store:
     def prune(self, keep: int) -> None:
         """Keeps the newest ``keep``, all if it is 0."""
         for path in self.checkpoints()[keep:] if keep else []:
-            # Renamed first: a folder that is half removed must not look like a checkpoint.
-            doomed = self.folder / f".saving-{path.name}"
-            os.rename(path, doomed)
-            shutil.rmtree(doomed, ignore_errors=True)
+            self._remove(path)
 
     def put_aside(self, path: Path) -> Path:
         """Takes a damaged checkpoint out of the way without losing it; where it went."""
@@ -90,6 +90,12 @@ class Store:
         else:
             (self.folder / "latest").unlink(missing_ok=True)
         return aside
+
+    def _remove(self, path: Path) -> None:
+        # Renamed first: a folder that is half removed must not look like a checkpoint.
+        doomed = self.folder / f".saving-{path.name}"
+        os.rename(path, doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
 
     def _point_at(self, path: Path) -> None:
         pointer = self.folder / ".latest"

@@ -58,7 +58,7 @@ def train(request: Request) -> int:
         with joined(given, kind) as device:
             train_on_rank(request, device)
     except ShardwiseError as error:
-        if given.rank == 0 or not torch.distributed.is_initialized():
+        if given.rank == 0 or not getattr(error, "agreed", False):
             print(f"error: {error}", file=sys.stderr, flush=True)
         return 1
     except Exception:  # noqa: BLE001  the launcher only wants a status
@@ -69,8 +69,8 @@ def train(request: Request) -> int:
 
 def train_on_rank(request: Request, device: torch.device) -> None:
     """One rank's part of a run, in a group that is there."""
-    config, origin = resolve(request)
     team = Team()
+    config, origin = team.together(partial(resolve, request))
     resumes = request.resume is not None
     folder = team.from_first(partial(_folder, request, config))
     output = config.output if request.show is None else replace(config.output, show=request.show)  # type: ignore[arg-type]

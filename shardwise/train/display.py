@@ -168,7 +168,7 @@ def headline(facts: RunFacts) -> list[str]:
 def summary_rows(summary: Summary) -> list[tuple[str, str]]:
     rows = [
         ("ended", f"{summary.ended} at step {summary.step} of {summary.num_steps}"),
-        ("loss", f"{summary.first_loss:.4f} → {summary.last_loss:.4f}"),
+        ("loss", _change(summary.first_loss, summary.last_loss)),
         ("eval loss", "" if summary.eval_loss is None else f"{summary.eval_loss:.4f}"),
         ("speed", f"{in_thousands(summary.tokens_per_second)} tokens/s, {in_time(summary.seconds)} in all"),
         ("memory", f"{in_bytes(summary.memory_bytes)} a rank at most"),
@@ -176,6 +176,10 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
         ("curve", summary.curve or ""),
     ]
     return [(key, value) for key, value in rows if value]
+
+
+def _change(first: float | None, last: float | None) -> str:
+    return "" if first is None or last is None else f"{first:.4f} → {last:.4f}"
 
 
 def in_thousands(number: float) -> str:

@@ -41,6 +41,8 @@ from shardwise.train.team import Team
 
 __all__ = ["Trainer"]
 
+_TOKENS = "tokens.bin"
+
 
 @dataclass
 class _Progress:
@@ -80,15 +82,9 @@ class Trainer:
         self.display: Display = Quiet() if display is None or team.rank else display
         self._origin = origin or {}
         torch.set_num_threads(config.train.threads)
-        corpus, self._samples = team.together(self._open_data) if not self._tokenizes() else self._tokenized()
-        self._corpus = corpus
-        self._order = SampleOrder(
-            self._samples.num_training,
-            config.train.batch_size,
-            team.world_size,
-            config.train.accumulate,
-            config.train.seed if config.data.shuffle else None,
-        )
+        if data_room.needs_tokenizing(config.data):
+            self._tokenize()
+        self._corpus, self._samples, self._order = team.together(self._open_data)
         self.parallel = Parallel(config.model, config.sharding, device, config.train.seed)
         self.optimizer = self.parallel.make_optimizer(config.optimizer)
         self.state = TrainingState(self.parallel.module, self.optimizer)
@@ -103,19 +99,22 @@ class Trainer:
 
     # --- set-up -------------------------------------------------------------------------------------------------
 
-    def _tokenizes(self) -> bool:
-        return data_room.needs_tokenizing(self.config.data)
+    def _tokenize(self) -> None:
+        def once() -> None:
+            if not (self.folder / _TOKENS).exists():
+                data_room.tokenize(self.config.data, self.folder / _TOKENS)
 
-    def _tokenized(self) -> tuple[data_room.Corpus, data_room.Samples]:
-        target = self.folder / "tokens.bin"
-        if not target.exists():
-            self.team.from_first(lambda: data_room.tokenize(self.config.data, target))
-        return self.team.together(self._open_data)
+        self.team.from_first(once)
 
-    def _open_data(self) -> tuple[data_room.Corpus, data_room.Samples]:
-        model, data = self.config.model, self.config.data
-        corpus = data_room.open_corpus(data, self.folder / "tokens.bin")
-        return corpus, data_room.Samples(corpus, model.context, model.vocabulary, data.held_out)
+    def _open_data(self) -> tuple[data_room.Corpus, data_room.Samples, SampleOrder]:
+        model, data, train = self.config.model, self.config.data, self.config.train
+        corpus = data_room.open_corpus(data, self.folder / _TOKENS)
+        samples = data_room.Samples(corpus, model.context, model.vocabulary, data.held_out)
+        seed = train.seed if data.shuffle else None
+        order = SampleOrder(
+            samples.num_training, train.batch_size, self.team.world_size, train.accumulate, seed
+        )
+        return corpus, samples, order
 
     def resume(self) -> None:
         """Goes on from the newest good checkpoint."""
@@ -185,8 +184,8 @@ class Trainer:
                 folder=str(self.folder),
                 step=progress.step,
                 num_steps=config.train.steps,
-                first_loss=progress.losses[0] if progress.losses else math.nan,
-                last_loss=progress.losses[-1] if progress.losses else math.nan,
+                first_loss=progress.losses[0] if progress.losses else None,
+                last_loss=progress.losses[-1] if progress.losses else None,
                 eval_loss=progress.eval_loss,
                 seconds=seconds,
                 tokens=tokens,

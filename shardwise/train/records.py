@@ -62,8 +62,9 @@ class Summary:
     folder: str
     step: int
     num_steps: int
-    first_loss: float
-    last_loss: float
+    first_loss: float | None
+    last_loss: float | None
+    """Of this part of the run; None if it had no step to do."""
     eval_loss: float | None
     seconds: float
     tokens: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,7 +42,7 @@ def newest_folder(name: str) -> Path:
     candidates = [
         (latest.stat().st_mtime, latest.parent.parent)
         for latest in Path("runs").glob(f"*/{CHECKPOINTS}/latest")
-        if latest.parent.parent.name.startswith(name)
+        if re.fullmatch(rf"{re.escape(name)}(-\d+)?", latest.parent.parent.name)
     ]
     if not candidates:
         raise ConfigError(

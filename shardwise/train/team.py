@@ -33,7 +33,10 @@ class Team:
         return group
 
     def together(self, work: Callable[[], Result]) -> Result:
-        """Does something on every rank; a problem that any rank finds is raised on all, before anyone goes on."""
+        """Does something on every rank; a problem that any rank finds is raised on all, before anyone goes on.
+
+        Such an error is marked as ``agreed``: one rank will do to tell it.
+        """
         result, problem = None, None
         try:
             result = work()
@@ -43,6 +46,7 @@ class Team:
         dist.all_gather_object(problems, problem, group=self.group)
         first = next((found for found in problems if found is not None), None)
         if first is not None:
+            first.agreed = True
             raise first
         return result  # type: ignore[return-value]
 

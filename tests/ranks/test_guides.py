@@ -65,7 +65,7 @@ def blocks_of(path):
 def commands_of(block):
     """The words of each shardwise command of a shell block, whatever starts it."""
     for line in block.text.replace("\\\n", " ").split("\n"):
-        words = shlex.split(line)
+        words = shlex.split(line, comments=True)
         if "shardwise" in words:
             yield words[words.index("shardwise") + 1 :]
 

@@ -79,6 +79,21 @@ def test_a_latest_that_names_nothing_is_passed_over(copied):
         assert store.checkpoints()[0] == checkpoint_at(copied, 4)
 
 
+def test_a_step_that_a_run_comes_to_again_replaces_what_was_saved_there(copied):
+    store = Store(copied / "checkpoints")
+    shutil.copytree(checkpoint_at(copied, 2), store.saving_path(4))
+    store.commit(4)
+    assert read_manifest(checkpoint_at(copied, 4)).run["step"] == 2
+    assert [store.step_of(path) for path in store.checkpoints()] == [4, 3, 2]
+    assert not list(store.folder.glob(".saving-*"))
+
+
+def test_a_crash_between_a_folders_name_and_latest_loses_nothing(copied):
+    store = Store(copied / "checkpoints")
+    (store.folder / "latest").write_text("step-00000002\n")
+    assert store.checkpoints()[0] == checkpoint_at(copied, 4)
+
+
 # --- damage -------------------------------------------------------------------------------------------------------
 
 

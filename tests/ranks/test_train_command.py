@@ -163,6 +163,22 @@ def test_a_run_is_not_begun_where_another_lives(tmp_path):
         new_folder(str(tmp_path), "tiny")
 
 
+def test_runs_without_a_folder_are_numbered_and_the_newest_is_the_one_to_resume(tmp_path, monkeypatch):
+    from shardwise.errors import ConfigError
+    from shardwise.train.resume import new_folder, newest_folder
+
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="--resume FOLDER"):
+        newest_folder("tiny")
+    for number, name in enumerate(("tiny", "tiny-2", "tiny-3", "tiny-other")):
+        made = new_folder("runs/tiny-other" if name == "tiny-other" else "", "tiny")
+        assert made == tmp_path / "runs" / name
+        (made / "checkpoints").mkdir()
+        (made / "checkpoints" / "latest").write_text("")
+        os.utime(made / "checkpoints" / "latest", (number, 100 - number if name == "tiny-3" else number))
+    assert newest_folder("tiny") == tmp_path / "runs" / "tiny-3"
+
+
 def test_settings_are_listed(capsys):
     assert main(["train", "llama-8b", "--settings", "--set", "train.seed=5"]) == 0
     out = capsys.readouterr().out
