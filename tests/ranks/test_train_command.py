@@ -12,13 +12,18 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from rich.console import Console
 
 from shardwise.cli import main
+from shardwise.errors import ConfigError
+from shardwise.testing import run_ranks
 from shardwise.train.display import Lines
 from shardwise.train.doctor import Finding
 from shardwise.train.live import Live
 from shardwise.train.records import RunFacts, StepRecord, Summary
+from shardwise.train.resume import new_folder, newest_folder
+from tests.ranks.training import run_part, small_config, write_text
 
 REPOSITORY = Path(__file__).parents[2]
 SMALL = (
@@ -105,29 +110,52 @@ def test_ranks_killed_at_random_moments_lose_nothing():
 # --- refusals -----------------------------------------------------------------------------------------------------
 
 
-def test_data_that_is_missing_is_told_once_by_the_first_rank(tmp_path):
-    status, out, errors = ended(
-        start("train", "tiny", "--set", f"data.path={tmp_path}/nowhere.txt", "--out", str(tmp_path / "run"))
-    )
-    assert status == 1
-    assert out == ""
-    assert errors.startswith("error: there is no file or folder")
-    assert "fix:   check the path" in errors
-    assert errors.count("nowhere.txt") == 1
-    assert "Traceback" not in errors
+@pytest.fixture
+def given_one_rank(monkeypatch):
+    """This process is what a launcher of one rank would start, at a port that is free."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, str(value))
+    return port
 
 
-def test_a_port_in_use_is_told(tmp_path):
+def test_data_that_is_missing_is_told_once(tmp_path, given_one_rank, capsys):
+    missing = f"{tmp_path}/nowhere.txt"
+    assert main(["train", "tiny", "--set", f"data.path={missing}", "--out", str(tmp_path / "run")]) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("error: there is no file or folder")
+    assert "fix:   check the path" in said.err
+    assert said.err.count("nowhere.txt") == 1
+
+
+def open_on_some(folder):
+    """Only the first rank's machine has the data."""
+    text = write_text(folder) if dist.get_rank() == 0 else Path(folder) / "nowhere.txt"
+    dist.barrier()
+    with pytest.raises(ConfigError) as refused:
+        run_part(small_config(text), f"{folder}/run")
+    return str(refused.value), refused.value.agreed
+
+
+def test_data_that_is_missing_on_one_machine_is_an_error_on_all(tmp_path):
+    first, second = run_ranks(open_on_some, 2, str(tmp_path), kind="gloo")
+    assert first == second
+    assert first[1]
+    assert "nowhere.txt" in first[0]
+
+
+def test_a_port_in_use_is_told(tmp_path, given_one_rank, capsys):
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
+        taken.bind(("127.0.0.1", given_one_rank))
         taken.listen()
-        port = taken.getsockname()[1]
-        joining = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        status, _, errors = ended(start("train", "tiny", "--out", str(tmp_path / "run"), **joining))
-    assert status == 1
-    assert f"port {port} of 127.0.0.1 is in use by another program" in errors
-    assert "MASTER_PORT" in errors
-    assert "Traceback" not in errors
+        assert main(["train", "tiny", "--out", str(tmp_path / "run")]) == 1
+    said = capsys.readouterr().err
+    assert f"port {given_one_rank} of 127.0.0.1 is in use by another program" in said
+    assert "MASTER_PORT" in said
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
@@ -155,18 +183,12 @@ def test_more_ranks_than_gpus_are_refused_by_the_command(monkeypatch, capsys):
 
 
 def test_a_run_is_not_begun_where_another_lives(tmp_path):
-    from shardwise.errors import ConfigError
-    from shardwise.train.resume import new_folder
-
     (tmp_path / "checkpoints" / "step-00000003").mkdir(parents=True)
     with pytest.raises(ConfigError, match="--resume"):
         new_folder(str(tmp_path), "tiny")
 
 
 def test_runs_without_a_folder_are_numbered_and_the_newest_is_the_one_to_resume(tmp_path, monkeypatch):
-    from shardwise.errors import ConfigError
-    from shardwise.train.resume import new_folder, newest_folder
-
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="--resume FOLDER"):
         newest_folder("tiny")
