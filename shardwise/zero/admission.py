@@ -22,6 +22,7 @@ __all__ = [
     "check_ranks_agree",
     "group_or_world",
     "is_element_wise",
+    "is_torchs_own",
     "list_parameters",
     "needs_closure",
 ]
@@ -113,6 +114,11 @@ def is_element_wise(optimizer_class: type[Optimizer]) -> bool:
     """Whether a class is known, or says by ``elementwise = True``, to update every element by itself."""
     # Asked of the class's own body: a subclass may do something else with what it inherits.
     return optimizer_class in _ELEMENT_WISE or bool(vars(optimizer_class).get("elementwise", False))
+
+
+def is_torchs_own(optimizer_class: type[Optimizer]) -> bool:
+    """Whether it is one of torch's element-wise classes, whose ``step`` is known to ask nothing else of a tensor."""
+    return optimizer_class in _ELEMENT_WISE
 
 
 def needs_closure(optimizer_class: type[Optimizer]) -> bool:

@@ -33,6 +33,7 @@ from shardwise.torch_internals import (
     run_before_state_dict,
 )
 from shardwise.zero import admission, state
+from shardwise.zero.blocks import BlockedStep
 from shardwise.zero.join import ZeroJoinHook, share_gradients
 from shardwise.zero.partition import Partition
 from shardwise.zero.sync import ParameterSync
@@ -97,6 +98,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             as_views=parameters_as_bucket_view and not overlap_with_ddp,
         )
         self.optim = optimizer_class(self._local_groups(), **defaults)
+        self._blocked = BlockedStep(self.optim) if admission.is_torchs_own(optimizer_class) else None
+
         self._show_local_optimizer()
         self._step_codes: dict[tuple[bool, ...] | None, int] = {}
         self._consolidated: dict[int, dict[str, Any]] | None = None
@@ -171,7 +174,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         _copy_options(self.param_groups, self.optim.param_groups)
         self.partition.bind_gradients()
         if closure is None:
-            loss = self.optim.step(**kwargs)
+            loss = self.optim.step(**kwargs) if self._blocked is None else self._blocked(**kwargs)
         else:
             if callable(closure):
                 closure = self.partition.with_gradients(closure)

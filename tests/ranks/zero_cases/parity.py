@@ -1,5 +1,6 @@
 """A sharded optimizer steps like the unsharded one."""
 
+import copy
 from itertools import product
 from typing import Any
 
@@ -69,6 +70,57 @@ def stays_within_an_ulp_a_step_where_a_small_parameter_is_cut(name: str, steps: 
             scale = torch.maximum(was, peer.detach().abs())
             room += torch.nextafter(scale, torch.full_like(scale, torch.inf)) - scale
             assert ((mine - peer).abs() <= room).all()
+
+
+def steps_large_parameters_block_by_block(name: str, *, balanced: bool) -> None:
+    """To the bits of the whole, state included; and what is seen of the local optimizer are whole tensors.
+
+    Sizes are odd, one parameter lies in memory channels last, one has no gradient for a while, and in the middle the
+    state is loaded, which puts it elsewhere in memory.
+    """
+    optimizer_class, options = OPTIMIZERS[name]
+
+    def build() -> list[Tensor]:
+        shapes = ((1000, 303), (7,), (300_001,), (9, 200, 11, 13))
+        made = [torch.randn(shape, generator=generator(sum(shape))).to(device()) for shape in shapes]
+        made[3] = made[3].to(memory_format=torch.channels_last)
+        return [tensor.requires_grad_() for tensor in made]
+
+    ours_params, theirs_params = build(), build()
+    ours = ZeroRedundancyOptimizer(ours_params, optimizer_class, balanced=balanced, **options)
+    theirs = optimizer_class(theirs_params, **options)
+    stepped: list[list[int]] = []
+
+    def look(optimizer: Any, args: Any, kwargs: Any) -> None:
+        stepped.append([tensor.numel() for group in optimizer.param_groups for tensor in group["params"]])
+
+    ours.optim.register_step_pre_hook(look)
+    for step in range(5):
+        source = generator(step)
+        for mine, peer in zip(ours_params, theirs_params, strict=True):
+            mine.grad = torch.empty_like(mine).copy_(torch.randn(mine.shape, generator=source))
+            peer.grad = mine.grad.clone()
+        if step == 2:
+            ours_params[0].grad = theirs_params[0].grad = None
+        ours.step()
+        theirs.step()
+        for number, (mine, peer) in enumerate(zip(ours_params, theirs_params, strict=True)):
+            assert torch.equal(mine, peer), f"step {step}: parameter {number}"
+        held = [tensor.numel() for group in ours.optim.param_groups for tensor in group["params"]]
+        assert set(ours.optim.state) <= {t for group in ours.optim.param_groups for t in group["params"]}
+        if step == 3:
+            saved = copy.deepcopy(theirs.state_dict())
+            ours.load_state_dict(saved)
+    has_state = bool(theirs.state_dict()["state"])
+    in_blocks = device().type == "cpu" and has_state
+    # Not in the first step, which makes the state, nor where a rank's only large parameter had no gradient.
+    for step in (1, 3, 4):
+        assert (len(stepped[step]) > len(held)) == in_blocks, (
+            f"step {step}: tensors of {stepped[step]} elements"
+        )
+    ours.consolidate_state_dict(to=0)
+    if dist.get_rank() == 0:
+        assert_same_state(ours.state_dict(), theirs.state_dict())
 
 
 def steps_parameters_of_several_dtypes(*, as_views: bool, balanced: bool) -> None:

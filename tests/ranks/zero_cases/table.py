@@ -69,6 +69,11 @@ OPTIMIZER = (
         cases_of(name=list(OPTIMIZERS)),
         gloo=(3,),
     ),
+    Claim(
+        parity.steps_large_parameters_block_by_block,
+        cases_of(name=list(OPTIMIZERS), balanced=[False, True]),
+        nccl=(2,),
+    ),
     Claim(parity.steps_parameters_of_several_dtypes, LAYOUTS, gloo=(3,), nccl=(2, 4), threads=(3,)),
     Claim(parity.reduced_gradients_give_the_local_optimizers_step, nccl=(2, 4), threads=(2,)),
     Claim(
