@@ -116,6 +116,8 @@ class TrustPolicy:
         non_finite: what to do before an optimizer uses a step in which a rank had a gradient that is infinite or not
             a number: ``"raise"``, on all ranks; ``"skip"`` the step, on all ranks; ``"log"`` it and go on. With
             ``None`` nobody looks.
+        undoes_steps: put gradients and buffers back to what they were before a forward or backward that raised, here
+            or on another rank. It costs a copy of them in every step.
         trace_dir: where a rank's last events are written on failure; a folder for temporary files if None.
     """
 
@@ -123,6 +125,7 @@ class TrustPolicy:
     timeout_seconds: float = 20.0
     debugger_grace_seconds: float = 3600.0
     non_finite: Literal["raise", "skip", "log"] | None = None
+    undoes_steps: bool = False
     trace_dir: str | None = None
 
     def __post_init__(self) -> None:

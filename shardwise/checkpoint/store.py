@@ -16,6 +16,7 @@ import shutil
 from pathlib import Path
 
 from shardwise.checkpoint.manifest import sync_folder, write_text
+from shardwise.engine.stepping import note_checkpoint
 
 __all__ = ["Store"]
 
@@ -70,6 +71,7 @@ class Store:
         os.rename(self.saving_path(step), path)
         sync_folder(self.folder)
         self._point_at(path)
+        note_checkpoint(str(path))
 
     def discard(self, step: int) -> None:
         shutil.rmtree(self.saving_path(step), ignore_errors=True)

@@ -90,7 +90,7 @@ class Watch:
         now = time.monotonic()
         waiting = wire.stuck_on()
         position = (wire.path.epoch, wire.path.num_events, id(waiting))
-        if now < sight.aftermath_until:
+        if now < max(sight.aftermath_until, wire.left_at + _AFTERMATH_SECONDS):
             wire.serve_peers()
         if position != sight.position:
             sight.position, sight.still_since = position, now

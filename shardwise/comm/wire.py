@@ -15,6 +15,7 @@ raise. Then they begin a new path, and the group can be used again if no rank wa
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import threading
 import time
@@ -111,6 +112,8 @@ class WatchedWire(Wire):
         # Set by the watch, taken by the training thread.
         self.verdict: ShardwiseError | None = None
         self._verdict_epoch = 0
+        # When this rank last began a new path; peers may need its help to leave the old one.
+        self.left_at = -math.inf
 
     # --- what the watch asks of it --------------------------------------------------------------------------------
 
@@ -152,7 +155,7 @@ class WatchedWire(Wire):
         error, self.verdict = self.verdict, None
         if error is not None and self._verdict_epoch == self.path.epoch:
             self._save_events(error)
-            self.path.restart()
+            self._leave_path()
             raise error
 
     def break_off(self, what: str) -> None:
@@ -164,7 +167,11 @@ class WatchedWire(Wire):
                 "read that rank's own error; ranks that catch theirs can go on with the next step together",
             )
         self.verdict = None
+        self._leave_path()
+
+    def _leave_path(self) -> None:
         self.path.restart()
+        self.left_at = time.monotonic()
 
     def fail(self, error: Exception) -> NoReturn:
         """Raises the reason why the group itself gave up: the verdict, or else the loss of a peer."""
@@ -179,7 +186,7 @@ class WatchedWire(Wire):
             fix="look for the rank that died in the job's logs; restart from the last checkpoint",
         )
         self._save_events(lost)
-        self.path.restart()
+        self._leave_path()
         raise lost from error
 
     def _where(self) -> str:

@@ -14,20 +14,18 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 
-from shardwise import policies, trace
+from shardwise import trace
 from shardwise.comm.agreement import check_same_model
-from shardwise.comm.collectives import GroupCalls
 from shardwise.comm.streams import Mark, lanes_for
-from shardwise.comm.wire import Wire
+from shardwise.engine.accord import Accord
 from shardwise.engine.binding import clean_name, units_of
-from shardwise.engine.events import REPLAY, STEP, UnitEvents
-from shardwise.engine.guard import Guard
+from shardwise.engine.events import REPLAY, UnitEvents
 from shardwise.engine.reduce import PackedReduce, ReduceSettings, Reduction, run_user_hooks
 from shardwise.errors import StateError
 from shardwise.plan.lifecycle import State
@@ -96,10 +94,7 @@ class Root:
         self._in_flight: deque[Reduction] = deque()
         self._is_offloaded = False
         self.post_optim_event: torch.Event | None = None
-        self.wires: list[Wire] = []
-        self.guard: Guard | None = None
-        self._epochs: list[int] = []
-        self._num_agreed: list[int] = []
+        self.accord = Accord(top.rank)
         self._adopt(top)
 
     # --- the family -----------------------------------------------------------------------------------------------
@@ -125,11 +120,7 @@ class Root:
                     where=f"first forward of the model around it, rank {unit.rank}",
                     fix="finish its backward before the outer model runs for the first time",
                 )
-        self.wires = [calls.wire for calls in _groups_of(names)]
-        model = 1
-        if self.wires:
-            self.wires[0].num_models += 1
-            model = self.wires[0].num_models
+        model = self.accord.settle(names)
         self.units = []
         for unit, name in names.items():
             unit.name = name
@@ -158,11 +149,12 @@ class Root:
 
     def begin_forward(self) -> None:
         self.recover()
+        self.accord.check_not_torn()
         self.settle()
         if _watch.seen is not None and self not in _watch.seen:
             _watch.seen.append(self)
         self.in_forward = True
-        self._epochs = [wire.path.epoch for wire in self.wires]
+        self.accord.begin_forward()
         self.expects_backward = torch.is_grad_enabled()
         self.window = Window()
         # order: the optimizer's writes before the gathers of this step, because they read the shards
@@ -213,9 +205,7 @@ class Root:
     def begin_backward(self) -> None:
         if not self.in_backward:
             self.in_backward = True
-            self._epochs = [wire.path.epoch for wire in self.wires]
-            if (policies.trust().non_finite is None) != (self.guard is None):
-                self.guard = Guard(self.top.rank) if self.guard is None else None
+            self.accord.begin_backward()
             queue_end_of_backward(_EndOfBackward(self))
 
     def prefetch_before(self, unit: Unit, visit: Pass) -> None:
@@ -300,22 +290,10 @@ class Root:
     # --- the optimizer --------------------------------------------------------------------------------------------
 
     def before_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Lets an optimizer use the step once all ranks have taken it alike."""
-        if len(self._num_agreed) != len(self.wires):
-            self._num_agreed = [0] * len(self.wires)
-        for index, wire in enumerate(self.wires):
-            if self.in_backward and wire.path.num_events == self._num_agreed[index]:
-                # An optimizer for each parameter, run by its hook: nothing was done since the last of them.
-                wire.note(STEP)
-            else:
-                wire.agree(STEP)
-            self._num_agreed[index] = wire.path.num_events
-        policy = policies.trust().non_finite
-        if self.guard is not None and policy is not None:
-            self.guard.judge(policy, optimizer, _groups_of(self.units))
+        self.accord.before_optimizer(optimizer, self.in_backward)
 
     def after_optimizer(self) -> None:
-        pass
+        self.accord.after_optimizer()
 
     # --- captured steps -------------------------------------------------------------------------------------------
 
@@ -348,12 +326,12 @@ class Root:
     @contextmanager
     def recorded(self) -> Iterator[None]:
         """While it is open, what is issued is recorded and does not run."""
-        for wire in self.wires:
+        for wire in self.accord.wires:
             wire.is_recorded = True
         try:
             yield
         finally:
-            for wire in self.wires:
+            for wire in self.accord.wires:
                 wire.is_recorded = False
 
     def is_as_left(self) -> bool:
@@ -362,12 +340,12 @@ class Root:
 
     def begin_replay(self) -> None:
         """Lets a recorded step run once all ranks have come to it alike: it holds the optimizer's step, too."""
-        for wire in self.wires:
+        for wire in self.accord.wires:
             wire.agree(REPLAY)
 
     def end_replay(self) -> None:
         """Watches the recorded step, and reshards units left unsharded: the shards have changed unseen."""
-        for wire in self.wires:
+        for wire in self.accord.wires:
             wire.follow(REPLAY)
         for unit in self.units:
             if unit.state is not State.SHARDED:
@@ -376,22 +354,16 @@ class Root:
     # --- recovery -------------------------------------------------------------------------------------------------
 
     def break_off(self, what: str) -> None:
-        """Tells peers, which may be waiting for this rank, that it has left the step; once a step."""
+        """Tells peers that this rank has left the step it was in."""
         if self.is_busy:
-            for wire, epoch in zip(self.wires, self._epochs, strict=True):
-                # A wire that has begun a new path by itself has told them.
-                if wire.path.epoch == epoch:
-                    wire.break_off(what)
-            self._epochs = [-1] * len(self.wires)
+            self.accord.break_off(what)
 
     def recover(self) -> None:
         """Forgets the last step if it raised before its end, here or on another rank.
 
         A forward or backward that ends well says so; a wire that left its path has begun a new epoch.
         """
-        if self.is_busy or any(
-            wire.path.epoch != epoch for wire, epoch in zip(self.wires, self._epochs, strict=False)
-        ):
+        if self.is_busy or self.accord.is_broken:
             self.reset()
 
     def reset(self) -> None:
@@ -410,12 +382,5 @@ class Root:
                 unit.abandon_step()
                 unit.forget_reduces(unlanded)
             self._take_back(0)
-        if self.guard is not None:
-            self.guard.forget()
+        self.accord.mend()
         self.in_forward = self.in_backward = self.ends_backward = False
-
-
-def _groups_of(units: Iterable[Unit]) -> list[GroupCalls]:
-    """The groups that units share with other ranks, each once, in the order of the units."""
-    found = {calls.wire: calls for unit in units for calls in unit.all_calls() if calls.world > 1}
-    return list(found.values())

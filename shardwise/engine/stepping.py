@@ -6,9 +6,11 @@ left the parameters of this rank half updated: the next forward says so.
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +20,28 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 if TYPE_CHECKING:
     from shardwise.engine.root import Root
     from shardwise.engine.unit import Unit
+
+_NOTE = {"checkpoint": ""}
+
+
+def note_checkpoint(place: str) -> None:
+    """Says where this process's last whole checkpoint is, for those who must go back to it."""
+    _NOTE["checkpoint"] = place
+
+
+def last_checkpoint() -> str:
+    return _NOTE["checkpoint"]
+
+
+def is_running(optimizer: Optimizer) -> bool:
+    """Whether this thread is inside a step of ``optimizer``, as in a closure."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "step" and frame.f_locals.get("self") is optimizer:
+            return True
+        frame = frame.f_back
+    return False
+
 
 UnitOf = Callable[[torch.Tensor], "Unit | None"]
 

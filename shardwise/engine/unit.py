@@ -455,8 +455,8 @@ class Unit:
                 slot.add_held(gradient, self.precision.reduce_dtype)
                 for slot, gradient in zip(reduce.slots, gradients, strict=True)
             ]
-        if self.root.guard is not None:
-            self.root.guard.look(self.name, reduce.slots, gradients)
+        if self.root.accord.guard is not None:
+            self.root.accord.guard.look(self.name, reduce.slots, gradients)
         codes = self.events.reduce(reduce, self.reduce_settings, gradients)
         self.root.start_reduce(reduce, self.reduce_settings, gradients, self.max_reduce_inputs, codes)
         if self.recorder is not None:

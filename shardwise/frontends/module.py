@@ -92,8 +92,8 @@ class FSDPModule:
         """
         units = _own_units(self)
         for unit in units:
-            if not unit.root.is_busy:
-                unit.root.recover()
+            if unit.root.accord.is_broken:
+                unit.root.reset()
             unit.root.settle()
             if unit.is_stale() or unit.has_stale_part():
                 unit.reshard(trace.IDLE)
@@ -111,6 +111,7 @@ class FSDPModule:
         """
         for unit in _own_units(self):
             unit.root.reset()
+            unit.root.accord.forget_torn_step()
 
     # --- settings -------------------------------------------------------------------------------------------------
 
@@ -288,6 +289,10 @@ class FSDPModule:
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """As ``nn.Module.load_state_dict``; takes whole tensors too, and loads nothing from what does not fit."""
         check_fits(cast(nn.Module, self), state_dict, strict, assign)
+        for unit in _own_units(self):
+            if unit.root.accord.is_broken:
+                unit.root.reset()
+            unit.root.accord.forget_torn_step()
         return super().load_state_dict(state_dict, strict, assign)  # type: ignore[misc]
 
     def share_memory(self) -> NoReturn:

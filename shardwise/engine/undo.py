@@ -1,0 +1,64 @@
+"""What a step that breaks off is put back to: gradients and buffers as they were before it.
+
+Parameters need no keeping, forward and backward do not write them. Gradients are kept from the beginning of a backward
+to the moment an optimizer may use it, buffers (running statistics, say) from the beginning of the forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardwise.engine.binding import Slot
+from shardwise.torch_internals import buffers_of, local_of
+
+
+class Undo:
+    """The state of one model before its step."""
+
+    def __init__(self) -> None:
+        self._gradients: list[tuple[Slot, torch.Tensor | None, torch.Tensor | None]] = []
+        self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def keep_buffers(self, modules: Iterable[nn.Module]) -> None:
+        """A forward begins, and with it a step that can be undone; what came before it stays."""
+        self._gradients = []
+        with torch.no_grad():
+            self._buffers = [
+                (buffer, buffer.clone())
+                for top in modules
+                for module in top.modules()
+                for buffer in buffers_of(module).values()
+                if buffer is not None
+            ]
+
+    def keep_gradients(self, slots: Iterable[Slot]) -> None:
+        with torch.no_grad():
+            self._gradients = [
+                (
+                    slot,
+                    slot.sharded.grad,
+                    None if slot.sharded.grad is None else _local(slot.sharded.grad).clone(),
+                )
+                for slot in slots
+            ]
+
+    def forget(self) -> None:
+        self._gradients, self._buffers = [], []
+
+    def put_back(self) -> None:
+        with torch.no_grad():
+            for slot, gradient, values in self._gradients:
+                if gradient is not None and values is not None:
+                    _local(gradient).copy_(values)
+                slot.sharded.grad = gradient
+            for buffer, values in self._buffers:
+                buffer.copy_(values)
+        self.forget()
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return local_of(tensor) if isinstance(tensor, DTensor) else tensor
