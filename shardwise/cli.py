@@ -1,4 +1,4 @@
-"""The command line: ``shardwise train | convert | doctor``. It reads arguments; the work is done by the rooms below."""
+"""The command line: ``shardwise train | convert | doctor | trace``. It reads arguments; the work is done by the rooms below."""
 
 from __future__ import annotations
 
@@ -43,6 +43,7 @@ def parser() -> argparse.ArgumentParser:
         commands.add_parser("convert", help="turn checkpoints into safetensors or torch files, and back")
     )
     _add_doctor(commands.add_parser("doctor", help="say what this machine has and what is missing"))
+    _add_trace(commands.add_parser("trace", help="show what a rank did last before it failed"))
     return top
 
 
@@ -180,3 +181,21 @@ def _doctor(options: argparse.Namespace) -> int:
 
 if __name__ == "__main__":
     sys.exit(main())
+
+
+# --- trace --------------------------------------------------------------------------------------------------------
+
+
+def _add_trace(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Show what ranks did last, from the files that they left when they failed."
+    parser.add_argument(
+        "files", nargs="+", metavar="file", help="failure-rank0-1234.json, as the error named it"
+    )
+    parser.set_defaults(run=_trace)
+
+
+def _trace(options: argparse.Namespace) -> int:
+    from shardwise.trace import read_failure
+
+    print("\n\n".join(read_failure(file).text() for file in options.files))
+    return 0

@@ -23,6 +23,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from shardwise.errors import ConfigError
+
 UNSHARD = "unshard"
 RESHARD = "reshard"
 REDUCE = "reduce"
@@ -191,4 +193,11 @@ def save_failure(folder: str | None, failure: Failure) -> Path | None:
 
 def read_failure(file: str | Path) -> Failure:
     """Reads what ``save_failure`` wrote; ``shardwise trace`` prints it."""
-    return Failure(**json.loads(Path(file).read_text()))
+    try:
+        return Failure(**json.loads(Path(file).read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(
+            f"{file} is not what a failing rank left: {error}",
+            where="read_failure",
+            fix="pass the file that the rank's error names",
+        ) from None

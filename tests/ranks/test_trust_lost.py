@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from shardwise import PeerFailure, set_trust, trace
+from shardwise.cli import main
 from shardwise.testing import run_ranks
 from shardwise.testing.failures import RankFailure
 from tests.ranks.subject import beyond_torch
@@ -115,7 +116,7 @@ def slow_ranks(folder):
 
 @pytest.mark.parametrize(("world_size", "kind"), [(2, "gloo"), (3, "threads")])
 def test_a_slow_rank_is_waited_for_until_the_time_is_up_and_then_named_with_its_stack(
-    world_size, kind, tmp_path
+    world_size, kind, tmp_path, capsys
 ):
     slow = world_size - 1
     for told in run_ranks(slow_ranks, world_size, str(tmp_path), kind=kind, timeout_seconds=60):
@@ -124,3 +125,6 @@ def test_a_slow_rank_is_waited_for_until_the_time_is_up_and_then_named_with_its_
         assert "in dawdle" in told["error"]
         assert "PeerFailure" in told["text"]
     assert told["events"][-1] == "gather the root in forward"
+    assert main(["trace", told["file"]]) == 0
+    assert told["text"] in capsys.readouterr().out
+    assert main(["trace", str(tmp_path / "nothing.json")]) == 1
