@@ -1,4 +1,4 @@
-"""The command line: ``shardwise train | convert | doctor | trace``. It reads arguments; the work is done by the rooms below."""
+"""The command line: ``shardwise train | convert | doctor | trace``. It reads arguments; rooms below do the work."""
 
 from __future__ import annotations
 

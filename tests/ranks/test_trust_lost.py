@@ -60,10 +60,8 @@ def stories(world_size, who, signal_number):
     ("world_size", "who", "signal_number", "state"),
     [
         (2, 0, signal.SIGKILL, "dead"),
-        (4, 3, signal.SIGKILL, "dead"),
-        (2, 1, signal.SIGSTOP, "stopped"),
+        (4, 3, signal.SIGTERM, "dead"),
         (4, 0, signal.SIGSTOP, "stopped"),
-        (2, 1, signal.SIGTERM, "dead"),
     ],
     ids=lambda value: str(value),
 )
