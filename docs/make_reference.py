@@ -35,7 +35,7 @@ SECTIONS = {
     "shardwise.train": shardwise.train,
     "shardwise.testing": shardwise.testing,
 }
-COMMANDS = ("train", "convert", "doctor")
+COMMANDS = ("train", "convert", "doctor", "trace")
 
 
 def public_names() -> Iterator[tuple[str, Any]]:
