@@ -54,6 +54,7 @@ BENCH_GPU = PYTHONPATH=. $(PYTHON) benchmarks
 # Alone on the machine, or the figures mean nothing.
 bench: $(STAMP)
 	$(BENCH)/host_overhead.py
+	$(BENCH)/host_overhead.py --face wrapper
 	$(BENCH)/optimizer_step.py
 	$(BENCH)/clip.py
 	$(BENCH)/gloo_step.py
@@ -62,6 +63,7 @@ bench: $(STAMP)
 # With whatever torch the machine has.
 bench-gpu:
 	$(BENCH_GPU)/host_overhead.py --device cuda
+	$(BENCH_GPU)/host_overhead.py --device cuda --face wrapper
 	$(BENCH_GPU)/optimizer_step.py --device cuda
 	$(BENCH_GPU)/clip.py --device cuda
 	$(BENCH_GPU)/captured_step.py --model tiny

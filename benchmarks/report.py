@@ -50,6 +50,13 @@ def _questions() -> list[Question]:
             0.15,
             "host_overhead_cuda",
         ),
+        host("host overhead of the wrapper, of FSDP1's", "CPU, fake 8", 0.2, "host_overhead_wrapper_cpu"),
+        host(
+            "host overhead of the wrapper, of FSDP1's",
+            "GPU, tiny, fake 8",
+            0.2,
+            "host_overhead_wrapper_cuda",
+        ),
     ]
     for group in ("fake", "nccl"):
         file = f"captured_step_tiny_{group}"

@@ -292,9 +292,20 @@ class FullyShardedDataParallel(ModelMethods):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops gradients, those of shards and those that ``no_sync`` keeps whole."""
-        super().zero_grad(set_to_none)
-        for unit in self._units:
+        units: dict[Unit, None] = {}
+        for module in self.modules():
+            units.update(dict.fromkeys(units_of(module)))
+            for param in module.parameters(recurse=False):
+                if param.grad is not None and set_to_none:
+                    param.grad = None
+                elif param.grad is not None:
+                    param.grad.detach_().zero_()
+        for unit in units:
             unit.drop_gradients()
+            for slot in unit.slots:
+                # What a module shows now may be the whole parameter.
+                if set_to_none:
+                    slot.sharded.grad = None
 
     def _check_outermost(self, call: str) -> None:
         if self.__dict__["_is_inner"]:

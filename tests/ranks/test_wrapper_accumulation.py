@@ -18,6 +18,7 @@ from shardwise.errors import StateError
 from shardwise.testing import run_ranks
 from shardwise.testing.workloads import seeded
 from tests.ranks.models import GATHER, REDUCE, Layers, counted, data
+from tests.ranks.wrapped import device
 
 NO_SYNC, SYNC = True, False
 INTERLEAVINGS = (
@@ -54,7 +55,7 @@ def wrapped(**options):
 
 def batches(count):
     generator = torch.Generator().manual_seed(7 + dist.get_rank())
-    return [torch.randint(0, 11, (2, 4), generator=generator) for _ in range(count)]
+    return [torch.randint(0, 11, (2, 4), generator=generator).to(device()) for _ in range(count)]
 
 
 def loss_of(model, tokens):

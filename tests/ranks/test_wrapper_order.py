@@ -12,6 +12,7 @@ from torch import nn
 
 from shardwise import FullyShardedDataParallel, ShardingStrategy
 from shardwise.testing import run_ranks
+from tests.ranks.wrapped import device
 
 STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP]
 
@@ -57,11 +58,11 @@ def wrapped(strategy, use_orig_params):
     options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
     model.path = FullyShardedDataParallel(model.path, **options)
     model.other_path = FullyShardedDataParallel(model.other_path, **options)
-    return FullyShardedDataParallel(model, **options).to("cpu")
+    return FullyShardedDataParallel(model, **options).to(device())
 
 
 def step(model):
-    model(torch.randn(8, 5)).sum().backward()
+    model(torch.randn(8, 5, device=device())).sum().backward()
 
 
 def differs_at_first():
@@ -72,7 +73,7 @@ def differs_at_first():
                 if dist.get_rank() != 0:
                     model.flip()
                 with pytest.raises(RuntimeError, match=r"^Forward order differs across ranks") as caught:
-                    model(torch.randn(8, 5))
+                    model(torch.randn(8, 5, device=device()))
                 assert "are at 'path'" in str(caught.value)
                 assert "are at 'other_path'" in str(caught.value)
                 # Told so, a program can go on.
@@ -94,7 +95,7 @@ def stops_early():
         if dist.get_rank() == 1:
             model.module.forward = model.module[0].forward
         with pytest.raises(RuntimeError, match=r"^Forward order differs across ranks") as caught:
-            model(torch.randn(2, 4))
+            model(torch.randn(2, 4, device=device()))
         assert "ranks [1] are at the end of forward" in str(caught.value)
 
 
@@ -147,7 +148,7 @@ def trains_and_evaluates():
                     step(model)
                 model.eval()
                 for _ in range(3):
-                    model(torch.randn(8, 5)).sum()
+                    model(torch.randn(8, 5, device=device())).sum()
     assert not [each for each in caught if str(each.message).startswith("Forward order")]
 
 

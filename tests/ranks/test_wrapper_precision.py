@@ -20,19 +20,21 @@ from shardwise.testing import run_ranks
 from shardwise.testing.parity import BF16, BF16_REDUCED_IN_BF16, Accumulation, History, differences, run_plain
 from shardwise.testing.workloads import WORKLOADS, seeded
 from tests.ranks.models import Layers, data
-from tests.ranks.wrapped import ONE_AXIS, train, wrap
+from tests.ranks.wrapped import ONE_AXIS, device, train, wrap
 
 FSDP = FullyShardedDataParallel
 LAST_OF_TWO = Accumulation(2, sync_each=False)
 
 
-def parity():
+def parity(tolerance=0.0):
     rank, wrong = dist.get_rank(), []
     workload = WORKLOADS["conv net"]
     for precision, accumulation in itertools.product(
         (BF16, BF16_REDUCED_IN_BF16), (Accumulation(), LAST_OF_TWO)
     ):
-        plain = run_plain(workload, 2, precision=precision, accumulation=accumulation, steps=2)
+        plain = run_plain(
+            workload, 2, precision=precision, accumulation=accumulation, steps=2, device=device()
+        )
         expected = History([[losses[rank]] for losses in plain.losses], plain.grads, plain.params)
         for strategy, orig in itertools.product(ONE_AXIS, (False, True)):
             model = workload.model()
@@ -45,7 +47,7 @@ def parity():
                     precision.param_dtype, precision.reduce_dtype, cast_forward_inputs=True
                 ),
             )
-            found = differences(expected, train(model, workload, 2, accumulation))
+            found = differences(expected, train(model, workload, 2, accumulation), tolerance=tolerance)
             wrong += (
                 [f"{precision.label} {accumulation.label} {strategy} {orig}: {found[0]}"] if found else []
             )
@@ -133,15 +135,16 @@ def scales():
     """One rank's infinity is everybody's: all skip the step and halve the scale together."""
     for orig, strategy in itertools.product((False, True), ONE_AXIS):
         model = FSDP(nn.Linear(6, 8, bias=False), use_orig_params=orig, sharding_strategy=strategy)
+        where = device()
         with torch.no_grad():
             for param in model.parameters():
                 param.zero_()
         optim = torch.optim.SGD(model.parameters(), lr=1.0)
-        scaler = ShardedGradScaler("cpu", init_scale=4.0, growth_interval=2)
+        scaler = ShardedGradScaler(where.type, init_scale=4.0, growth_interval=2)
         scales, moved = [], []
         for step in range(5):
             before = model.state_dict()["weight"]
-            scaler.scale(model(torch.ones(1, 6)).sum()).backward()
+            scaler.scale(model(torch.ones(1, 6, device=where)).sum()).backward()
             if step == 1 and dist.get_rank() == 1:
                 (param,) = model.parameters()
                 param.grad.view(-1)[-1] = float("inf")

@@ -10,6 +10,16 @@ from shardwise import CustomPolicy, FullyShardedDataParallel, ShardingStrategy
 from shardwise.testing.parity import Accumulation, History
 from shardwise.testing.workloads import WORKLOADS
 
+
+def device() -> torch.device:
+    """Where this rank computes: the same tests run on CPUs with gloo and on GPUs with NCCL."""
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if "nccl" in dist.get_backend()
+        else torch.device("cpu")
+    )
+
+
 ONE_AXIS = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)
 
 
@@ -27,7 +37,7 @@ def wrapped(name: str, **options) -> FullyShardedDataParallel:
 def whole_gradients(model: FullyShardedDataParallel) -> dict[str, torch.Tensor | None]:
     with FullyShardedDataParallel.summon_full_params(model, with_grads=True, writeback=False):
         return {
-            name: None if param.grad is None else param.grad.clone()
+            name: None if param.grad is None else param.grad.cpu().clone()
             for name, param in model.named_parameters()
         }
 
@@ -43,7 +53,7 @@ def train(model, workload, steps, accumulation=None, optimizer=sgd) -> History:
     for step in range(steps):
         losses = []
         for micro_batch in range(accumulation.micro_batches):
-            batch = workload.data(step, micro_batch, rank)
+            batch = workload.data(step, micro_batch, rank, device())
             if accumulation.syncs(micro_batch):
                 loss = workload.loss(model(*batch), batch)
                 loss.backward()
@@ -57,5 +67,5 @@ def train(model, workload, steps, accumulation=None, optimizer=sgd) -> History:
         optim.step()
         optim.zero_grad()
         state = model.state_dict()
-        history.params.append({name: state[name] for name in history.grads[-1]})
+        history.params.append({name: state[name].cpu() for name in history.grads[-1]})
     return history
