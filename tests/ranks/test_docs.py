@@ -1,4 +1,4 @@
-"""The examples in README.md and docs/fully_shard.md run as they are printed.
+"""The examples in README.md, docs/fully_shard.md and docs/wrapper.md run as they are printed.
 
 A page's first block is what all of its blocks begin with; each other block runs by itself after it, on two ranks. An
 example's line numbers in a traceback are those of its page.
@@ -91,6 +91,18 @@ def test_the_guides_examples_run(example, tmp_path):
         run_ranks(run_example, 2, FIRST, example, tmp_path, kind="gloo")
     else:
         example.code()
+
+
+def run_wrapper_examples(first, rest, folder):
+    """All of them in turn, each with a namespace of its own."""
+    for example in rest:
+        run_example(first, example, folder)
+
+
+def test_the_wrappers_examples_run(tmp_path):
+    first, *rest = examples(REPOSITORY / "docs" / "wrapper.md")
+    assert len(rest) > 5
+    run_ranks(run_wrapper_examples, 2, first, rest, tmp_path, kind="gloo")
 
 
 def run_readme(folder):
