@@ -43,6 +43,11 @@ def elementwise(optimizer_class: OptimizerClass) -> OptimizerClass:
     return optimizer_class
 
 
+def is_torchs_own(optimizer_class: type[Optimizer]) -> bool:
+    """Whether it is one of torch's, whose ``step`` is known to ask nothing of a tensor but its elements."""
+    return optimizer_class in _ELEMENTWISE and optimizer_class.__module__.startswith("torch.optim")
+
+
 def check_elementwise(optimizer_class: type[Optimizer]) -> None:
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         raise ConfigTypeError(

@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise.engine.binding import membership, units_of
-from shardwise.optim.elementwise import check_elementwise
+from shardwise.optim.blocks import BlockedStep
+from shardwise.optim.elementwise import check_elementwise, is_torchs_own
 from shardwise.optim.runs import Run, States, make_runs
 from shardwise.torch_internals import local_of, zero_all
 
@@ -63,6 +64,8 @@ class FlatOptimizer(Optimizer):
 
     _runs: list[list[Run]] | None = None
     _run_states: States
+    _in_blocks: BlockedStep | None = None
+    _may_step_in_blocks = False
 
     def step(self, closure: Callable[[], float] | None = None, **kwargs: Any) -> float | None:  # type: ignore[override]
         loss = None
@@ -77,7 +80,7 @@ class FlatOptimizer(Optimizer):
             try:
                 for group, of_group in zip(groups, runs, strict=True):
                     group["params"] = [run.tensor for run in of_group]
-                self._step_of_class(**kwargs)
+                (self._in_blocks or self._step_of_class)(**kwargs)
             finally:
                 self.state = states
                 for group, own in zip(groups, params, strict=True):
@@ -125,6 +128,7 @@ class FlatOptimizer(Optimizer):
         self._follow_replaced_parameters()
         self._run_states = defaultdict(dict)
         self._runs = []
+        self._in_blocks = BlockedStep(self, self._step_of_class) if self._may_step_in_blocks else None
         for group in self.param_groups:
             # Without eps an optimizer divides zero by zero where there is padding.
             runs = make_runs(group["params"], self.state, bridges_padding=group.get("eps", 1.0) != 0)
@@ -207,6 +211,7 @@ def _some_are_missing(gradients: list[torch.Tensor | None]) -> bool:
 @functools.cache
 def _flat_class(optimizer_class: type[Optimizer]) -> type[Optimizer]:
     made = type(f"Flat{optimizer_class.__name__}", (FlatOptimizer, optimizer_class), {"__module__": __name__})
+    made._may_step_in_blocks = is_torchs_own(optimizer_class)  # type: ignore[attr-defined]
     # torch does this when the first one is made, which ranks that are threads might do at the same time.
     made.step = Optimizer.profile_hook_step(FlatOptimizer.step)  # type: ignore[attr-defined]
     made.step.hooked = True  # type: ignore[attr-defined]

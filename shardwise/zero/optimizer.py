@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from shardwise.comm.collectives import wire_of
 from shardwise.comm.path import code_of
 from shardwise.errors import ConfigError, StateError
+from shardwise.optim.blocks import BlockedStep
 from shardwise.plan.ownership import Piece
 from shardwise.torch_internals import (
     join_is_watching,
@@ -33,7 +34,6 @@ from shardwise.torch_internals import (
     run_before_state_dict,
 )
 from shardwise.zero import admission, state
-from shardwise.zero.blocks import BlockedStep
 from shardwise.zero.join import ZeroJoinHook, share_gradients
 from shardwise.zero.partition import Partition
 from shardwise.zero.sync import ParameterSync

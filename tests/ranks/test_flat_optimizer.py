@@ -346,6 +346,30 @@ def test_a_unit_is_stepped_as_one_tensor_and_in_parts_where_gradients_are_missin
     run_ranks(as_one_tensor, 2)
 
 
+def in_blocks():
+    """Runs longer than a block, and than two, whose last block is not whole."""
+    build = partial(Blocks, 300, 601)
+    one, other = sharded(build), sharded(build)
+    ours = flat(one, optim.AdamW, lr=0.1, amsgrad=True)
+    torchs = optim.AdamW(other.parameters(), lr=0.1, amsgrad=True)
+    for step in range(3):
+        for model, optimizer in ((one, ours), (other, torchs)):
+            model(data(step, dist.get_rank(), 2, 300)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        same_as(ours, torchs, one.parameters(), other.parameters(), f"in blocks, step {step}")
+    return ours._in_blocks is not None and len(ours._in_blocks._blocks)
+
+
+def test_long_runs_are_stepped_in_blocks_bit_by_bit():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        assert run_ranks(in_blocks, 2) == [2, 2]
+    finally:
+        torch.set_num_threads(threads)
+
+
 # --- around the step --------------------------------------------------------------------------------------------------
 
 

@@ -14,13 +14,12 @@ run on one thread, as torchrun starts them: several share a tensor out among the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-
-from shardwise.zero.partition import in_memory_order
 
 __all__ = ["BlockedStep"]
 
@@ -29,15 +28,16 @@ _BLOCK_BYTES = 256 * 1024
 
 
 class BlockedStep:
-    """Steps one optimizer, its large tensors in blocks."""
+    """Steps one optimizer, its large tensors in blocks; ``step`` is what steps it, its own unless given."""
 
-    def __init__(self, optim: Optimizer) -> None:
+    def __init__(self, optim: Optimizer, step: Callable[..., Any] | None = None) -> None:
         self._optim = optim
+        self._step = step
         self._blocks: dict[Tensor, _Blocks] = {}
 
     def __call__(self, **kwargs: Any) -> Any:
         if torch.get_num_threads() > 1:
-            return self._optim.step(**kwargs)
+            return (self._step or self._optim.step)(**kwargs)
         groups = self._optim.param_groups
         given = [group["params"] for group in groups]
         shown: list[_Blocks] = []
@@ -46,7 +46,7 @@ class BlockedStep:
                 # Kernels for many tensors at once, or for all operations at once, have passes of their own.
                 if not (group.get("foreach") or group.get("fused")):
                     group["params"] = self._in_blocks(tensors, shown)
-            return self._optim.step(**kwargs)
+            return (self._step or self._optim.step)(**kwargs)
         finally:
             for group, tensors in zip(groups, given, strict=True):
                 group["params"] = tensors
@@ -132,4 +132,5 @@ class _Blocks:
                 )
 
     def _cut(self, tensor: Tensor) -> list[Tensor]:
-        return list(in_memory_order(tensor).split(self._step_numel))
+        in_memory_order = tensor.detach().as_strided((tensor.numel(),), (1,))
+        return list(in_memory_order.split(self._step_numel))
