@@ -266,18 +266,23 @@ def _what_happened(ranks: list[BaseProcess], failed: list[int], folder: Path) ->
     for rank in range(len(ranks)):
         with contextlib.suppress(OSError, ValueError):
             reports[rank] = json.loads((folder / f"failed-{rank}").read_text())
+    killed = {
+        rank: signal.Signals(-status).name
+        for rank in failed
+        if (status := ranks[rank].exitcode) is not None and status < 0
+    }
     expected = {rank: report for rank, report in reports.items() if report["expected"]}
+    # A library that loses its peer may abort; whoever was ended by anything else was ended from outside, and what
+    # its peers report is only that they lost it.
+    first = next((rank for rank in killed if killed[rank] != "SIGABRT" or not reports), None)
+    if first is not None:
+        return (
+            f"error: rank {first} was ended by {killed[first]}, and the others with it\n"
+            "  fix:   continue with --resume; the last checkpoint is whole"
+        )
     if expected:
         # A problem that all ranks found together is told by the first of them.
         return f"error: {expected[min(expected)]['text']}"
-    for rank in failed:
-        status = ranks[rank].exitcode
-        if status is not None and status < 0:
-            # Whatever its peers report is only that they lost it.
-            return (
-                f"error: rank {rank} was ended by {signal.Signals(-status).name}, and the others with it\n"
-                "  fix:   continue with --resume; the last checkpoint is whole"
-            )
     if not reports:
         return f"error: {len(ranks)} ranks were not done in time, and were ended"
     rank = min(reports, key=lambda number: float(reports[number]["time"]))

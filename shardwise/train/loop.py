@@ -11,7 +11,6 @@ many ranks is, to the last bit, the run that was never stopped.
 from __future__ import annotations
 
 import json
-import math
 import platform
 import time
 from dataclasses import dataclass, field
@@ -242,9 +241,9 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         loss = self._forward_backward()
-        norm = float(self.parallel.clip(config.optimizer.clip))
-        if not math.isfinite(norm):
-            self._stop_on_bad_gradients(norm)
+        norm = self.parallel.clip(config.optimizer.clip)
+        if norm is None:
+            raise self._bad_gradients()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         progress.step += 1
@@ -321,8 +320,8 @@ class Trainer:
             self.parallel.module.train()
         return self.team.sum(total)[0] / (self.team.world_size * self.config.evaluate.batches)
 
-    def _stop_on_bad_gradients(self, norm: float) -> None:
-        """The weights are still those of the step before: they are saved, and the run ends."""
+    def _bad_gradients(self) -> StateError:
+        """The weights are still those of the step before: they are saved, and the run is to end with this error."""
 
         def forward() -> None:
             self._seed_step()
@@ -332,8 +331,8 @@ class Trainer:
         where = first_bad_unit(self.parallel.module, self.parallel.units, forward, self.team)
         self.optimizer.zero_grad(set_to_none=True)
         self._save_and_wait()
-        raise StateError(
-            f"the gradient norm of step {self.progress.step + 1} is {norm}: {where}",
+        return StateError(
+            f"the gradients of step {self.progress.step + 1} are not finite: {where}",
             where=f"step {self.progress.step + 1}, samples from {self.progress.samples}",
             fix="lower optimizer.lr or look at the data, and continue with --resume "
             f"{self.folder}: the weights before this step are saved",

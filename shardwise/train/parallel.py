@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.checkpoint.files import part_of
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, StateError
 from shardwise.frontends.fully_shard import fully_shard
 from shardwise.frontends.module import FSDPModule
 from shardwise.frontends.norms import clip_grad_norm_
@@ -71,9 +71,12 @@ class Parallel:
                 fix="name the class of its blocks as unit",
             )
         for unit in self.units.values():
-            if sharding.recompute:
+            # What is compiled is inside what is recomputed: the other way round, the compiler passes it over.
+            if sharding.compile and sharding.recompute:
+                unit.forward = _recomputed(torch.compile(unit.forward))
+            elif sharding.recompute:
                 unit.forward = _recomputed(unit.forward)
-            if sharding.compile:
+            elif sharding.compile:
                 unit.compile()
         self.is_sharded = sharding.mode not in ("none", "optimizer")
         if self.is_sharded:
@@ -163,9 +166,15 @@ class Parallel:
             self._called.set_requires_all_reduce(is_last)
         return contextlib.nullcontext()
 
-    def clip(self, largest_norm: float) -> Tensor:
-        """Clips gradients; the norm before, the same on every rank."""
-        return clip_grad_norm_(self.module.parameters(), largest_norm or math.inf)
+    def clip(self, largest_norm: float) -> float | None:
+        """Clips gradients; the norm before, the same on every rank. None if it is not finite: nothing was clipped."""
+        try:
+            norm = clip_grad_norm_(
+                self.module.parameters(), largest_norm or math.inf, error_if_nonfinite=True
+            )
+        except StateError:
+            return None
+        return float(norm)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self._sharding.precision == "bf16" and not self.is_sharded:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from pathlib import Path
 
@@ -83,9 +84,17 @@ def test_a_run_goes_from_4_ranks_full_to_2_hybrid_to_3_zero1_to_1(undisturbed, t
 
 
 def settings_that_change_how_not_what(config, folder):
+    # Without a backend that builds kernels, what is compiled computes the very same numbers.
+    torch.compile = functools.partial(torch.compile, backend="eager")
+    frames = torch._dynamo.utils.counters["frames"]
+    frames.clear()
     changes = {
         "accumulate": {"train": dataclasses.replace(config.train, accumulate=3)},
         "recompute": {"sharding": dataclasses.replace(config.sharding, recompute=True)},
+        "compile": {"sharding": dataclasses.replace(config.sharding, compile=True)},
+        "compile and recompute": {
+            "sharding": dataclasses.replace(config.sharding, compile=True, recompute=True)
+        },
         "offload": {"sharding": dataclasses.replace(config.sharding, offload=True)},
         "waiting for saves": {
             "checkpoint": dataclasses.replace(config.checkpoint, asynchronous=False, every=2)
@@ -99,49 +108,58 @@ def settings_that_change_how_not_what(config, folder):
             "train": dataclasses.replace(config.train, accumulate=2),
         },
     }
-    short = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=3))
-    return {
-        name: run_part(
-            dataclasses.replace(
-                short, **{**change, "train": dataclasses.replace(change.get("train", short.train), steps=3)}
-            ),
-            f"{folder}/{name}",
-        )[0]
-        for name, change in {"as it is": {}, **changes}.items()
-    }
+    losses, compiled = {}, {}
+    try:
+        for name, change in {"as it is": {}, **changes}.items():
+            train = dataclasses.replace(change.get("train", config.train), steps=3)
+            ours = dataclasses.replace(config, **{**change, "train": train})
+            torch._dynamo.reset()  # or what the run before compiled would do
+            before = frames["ok"]
+            losses[name], _ = run_part(ours, f"{folder}/{name}")
+            compiled[name] = frames["ok"] - before
+    finally:
+        torch.compile = torch.compile.func
+    return losses, compiled
 
 
 def test_settings_that_change_how_a_step_is_done_do_not_change_what_is_learnt(undisturbed, tmp_path):
     config, _, _ = undisturbed
-    losses = on_ranks(2, settings_that_change_how_not_what, config, str(tmp_path))[0]
+    losses, compiled = on_ranks(2, settings_that_change_how_not_what, config, str(tmp_path))[0]
     expected = losses.pop("as it is")
-    for name in ("recompute", "offload", "waiting for saves"):
+    for name in ("recompute", "compile", "compile and recompute", "offload", "waiting for saves"):
         assert losses.pop(name) == expected, name
     for name, found in losses.items():
         assert found == pytest.approx(expected, rel=1e-4), name
+    assert {name for name, count in compiled.items() if count} == {"compile", "compile and recompute"}
 
 
 # --- numbers that are none ----------------------------------------------------------------------------------------
 
 
 class Block(torch.nn.Module):
-    """Gives no number once it has been called ``good_calls`` times."""
+    """Once it has been called ``good_calls`` times: no number comes out, or no gradient goes back."""
 
-    def __init__(self, width, good_calls=1000):
+    def __init__(self, good_calls=1000, breaks="output"):
         super().__init__()
-        self.linear = torch.nn.Linear(width, width)
-        self.good_calls = good_calls
+        self.linear = torch.nn.Linear(8, 8)
+        self.good_calls, self.breaks = good_calls, breaks
 
     def forward(self, x):
         self.good_calls -= 1
-        return x + self.linear(x) * (1.0 if self.good_calls >= 0 else math.nan)
+        x = x + self.linear(x)
+        if self.good_calls < 0:
+            if self.breaks == "output":
+                return x * math.nan
+            if x.requires_grad:
+                x.register_hook(lambda gradient: gradient * math.inf)
+        return x
 
 
 class Model(torch.nn.Module):
-    def __init__(self):
+    def __init__(self, breaks):
         super().__init__()
         self.embed = torch.nn.Embedding(128, 8)
-        self.blocks = torch.nn.Sequential(Block(8), Block(8, good_calls=3), Block(8))
+        self.blocks = torch.nn.Sequential(Block(), Block(good_calls=3, breaks=breaks), Block())
         self.head = torch.nn.Linear(8, 128)
 
     def forward(self, tokens):
@@ -149,23 +167,29 @@ class Model(torch.nn.Module):
 
 
 def run_into_nan(config, folder):
-    config = dataclasses.replace(config, model=OwnModel(Model, Block, context=8, vocabulary=128))
-    with pytest.raises(StateError) as stopped:
-        run_part(config, folder)
-    return str(stopped.value)
+    messages = []
+    for breaks in ("output", "gradient"):
+        model = OwnModel(functools.partial(Model, breaks), Block, context=8, vocabulary=128)
+        with pytest.raises(StateError) as stopped:
+            run_part(dataclasses.replace(config, model=model), f"{folder}/{breaks}")
+        messages.append(str(stopped.value))
+    return messages
 
 
 def test_a_gradient_that_is_no_number_stops_the_run_with_step_and_unit_and_saves_the_weights_before(
     undisturbed, tmp_path
 ):
     config, _, _ = undisturbed
-    for message in on_ranks(2, run_into_nan, config, tmp_path):
-        assert "step 4" in message
-        assert "unit 'blocks.1'" in message
-        assert "--resume" in message
-    saved = whole_tensors(checkpoint_at(tmp_path, 3))
-    assert all(bool(value.isfinite().all()) for value in saved.values())
-    assert not checkpoint_at(tmp_path, 4).exists()
+    for output, gradient in on_ranks(2, run_into_nan, config, tmp_path):
+        assert "the output of unit 'blocks.1' is the first that is not finite" in output
+        assert "gradients are not from unit 'blocks.1' on down" in gradient
+        for message in (output, gradient):
+            assert "step 4" in message
+            assert "--resume" in message
+    for breaks in ("output", "gradient"):
+        saved = whole_tensors(checkpoint_at(tmp_path / breaks, 3))
+        assert all(bool(value.isfinite().all()) for value in saved.values())
+        assert not checkpoint_at(tmp_path / breaks, 4).exists()
 
 
 def test_a_run_writes_down_its_metrics_its_summary_and_its_curve(undisturbed):

@@ -8,13 +8,17 @@ import os
 import pickle
 import resource
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 
+import shardwise.checkpoint.saver as saver_room
 from shardwise.checkpoint import convert
+from shardwise.checkpoint.files import part_of
 from shardwise.checkpoint.manifest import MANIFEST, Manifest, first_damage, read_manifest
+from shardwise.checkpoint.saver import Saver
 from shardwise.checkpoint.store import Store
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.testing import run_ranks
@@ -92,6 +96,41 @@ def test_a_crash_between_a_folders_name_and_latest_loses_nothing(copied):
     store = Store(copied / "checkpoints")
     (store.folder / "latest").write_text("step-00000002\n")
     assert store.checkpoints()[0] == checkpoint_at(copied, 4)
+
+
+def save_while_the_disk_waits(folder):
+    """A save whose writing is held up, while the tensors that it is of go on changing."""
+    goes_on = threading.Event()
+    writes = saver_room.save_parts
+
+    def held_up(*args):
+        assert goes_on.wait(30)
+        writes(*args)
+
+    saver_room.save_parts = held_up
+    try:
+        tensor = torch.arange(6.0)
+        saver = Saver(Store(folder), Team.new_group(), keep=0)
+        for step in (1, 2):
+            saver.save(step, {"model/w": part_of(tensor)}, {"step": step})
+            busy = saver.is_busy
+            tensor.add_(100.0)
+            assert not saver.outcomes()
+            goes_on.set()
+            saver.wait()
+            goes_on.clear()
+            (outcome,) = saver.outcomes()
+            assert busy
+            assert outcome.problem is None
+    finally:
+        saver_room.save_parts = writes
+    return [whole_tensors(Store(folder).path_of(step))["model/w"] for step in (1, 2)]
+
+
+def test_a_save_waits_for_a_copy_alone_and_holds_what_was_there_when_it_began(tmp_path):
+    ((first, second),) = run_ranks(save_while_the_disk_waits, 1, tmp_path, kind="gloo")
+    assert torch.equal(first, torch.arange(6.0))
+    assert torch.equal(second, torch.arange(6.0) + 100)
 
 
 # --- damage -------------------------------------------------------------------------------------------------------

@@ -2,8 +2,8 @@
 
     python -m tests.soak.kill_ranks --kills 30 --result benchmarks/results/kill_soak.json
 
-A small run on CPU ranks saves after every step or two. Again and again one rank is killed, at a moment between the
-start of its process and the end of the run; then the run is resumed. After each kill every checkpoint that has its
+A small run on CPU ranks saves after every second step. Again and again one rank is killed, at a random moment after its
+process started or a little after a random step; then the run is resumed. After each kill every checkpoint that has its
 name must be readable to the last byte, and the weights and optimizer state at the end must be, to the last bit, those
 of a run that nobody disturbed.
 """
@@ -27,6 +27,7 @@ from pathlib import Path
 from shardwise.checkpoint.manifest import first_damage, read_manifest
 from shardwise.checkpoint.store import Store
 from shardwise.train.command import Request, train
+from shardwise.train.records import METRICS
 
 SETTINGS = (
     "model.layers=2",
@@ -40,7 +41,7 @@ SETTINGS = (
 )
 
 
-def run(folder, steps, ranks, *, resume, kill_after=None, victim=0):
+def run(folder, steps, ranks, *, resume, moment=None, victim=0):
     """One attempt at the run; its exit status, how long it took, and what it said."""
     request = Request(
         "tiny",
@@ -50,12 +51,13 @@ def run(folder, steps, ranks, *, resume, kill_after=None, victim=0):
         resume=str(folder) if resume else None,
         show="quiet",
     )
-    killed = threading.Event()
+    killed, over = threading.Event(), threading.Event()
 
     def kill():
-        deadline = time.monotonic() + kill_after
-        while time.monotonic() < deadline:
-            time.sleep(0.005)
+        step, seconds = moment
+        while step and steps_done(folder) < step and not over.is_set():
+            time.sleep(0.002)
+        over.wait(seconds)
         processes = [child for child in multiprocessing.active_children() if child.name == f"rank {victim}"]
         if processes and processes[0].is_alive():
             with contextlib.suppress(ProcessLookupError):
@@ -65,14 +67,20 @@ def run(folder, steps, ranks, *, resume, kill_after=None, victim=0):
     said = io.StringIO()
     thread = threading.Thread(target=kill)
     begun = time.monotonic()
-    if kill_after is not None:
+    if moment is not None:
         thread.start()
     with contextlib.redirect_stderr(said):
         status = train(request)
     seconds = time.monotonic() - begun
-    if kill_after is not None:
+    over.set()
+    if moment is not None:
         thread.join()
     return status, seconds, killed.is_set(), said.getvalue()
+
+
+def steps_done(folder):
+    path = Path(folder) / METRICS
+    return len(path.read_text().splitlines()) if path.exists() else 0
 
 
 def check_readable(store):
@@ -114,10 +122,18 @@ def main():
                 resume = bool(store.checkpoints())
                 resumes += resume
                 wanted = kills < options.kills
-                moment = chance.uniform(0.0, seconds) if wanted else None
+                latest = store.latest()
+                saved = 0 if latest is None else store.step_of(latest)
+                moment = (0, chance.uniform(0.0, seconds))
+                if chance.random() < 0.75:
+                    moment = (
+                        chance.randint(saved + 1, max(saved + 1, options.steps)),
+                        chance.uniform(0.0, 0.1),
+                    )
+                moment = moment if wanted else None
                 victim = chance.randrange(options.ranks)
                 status, _, killed, said = run(
-                    folder, options.steps, options.ranks, resume=resume, kill_after=moment, victim=victim
+                    folder, options.steps, options.ranks, resume=resume, moment=moment, victim=victim
                 )
                 kills += killed
                 finished = status == 0
