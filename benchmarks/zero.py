@@ -9,8 +9,9 @@ threads included, which other work on the machine disturbs less. Bytes on the wi
 interface counted while one contender made a few steps, the least of several rounds, since other programs use
 that interface too. State is what the local optimizer holds, on the rank that holds most.
 
-`local step alone` is a rank's share of the unsharded optimizer with nothing sent: no way of sending can make a step
-shorter than that. `floor` is that share's part of torch's step.
+`local step alone` is a rank's share of the unsharded optimizer, stepped as torch steps it, with nothing sent. `floor` is
+that share's part of torch's step: what would be left of it if sending cost nothing. Ours can come below it where it
+steps large parameters block by block.
 
 After every round all contenders must have the parameters of an unsharded optimizer: bit by bit where parameters
 are stepped whole, within one ulp a step where they are split.
@@ -266,7 +267,7 @@ def main() -> None:
     parser.add_argument("--backend", choices=["gloo", "nccl"], default="gloo")
     parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()

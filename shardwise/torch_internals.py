@@ -482,8 +482,12 @@ def issue_grouped_broadcasts(
     """Each rank's tensors to all the others, as one operation of the backend (NCCL runs it as one kernel)."""
     group._start_coalescing(device)
     for source, tensors in enumerate(tensors_by_source):
+        options = dist.BroadcastOptions()
+        options.rootRank = source
+        options.asyncOp = True
         for tensor in tensors:
-            dist.broadcast(tensor, group=group, group_src=source, async_op=True)
+            # The group's own method: torch's wrapper of it checks what was checked when the exchange was planned.
+            group.broadcast([tensor], options)
     return group._end_coalescing(device)
 
 

@@ -10,7 +10,7 @@ goes is decided by what the group can do:
     gloo, CPU                   point to point: small tensors packed into one message, large ones as they lie
     the same, on one host       large sections are read from the peers' memory, see `same_host`
     NCCL, equal sections        one all-gather in place
-    NCCL                        one group of broadcasts
+    NCCL                        one group of broadcasts, the small tensors of a rank packed into one
     a device without a backend  the same through a copy on a device that has one
     any other backend           one all-gather through a padded buffer
 
@@ -201,15 +201,42 @@ class _GatherInPlace:
 
 
 class _GroupedBroadcasts:
+    """One group of broadcasts: large tensors as they lie, the small ones of each rank as one pack."""
+
     in_lockstep = True
 
     def __init__(self, sections: Sequence[Sequence[Tensor]], group: dist.ProcessGroup) -> None:
-        self._sections = sections
         self._group = group
         self._device = next(wire.device for section in sections for wire in section)
+        self._sent: list[list[Tensor]] = []
+        own: list[tuple[Tensor, Tensor]] = []
+        others: list[tuple[Tensor, Tensor]] = []
+        for rank, section in enumerate(sections):
+            small = [wire for wire in section if wire.numel() < _PACKED_BYTES]
+            if len(small) < 2:
+                self._sent.append(list(section))
+                continue
+            pack = torch.empty(sum(wire.numel() for wire in small), dtype=torch.uint8, device=self._device)
+            self._sent.append([pack, *(wire for wire in section if wire.numel() >= _PACKED_BYTES)])
+            (own if rank == group.rank() else others).extend(zip(small, _parts_of(pack, small), strict=True))
+        self._own_wires, self._own_parts = [wire for wire, _ in own], [part for _, part in own]
+        self._wires, self._parts = [wire for wire, _ in others], [part for _, part in others]
 
     def issue(self) -> Pending:
-        return issue_grouped_broadcasts(self._group, self._device, self._sections)
+        _copy_wires(self._own_parts, self._own_wires)
+        work = issue_grouped_broadcasts(self._group, self._device, self._sent)
+        return _Unpacked(work, self._wires, self._parts) if self._wires else work
+
+
+class _Unpacked:
+    def __init__(self, work: dist.Work, wires: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
+        self._work = work
+        self._wires = wires
+        self._parts = parts
+
+    def wait(self) -> None:
+        self._work.wait()
+        _copy_wires(self._wires, self._parts)
 
 
 class _GatherPadded:

@@ -7,12 +7,22 @@ import pytest
 from shardwise.testing import run_ranks
 from tests.ranks.tables import run_cases
 from tests.ranks.zero_cases import models, parity, state
-from tests.ranks.zero_cases.table import ERRORS, JOIN, LAYOUTS, OPTIMIZER, OVERLAP, STATE, Run, each_run
+from tests.ranks.zero_cases.table import (
+    ERRORS,
+    EXCHANGE,
+    JOIN,
+    LAYOUTS,
+    OPTIMIZER,
+    OVERLAP,
+    STATE,
+    Run,
+    each_run,
+)
 
 pytestmark = pytest.mark.gpu
 
 
-@each_run([*OPTIMIZER, *STATE, *ERRORS, *JOIN, *OVERLAP], "nccl")
+@each_run([*OPTIMIZER, *STATE, *ERRORS, *JOIN, *OVERLAP, *EXCHANGE], "nccl")
 def test_it(run: Run) -> None:
     run.check()
 

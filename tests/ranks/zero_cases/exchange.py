@@ -1,11 +1,13 @@
 """Exchanges of tensors that know nothing of optimizers."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.comm import coalesced
 from shardwise.comm.coalesced import find_neighbours, plan_exchange
 from shardwise.comm.same_host import DirectReads
 from tests.ranks.zero_cases.models import device
@@ -42,6 +44,40 @@ def moves_everyones_tensors(numels: list[list[int]], *, reads: bool, rounds: int
         fill_own(sections, step)
         exchange.issue().wait()
         assert_everyones(sections, step)
+
+
+def packs_small_tensors_into_one_broadcast_a_rank() -> None:
+    """NCCL's way, on a group that can be had everywhere: only how broadcasts are grouped is left out."""
+    num_broadcasts = []
+
+    def broadcast_all(of_group: Any, device: Any, tensors_by_source: Any) -> Any:
+        num_broadcasts.append(sum(map(len, tensors_by_source)))
+        works = [
+            dist.broadcast(tensor, group=of_group, group_src=source, async_op=True)
+            for source, tensors in enumerate(tensors_by_source)
+            for tensor in tensors
+        ]
+        for work in works[:-1]:
+            work.wait()
+        return works[-1]
+
+    numels = [[3, 70_000, 5, 1, 40_000], [7], [1, 200_000, 2, 0]]
+    dtypes = (torch.float32, torch.uint8)
+    sections = [
+        [torch.zeros(numel, dtype=dtypes[i % 2]) for i, numel in enumerate(section)] for section in numels
+    ]
+    wires = [[tensor.view(torch.uint8) for tensor in section if tensor.numel()] for section in sections]
+    grouped, coalesced.issue_grouped_broadcasts = coalesced.issue_grouped_broadcasts, broadcast_all
+    try:
+        exchange = coalesced._GroupedBroadcasts(wires, group())
+        for step in range(3):
+            fill_own(sections, step)
+            exchange.issue().wait()
+            assert_everyones(sections, step)
+    finally:
+        coalesced.issue_grouped_broadcasts = grouped
+    # A pack and a large tensor, one tensor, a pack and a large tensor.
+    assert num_broadcasts == [5] * 3, num_broadcasts
 
 
 def keeps_exchanges_apart_that_are_under_way_together() -> None:
