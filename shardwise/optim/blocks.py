@@ -23,8 +23,10 @@ from torch.optim import Optimizer
 
 __all__ = ["BlockedStep"]
 
-# A block's parameter, gradient and two states fit into the second cache of the CPUs of the last years.
-_BLOCK_BYTES = 256 * 1024
+# A block's parameter, gradient and two states come to 2 MB, the second cache of many CPUs. Below the least size a
+# tensor stays in the third cache by itself, and more calls would cost what fewer misses save.
+_BLOCK_BYTES = 512 * 1024
+_LEAST_BYTES = 4 * _BLOCK_BYTES
 
 
 class BlockedStep:
@@ -66,7 +68,7 @@ class BlockedStep:
         return result
 
     def _blocks_of(self, tensor: Tensor) -> _Blocks | None:
-        if tensor.numel() * tensor.element_size() < 2 * _BLOCK_BYTES or tensor.device.type != "cpu":
+        if tensor.numel() * tensor.element_size() < _LEAST_BYTES or tensor.device.type != "cpu":
             return None
         grad = tensor.grad
         if grad is None or grad.layout is not torch.strided or grad.stride() != tensor.stride():

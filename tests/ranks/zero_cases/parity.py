@@ -81,7 +81,7 @@ def steps_large_parameters_block_by_block(name: str, *, balanced: bool) -> None:
     optimizer_class, options = OPTIMIZERS[name]
 
     def build() -> list[Tensor]:
-        shapes = ((1000, 303), (7,), (300_001,), (9, 200, 11, 13))
+        shapes = ((1000, 603), (7,), (600_001,), (9, 500, 11, 13))
         made = [torch.randn(shape, generator=generator(sum(shape))).to(device()) for shape in shapes]
         made[3] = made[3].to(memory_format=torch.channels_last)
         return [tensor.requires_grad_() for tensor in made]
