@@ -9,9 +9,9 @@ threads included, which other work on the machine disturbs less. Bytes on the wi
 interface counted while one contender made a few steps, the least of several rounds, since other programs use
 that interface too. State is what the local optimizer holds, on the rank that holds most.
 
-`local step alone` is a rank's share of the unsharded optimizer, stepped as torch steps it, with nothing sent. `floor` is
-that share's part of torch's step: what would be left of it if sending cost nothing. Ours can come below it where it
-steps large parameters block by block.
+`local step alone` is a rank's share of the unsharded optimizer, stepped as torch steps it, with nothing sent. `floor`
+is that share's part of torch's step: what would be left of it if sending cost nothing. Ours can come below it where
+it steps large parameters block by block.
 
 After every round all contenders must have the parameters of an unsharded optimizer: bit by bit where parameters
 are stepped whole, within one ulp a step where they are split.
