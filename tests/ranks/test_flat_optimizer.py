@@ -347,14 +347,14 @@ def test_a_unit_is_stepped_as_one_tensor_and_in_parts_where_gradients_are_missin
 
 
 def in_blocks():
-    """Runs longer than a block, and than two, whose last block is not whole."""
-    build = partial(Blocks, 300, 601)
+    """Runs of several blocks, whose last one is not whole."""
+    build = partial(Blocks, 900, 701)
     one, other = sharded(build), sharded(build)
     ours = flat(one, optim.AdamW, lr=0.1, amsgrad=True)
     torchs = optim.AdamW(other.parameters(), lr=0.1, amsgrad=True)
     for step in range(3):
         for model, optimizer in ((one, ours), (other, torchs)):
-            model(data(step, dist.get_rank(), 2, 300)).square().mean().backward()
+            model(data(step, dist.get_rank(), 2, 900)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
         same_as(ours, torchs, one.parameters(), other.parameters(), f"in blocks, step {step}")
