@@ -301,6 +301,10 @@ def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
     return module._buffers
 
 
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    return module._modules
+
+
 def state_entries(module: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:
     """What a state dict holds of this module itself; ``None`` stands for extra state, which may be anything."""
     for name, param in module._parameters.items():

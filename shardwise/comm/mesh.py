@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -120,35 +120,55 @@ def flat_mesh(mesh: DeviceMesh, device: torch.device, shards: bool) -> DataMesh:
     return readings[key]
 
 
+class _KnownMeshes(threading.local):
+    """Meshes made out of groups, while somebody uses them; one set a thread, because ranks may be threads."""
+
+    def __init__(self) -> None:
+        self.meshes: weakref.WeakValueDictionary[Hashable, DeviceMesh] = weakref.WeakValueDictionary()
+
+
+_known = _KnownMeshes()
+
+
+def _shared(key: Hashable, make: Callable[[], DeviceMesh]) -> DeviceMesh:
+    mesh = _known.meshes.get(key)
+    if mesh is None:
+        mesh = _known.meshes[key] = make()
+    return mesh
+
+
 def mesh_of_group(group: dist.ProcessGroup, device_type: str) -> DeviceMesh:
     """One axis over a process group; units that are given the same group share one mesh."""
     if group is dist.group.WORLD:
         return default_mesh(device_type, "process_group")
-    known = _meshes_of_groups.__dict__.setdefault("meshes", weakref.WeakKeyDictionary())
-    meshes = known.setdefault(group, {})
-    if device_type not in meshes:
-        meshes[device_type] = DeviceMesh.from_group(group, device_type)
-    mesh: DeviceMesh = meshes[device_type]
-    return mesh
+    # A mesh keeps its group alive, so no other can come to have its id.
+    return _shared((id(group), device_type), lambda: DeviceMesh.from_group(group, device_type))
 
 
 def mesh_of_groups(shard: dist.ProcessGroup, replicate: dist.ProcessGroup, device_type: str) -> DeviceMesh:
     """Two axes, replicate and shard; ranks of the replicate group tell each other whom they share shards with."""
-    known = _meshes_of_groups.__dict__.setdefault("pairs", weakref.WeakKeyDictionary())
-    meshes = known.setdefault(shard, {})
-    key = (device_type, id(replicate))
-    if key not in meshes:
+
+    def make() -> DeviceMesh:
         rows: list[Any] = [None] * replicate.size()
         dist.all_gather_object(rows, dist.get_process_group_ranks(shard), group=replicate)
-        meshes[key] = DeviceMesh.from_group(
-            [replicate, shard], device_type, mesh=torch.tensor(rows), mesh_dim_names=("replicate", "shard")
+        return DeviceMesh.from_group(
+            [replicate, shard], device_type, mesh=torch.tensor(rows), mesh_dim_names=_HYBRID_AXES
         )
-    mesh: DeviceMesh = meshes[key]
-    return mesh
+
+    return _shared((id(shard), id(replicate), device_type), make)
 
 
-# One a thread, because ranks may be threads.
-_meshes_of_groups = threading.local()
+def mesh_of_hosts(device_type: str, shard_world: int) -> DeviceMesh:
+    """Two axes over all ranks: neighbours shard between them, and their groups replicate one another."""
+    world = dist.get_world_size()
+
+    def make() -> DeviceMesh:
+        return init_device_mesh(device_type, (world // shard_world, shard_world), mesh_dim_names=_HYBRID_AXES)
+
+    return _shared((id(dist.group.WORLD), shard_world, device_type), make)
+
+
+_HYBRID_AXES = ("replicate", "shard")
 
 
 def _named_axes(mesh: DeviceMesh, dims: DataParallelMeshDims, where: str) -> DeviceMesh:

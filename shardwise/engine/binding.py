@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.torch_internals import (
     Spec,
+    children_of,
     dtensor,
     dtensor_spec,
     local_of,
@@ -33,6 +34,10 @@ if TYPE_CHECKING:
 
 # A module that wraps another holds it under this name, which no user wants to see in a parameter's name.
 WRAPPED_NAME = "_fsdp_wrapped_module"
+
+
+def is_wrapper(module: nn.Module) -> bool:
+    return WRAPPED_NAME in children_of(module)
 
 
 def clean_name(name: str) -> str:

@@ -17,9 +17,10 @@ import torch.distributed as dist
 
 from shardwise.comm.agreement import gather_bytes
 from shardwise.comm.mesh import DataMesh
+from shardwise.engine.events import UnnamedEvents
 from shardwise.engine.unit import Unit
 from shardwise.errors import RankDisagreement
-from shardwise.torch_internals import unseen_by_modes
+from shardwise.torch_internals import debugs_in_detail, unseen_by_modes
 
 # Stands for the end of a forward.
 _END = (1 << 63) - 1
@@ -123,3 +124,17 @@ class ForwardPrefetch:
             unit.forward_prefetch = ()
         for unit, following in pairwise(self._order):
             unit.forward_prefetch = (following,)
+
+
+def watchers_of(top: Unit, prefetches: bool) -> tuple[OrderCheck | ForwardPrefetch, ...]:
+    """What watches the order of a model's units: by debug level and by its options."""
+    top.root.settle()
+    watchers: list[OrderCheck | ForwardPrefetch] = []
+    if debugs_in_detail():
+        watchers.append(OrderCheck(top))
+        for unit in top.root.units:
+            # A rank that departs from the first order is to be warned, not stopped by the names of its collectives.
+            unit.events = UnnamedEvents()
+    if prefetches:
+        watchers.append(ForwardPrefetch(top))
+    return tuple(watchers)

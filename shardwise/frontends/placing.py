@@ -9,9 +9,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm.mesh import DataMesh, default_mesh, flat_mesh, mesh_of_group, mesh_of_groups
+from shardwise.comm.mesh import (
+    DataMesh,
+    default_mesh,
+    flat_mesh,
+    mesh_of_group,
+    mesh_of_groups,
+    mesh_of_hosts,
+)
 from shardwise.errors import ConfigError, ConfigTypeError
 from shardwise.frontends.options import Strategy
 from shardwise.torch_internals import buffers_of, default_device_type, parameters_of, unseen_by_modes
@@ -77,9 +84,7 @@ def _two_axes(groups: Any, device: torch.device, where: str) -> DeviceMesh:
                 where=where,
                 fix="say who shards with whom: device_mesh=init_device_mesh(..., (replicas, shards))",
             )
-        return init_device_mesh(
-            device.type, (world // shard_world, shard_world), mesh_dim_names=("replicate", "shard")
-        )
+        return mesh_of_hosts(device.type, shard_world)
     is_pair = isinstance(groups, tuple) and len(groups) == 2
     if not is_pair or not all(isinstance(group, dist.ProcessGroup) for group in groups):
         raise ConfigTypeError(

@@ -19,20 +19,20 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise import trace
 from shardwise.engine.binding import WRAPPED_NAME, clean_name, units_of
-from shardwise.engine.events import UnnamedEvents
 from shardwise.engine.flat_form import Flat
 from shardwise.engine.making import make_unit
 from shardwise.engine.unit import Unit
 from shardwise.engine.whole import is_flat
-from shardwise.errors import ConfigError, StateError
+from shardwise.errors import StateError
+from shardwise.frontends.comm_hook import reduce_with_hook
 from shardwise.frontends.norms import clip_grad_norm_
 from shardwise.frontends.options import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
-from shardwise.frontends.order import ForwardPrefetch, OrderCheck
+from shardwise.frontends.order import watchers_of
 from shardwise.frontends.precision import cast_floats
 from shardwise.frontends.state_dicts import not_copied
-from shardwise.frontends.summon import is_shown_whole, shown_whole
+from shardwise.frontends.summon import BROKEN_OFF_ATTRIBUTE, is_shown_whole, shown_whole
 from shardwise.frontends.wrapper_methods import ModelMethods
-from shardwise.frontends.wrapper_state import LoadHooks, check_state, give_state
+from shardwise.frontends.wrapper_state import LoadHooks
 from shardwise.frontends.wrapping_up import Wrapping, plan_wrapping
 from shardwise.torch_internals import debugs_in_detail, inside_backward, untraced_itself
 
@@ -98,7 +98,6 @@ class FullyShardedDataParallel(ModelMethods):
             auto_wrap_policy,
             ignored_modules,
             ignored_states,
-            FullyShardedDataParallel,
         )
         for wrapping in wrappings[:-1]:
             inner = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
@@ -177,6 +176,7 @@ class FullyShardedDataParallel(ModelMethods):
         root, hooks = unit.root, unit.hooks
         is_top = root.top is unit
         if is_top:
+            attributes.pop(BROKEN_OFF_ATTRIBUTE, None)
             if attributes["_root_dtype"] is not None:
                 args, kwargs = cast_floats(attributes["_root_dtype"], (args, kwargs))
             if debugs_in_detail() or attributes["_wrapping"].forward_prefetch:
@@ -194,23 +194,17 @@ class FullyShardedDataParallel(ModelMethods):
             return hooks.post_forward(self, args, output)
         except BaseException as error:
             hooks.broke_off(error)
+            attributes[BROKEN_OFF_ATTRIBUTE] = True
             raise
 
     def _begin_watching(self) -> None:
         """Gives all wrappers of this model what watches their order, and begins a forward of it."""
         if inside_backward():
             return
-        unit: Unit = self.__dict__["_unit"]
         watchers = self.__dict__["_watchers"]
         if not watchers:
-            unit.root.settle()
-            if debugs_in_detail():
-                for each in unit.root.units:
-                    each.events = UnnamedEvents()
-            watchers = (
-                *([OrderCheck(unit)] if debugs_in_detail() else []),
-                *([ForwardPrefetch(unit)] if self.__dict__["_wrapping"].forward_prefetch else []),
-            )
+            wrapping: Wrapping = self.__dict__["_wrapping"]
+            watchers = watchers_of(self.__dict__["_unit"], wrapping.forward_prefetch)
             for module in self.fsdp_modules(self):
                 module.__dict__["_watchers"] = watchers
         for watcher in watchers:
@@ -273,22 +267,7 @@ class FullyShardedDataParallel(ModelMethods):
         With NO_SHARD ``hook(state, gradients)``, in place. It averages too: nothing is divided after it.
         """
         self._check_outermost("register_comm_hook")
-        units = [unit for unit in self._units if is_flat(unit)]
-        for unit in units:
-            if unit.mesh.replicate is not None and unit.mesh.shard.world > 1:
-                raise ConfigError(
-                    "hybrid strategies reduce in two stages, and a communication hook is one",
-                    where=f"register_comm_hook, unit '{unit.name}', rank {unit.rank}",
-                    fix="use FULL_SHARD, SHARD_GRAD_OP or NO_SHARD",
-                )
-            if unit.reduce_settings.is_hooked:
-                raise StateError(
-                    "a communication hook is registered already",
-                    where=f"register_comm_hook, unit '{unit.name}', rank {unit.rank}",
-                    fix="register one hook, once",
-                )
-        for unit in units:
-            unit.reduce_settings.use_hook(unit.mesh.shard, unit.mesh.replicate, state, hook)
+        reduce_with_hook(self._units, state, hook)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops gradients, those of shards and those that ``no_sync`` keeps whole."""
@@ -323,16 +302,3 @@ class FullyShardedDataParallel(ModelMethods):
             return super().apply(fn)
         with shown_whole(self):
             return super().apply(fn)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The state dict of the kind that is set, FULL_STATE_DICT by default; every rank must call it."""
-        return give_state(self, super().state_dict, args, kwargs)
-
-    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Loads whole tensors or DTensors; of what does not fit, nothing. ``assign`` copies too: shards stay put."""
-        check_state(self, state_dict, strict)
-        try:
-            return super().load_state_dict(state_dict, strict)
-        finally:
-            for module in self.fsdp_modules(self):
-                module.__dict__["_load_hooks"].after(module)

@@ -1,4 +1,4 @@
-"""What can be asked of a whole model that has wrappers somewhere inside: static methods, as torch has them.
+"""What can be asked of a whole model that has wrappers somewhere inside, mostly as static methods, as torch has it.
 
 Each translates: which wrappers are concerned, which kind of state dict is set. What happens is other rooms' business.
 """
@@ -28,12 +28,26 @@ from shardwise.frontends.state_types import (
     settings_for_now,
 )
 from shardwise.frontends.summon import shown_whole
+from shardwise.frontends.wrapper_state import check_state, give_state
 
 OptimInput = Iterable[Any] | None
 
 
 class ModelMethods(nn.Module):
-    """The static methods of ``FullyShardedDataParallel``."""
+    """What ``FullyShardedDataParallel`` does with the state of a model, most of it as static methods."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The state dict of the kind that is set, FULL_STATE_DICT by default; every rank must call it."""
+        return give_state(self, super().state_dict, args, kwargs)
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Loads whole tensors or DTensors; of what does not fit, nothing. ``assign`` copies too: shards stay put."""
+        check_state(self, state_dict, strict)
+        try:
+            return super().load_state_dict(state_dict, strict)
+        finally:
+            for module in self.fsdp_modules(self):
+                module.__dict__["_load_hooks"].after(module)
 
     @staticmethod
     def summon_full_params(

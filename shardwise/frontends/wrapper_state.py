@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise import trace
-from shardwise.engine.binding import WRAPPED_NAME, Place, clean_name, units_of
+from shardwise.engine.binding import WRAPPED_NAME, Place, clean_name, is_wrapper, units_of
 from shardwise.engine.flat_form import FlatSlot
 from shardwise.engine.storage import contiguous_strides
 from shardwise.engine.unit import Unit
@@ -82,7 +82,7 @@ def give_state(
 def _restore_buffers(wrapper: nn.Module, state: State, prefix: str) -> None:
     """Gives buffers the dtype they had before mixed precision cast them."""
     wrapped = wrapper.get_submodule(WRAPPED_NAME)
-    for path, module in _outside_wrappers(wrapped, type(wrapper)):
+    for path, module in _outside_wrappers(wrapped):
         for name, dtype in own_buffer_dtypes(module).items():
             key = f"{prefix}{path}.{name}" if path else prefix + name
             if key in state:
@@ -180,7 +180,7 @@ def hide_flats(unit: Unit) -> None:
 def own_places(wrapper: nn.Module, unit: Unit) -> Iterator[tuple[str, FlatSlot, Place]]:
     """Every place below a wrapper, but below no inner one, that shows a flat parameter: with its module's path."""
     paths: dict[int, str] = {}
-    for name, module in _outside_wrappers(wrapper.get_submodule(WRAPPED_NAME), type(wrapper)):
+    for name, module in _outside_wrappers(wrapper.get_submodule(WRAPPED_NAME)):
         paths.setdefault(id(parameters_of(module)), f"{name}." if name else "")
     for needed in dict.fromkeys((unit, *unit.needs)):
         for slot in flat_slots(needed):
@@ -189,14 +189,12 @@ def own_places(wrapper: nn.Module, unit: Unit) -> Iterator[tuple[str, FlatSlot, 
                     yield paths[id(place.params)], slot, place
 
 
-def _outside_wrappers(
-    module: nn.Module, wrapper: type[nn.Module], name: str = ""
-) -> Iterator[tuple[str, nn.Module]]:
-    if isinstance(module, wrapper):
+def _outside_wrappers(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    if is_wrapper(module):
         return
     yield name, module
     for child_name, child in module.named_children():
-        yield from _outside_wrappers(child, wrapper, f"{name}.{child_name}" if name else child_name)
+        yield from _outside_wrappers(child, f"{name}.{child_name}" if name else child_name)
 
 
 def check_state(wrapper: nn.Module, state: Any, strict: bool) -> None:
@@ -211,9 +209,7 @@ def check_state(wrapper: nn.Module, state: Any, strict: bool) -> None:
         )
     expected = dict(_expected_entries(wrapper))
     problems = []
-    plainly = all(
-        isinstance(member, type(wrapper)) or loads_plainly(member, LoadHooks) for member in wrapper.modules()
-    )
+    plainly = all(is_wrapper(member) or loads_plainly(member, LoadHooks) for member in wrapper.modules())
     if strict and plainly:
         if missing := [key for key in expected if key not in state]:
             problems.append(f"missing keys: {missing}")

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.comm.mesh import DataMesh
-from shardwise.engine.binding import Found, membership, units_of
+from shardwise.engine.binding import Found, is_wrapper, membership, units_of
 from shardwise.engine.making import find_parameters
 from shardwise.engine.unit import Unit
 from shardwise.errors import ConfigError, ConfigTypeError
@@ -36,6 +36,7 @@ from shardwise.frontends.placing import chosen_device, chosen_mesh, materialize,
 from shardwise.frontends.precision import cast_buffers, compute_as_stored
 from shardwise.frontends.wrapping import has_forward
 from shardwise.policies import CPUOffloadPolicy, OffloadPolicy
+from shardwise.torch_internals import children_of
 
 OPTIONS = frozenset(
     (
@@ -97,7 +98,6 @@ def plan_wrapping(
     policy: Any,
     ignored_modules: Iterable[nn.Module] | None,
     ignored_states: Iterable[Any] | None,
-    wrapper: type[nn.Module],
 ) -> list[Wrapping]:
     """Checks everything; then prepares the model's tensors. The outermost wrapping comes last."""
     where = f"FullyShardedDataParallel({type(module).__name__})"
@@ -108,19 +108,19 @@ def plan_wrapping(
             fix="pass an nn.Module",
         )
     modules, params = _ignored(module, ignored_modules, ignored_states, where)
-    _check_module(module, wrapper, where)
+    _check_module(module, where)
     chosen: list[tuple[nn.Module, dict[str, Any]]] = []
     if policy is not None:
-        _check_none_wrapped(module, wrapper, where)
+        _check_none_wrapped(module, where)
         chosen = choose(module, policy, modules, params, where)
     chosen.append((module, {}))
     wrappings = [_read(member, {**options, **changed}, params, where) for member, changed in chosen]
     for wrapping in wrappings[:-1]:
         wrapping.places = _places(module, wrapping.module)
-    _share_out(wrappings, wrapper, modules)
+    _share_out(wrappings, modules)
     for found in _managed(module, params):
         _check_parameter(found, where)
-    _prepare(module, wrapper, modules, params, wrappings[-1], options, where)
+    _prepare(module, modules, params, wrappings[-1], options, where)
     return wrappings
 
 
@@ -183,8 +183,8 @@ def _ignored(
     return ignored, params | {param for top in tops for param in top.parameters()}
 
 
-def _check_module(module: nn.Module, wrapper: type[nn.Module], where: str) -> None:
-    if isinstance(module, wrapper) or module in _wrapped:
+def _check_module(module: nn.Module, where: str) -> None:
+    if is_wrapper(module) or module in _wrapped:
         raise ConfigError(
             f"{type(module).__name__} is wrapped already", where=where, fix="wrap each module once"
         )
@@ -202,9 +202,9 @@ def _check_module(module: nn.Module, wrapper: type[nn.Module], where: str) -> No
         )
 
 
-def _check_none_wrapped(module: nn.Module, wrapper: type[nn.Module], where: str) -> None:
+def _check_none_wrapped(module: nn.Module, where: str) -> None:
     for name, inner in module.named_modules():
-        if isinstance(inner, wrapper):
+        if is_wrapper(inner):
             raise ConfigError(
                 f"auto_wrap_policy was given for a model whose '{name}' is wrapped already",
                 where=where,
@@ -236,16 +236,16 @@ def _places(root: nn.Module, module: nn.Module) -> list[tuple[nn.Module, str]]:
     return [
         (parent, name)
         for parent in root.modules()
-        for name, child in parent._modules.items()
+        for name, child in children_of(parent).items()
         if child is module
     ]
 
 
-def _share_out(wrappings: list[Wrapping], wrapper: type[nn.Module], ignored: set[nn.Module]) -> None:
+def _share_out(wrappings: list[Wrapping], ignored: set[nn.Module]) -> None:
     """Gives each module to the innermost wrapping around it."""
     taken = set(ignored)
     for wrapping in wrappings:
-        wrapping.own_modules = _unwrapped(wrapping.module, wrapper, taken)
+        wrapping.own_modules = _unwrapped(wrapping.module, taken)
         taken.update(wrapping.own_modules)
         precision = wrapping.precision
         if precision.param_dtype is not None or precision.buffer_dtype is not None:
@@ -255,7 +255,6 @@ def _share_out(wrappings: list[Wrapping], wrapper: type[nn.Module], ignored: set
 
 def _prepare(
     module: nn.Module,
-    wrapper: type[nn.Module],
     ignored_modules: set[nn.Module],
     ignored: set[nn.Parameter],
     outermost: Wrapping,
@@ -263,7 +262,7 @@ def _prepare(
     where: str,
 ) -> None:
     """Memory, device and first values of what is not wrapped yet."""
-    own = _unwrapped(module, wrapper, ignored_modules)
+    own = _unwrapped(module, ignored_modules)
     device = outermost.mesh.device
     materialize(own, options["param_init_fn"], device, ignored, where)
     if options["device_id"] is not None:
@@ -274,12 +273,12 @@ def _prepare(
         send_from_first_rank([*tensors, *buffers], outermost.mesh)
 
 
-def _unwrapped(module: nn.Module, wrapper: type[nn.Module], ignored: set[nn.Module]) -> list[nn.Module]:
+def _unwrapped(module: nn.Module, ignored: set[nn.Module]) -> list[nn.Module]:
     """The modules below ``module`` that no wrapper has taken and nobody wants ignored, it first."""
     found: dict[nn.Module, None] = {}
 
     def visit(member: nn.Module) -> None:
-        if member not in found and member not in ignored and not isinstance(member, wrapper):
+        if member not in found and member not in ignored and not is_wrapper(member):
             found[member] = None
             for child in member.children():
                 visit(child)

@@ -121,7 +121,7 @@ def dtypes():
         optim = torch.optim.SGD(model.parameters(), lr=0.1)
         before = model.state_dict()
         optim.step()
-        assert not torch.equal(model.state_dict()["outer.lin.weight"], before["outer.lin.weight"])
+        assert not torch.equal(model.state_dict()["outer.norm.bias"], before["outer.norm.bias"])
         model = built(param_dtype=bf16, buffer_dtype=bf16, _module_classes_to_ignore=())
         model(x)
         assert model.inner.seen[2] == bf16
