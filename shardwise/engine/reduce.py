@@ -118,6 +118,8 @@ class PackedReduce:
             len(self.runs) == 1 and self.runs[0].dtype == reduce_dtype and shard_device == mesh.device
         )
         self._lends = self.is_one_run and form.lends_gradients
+        # Whose rows are in the buffer now.
+        self.filled_by: Reduction | None = None
         # Kept while the all-reduce is put off.
         self.partial: Partial | None = None
         self._buffer: GradientBuffer | None = None
@@ -182,6 +184,7 @@ class Reduction:
         self._own_row: torch.Tensor | None = None
         self._buffer: GradientBuffer | None = None
         self._runs: list[torch.Tensor] = []
+        self._read_late: list[torch.Tensor] = []
         self._packed: Mark
 
     def issue(self, gradients: list[torch.Tensor | None]) -> None:
@@ -196,26 +199,30 @@ class Reduction:
         if torch.is_grad_enabled():
             # backward(create_graph=True): the graph goes on from the gradients, not through their reduce.
             gradients = [None if gradient is None else gradient.detach() for gradient in gradients]
+        # From the compute stream's memory, where backward is just letting go of activations.
+        plan.rows.grow()
+        plan.filled_by = self
+        self._buffer = None if self._puts_off else plan.buffer_to_fill()
+        if self._buffer is not None:
+            self._buffer.grow()
+            self._own_row = self._buffer.row
+        else:
+            self._own_row = torch.empty(plan.row_numel, dtype=plan.dtype, device=plan.mesh.device)
         # order: gradients before their packing, because backward writes them on the compute stream
         lane.after_compute()
         with lane:
-            plan.rows.grow()
             plan.pack.fill(gradients)
             self._packed = lane.mark()
             if self._division.before != 1.0:
                 plan.all_rows.div_(self._division.before)
-            self._buffer = None if self._puts_off else plan.buffer_to_fill()
-            if self._buffer is not None:
-                self._buffer.grow()
-                self._own_row = self._buffer.row
-            else:
-                self._own_row = torch.empty(plan.row_numel, dtype=plan.dtype, device=plan.mesh.device)
             self._work = self._settings.calls.issue_reduce_scatter(
                 self._own_row, plan.all_rows, self._division.group_averages, self._code
             )
         if self._lanes.host_runs_ahead:
             # alive: the gradients, until compute has waited for their packing and may reuse their memory
             self._gradients = gradients
+            # alive: what the lane reads after that, until compute has waited for what comes after it on the lane
+            self._read_late.append(self._own_row)
         if self._settings.calls.ordered_by_stream:
             self._receive_own_row()
             if self._work is not None:
@@ -227,6 +234,13 @@ class Reduction:
             # order: packing before compute, because compute's allocator reuses the gradients' memory from here on
             self._lanes.compute_after(self._packed)
             self._gradients = []
+
+    def let_rows_go(self) -> None:
+        """Lets compute's allocator have the rows' memory back, once compute has waited for later work of the lane."""
+        self._read_late.clear()
+        if self.plan.filled_by is self:
+            self.plan.filled_by = None
+            self.plan.rows.shrink()
 
     def advance(self) -> None:
         self.let_gradients_go()
@@ -251,7 +265,8 @@ class Reduction:
             with self._lanes.reduce:
                 if not land(self._work):
                     return False
-        self.plan.rows.shrink()
+        if not self._lanes.host_runs_ahead:
+            self.let_rows_go()
         return True
 
     def _receive_own_row(self) -> None:
@@ -261,9 +276,11 @@ class Reduction:
         with lanes.reduce:
             self._work.wait()
             self._work = None
-            plan.rows.shrink()
+            if not lanes.host_runs_ahead:
+                self.let_rows_go()
             if plan.partial is not None:
                 self._own_row.add_(plan.partial.row)
+                self._read_late.append(plan.partial.row)
                 all_parts = {part.slot: part for part in (*plan.partial.parts, *self._received)}
                 self._received = list(all_parts.values())
                 plan.partial = None

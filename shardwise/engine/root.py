@@ -92,6 +92,8 @@ class Root:
         self._is_settled = False
         self._leaving: deque[tuple[Unit, Mark]] = deque()
         self._in_flight: deque[Reduction] = deque()
+        # Reduces that are through, but whose rows the lane may still read.
+        self._reduced: deque[Reduction] = deque()
         self._is_offloaded = False
         self.post_optim_event: torch.Event | None = None
         self.accord = Accord(top.rank)
@@ -254,6 +256,10 @@ class Root:
     def _finish_oldest_reduce(self) -> None:
         reduction = self._in_flight.popleft()
         hooked = reduction.finish()
+        if self.lanes.host_runs_ahead:
+            # Compute has waited for the packing of this one, which comes after all of those before it.
+            self._let_rows_go()
+            self._reduced.append(reduction)
         if not hooked:
             return
         lane = self.lanes.reduce
@@ -262,8 +268,15 @@ class Root:
             self.lanes.host_after(lane.mark())
         with lane:
             run_user_hooks(hooked)
+        stepped = lane.mark()
         # order: an optimizer that steps in a hook before later gathers, because it writes the shards
-        self.lanes.gather.after(lane.mark())
+        self.lanes.gather.after(stepped)
+        # order: that optimizer before compute, because compute's allocator reuses gradients that the hook let go of
+        self.lanes.compute_after(stepped)
+
+    def _let_rows_go(self) -> None:
+        while self._reduced:
+            self._reduced.popleft().let_rows_go()
 
     def end_backward(self) -> None:
         """Flushes what no signal has reduced or freed, and lets the compute stream see the gradients."""
@@ -282,6 +295,7 @@ class Root:
             reduced = self.lanes.reduce.mark()
             # order: reduced gradients before what follows backward, because clipping and the optimizer read them
             self.lanes.compute_after(reduced)
+            self._let_rows_go()
             if self._is_offloaded:
                 # order: the last transfers before the host goes on, because it steps the optimizer
                 self.lanes.host_after(reduced)
@@ -378,6 +392,9 @@ class Root:
         with torch.no_grad():
             in_flight = [self._in_flight.popleft() for _ in range(len(self._in_flight))]
             unlanded = {reduction.plan for reduction in in_flight if not reduction.abandon()}
+            if self.lanes.host_runs_ahead:
+                # alive: their rows, until compute has waited for the next reduce
+                self._reduced.extend(in_flight)
             for unit in self.units:
                 unit.abandon_step()
                 unit.forget_reduces(unlanded)

@@ -296,6 +296,22 @@ def optimizer_in_a_hook_writes_late(deaf_to: Site | None) -> Outcome:
     return stage.model(stage.input(3.0)), stage.output(3.0)
 
 
+def a_hook_uses_gradients_late_and_drops_them(deaf_to: Site | None) -> Outcome:
+    stage = Stage(deaf_to)
+    expected = torch.cat([param.detach() for param in stage.plain.parameters()]) + stage.gradients(3.0)
+
+    def step(param: Any) -> None:
+        sleep()
+        with torch.no_grad():
+            param.to_local().add_(param.grad.to_local())
+        param.grad = None
+
+    for param in stage.params:
+        param.register_post_accumulate_grad_hook(step)
+    stage.model(stage.input(3.0)).sum().backward()
+    return torch.cat([param.to_local() for param in stage.params]), expected
+
+
 def gradients_reach_the_host_late(deaf_to: Site | None) -> Outcome:
     stage = Stage(deaf_to, offload=True)
     stage.lanes.slow = {"reduce"}
@@ -387,6 +403,9 @@ WAITS = {
     ),
     "an optimizer in a hook writes before later gathers": Wait(
         Site("_finish_oldest_reduce", "after"), optimizer_in_a_hook_writes_late
+    ),
+    "a hook is through with gradients before their memory is reused": Wait(
+        Site("_finish_oldest_reduce", "compute_after"), a_hook_uses_gradients_late_and_drops_them
     ),
     "gradients are on the host before backward returns": Wait(
         Site("end_backward", "host_after"), gradients_reach_the_host_late
