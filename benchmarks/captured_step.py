@@ -102,7 +102,7 @@ def main() -> int:
     inputs = tokens_for(size, DEVICE)
     if args.model == "tiny":
         check_parity(size, args.world_size, inputs)
-    # FSDP2's graph is recorded last: it reads page-locked host memory that eager steps after it would overwrite.
+    # FSDP2's graph is recorded last. Recorded before ours, runs have ended in an illegal memory access.
     steps = {
         "plain": training_step("plain", size, 1),
         OURS: captured_by_shardwise(size, args.world_size, inputs),

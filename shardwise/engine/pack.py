@@ -67,11 +67,7 @@ class LinePack:
 
 
 class FusedPack:
-    """Everything in one kernel. Gaps between parameters are filled by tensors of zeros among the gradients.
-
-    The kernel takes its arguments from host memory that is free again when the call returns. A CUDA graph would read
-    there at every replay, so what it records is packed piece by piece.
-    """
+    """Everything in one kernel. Gaps between parameters are filled by tensors of zeros among the gradients."""
 
     def __init__(self, packing: RowsPacking, rows: Elastic, dtype: torch.dtype) -> None:
         row_numel, cuts, starts = packing.row_numel, packing.cuts, packing.starts
@@ -89,13 +85,9 @@ class FusedPack:
         if row_numel > end:
             self._order.append((None, row_numel - end))
         self._is_plain = self._order == [(index, 0) for index in range(len(cuts))]
-        self._pieces = PiecewisePack(packing, rows, dtype, len(cuts)) if self._rows.is_cuda else None
         self._fillers: dict[tuple[int, torch.dtype], torch.Tensor] = {}
 
     def fill(self, gradients: list[torch.Tensor | None]) -> None:
-        if self._pieces is not None and torch.cuda.is_current_stream_capturing():
-            self._pieces.fill(gradients)
-            return
         present: list[torch.Tensor] = gradients  # type: ignore[assignment]
         if any(gradient is None for gradient in gradients):
             known = next((gradient for gradient in gradients if gradient is not None), self._rows)

@@ -226,6 +226,9 @@ class Unit:
             if self.form.all_show(self._left):
                 return
         self.adopt_replaced_parameters()
+        # order: the values' move into the unit's buffer before it is gathered, because this step's gathers waited for
+        # what came before the step
+        self.root.lanes.gather.after_compute()
 
     def all_calls(self) -> list[GroupCalls]:
         """The groups this unit talks on."""

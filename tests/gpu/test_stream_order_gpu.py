@@ -224,6 +224,16 @@ def weights_are_written_late_before_unshard(deaf_to: Site | None) -> Outcome:
     return stage.model.layers[0].weight.detach(), stage.plain.layers[0].weight.detach()
 
 
+def weights_are_replaced_late(deaf_to: Site | None) -> Outcome:
+    stage = Stage(deaf_to)
+    stage.double()
+    state = {name: value.clone() for name, value in stage.model.state_dict().items()}
+    stage.model.load_state_dict(state, assign=True)
+    # Not in the root's forward, whose beginning waits for all this; in that of the unit whose weights are replaced.
+    stage.model.first.register_forward_hook(lambda module, args, output: sleep())
+    return stage.model(stage.input(3.0)), stage.output(3.0)
+
+
 def compute_uses_weights_late(deaf_to: Site | None) -> Outcome:
     stage = Stage(deaf_to)
     stage.model.layers[0].register_forward_pre_hook(lambda module, args: sleep())
@@ -381,6 +391,9 @@ WAITS = {
     ),
     "weights are written before unshard gathers": Wait(
         Site("make_room", "after_compute"), weights_are_written_late_before_unshard
+    ),
+    "replaced weights are in the unit's buffer before it is gathered": Wait(
+        Site("_catch_up", "after_compute"), weights_are_replaced_late
     ),
     "compute leaves weights before their memory is gathered into": Wait(
         Site("_take_back", "after"), compute_uses_weights_late
