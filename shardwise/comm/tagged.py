@@ -29,6 +29,8 @@ from shardwise.torch_internals import all_gather_call, backend_of, modes_are_wat
 
 # Above what people use for tags of their own on the same group.
 _OUR_TAGS = 1 << 30
+_MASK = (1 << 61) - 1
+_MIX = 0xBF58476D1CE4E5B
 # The watch ends a wait, not gloo: a timeout of gloo's own closes all connections.
 _UNTIL_THE_WATCH_ENDS_IT = timedelta(days=7)
 _PEERS_ANSWER_SECONDS = 1.0
@@ -96,8 +98,9 @@ class TaggedWire(WatchedWire):
         # alive: for good, because messages to and from ranks that have left may still land
         self._left_behind: list[Any] = []
 
-    def _tag(self, code: int) -> int:
-        return _OUR_TAGS | (self.note(code) >> 31)
+    def _tag(self, code: int, message_bytes: int) -> int:
+        """The path and the size: gloo ends a process that receives more than it asked for."""
+        return _OUR_TAGS | ((self.note(code) + message_bytes * _MIX & _MASK) >> 31)
 
     # --- collectives ----------------------------------------------------------------------------------------------
 
@@ -106,7 +109,7 @@ class TaggedWire(WatchedWire):
 
     def gather(self, output: torch.Tensor, own: torch.Tensor, code: int) -> Posted:
         """Every rank's ``own`` into ``output``, in rank order."""
-        posted = Posted(self, code, self._tag(code), own.nbytes)
+        posted = Posted(self, code, self._tag(code, own.nbytes), own.nbytes)
         posted.alive = (output, own)
 
         def post() -> None:
@@ -120,7 +123,7 @@ class TaggedWire(WatchedWire):
 
     def reduce_scatter(self, output: torch.Tensor, rows: torch.Tensor, code: int) -> Posted:
         """The sum over ranks of their rows for this one, in ``output``."""
-        posted = PostedSum(self, code, self._tag(code), output.nbytes)
+        posted = PostedSum(self, code, self._tag(code, output.nbytes), output.nbytes)
         posted.output = output
 
         def post() -> None:
@@ -141,7 +144,7 @@ class TaggedWire(WatchedWire):
         """Each round doubles the number of ranks that this one knows to have come here."""
         if not self.checks:
             return
-        tag = self._tag(code)
+        tag = self._tag(code, 1)
         for distance in self._rounds:
             posted = Posted(self, code, tag, 1)
             posted.alive = (torch.zeros(1, dtype=torch.uint8), torch.empty(1, dtype=torch.uint8))

@@ -146,6 +146,7 @@ def _status(wire: WatchedWire, waiting: Waiting | None, beat: int, still_seconds
         "num_events": wire.path.num_events,
         "events": wire.path.told()[-_EVENTS_TOLD:],
         "waiting": None if waiting is None else words_of(waiting.code),
+        "bytes": getattr(waiting, "message_bytes", 0),
         "still_seconds": round(still_seconds, 1),
         "stack": stack[-12:],
         "in_debugger": any(name in line for line in stack for name in _DEBUGGERS),
@@ -179,8 +180,13 @@ def _judge(wire: WatchedWire, waiting: Waiting, sight: _Sight, still_seconds: fl
     if gone:
         wire.end_epoch(PeerFailure, *_lost(wire, waiting, statuses, gone, list(gone), still_seconds))
         return
+    own_bytes = getattr(waiting, "message_bytes", 0)
+    sizes = {wire.rank: own_bytes, **{rank: note["bytes"] for rank, note in statuses.items()}}
+    if not behind and len(statuses) == wire.world - 1 and len(set(sizes.values())) > 1:
+        wire.end_epoch(RankDisagreement, *_sized(wire, waiting, sizes))
+        return
     policy = policies.trust()
-    if still_seconds < policy.timeout_seconds or not behind:
+    if still_seconds < policy.timeout_seconds:
         return
     if still_seconds < policy.debugger_grace_seconds and any(
         statuses[rank]["in_debugger"] for rank in behind if rank in statuses
@@ -211,6 +217,12 @@ def _parted(wire: WatchedWire, paths: dict[int, tuple[int, list[str]]], parting:
     return what, fix, "the paths that ranks took, from just before they parted:\n" + "\n".join(lines)
 
 
+def _sized(wire: WatchedWire, waiting: Waiting, sizes: dict[int, int]) -> tuple[str, str]:
+    told = "; ".join(f"rank {wire.ranks[rank]} sends {size} bytes" for rank, size in sorted(sizes.items()))
+    what = f"ranks do not mean the same when they {words_of(waiting.code)}: {told}"
+    return what, "use the same parameters, dtypes and settings on every rank"
+
+
 def _lost(
     wire: WatchedWire,
     waiting: Waiting,
@@ -232,7 +244,9 @@ def _lost(
             if note["stack"]:
                 stacks.append(f"rank {name} is at\n" + "\n".join(note["stack"]))
         told.append(f"rank {name} is {states.get(rank, 'alive')}, {where}")
-    names = _ranks([wire.ranks[rank] for rank in missing])
+    if not missing:
+        told.append("all of them have come")
+    names = _ranks([wire.ranks[rank] for rank in missing]) if missing else "the data of ranks"
     what = f"{names} did not come to {words_of(waiting.code)} within {seconds:.1f} s: {'; '.join(told)}"
     fix = (
         "look at what that rank was doing; if it is only slow, raise timeout_seconds with set_trust(); if it is gone, "

@@ -146,8 +146,10 @@ class Unit:
     def descriptions(self) -> list[str]:
         """A line for each parameter that tells whether ranks hold the same model."""
         prefix = f"{self.name}." if self.name else ""
+        reduced = self.precision.reduce_dtype
+        reduced_in = f"reduced in {reduced}, " if reduced is not None else ""
         return [
-            f"'{prefix}{slot.name}' {slot.description}, "
+            f"'{prefix}{slot.name}' {slot.description}, {reduced_in}"
             f"{'no memory yet' if slot.local.device.type == 'meta' else 'with memory'}"
             for slot in self.slots
         ]

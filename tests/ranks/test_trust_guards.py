@@ -13,8 +13,8 @@ from shardwise import ConfigError, NonFiniteGradients, fully_shard, set_trust
 from shardwise.testing import check_parity, run_ranks
 from shardwise.testing.workloads import seeded
 from tests.ranks.models import TwoLayers, data, same_parameters
+from tests.ranks.parting import Block, Model, Run, timeouts_of
 from tests.ranks.subject import beyond_torch
-from tests.ranks.test_trust import Block, Model, Run, timeouts_of
 
 pytestmark = beyond_torch
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import time
@@ -14,24 +13,12 @@ from shardwise import PeerFailure, set_trust, trace
 from shardwise.cli import main
 from shardwise.testing import run_ranks
 from shardwise.testing.failures import RankFailure
+from tests.ranks.parting import Run, Struck, in_a_debugger, timeouts_of
 from tests.ranks.subject import beyond_torch
-from tests.ranks.test_trust import Run, timeouts_of
 
 pytestmark = beyond_torch
 
 TIMEOUT_SECONDS = 1.5
-
-
-class Killed:
-    """What ends a rank in the middle of a forward: by a signal, or by leaving."""
-
-    def __init__(self, signal_number):
-        self.signal_number = signal_number
-
-    def __call__(self, *_):
-        os.kill(os.getpid(), self.signal_number)
-        # A signal that is caught or stops the process comes back here.
-        time.sleep(60)
 
 
 def lose_a_rank(who, signal_number):
@@ -41,7 +28,7 @@ def lose_a_rank(who, signal_number):
     run = Run()
     run.good_step()
     if dist.get_rank() == who:
-        run.model.blocks[2].register_forward_pre_hook(Killed(signal_number))
+        run.model.blocks[2].register_forward_pre_hook(Struck(signal_number, 60.0))
     begun = time.monotonic()
     try:
         run.loss().backward()
@@ -76,13 +63,6 @@ def test_those_who_wait_for_a_rank_that_is_gone_say_so(world_size, who, signal_n
 
 def dawdle(seconds):
     time.sleep(seconds)
-
-
-def in_a_debugger(seconds):
-    """Sits in a frame of a debugger's file, as at its prompt."""
-    scope = {"time": time}
-    exec(compile(f"def prompt():\n    time.sleep({seconds})\n", "/usr/lib/python3/pdb.py", "exec"), scope)
-    scope["prompt"]()
 
 
 def slow_ranks(folder):

@@ -11,8 +11,8 @@ from shardwise import PeerFailure, StateError, fully_shard
 from shardwise.testing import run_ranks
 from shardwise.testing.workloads import seeded
 from tests.ranks.models import data
+from tests.ranks.parting import Boom, Model, Run, timeouts_of
 from tests.ranks.subject import beyond_torch
-from tests.ranks.test_trust import Boom, Model, Run, timeouts_of
 
 pytestmark = beyond_torch
 
