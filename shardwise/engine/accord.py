@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 class Accord:
     """What this rank has agreed on with those it shares a model with."""
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
+    def __init__(self, top: Unit) -> None:
+        self._rank = top.rank
         self._groups: list[GroupCalls] = []
-        self._units: list[Unit] = []
+        self._units: list[Unit] = [top]
         self.wires: list[Wire] = []
         self._epochs: list[int] = []
         self._num_agreed: list[int] = []
@@ -45,14 +45,17 @@ class Accord:
     def settle(self, units: Iterable[Unit]) -> int:
         """Finds the groups that units share with other ranks; the model's number among those on its first group."""
         self._units = list(units)
-        found = {calls.wire: calls for unit in self._units for calls in unit.all_calls() if calls.world > 1}
-        self._groups, self.wires = list(found.values()), list(found)
-        self._num_agreed = [0] * len(self.wires)
-        self._note_epochs()
+        self._find_groups()
         if not self.wires:
             return 1
         self.wires[0].num_models += 1
         return self.wires[0].num_models
+
+    def _find_groups(self) -> None:
+        found = {calls.wire: calls for unit in self._units for calls in unit.all_calls() if calls.world > 1}
+        self._groups, self.wires = list(found.values()), list(found)
+        self._num_agreed = [0] * len(self.wires)
+        self._note_epochs()
 
     def _note_epochs(self) -> None:
         self._epochs = [wire.path.epoch for wire in self.wires]
@@ -92,6 +95,9 @@ class Accord:
         self._stepping = weakref.ref(optimizer)
 
     def _meet(self, in_backward: bool) -> None:
+        if not self.wires:
+            # An optimizer that steps before the first forward.
+            self._find_groups()
         for index, wire in enumerate(self.wires):
             if in_backward and wire.path.num_events == self._num_agreed[index]:
                 # An optimizer for each parameter, run by its hook: nothing was done since the last of them.

@@ -96,7 +96,7 @@ class Root:
         self._reduced: deque[Reduction] = deque()
         self._is_offloaded = False
         self.post_optim_event: torch.Event | None = None
-        self.accord = Accord(top.rank)
+        self.accord = Accord(top)
         self._adopt(top)
 
     # --- the family -----------------------------------------------------------------------------------------------

@@ -1,0 +1,207 @@
+"""What becomes of ranks that part, fail or stall: torch FSDP2 beside shardwise, case by case.
+
+    PYTHONPATH=. python benchmarks/trust.py                         # 2 ranks, the first one errs
+    PYTHONPATH=. python benchmarks/trust.py --ranks 4 --errs last --only killed --only slow
+
+Every case runs in fresh gloo processes under a hard limit. For each it says how the ranks ended that were still alive:
+
+    named       all of them raised an error that names the rank, unit or cause, or their own
+    right       nothing was wrong in the end, and the numbers are right
+    an error    some raised, but not all of them an error that names anything
+    died        a rank that did nothing wrong was ended from within (C++ abort)
+    hung        a rank was still waiting at the limit
+    SILENT      all went on as if nothing had been, with different parameters or gradients
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from measuring import RESULTS, machine
+
+NAMES = {"FSDP2": "torch", "shardwise": "shardwise"}
+ENDS_ITSELF = (
+    "a_rank_that_is_killed",
+    "a_rank_that_is_stopped",
+    "a_rank_that_is_terminated",
+    "a_rank_that_exits",
+    "a_closed_port",
+)
+
+
+def cases() -> list[str]:
+    from tests.ranks import parting
+
+    groups = (parting.PARTING, parting.DIFFERING, parting.BREAKING_OFF, parting.STRIKING, parting.HARMLESS)
+    return [case.__name__ for group in groups for case in group] + ["a_late_rank", "a_closed_port"]
+
+
+def be_rank(rank: int, world: int, who: int, port: int, name: str, report: Any) -> None:
+    """One rank of one case; what it ended in goes to the caller."""
+    torch.set_num_threads(1)
+    from tests.ranks import parting
+
+    errs = rank == who
+    if name == "a_late_rank" and errs:
+        time.sleep(5)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    begun = time.monotonic()
+    try:
+        run = parting.Run()
+        if name in ("a_late_rank", "a_closed_port"):
+            run.good_step()
+            if name == "a_closed_port":
+                report.send(("ready", "", 0.0))
+                time.sleep(2)
+                if errs:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            run.good_step()
+        else:
+            run.optim.zero_grad()
+            getattr(parting, name)(run, errs)
+        ended, text = "finished", ""
+    except BaseException as error:  # noqa: BLE001  whatever it is, it is what this rank ended in
+        kind = type(error)
+        is_own = isinstance(error, (parting.Boom, SystemExit)) and errs
+        is_named = kind.__module__.startswith("shardwise")
+        ended = "own" if is_own else "named" if is_named else "error"
+        if isinstance(error, AssertionError):
+            ended = "different"
+        text = (
+            f"{kind.__name__}: {error}" if not isinstance(error, AssertionError) else traceback.format_exc()
+        )
+    report.send((ended, text[:2000], time.monotonic() - begun))
+    report.close()
+    os._exit(0)
+
+
+def run_case(name: str, world: int, who: int, limit_seconds: float) -> dict[str, Any]:
+    """Starts the ranks of one case, waits for them, and ends those that do not come back."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "shardwise", "tests.ranks.parting"])
+    server: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipes, ranks = [], []
+    for rank in range(world):
+        here, there = context.Pipe(duplex=False)
+        process = context.Process(target=be_rank, args=(rank, world, who, server.port, name, there))
+        process.start()
+        there.close()
+        pipes.append(here)
+        ranks.append(process)
+    deadline = time.monotonic() + limit_seconds
+    ended: dict[int, tuple[str, str, float]] = {}
+    innocent = [rank for rank in range(world) if rank != who or name not in ENDS_ITSELF]
+    while not all(rank in ended for rank in innocent) and time.monotonic() < deadline:
+        for rank, pipe in enumerate(pipes):
+            if rank in ended or not pipe.poll(0.05):
+                continue
+            try:
+                told = pipe.recv()
+            except EOFError:
+                ranks[rank].join(2)
+                ended[rank] = ("died", f"exit code {ranks[rank].exitcode}", 0.0)
+                continue
+            if told[0] == "ready":
+                # The last of them: the server goes, and its port with it.
+                server = None
+            else:
+                ended[rank] = told
+    for process in ranks:
+        process.kill()
+        process.join()
+    for rank in range(world):
+        ended.setdefault(rank, ("hung", f"still waiting after {limit_seconds:g} s", limit_seconds))
+    return {
+        "case": name,
+        "outcome": _outcome(name, [ended[rank][0] for rank in innocent]),
+        "seconds": max(ended[rank][2] for rank in innocent),
+        "ranks": [ended[rank] for rank in range(world)],
+    }
+
+
+def _outcome(name: str, ends: list[str]) -> str:
+    from tests.ranks import parting
+
+    if "hung" in ends:
+        return "hung"
+    if "died" in ends:
+        return "died"
+    if all(end in ("named", "own") for end in ends):
+        return "named"
+    harmless = {case.__name__ for case in parting.HARMLESS} | {"a_late_rank"}
+    if all(end == "finished" for end in ends):
+        return "right" if name in harmless else "SILENT"
+    return "SILENT" if all(end in ("finished", "different") for end in ends) else "an error"
+
+
+def contend(peer: str, given: argparse.Namespace, chosen: list[str]) -> list[dict[str, Any]]:
+    """All cases with one implementation. The tests' own switch makes the catalogue use torch's `fully_shard`."""
+    who = 0 if given.errs == "first" else given.ranks - 1
+    rows = []
+    for name in chosen:
+        row = run_case(name, given.ranks, who, given.limit)
+        rows.append(row)
+        print(f"{peer:<10} {name:<36} {row['outcome']} ({row['seconds']:.1f} s)", flush=True)
+    return rows
+
+
+def options() -> argparse.Namespace:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--ranks", type=int, default=2)
+    made.add_argument("--errs", choices=("first", "last"), default="first")
+    made.add_argument("--limit", type=float, default=40.0, help="seconds after which a case counts as hung")
+    made.add_argument("--only", action="append", default=[], help="cases whose name has this in it")
+    made.add_argument("--peer", choices=("both", *NAMES), default="both")
+    made.add_argument("--out", type=Path, help="default: a file in results/ beside this one")
+    return made.parse_args()
+
+
+def main() -> None:
+    given = options()
+    chosen = [name for name in cases() if not given.only or any(part in name for part in given.only)]
+    if given.peer != "both":
+        given.out.write_text(json.dumps(contend(given.peer, given, chosen)))
+        return
+    results: dict[str, list[dict[str, Any]]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for peer, subject in NAMES.items():
+            # In a process of its own, whose environment says what the catalogue is to use.
+            file = Path(folder) / peer
+            subprocess.run(
+                [sys.executable, __file__, *sys.argv[1:], "--peer", peer, "--out", str(file)],
+                env={**os.environ, "SHARDWISE_TEST_PEER": subject},
+                check=True,
+            )
+            results[peer] = json.loads(file.read_text())
+    width = max(map(len, chosen))
+    print(f"\n{'':<{width}}  " + "  ".join(f"{peer:<18}" for peer in results))
+    for index, name in enumerate(chosen):
+        cells = [f"{rows[index]['outcome']} ({rows[index]['seconds']:.1f} s)" for rows in results.values()]
+        print(f"{name.replace('_', ' '):<{width}}  " + "  ".join(f"{cell:<18}" for cell in cells))
+    record = {
+        "ranks": given.ranks,
+        "errs": given.errs,
+        "limit_seconds": given.limit,
+        "machine": machine("cpu"),
+    }
+    out = given.out or RESULTS / f"trust_{given.ranks}_{given.errs}.json"
+    out.write_text(json.dumps({**record, "results": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
