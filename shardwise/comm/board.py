@@ -14,9 +14,20 @@ from __future__ import annotations
 import json
 import os
 import socket
+import uuid
+from pathlib import Path
 from typing import Any
 
 Note = dict[str, Any]
+
+
+def _process_table() -> str:
+    """Which table of processes this one is in: machines may share a name, and containers a machine."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return str(uuid.uuid4())
 
 
 class Board:
@@ -26,9 +37,10 @@ class Board:
         self._store = store
         self._rank = rank
         self._world = world
-        self.host = socket.gethostname()
+        self.processes = _process_table()
         self._homes: dict[int, Note] = {}
-        self._write(f"home/{rank}", {"host": self.host, "pid": os.getpid()})
+        home = {"host": socket.gethostname(), "processes": self.processes, "pid": os.getpid()}
+        self._write(f"home/{rank}", home)
 
     def _write(self, key: str, note: Note) -> None:
         self._store.set(key, json.dumps(note))

@@ -180,9 +180,11 @@ def _judge(wire: WatchedWire, waiting: Waiting, sight: _Sight, still_seconds: fl
     if gone:
         wire.end_epoch(PeerFailure, *_lost(wire, waiting, statuses, gone, list(gone), still_seconds))
         return
-    own_bytes = getattr(waiting, "message_bytes", 0)
-    sizes = {wire.rank: own_bytes, **{rank: note["bytes"] for rank, note in statuses.items()}}
-    if not behind and len(statuses) == wire.world - 1 and len(set(sizes.values())) > 1:
+    sizes = {wire.rank: getattr(waiting, "message_bytes", 0)}
+    for rank, note in statuses.items():
+        if note["num_events"] == path.num_events and note["waiting"] == words_of(waiting.code):
+            sizes[rank] = note["bytes"]
+    if len(sizes) == wire.world and len(set(sizes.values())) > 1:
         wire.end_epoch(RankDisagreement, *_sized(wire, waiting, sizes))
         return
     policy = policies.trust()
@@ -265,7 +267,7 @@ def _process_state(wire: WatchedWire, rank: int) -> str:
     home = wire.board.home(rank)
     if home is None:
         return "not started yet"
-    if home["host"] != wire.board.host:
+    if home["processes"] != wire.board.processes:
         return f"out of sight on {home['host']}"
     try:
         stat = FilePath(f"/proc/{home['pid']}/stat").read_text()
