@@ -222,6 +222,31 @@ def test_a_captured_step_is_bitwise_the_step_itself(world_size: int) -> None:
     assert not any(wrong), wrong
 
 
+def two_captured_models() -> list[str]:
+    """A graph is replayed after another model was made, trained as it is and captured; memory is handed back between."""
+    wrong, runs = [], []
+    for case in ({"shard": in_bf16, "make_optimizer": flat_adamw}, {"shard": plainly}):
+        eager, recorded = Run(**case), Run(**case)
+        runs.append((eager, recorded, shardwise.capture(recorded.step, *batches(1)[0])))
+        for _, _, step in runs:
+            for x, y in batches():
+                step(x, y)
+        for one, _, _ in runs:
+            for x, y in batches():
+                one.step(x, y)
+        scatter_over_pinned_memory()
+        torch.cuda.empty_cache()
+    for number, (eager, recorded, step) in enumerate(runs):
+        wrong += [] if step.is_captured else [f"model {number} was not captured"]
+        wrong += differences(f"model {number}", eager.values(), recorded.values())
+    return wrong
+
+
+def test_captured_models_do_not_disturb_one_another() -> None:
+    (wrong,) = run_ranks(two_captured_models, 1, kind="nccl", timeout_seconds=100)
+    assert not wrong
+
+
 def capture_without_the_join() -> str | None:
     run = Run(gathering_ahead_in_vain)
     with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
