@@ -223,7 +223,7 @@ def test_a_captured_step_is_bitwise_the_step_itself(world_size: int) -> None:
 
 
 def two_captured_models() -> list[str]:
-    """A graph is replayed after another model was made, trained as it is and captured; memory is handed back between."""
+    """A graph is replayed after another model was made, trained as it is, and captured; memory is handed back."""
     wrong, runs = [], []
     for case in ({"shard": in_bf16, "make_optimizer": flat_adamw}, {"shard": plainly}):
         eager, recorded = Run(**case), Run(**case)
