@@ -26,7 +26,7 @@ def contender(name: str, args: Any, device: torch.device, losses: dict[str, list
     model = build(name, size, device, 1, offloads=True)
     options: dict[str, Any] = {"lr": 1e-4, "fused": True}
     if name == "shardwise":
-        optimizer = shardwise.optim.flat(model, torch.optim.AdamW, **options)
+        optimizer = shardwise.optim.flat(model, torch.optim.AdamW, in_backward=True, **options)
     else:
         optimizer = torch.optim.AdamW(model.parameters(), **options)
     inputs = tokens_for(size, device)

@@ -46,6 +46,8 @@ class ReduceSettings:
     replicate_calls: GroupCalls | None = None
     hook: AllReduceHook | None = None
     hook_stream: torch.cuda.Stream | None = None
+    # Told when a unit's gradients have been given out, with what to wait for before the host reads them.
+    listener: Callable[[Callable[[], None]], None] | None = None
 
     is_hooked: bool = False
 
@@ -257,6 +259,11 @@ class Reduction:
             self.advance()
         self.let_gradients_go()
         return self._give_out()
+
+    @property
+    def listener(self) -> Callable[[Callable[[], None]], None] | None:
+        """Whom to tell that gradients are in place, if any are."""
+        return self._settings.listener if self._received else None
 
     def abandon(self) -> bool:
         """Lets the collective land and drops what it brings; False if it may still land later."""

@@ -16,6 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,7 +25,7 @@ from shardwise import trace
 from shardwise.comm.agreement import check_same_model
 from shardwise.comm.streams import Mark, lanes_for
 from shardwise.engine.accord import Accord
-from shardwise.engine.binding import clean_name, units_of
+from shardwise.engine.binding import Slot, clean_name, units_of
 from shardwise.engine.events import REPLAY, UnitEvents
 from shardwise.engine.reduce import PackedReduce, ReduceSettings, Reduction, run_user_hooks
 from shardwise.errors import StateError
@@ -260,8 +261,12 @@ class Root:
             # Compute has waited for the packing of this one, which comes after all of those before it.
             self._let_rows_go()
             self._reduced.append(reduction)
-        if not hooked:
-            return
+        if hooked:
+            self._run_hooks(reduction, hooked)
+        if self.is_last_backward and reduction.listener is not None:
+            reduction.listener(partial(self.lanes.host_after, self.lanes.reduce.mark()))
+
+    def _run_hooks(self, reduction: Reduction, hooked: list[Slot]) -> None:
         lane = self.lanes.reduce
         if reduction.plan.is_offloaded:
             # order: the transfer before the hooks, because they read the gradients on the host

@@ -7,8 +7,10 @@ state dicts see nothing else. Only while it steps are parameters and their state
 from __future__ import annotations
 
 import functools
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +20,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise.engine.binding import membership, units_of
+from shardwise.engine.unit import Unit
+from shardwise.errors import StateError
 from shardwise.optim.blocks import BlockedStep
+from shardwise.optim.early import Arrived, EarlySteps
 from shardwise.optim.elementwise import check_elementwise, is_torchs_own
 from shardwise.optim.runs import Run, States, make_runs
 from shardwise.torch_internals import local_of, zero_all
@@ -27,6 +32,8 @@ from shardwise.torch_internals import local_of, zero_all
 def flat(
     model_or_params: nn.Module | Iterable[Any],
     optimizer_class: type[Optimizer],
+    *,
+    in_backward: bool = False,
     **options: Any,
 ) -> Optimizer:
     """An optimizer of ``optimizer_class`` that steps each unit's shards as one tensor.
@@ -38,14 +45,20 @@ def flat(
         model_or_params: a model, all of whose parameters are taken, or what any torch optimizer takes: parameters,
             or dicts of parameters with options of their own. What shardwise did not shard is stepped one by one.
         optimizer_class: an optimizer that treats every element by itself, such as ``torch.optim.AdamW``.
+        in_backward: step units whose shards are on the host as soon as their gradients have arrived, in a thread,
+            while backward goes on; ``step()`` waits for them and takes the rest. From the second step on. Nothing may
+            change gradients between backward and ``step()``: no clipping, no scaler.
         options: its arguments, e.g. ``lr=1e-3, fused=True``.
     """
     check_elementwise(optimizer_class)
     params: Any = model_or_params
     if isinstance(model_or_params, nn.Module):
         params = _sharded_parameters(model_or_params)
-    made: Optimizer = _flat_class(optimizer_class)(params, **options)  # type: ignore[arg-type]
-    return made
+    made: Any = _flat_class(optimizer_class)(params, **options)  # type: ignore[arg-type]
+    if in_backward:
+        made._early = EarlySteps(made._step_early)
+    flat_optimizer: Optimizer = made
+    return flat_optimizer
 
 
 def _sharded_parameters(model: nn.Module) -> list[nn.Parameter]:
@@ -66,6 +79,8 @@ class FlatOptimizer(Optimizer):
     _run_states: States
     _in_blocks: BlockedStep | None = None
     _may_step_in_blocks = False
+    _early: EarlySteps | None = None
+    _runs_of_unit: dict[Unit, list[tuple[int, Run]]]
 
     def step(self, closure: Callable[[], float] | None = None, **kwargs: Any) -> float | None:  # type: ignore[override]
         loss = None
@@ -73,7 +88,7 @@ class FlatOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
-            runs = self._runs_to_step()
+            runs = self._runs_to_step(self._finish_early())
             groups, states = self.param_groups, self.state
             params = [group["params"] for group in groups]
             self.state = self._run_states  # type: ignore[assignment]
@@ -88,14 +103,17 @@ class FlatOptimizer(Optimizer):
                 for of_group in runs:
                     for run in of_group:
                         run.drop_gradient()
-            stepped = []
-            for of_group in runs:
-                for run in of_group:
-                    run.show_state(states, self._run_states)
-                    stepped += [member.param for member in run.members]
-            # A run is other tensors over the parameters' memory: to whoever asks, the parameters have changed.
-            increment_version(stepped)
+            self._show(run for of_group in runs for run in of_group)
         return loss
+
+    def _show(self, stepped: Iterable[Run]) -> None:
+        """Lets everybody see what a step has done to runs."""
+        params = []
+        for run in stepped:
+            run.show_state(self.state, self._run_states)
+            params += [member.param for member in run.members]
+        # A run is other tensors over the parameters' memory: to whoever asks, the parameters have changed.
+        increment_version(params)
 
     def _step_of_class(self, **kwargs: Any) -> None:
         step = super().step
@@ -105,17 +123,25 @@ class FlatOptimizer(Optimizer):
         else:
             step(**kwargs)
 
-    def _runs_to_step(self) -> list[list[Run]]:
-        """The runs that have a gradient, which lies in its place."""
+    def _runs_to_step(self, stepped_already: set[Run]) -> list[list[Run]]:
+        """The runs that have a gradient, which lies in its place, and were not stepped with it."""
         if self._runs is None or not all(run.holds(self.state) for runs in self._runs for run in runs):
+            if stepped_already:
+                raise StateError(
+                    "parameters or their state were replaced after some of them had been stepped in backward",
+                    where="flat(..., in_backward=True)",
+                    fix="replace them after step(), or use flat without in_backward",
+                )
             self._make_runs()
         assert self._runs is not None
         ready: list[list[Run]] = []
         for number, runs in enumerate(self._runs):
-            with_gradients = [(run, run.local_gradients()) for run in runs]
+            with_gradients = [(run, run.local_gradients()) for run in runs if run not in stepped_already]
             if any(_some_are_missing(gradients) for _, gradients in with_gradients):
-                self._runs[number] = runs = self._split(with_gradients)
-                with_gradients = [(run, run.local_gradients()) for run in runs]
+                split = self._split(with_gradients)
+                self._runs[number] = [run for run in runs if run in stepped_already] + split
+                with_gradients = [(run, run.local_gradients()) for run in split]
+                self._listen()
             ready.append([])
             for run, gradients in with_gradients:
                 if gradients[0] is not None:
@@ -135,6 +161,63 @@ class FlatOptimizer(Optimizer):
             for run in runs:
                 run.adopt_state(self.state, self._run_states)
             self._runs.append(runs)
+        self._listen()
+
+    # --- in backward ----------------------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        """Has units tell when their gradients are in place."""
+        if self._early is None or self._runs is None:
+            return
+        told = weakref.WeakMethod(self._gradients_arrived)
+        self._runs_of_unit = {}
+        for number, runs in enumerate(self._runs):
+            for run in runs:
+                unit = run.members[0].unit
+                if unit is not None and run.tensor.device.type == "cpu":
+                    self._runs_of_unit.setdefault(unit, []).append((number, run))
+        for unit in self._runs_of_unit:
+            unit.reduce_settings.listener = partial(_tell, told, weakref.ref(unit))
+
+    def _gradients_arrived(self, unit: Unit, wait: Callable[[], None]) -> None:
+        assert self._early is not None
+        ready: list[tuple[int, Run, list[torch.Tensor]]] = []
+        for number, run in self._runs_of_unit.get(unit, ()):
+            gradients = [gradient for gradient in run.local_gradients() if gradient is not None]
+            if len(gradients) == len(run.members) and run.holds(self.state):
+                ready.append((number, run, gradients))
+        if ready:
+            options = [
+                {key: value for key, value in group.items() if key != "params"} for group in self.param_groups
+            ]
+            self._early.hand_over(unit, Arrived(wait, ready, options))
+
+    def _step_early(self, arrived: Arrived) -> None:
+        """Steps runs in the thread for that: with an optimizer of its own that shares the runs' state."""
+        for _, run, gradients in arrived.runs:
+            run.take(gradients)
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        twin.state = self._run_states  # type: ignore[assignment]
+        twin.param_groups = [
+            {**options, "params": [run.tensor for of, run, _ in arrived.runs if of == number]}
+            for number, options in enumerate(arrived.options)
+        ]
+        try:
+            FlatOptimizer._step_of_class(twin)
+        finally:
+            for _, run, _ in arrived.runs:
+                run.drop_gradient()
+
+    def _finish_early(self) -> set[Run]:
+        """Waits for what is being stepped in backward, and shows it."""
+        if self._early is None:
+            return set()
+        stepped = self._early.settle()
+        self._show(stepped)
+        return stepped
+
+    # --- the rest of an optimizer ---------------------------------------------------------------------------------
 
     def _split(self, with_gradients: list[tuple[Run, list[torch.Tensor | None]]]) -> list[Run]:
         """Runs that are all there or not at all in this step; parameters without a gradient must not move."""
@@ -164,6 +247,7 @@ class FlatOptimizer(Optimizer):
                     self.state[follower] = self.state.pop(param)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        self._finish_early()
         if set_to_none:
             super().zero_grad()
             return
@@ -182,6 +266,8 @@ class FlatOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Per parameter, with counts of its own for each: whoever loads it may step parameters one by one."""
+        if self._early is not None:
+            self._early.wait()
         saved = super().state_dict()
         saved["state"] = {
             index: {
@@ -201,6 +287,15 @@ class FlatOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._runs = None
         super().__setstate__(state)
+
+
+def _tell(
+    told: weakref.WeakMethod[Callable[..., None]], unit: weakref.ref[Unit], wait: Callable[[], None]
+) -> None:
+    """A unit's listener, which keeps nobody's optimizer alive."""
+    gradients_arrived, itself = told(), unit()
+    if gradients_arrived is not None and itself is not None:
+        gradients_arrived(itself, wait)
 
 
 def _some_are_missing(gradients: list[torch.Tensor | None]) -> bool:

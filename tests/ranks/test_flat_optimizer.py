@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import time
 from functools import partial
 
 import pytest
@@ -22,7 +23,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from shardwise import ConfigError, CPUOffloadPolicy, MixedPrecisionPolicy, clip_grad_norm_, fully_shard
+from shardwise import (
+    ConfigError,
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    StateError,
+    clip_grad_norm_,
+    fully_shard,
+)
 from shardwise.optim import elementwise, flat
 from shardwise.testing import run_ranks
 from shardwise.testing.workloads import seeded
@@ -466,6 +474,89 @@ def around_the_step():
 
 def test_schedulers_scalers_hooks_and_closures_work_as_with_any_optimizer():
     run_ranks(around_the_step, 2)
+
+
+# --- in backward ------------------------------------------------------------------------------------------------------
+
+
+def stepped_in_backward():
+    for name, (make, options) in {
+        "AdamW": (optim.AdamW, {"lr": 0.02}),
+        "SGD": (optim.SGD, {"lr": 0.05, "momentum": 0.9}),
+    }.items():
+        one, other = sharded(), sharded()
+        ours, torchs = (
+            flat(groups_of(one), make, in_backward=True, **options),
+            make(groups_of(other), **options),
+        )
+        schedulers = [optim.lr_scheduler.StepLR(each, 2) for each in (ours, torchs)]
+        num_early = 0
+        for step in range(5):
+            for model, optimizer, scheduler in zip((one, other), (ours, torchs), schedulers, strict=True):
+                # Two micro-batches in every other step, the first of which is not to be stepped.
+                if step % 2:
+                    model.set_is_last_backward(False)
+                    backward(model, 10 + step, uses=True)
+                    model.set_is_last_backward(True)
+                backward(model, step, uses=step % 3 != 1)
+                if optimizer is ours:
+                    num_early += len(ours._early.stepped)
+                optimizer.step()
+                optimizer.zero_grad()
+                scheduler.step()
+            same_as(ours, torchs, one.parameters(), other.parameters(), f"{name} in backward, step {step}")
+        assert num_early > 5, "nothing was stepped in backward"
+
+
+def stepped_in_backward_and_again():
+    model = sharded(Blocks)
+    params = list(model.parameters())
+    optimizer = flat(model, optim.SGD, lr=0.1, in_backward=True)
+
+    def once():
+        loss = model(data(0, dist.get_rank(), 2, 8)).square().mean()
+        loss.backward()
+        return loss.item()
+
+    once()
+    optimizer.step()
+    optimizer.zero_grad()
+    once()
+    with pytest.raises(StateError, match="came again") as caught:
+        once()
+    assert "set_is_last_backward" in caught.value.fix
+    # As after any step that broke off: gradients are dropped, and the next step is a step again.
+    optimizer.zero_grad()
+    step = optimizer._early._take_step
+    optimizer._early._take_step = lambda arrived: (time.sleep(0.05), step(arrived))
+    model.set_reshard_after_backward(False)
+    losses = []
+    for _ in range(3):
+        before = [param.to_local().clone() for param in params]
+        losses.append(once())
+        optimizer.step()  # waits
+        for param, was in zip(params, before, strict=True):
+            assert not torch.equal(param.to_local(), was)
+        optimizer.zero_grad()
+    assert len(set(losses)) == 3, f"weights that were kept are out of date: {losses}"
+
+    def broken(*args):
+        raise OSError("no such kernel")
+
+    optimizer._early._take_step = broken
+    optimizer.zero_grad()
+    once()
+    with pytest.raises(OSError, match="no such kernel"):
+        optimizer.step()
+
+
+def early_steps():
+    stepped_in_backward()
+    stepped_in_backward_and_again()
+
+
+def test_units_stepped_while_backward_runs_are_stepped_the_same():
+    run_ranks(early_steps, 2)
 
 
 # --- replaced parameters ----------------------------------------------------------------------------------------------
