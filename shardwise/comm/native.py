@@ -7,6 +7,8 @@ and compare their digests. Hosts need not wait for their devices for that.
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from datetime import timedelta
 from typing import Any
 
@@ -33,6 +35,7 @@ class NativeWire(WatchedWire):
         super().__init__(group, device)
         self._store = store_of(group, "shardwise agreement")
         self._checks_all = policies.trust().checks == "collective"
+        self._met: deque[str] = deque(maxlen=3)
         self._is_aborted = False
         self._probe = _Probe() if device.type == "cuda" else None
 
@@ -60,6 +63,7 @@ class NativeWire(WatchedWire):
         path = self.path
         key = f"{path.epoch}/{path.num_events}"
         own = _COUNT + ((path.digest >> 16) & _DIGEST)
+        self._forget_agreements(key)
         if self._store.add(key, own) == self.world * own:
             self._store.set(f"{key}/all", "1")
             return
@@ -70,10 +74,21 @@ class NativeWire(WatchedWire):
                 try:
                     self._store.wait([f"{key}/all"], _SLICE)
                     return
-                except dist.DistStoreError:
+                except RuntimeError:
+                    # Not yet; or the store has gone, which the watch finds out.
                     self.heed_verdict()
+                    time.sleep(0.001)
         finally:
             self.waiting = None
+
+    def _forget_agreements(self, key: str) -> None:
+        """Takes agreements that all ranks have passed out of the store."""
+        self._met.append(key)
+        if self.rank == 0 and len(self._met) > 2:
+            # All ranks were at the last one, so all have left the one before it.
+            passed = self._met.popleft()
+            self._store.delete_key(passed)
+            self._store.delete_key(f"{passed}/all")
 
     def stuck_on(self) -> Waiting | None:
         return self.waiting or (self._probe.unreached() if self._probe is not None else None)

@@ -35,6 +35,7 @@ _LONGEST_SILENCE_SECONDS = 5.0
 # How long peers are helped out after a verdict.
 _AFTERMATH_SECONDS = 15.0
 _EVENTS_TOLD = 64
+_JUDGES = 16
 _DEBUGGERS = ("pdb.py", "bdb.py", "pydevd", "debugpy", "ipdb")
 
 
@@ -46,6 +47,8 @@ class _Sight:
     still_since: float = 0.0
     last_status: float = 0.0
     num_statuses: int = 0
+    last_judged: float = 0.0
+    num_judged: int = 0
     verdict_at: float | None = None
     aftermath_until: float = 0.0
     # When each peer's sign of life last changed, by this rank's clock.
@@ -112,12 +115,21 @@ class Watch:
             wire.let_out(waiting, now - sight.verdict_at)
             return
         silence_seconds = min(_LONGEST_SILENCE_SECONDS, moment_seconds * 2.0**sight.num_statuses)
-        if now - sight.last_status >= (moment_seconds if waiting is not None else silence_seconds):
+        spoken_seconds = max(moment_seconds, wire.world / 100) if waiting is not None else silence_seconds
+        if now - sight.last_status >= spoken_seconds:
             sight.last_status = now
             sight.num_statuses += 1
             wire.board.post_status(_status(wire, waiting, sight.num_statuses, still_seconds))
-        if waiting is not None:
+        if waiting is not None and self._is_judge(wire, sight, moment_seconds, now):
             _judge(wire, waiting, sight, still_seconds, now)
+
+    def _is_judge(self, wire: WatchedWire, sight: _Sight, moment_seconds: float, now: float) -> bool:
+        """Not every rank asks for every other's doings at every moment: the store has but one server."""
+        if now - sight.last_judged < max(moment_seconds / 2, wire.world / 100):
+            return False
+        sight.last_judged = now
+        sight.num_judged += 1
+        return (wire.rank + sight.num_judged) % -(-wire.world // _JUDGES) == 0
 
     def _look_alone(self, wire: WatchedWire, sight: _Sight) -> None:
         """Without a store nobody can be asked; what is left is the time that is set."""

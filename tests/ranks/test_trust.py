@@ -11,6 +11,9 @@ import torch.distributed as dist
 
 from shardwise import PeerFailure, RankDisagreement, ZeroRedundancyOptimizer
 from shardwise.comm.collectives import GroupCalls
+from shardwise.comm.native import NativeWire
+from shardwise.comm.path import code_of
+from shardwise.comm.watch import watch_over
 from shardwise.testing import run_ranks
 from shardwise.testing.workloads import seeded
 from tests.ranks.parting import (
@@ -141,3 +144,27 @@ def test_messages_of_different_sizes_and_models_of_different_dtypes_are_told():
     for text, gathered in run_ranks(different_sizes, 2, kind="gloo"):
         assert "rank 0 sends 16 bytes; rank 1 sends 20 bytes" in text
         assert gathered == [0.0, 1.0]
+
+
+def native_paths():
+    """Two paths on a group whose own collectives carry the data, as with NCCL, here without any."""
+    rank = dist.get_rank()
+    group = dist.group.WORLD
+    told = []
+    with timeouts_of(timeout_seconds=4.0):
+        wire = NativeWire(group, torch.device("cpu"))
+        watch_over(wire)
+        for step in range(6):
+            wire.note(code_of("gather 'a' in forward"))
+            wire.note(code_of("reduce 'b'" if step == 3 and rank == 1 else "reduce 'a'"))
+            try:
+                wire.agree(code_of("let an optimizer use the step"))
+            except RankDisagreement as error:
+                told.append((step, str(error)))
+    return told
+
+
+def test_paths_of_groups_that_carry_data_themselves_are_compared_before_a_step_is_used():
+    for told in run_ranks(native_paths, 3, kind="gloo"):
+        assert [step for step, _ in told] == [3]
+        assert "ranks 0, 2 went on to reduce 'a'; rank 1 went on to reduce 'b'" in told[0][1]
