@@ -177,9 +177,12 @@ def train_beside_eager(model, eager, what):
             same(full(param.detach()), full(expected.detach()), f"{what}, step {step}: {name}")
 
 
-@pytest.mark.parametrize("reshard", [True, False])
-def test_compiled_blocks_match_the_plain_model_and_compile_once(reshard):
-    run_ranks(compiled, 2, list(PLACES), reshard, None, False, kind="gloo")
+def test_compiled_blocks_match_the_plain_model_and_compile_once():
+    run_ranks(compiled, 2, list(PLACES), True, None, False, kind="gloo")
+
+
+def test_compiled_blocks_that_keep_their_parameters_match_and_compile_once():
+    run_ranks(compiled, 2, ["blocks before", "blocks after", "root after"], False, None, False, kind="gloo")
 
 
 def test_compiled_blocks_match_under_activation_checkpointing():
