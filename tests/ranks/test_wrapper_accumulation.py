@@ -108,7 +108,10 @@ def test_micro_batches_in_and_out_of_no_sync_equal_one_batch(world_size, offload
     if world_size == 4 and offload:
         # On a CPU shards live on the host anyway: every value of every option, with every other option's.
         cases = [case for number, case in enumerate(cases) if number % 3 == number // 12 % 3]
-    assert run_ranks(accumulates, world_size, offload, cases, kind="gloo") == [[]] * world_size
+    assert (
+        run_ranks(accumulates, world_size, offload, cases, kind="gloo", timeout_seconds=150)
+        == [[]] * world_size
+    )
 
 
 def against_plain():
