@@ -71,6 +71,7 @@ def parity(cases, tolerance):
     return wrong
 
 
+@pytest.mark.timeout(170)
 def test_two_ranks_match_the_oracle_bit_for_bit():
     runs = [*((name, Accumulation()) for name in NAMED), ("tied transformer", LAST_OF_TWO)]
     cases = [
@@ -86,6 +87,7 @@ def test_two_ranks_match_the_oracle_bit_for_bit():
     assert run_ranks(parity, 2, cases, 0.0, kind="gloo", timeout_seconds=150) == [[]] * 2
 
 
+@pytest.mark.timeout(170)
 def test_more_ranks_match_the_oracle():
     cases = [
         (name, accumulation, {"sharding_strategy": strategy, "use_orig_params": orig})

@@ -101,6 +101,7 @@ def accumulates(offload, cases):
     return wrong
 
 
+@pytest.mark.timeout(170)
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("offload", [False, True])
 def test_micro_batches_in_and_out_of_no_sync_equal_one_batch(world_size, offload):
