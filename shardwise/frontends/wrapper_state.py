@@ -164,7 +164,6 @@ class LoadHooks:
         for place in self._places:
             place.params[place.name] = None
         self._places = []
-        unit.show_sharded()
         show_flats(unit)
         if incompatible is not None:
             for keys in incompatible:

@@ -141,6 +141,9 @@ def traffic(strategy, orig):
             with CommDebugMode() as backward:
                 loss.backward()
     assert held_bytes(weights) == 0 or strategy is NO_SHARD
+    if strategy is NO_SHARD and orig:
+        # Whole where it is: no second copy.
+        assert weights[0].data_ptr() == model.layers[0].up.weight.data_ptr()
     return counted(forward), counted(backward), held > 0
 
 
@@ -164,7 +167,7 @@ def prefetches(option):
             model(data(step, 0, 2, 6)).sum().backward()
     return [
         (kind, unit)
-        for kind, unit, _ in recorder.of("unshard", "pre_forward", "pre_backward", "post_backward")
+        for kind, unit, _ in recorder.of("unshard", "reshard", "pre_forward", "pre_backward", "post_backward")
     ]
 
 
@@ -182,9 +185,14 @@ def test_backward_and_forward_prefetch_when_told_to():
     )
     backward = pre.index(begins)
     assert backward < pre.index(gather, backward) < pre.index(ends)
-    assert post.index(ends) < post.index(gather, post.index(ends)) < post.index(("pre_backward", "layers.1"))
-    assert none.index(ends) < none.index(gather, none.index(ends))
-    assert none.index(gather, none.index(ends)) == none.index(("pre_backward", "layers.1")) - 1
+    # After the last gradients of a unit, but before it is freed; or only when the next is needed.
+    freed = ("reshard", "layers.2")
+    ended = post.index(ends)
+    assert ended < post.index(gather, ended) < post.index(freed, ended)
+    ended = none.index(ends)
+    assert (
+        none.index(freed, ended) < none.index(gather, ended) == none.index(("pre_backward", "layers.1")) - 1
+    )
     ahead = order({"forward_prefetch": True})
     assert ahead.index(gather) < ahead.index(("pre_forward", "layers.0"))
     assert pre.index(gather) > pre.index(("pre_forward", "layers.0"))

@@ -173,6 +173,13 @@ def odd():
             model.load_state_dict(state)
             optim = torch.optim.Adam([p for p in model.parameters() if p.requires_grad])
             optim.step()
+            states = FSDP.full_optim_state_dict(model, optim, rank0_only=False)
+            assert states["state"]["scale"]["exp_avg"].shape == ()
+            optim.load_state_dict(FSDP.optim_state_dict_to_load(model, optim, states))
+            assert all(state["step"] == 1 and state["step"].dim() == 0 for state in optim.state.values())
+            again = FSDP.full_optim_state_dict(model, optim, rank0_only=False)
+            for name, values in states["state"].items():
+                same(again["state"][name]["exp_avg"], values["exp_avg"], name)
             model(x).backward()
 
 

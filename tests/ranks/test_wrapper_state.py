@@ -102,6 +102,9 @@ def summons():
                 param.zero_()
         with torch.no_grad():
             assert model(*TIED.data(0, 0, 0, device())).eq(0).all()
+            for param in model.parameters():
+                param.fill_(1.0)
+            assert not model(*TIED.data(0, 0, 0, device())).eq(0).any(), "stale parameters were used"
 
         model.apply(lambda module: nn.init.ones_(module.weight) if isinstance(module, nn.LayerNorm) else None)
         assert model.state_dict()["layers.2.norm1.weight"].eq(1).all()
@@ -194,7 +197,9 @@ def kinds():
             options["sharding_strategy"] is not ShardingStrategy.NO_SHARD and dist.get_world_size() > 1
         )
         same_state(model.state_dict(), want)
-        assert not any(isinstance(value, DTensor) for value in model.state_dict().values())
+        for value in model.state_dict().values():
+            assert not isinstance(value, DTensor)
+            assert value.untyped_storage().nbytes() == 4 * value.numel(), "a value keeps others' memory"
         with FSDP.state_dict_type(model, FULL, FullStateDictConfig(offload_to_cpu=True, rank0_only=True)):
             state = model.state_dict()
             assert list(state) == (list(want) if dist.get_rank() == 0 else [])
