@@ -7,6 +7,7 @@ counterpart there.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -52,6 +53,10 @@ class MixedPrecisionPolicy:
                 )
 
 
+# A shard, its gradient, and the two states that Adam and its kin keep.
+BYTES_TRAINED_PER_BYTE = 4
+
+
 @dataclass(frozen=True)
 class OffloadPolicy:
     """Keeps shards on the device that computes: the default."""
@@ -63,9 +68,36 @@ class CPUOffloadPolicy(OffloadPolicy):
 
     Attributes:
         pin_memory: page-lock the host buffers, so that transfers overlap with compute.
+        device_budget_gb: GiB of the device's memory that shards may stay in, with their gradients and two states of an
+            optimizer for each. Units sharded with this very policy object stay there, in the order in which they are
+            made, as long as they fit; the others go to the host. ``None``: all go.
     """
 
     pin_memory: bool = True
+    device_budget_gb: float | None = None
+    # What units of each rank have taken of the budget: ranks that are threads share the policy.
+    _taken_bytes: dict[int, int] = dataclasses.field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def __post_init__(self) -> None:
+        budget = self.device_budget_gb
+        if budget is not None and not (isinstance(budget, int | float) and budget >= 0):
+            raise ConfigError(
+                f"CPUOffloadPolicy.device_budget_gb is {budget!r}",
+                where="CPUOffloadPolicy(device_budget_gb=...)",
+                fix="pass a number of GiB that is not negative, or None to offload everything",
+            )
+
+    def keeps_on_device(self, rank: int, shard_bytes: int) -> bool:
+        """Whether a unit with that many bytes of shards still fits; if it does, its part of the budget is taken."""
+        if self.device_budget_gb is None:
+            return False
+        needed = self._taken_bytes.get(rank, 0) + BYTES_TRAINED_PER_BYTE * shard_bytes
+        if needed > self.device_budget_gb * 2**30:
+            return False
+        self._taken_bytes[rank] = needed
+        return True
 
 
 @dataclass(frozen=True)

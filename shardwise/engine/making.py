@@ -26,7 +26,8 @@ from shardwise.engine.stepping import STEPPING
 from shardwise.engine.unit import Unit, shard_device
 from shardwise.errors import ConfigError
 from shardwise.plan.schedule import AfterForward
-from shardwise.policies import MixedPrecisionPolicy, OffloadPolicy
+from shardwise.plan.spans import ceil_div
+from shardwise.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardwise.torch_internals import (
     buffers_of,
     local_of,
@@ -153,6 +154,7 @@ def make_unit(
         else:
             own.append(found)
 
+    offload = _within_budget(offload, own, mesh)
     slots = form.make_slots(own, mesh, precision, shard_device(mesh, offload), name)
     unit = Unit(name, modules, slots, form, mesh, after_forward, precision, offload)
     unit.hooks = Hooks(unit)
@@ -172,6 +174,17 @@ def make_unit(
         module.__dict__[UNITS_ATTRIBUTE] = (*units_of(module), unit)
         _move_buffers(module, mesh.device)
     return unit
+
+
+def _within_budget(offload: OffloadPolicy, own: list[Found], mesh: DataMesh) -> OffloadPolicy:
+    """The policy of one unit: on the device while a budget for that lasts. All ranks come to the same answer."""
+    if not isinstance(offload, CPUOffloadPolicy) or mesh.device.type == "cpu":
+        return offload
+    shard_bytes = 0
+    for found in own:
+        part = local_of(found.param) if isinstance(found.param, DTensor) else found.param
+        shard_bytes += ceil_div(part.numel(), mesh.shard.world) * part.itemsize
+    return OffloadPolicy() if offload.keeps_on_device(mesh.rank, shard_bytes) else offload
 
 
 def _move_buffers(module: nn.Module, device: torch.device) -> None:

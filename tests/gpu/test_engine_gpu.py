@@ -192,6 +192,30 @@ def host_and_device(steps, micro_batches, sync_each, replicas, pin_memory):
     return None if same.all() else int(same.logical_not().nonzero()[0])
 
 
+def within_a_budget():
+    """The first unit fits on the device, the others go to the host; training is the same."""
+    width = 48
+    model: Any = seeded(Layers(num_layers=2, width=width)).to("cuda")
+    world_size = dist.get_world_size()
+    first = sum(-(-param.numel() // world_size) for param in model.layers[0].parameters())
+    budget = 4 * 4 * first / 2**30
+    policy = CPUOffloadPolicy(device_budget_gb=budget)
+    for unit in (*model.layers, model):
+        fully_shard(unit, mesh=mesh_of(world_size), offload_policy=policy)
+    devices = [
+        {param.device.type for param in unit.parameters()}
+        for unit in (*model.layers, model.first, model.last)
+    ]
+    assert devices == [{"cuda"}, {"cpu"}, {"cpu"}, {"cpu"}], devices
+    on_device = trained(10, 1, True, OffloadPolicy(), 0, width)
+    in_part = trained(10, 1, True, CPUOffloadPolicy(device_budget_gb=budget), 0, width)
+    assert torch.equal(on_device, in_part)
+
+
+def test_only_what_does_not_fit_a_device_budget_goes_to_the_host():
+    run_ranks(within_a_budget, 2, kind="nccl", timeout_seconds=100)
+
+
 @pytest.mark.parametrize("pin_memory", [True, False])
 @pytest.mark.parametrize(("micro_batches", "sync_each"), [(1, True), (3, True), (3, False)])
 def test_shards_on_the_host_train_bitwise_as_on_the_device(pin_memory, micro_batches, sync_each):

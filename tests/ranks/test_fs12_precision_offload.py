@@ -285,6 +285,20 @@ def test_a_policy_of_another_kind_is_refused():
     run_ranks(policies_of_another_kind, 2, kind="gloo")
 
 
+def test_a_device_budget_is_taken_unit_by_unit_and_by_each_rank_for_itself():
+    policy = CPUOffloadPolicy(device_budget_gb=1.0)
+    quarter = 2**28 // 4  # with its gradient and two states: a quarter of a GiB
+    for rank in (0, 1):
+        assert [policy.keeps_on_device(rank, quarter) for _ in range(3)] == [True] * 3
+        assert not policy.keeps_on_device(rank, 2 * quarter)
+        assert policy.keeps_on_device(rank, quarter)
+        assert not policy.keeps_on_device(rank, 1)
+    assert not CPUOffloadPolicy().keeps_on_device(0, 1)
+    for bad in (-1.0, float("nan"), "8"):
+        with pytest.raises(ConfigError, match="device_budget_gb"):
+            CPUOffloadPolicy(device_budget_gb=bad)
+
+
 # --- shards on the host ---------------------------------------------------------------------------------------------
 
 # On a CPU mesh host and device are the same memory: the policy changes nothing, not even the bits.
