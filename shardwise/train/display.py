@@ -79,7 +79,7 @@ class JsonLines(Quiet):
         print(json.dumps({"kind": kind, **values}), file=self._stream, flush=True)
 
     def begin(self, facts: RunFacts) -> None:
-        self._put("begin", vars(facts))
+        self._put("begin", {key: value for key, value in vars(facts).items() if key != "losses_before"})
 
     def step(self, record: StepRecord) -> None:
         self._put("step", json.loads(record.to_json()))
@@ -108,6 +108,7 @@ class Lines:
 
     def begin(self, facts: RunFacts) -> None:
         self._facts = facts
+        self._losses = [*facts.losses_before]
         self._begun = time.monotonic()
         for line in headline(facts):
             self._print(line)

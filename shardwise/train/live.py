@@ -30,6 +30,7 @@ class Live:
 
     def begin(self, facts: RunFacts) -> None:
         self._facts = facts
+        self._losses = [*facts.losses_before]
         self._begun = time.monotonic()
         title, ranks = headline(facts)
         self._console.print(Text(title, style="bold"))

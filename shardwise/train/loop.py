@@ -33,7 +33,7 @@ from shardwise.train.hardware import memory_bytes, peak_flops
 from shardwise.train.interrupt import Interrupt
 from shardwise.train.order import SampleOrder
 from shardwise.train.parallel import Parallel, learning_rate
-from shardwise.train.records import RunFacts, StepRecord, Summary, keep_metrics_up_to
+from shardwise.train.records import RunFacts, StepRecord, Summary, keep_metrics_up_to, read_metrics
 from shardwise.train.report import Report
 from shardwise.train.resume import CHECKPOINTS, find_good_checkpoint
 from shardwise.train.team import Team
@@ -147,6 +147,8 @@ class Trainer:
         config, progress = self.config, self.progress
         begun = time.perf_counter()
         first_step, first_samples = progress.step, progress.samples
+        if self.team.rank == 0:
+            keep_metrics_up_to(self.folder, progress.step)
         facts = self._facts()
         report = self._begin(facts)
         ended = "finished"
@@ -183,7 +185,7 @@ class Trainer:
                 folder=str(self.folder),
                 step=progress.step,
                 num_steps=config.train.steps,
-                first_loss=progress.losses[0] if progress.losses else None,
+                first_loss=next(iter((*facts.losses_before, *progress.losses)), None),
                 last_loss=progress.losses[-1] if progress.losses else None,
                 eval_loss=progress.eval_loss,
                 seconds=seconds,
@@ -209,7 +211,6 @@ class Trainer:
         (self.folder / "config.json").write_text(
             json.dumps({**self._origin, "config": as_json(self.config)}, indent=2) + "\n"
         )
-        keep_metrics_up_to(self.folder, self.progress.step)
         self.display.begin(facts)
         return Report(self.folder, tensorboard=self.config.output.tensorboard)
 
@@ -230,6 +231,7 @@ class Trainer:
             tokens_of_step=config.train.batch_size * config.model.context,
             peak_flops=peak_flops(self.device, config.sharding.precision),
             flops_of_token=self.parallel.flops_of_token,
+            losses_before=tuple(record.loss for record in read_metrics(self.folder)),
         )
 
     # --- a step -------------------------------------------------------------------------------------------------

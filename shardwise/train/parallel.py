@@ -139,7 +139,7 @@ class Parallel:
         if choice.name == "adamw":
             kind: type[Optimizer] = torch.optim.AdamW
             options["betas"] = (choice.beta1, choice.beta2)
-            if self._device.type == "cuda":
+            if self._home.type == "cuda":
                 options["fused"] = True
         else:
             kind = torch.optim.SGD

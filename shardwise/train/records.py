@@ -31,6 +31,8 @@ class RunFacts:
     tokens_of_step: int
     peak_flops: float | None
     flops_of_token: float
+    losses_before: tuple[float, ...] = ()
+    """Of a run that goes on: what it wrote down until then."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class Summary:
     num_steps: int
     first_loss: float | None
     last_loss: float | None
-    """Of this part of the run; None if it had no step to do."""
+    """The first of the whole run, the last of this part of it; None where there was no step."""
     eval_loss: float | None
     seconds: float
     tokens: int

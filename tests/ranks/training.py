@@ -69,11 +69,11 @@ class Noted:
     def close(self): ...
 
 
-def run_part(config, folder, *, resume=False, stop_after=None, display=None):
+def run_part(config, folder, *, resume=False, stop_after=None, display=None, device=None):
     """One part of a run, on this rank: the losses of its steps, and what it said."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     display = Noted() if display is None else display
-    trainer = Trainer(config, Path(folder), Team(), torch.device("cpu"), display)
+    trainer = Trainer(config, Path(folder), Team(), device or torch.device("cpu"), display)
     if resume:
         trainer.resume()
     trainer.run(stop_after)
