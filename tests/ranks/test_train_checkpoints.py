@@ -319,8 +319,19 @@ def test_a_manifest_cannot_lead_out_of_its_folder_or_its_files(finished):
             Manifest.from_text(text, "here")
 
     assert Manifest.from_text(manifest.to_text(), "here") == manifest
-    outside = {"../" + key: value for key, value in manifest.files.items()}
-    refused(files=outside)
+    for lead in ("../", "/tmp/", ""):
+        files = {lead + key: value for key, value in manifest.files.items()}
+        tensors = {
+            key: dataclasses.replace(
+                tensor,
+                chunks=tuple(dataclasses.replace(chunk, file=lead + chunk.file) for chunk in tensor.chunks),
+            )
+            for key, tensor in manifest.tensors.items()
+        }
+        if lead:
+            refused(files=files, tensors=tensors)
+        else:
+            assert (files, tensors) == (manifest.files, manifest.tensors)  # nothing else is wrong with them
     for change in ({"start": -8}, {"start": 10**12}, {"sizes": (10**9, 1)}, {"offsets": (-1, 0)}):
         chunk = dataclasses.replace(record.chunks[0], **change)
         refused(tensors={**manifest.tensors, name: dataclasses.replace(record, chunks=(chunk,))})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -32,20 +33,26 @@ SMALL = (
 )
 
 
-def start(*arguments, **environment):
-    command = [sys.executable, "-m", "shardwise", *arguments]
+@contextlib.contextmanager
+def command(*arguments, **environment):
+    """The command in a process of its own, which does not outlive the test."""
     clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    return subprocess.Popen(
-        command,
+    process = subprocess.Popen(
+        [sys.executable, "-m", "shardwise", *arguments],
         env={**clean, "PYTHONPATH": str(REPOSITORY), **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
 
 
-def ended(process, timeout=70):
-    out, err = process.communicate(timeout=timeout)
+def ended(process):
+    out, err = process.communicate(timeout=70)
     return process.returncode, out, err
 
 
@@ -54,16 +61,15 @@ def ended(process, timeout=70):
 
 @pytest.mark.timeout(150)
 def test_sigterm_saves_and_ends_well_and_the_run_goes_on_in_one_process(tmp_path):
-    process = start(
-        "train", "tiny", *SMALL, "--set", "train.steps=100000", "--out", str(tmp_path / "run"), "--json"
-    )
-    lines = []
-    for line in process.stdout:
-        lines.append(json.loads(line))
-        if lines[-1]["kind"] == "step" and lines[-1]["step"] >= 3:
-            process.send_signal(signal.SIGTERM)
-            break
-    status, rest, errors = ended(process)
+    steps = ("--set", "train.steps=100000")
+    with command("train", "tiny", *SMALL, *steps, "--out", str(tmp_path / "run"), "--json") as process:
+        lines = []
+        for line in process.stdout:
+            lines.append(json.loads(line))
+            if lines[-1]["kind"] == "step" and lines[-1]["step"] >= 3:
+                process.send_signal(signal.SIGTERM)
+                break
+        status, rest, errors = ended(process)
     assert (status, errors) == (0, "")
     lines += [json.loads(line) for line in rest.splitlines()]
     end = lines[-1]
@@ -76,15 +82,10 @@ def test_sigterm_saves_and_ends_well_and_the_run_goes_on_in_one_process(tmp_path
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    status, out, errors = ended(
-        start(
-            *("train", "--resume", str(tmp_path / "run"), "--set", f"train.steps={stopped_at + 2}"),
-            RANK="0",
-            WORLD_SIZE="1",
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port),
-        )
-    )
+    going_on = ("train", "--resume", str(tmp_path / "run"), "--set", f"train.steps={stopped_at + 2}")
+    given = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with command(*going_on, **given) as process:
+        status, out, errors = ended(process)
     assert (status, errors) == (0, "")
     assert f"resumed step-{stopped_at:08d}, saved on 2 ranks" in out
     assert f"step {stopped_at + 2}/{stopped_at + 2}" in out
@@ -94,9 +95,9 @@ def test_sigterm_saves_and_ends_well_and_the_run_goes_on_in_one_process(tmp_path
 
 @pytest.mark.timeout(200)
 def test_ranks_killed_at_random_moments_lose_nothing():
-    command = [sys.executable, "-m", "tests.soak.kill_ranks", "--kills", "3", "--steps", "8"]
+    soak = [sys.executable, "-m", "tests.soak.kill_ranks", "--kills", "3", "--steps", "8"]
     done = subprocess.run(
-        command,
+        soak,
         cwd=REPOSITORY,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,

@@ -87,7 +87,8 @@ def check_readable(store):
     for path in store.checkpoints():
         damage = first_damage(path, read_manifest(path))
         assert damage is None, f"{path} is damaged: {damage}"
-    assert store.latest() is not None or not store.checkpoints()
+    # It may lag behind a folder that has just got its name.
+    assert store.latest() in (None, *store.checkpoints())
 
 
 def files_of(folder):
