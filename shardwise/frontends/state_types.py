@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.errors import ConfigTypeError, StateError
-from shardwise.frontends.options import as_choice
+from shardwise.errors import StateError
+from shardwise.frontends.options import as_choice, as_record
 
 
 class StateDictType(Enum):
@@ -90,17 +90,11 @@ def settings_of(module: nn.Module) -> StateDictSettings:
 
 def checked_settings(kind: Any, config: Any, optim_config: Any, where: str) -> StateDictSettings:
     kind = as_choice(StateDictType, kind, where)
-    for given, expected in zip((config, optim_config), CONFIGS[kind], strict=True):
-        if given is not None and type(given).__name__ != expected.__name__:
-            raise ConfigTypeError(
-                f"{kind.name} was given a {type(given).__name__}",
-                where=where,
-                fix=f"pass a {expected.__name__}",
-            )
+    state, optim = CONFIGS[kind]
     return StateDictSettings(
         kind,
-        CONFIGS[kind][0]() if config is None else config,
-        CONFIGS[kind][1]() if optim_config is None else optim_config,
+        state() if config is None else as_record(state, config, f"{where}({kind.name})"),
+        optim() if optim_config is None else as_record(optim, optim_config, f"{where}({kind.name})"),
     )
 
 

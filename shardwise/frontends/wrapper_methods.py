@@ -155,10 +155,13 @@ class ModelMethods(nn.Module):
     ) -> dict[str, Any]:
         """What ``optim.load_state_dict`` takes: this rank's shards of a state by names, whole or in DTensors.
 
-        ``load_directly`` also loads it. ``is_named_optimizer`` and ``group`` are taken for compatibility.
+        Where ``FullOptimStateDictConfig(rank0_only=True)`` is set, the first rank's is sent to all. ``load_directly``
+        also loads it. ``is_named_optimizer`` is taken for compatibility.
         """
-        params = [group["params"] for group in optim.param_groups]
-        state = state_to_load(model, params, optim_state_dict)
+        config = ModelMethods.get_state_dict_type(model).optim_state_dict_config
+        if isinstance(config, FullOptimStateDictConfig) and config.rank0_only:
+            optim_state_dict = _from_first_rank(optim_state_dict, group)
+        state = state_to_load(model, _groups(model, None, optim), optim_state_dict)
         if load_directly:
             optim.load_state_dict(state)
         return state
@@ -189,11 +192,8 @@ class ModelMethods(nn.Module):
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
         """What ``optim.load_state_dict`` takes, of a whole state that the first rank alone has."""
-        sent = [full_optim_state_dict if dist.get_rank(group) == 0 else None]
-        source = 0 if group is None else dist.get_global_rank(group, 0)
-        dist.broadcast_object_list(sent, source, group=group)
-        assert sent[0] is not None
-        return state_to_load(model, _groups(model, optim_input, optim), sent[0])
+        state = _from_first_rank(full_optim_state_dict, group)
+        return state_to_load(model, _groups(model, optim_input, optim), state)
 
     @staticmethod
     def rekey_optim_state_dict(
@@ -205,6 +205,13 @@ class ModelMethods(nn.Module):
     ) -> dict[str, Any]:
         """A whole state by names instead of an optimizer's numbers, or the other way; ``model`` may be plain."""
         return rekeyed(optim_state_dict, optim_state_key_type, model, _groups(model, optim_input, optim))
+
+
+def _from_first_rank(state: dict[str, Any] | None, group: dist.ProcessGroup | None) -> dict[str, Any]:
+    sent = [state if dist.get_rank(group) == 0 else None]
+    dist.broadcast_object_list(sent, 0 if group is None else dist.get_global_rank(group, 0), group=group)
+    assert sent[0] is not None
+    return sent[0]
 
 
 def _groups(

@@ -427,6 +427,9 @@ def torchs_own_choices():
     assert model(torch.ones(1, 4)).dtype == torch.bfloat16
     with FullyShardedDataParallel.state_dict_type(model, fsdp.StateDictType.SHARDED_STATE_DICT):
         assert model.state_dict()["weight"].dtype == torch.float32
+    first_only = fsdp.FullStateDictConfig(rank0_only=True, offload_to_cpu=True)
+    with FullyShardedDataParallel.state_dict_type(model, fsdp.StateDictType.FULL_STATE_DICT, first_only):
+        assert bool(model.state_dict()) == (dist.get_rank() == 0)
 
 
 def test_torchs_enums_and_records_are_understood():

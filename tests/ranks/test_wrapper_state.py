@@ -411,6 +411,8 @@ def optimizer_kinds():
         with FSDP.state_dict_type(model, FULL, optim_state_dict_config=first_only):
             state = FSDP.optim_state_dict(model, optim)
             assert bool(state) == (dist.get_rank() == 0)
+            sent = FSDP.optim_state_dict_to_load(model, optim, state)
+            assert sent["state"].keys() == sharded["state"].keys()
         with pytest.raises(ConfigError, match="none of the model's"):
             FSDP.full_optim_state_dict(model, adam(nn.Linear(2, 2).parameters()))
 
