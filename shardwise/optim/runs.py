@@ -32,15 +32,23 @@ States = dict[torch.Tensor, State]
 class Member:
     """A parameter of a run; ``start`` counts elements from the beginning of the run."""
 
-    __slots__ = ("local", "param", "slot", "start", "state", "unit")
+    __slots__ = ("_address", "_is_dtensor", "local", "param", "slot", "start", "state", "unit")
 
     def __init__(self, param: torch.Tensor, unit: Unit | None, slot: Slot | None) -> None:
         self.param = param
         self.unit = unit
         self.slot = slot
-        self.local = local_of(param) if isinstance(param, DTensor) else param
+        self._is_dtensor = isinstance(param, DTensor)
+        self.local = local_of(param) if self._is_dtensor else param
+        self._address = 0 if self._is_dtensor else param.data_ptr()
         self.start = 0
         self.state: State | None = None
+
+    def is_in_place(self) -> bool:
+        """Whether the parameter still is over the memory that it was over."""
+        if self._is_dtensor:
+            return local_of(self.param) is self.local
+        return self.param.data_ptr() == self._address
 
     @property
     def start_bytes(self) -> int:
@@ -109,7 +117,7 @@ class Run:
         for member in self.members:
             param, slot = member.param, member.slot
             if (
-                local_of(param) is not member.local
+                not member.is_in_place()
                 or (slot is not None and slot.sharded is not param)
                 or states.get(param) is not member.state
             ):
@@ -276,13 +284,19 @@ def make_runs(params: list[torch.Tensor], states: States, bridges_padding: bool)
 
 def _member(param: torch.Tensor) -> Member:
     found = membership(param)
-    is_dtensor = isinstance(param, DTensor)
-    if found is not None and is_dtensor:
+    if found is not None:
         unit, slot = found
-        is_in_place = slot.sharded is param and slot.local is local_of(param)
-        if is_in_place and unit.has_memory and slot in unit.memory.starts_bytes:
+        is_taken = slot.sharded is param and unit.has_memory and slot in unit.memory.starts_bytes
+        if is_taken and _lies_in(slot, param):
             return Member(param, unit, slot)
     return Member(param, None, None)
+
+
+def _lies_in(slot: Slot, param: torch.Tensor) -> bool:
+    """Whether the parameter is over its part of the unit's shards, and nobody has moved it."""
+    if isinstance(param, DTensor):
+        return bool(local_of(param) is slot.local)
+    return param.numel() == 0 or param.data_ptr() == slot.local.data_ptr()
 
 
 def _neighbours(

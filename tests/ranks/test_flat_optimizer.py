@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from shardwise import (
     ConfigError,
     CPUOffloadPolicy,
+    FullyShardedDataParallel,
     MixedPrecisionPolicy,
     StateError,
     clip_grad_norm_,
@@ -240,7 +241,31 @@ def several_dtypes():
         same_as(ours, torchs, one.parameters(), other.parameters(), f"several dtypes, step {step}")
 
 
+def wrapped():
+    for shows_originals, num_tensors in ((True, 2), (False, 2)):
+        models = []
+        for _ in range(2):
+            model = seeded(Blocks(5, 7))
+            for number, layer in enumerate(model.layers):
+                model.layers[number] = FullyShardedDataParallel(layer, use_orig_params=shows_originals)
+            models.append(FullyShardedDataParallel(model, use_orig_params=shows_originals))
+        one, other = models
+        ours, torchs = flat(one, optim.AdamW, lr=0.1), optim.AdamW(other.parameters(), lr=0.1)
+        for step in range(4):
+            for model, optimizer in ((one, ours), (other, torchs)):
+                model(data(step, dist.get_rank(), 2, 5)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=step != 1)
+            what = f"wrapped, originals {shows_originals}, step {step}"
+            same_as(ours, torchs, one.parameters(), other.parameters(), what)
+            if step == 2:
+                saved = copy.deepcopy(torchs.state_dict())
+                ours.load_state_dict(saved)
+        assert sum(map(len, ours._runs)) == num_tensors, what
+
+
 def units_of_other_kinds():
+    wrapped()
     other_units()
     several_dtypes()
 
