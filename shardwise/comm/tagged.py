@@ -18,6 +18,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -109,36 +110,42 @@ class TaggedWire(WatchedWire):
 
     def gather(self, output: torch.Tensor, own: torch.Tensor, code: int) -> Posted:
         """Every rank's ``own`` into ``output``, in rank order."""
-        posted = Posted(self, code, self._tag(code, own.nbytes), own.nbytes)
+        size = own.nbytes
+        posted = Posted(self, code, self._tag(code, size), size)
         posted.alive = (output, own)
-
-        def post() -> None:
-            rows = output.split(own.numel()) if own.numel() else []
-            if rows:
-                rows[self.rank].copy_(own)
-                self._post(posted, rows, [own] * self.world)
-
-        self._run(post, posted, all_gather_call, output, own)
+        if size and modes_are_watching():
+            self._count(all_gather_call, posted, self._post_gather)
+        elif size:
+            self._post_gather(posted)
         return posted
+
+    def _post_gather(self, posted: Posted) -> None:
+        output, own = posted.alive
+        rows = output.split(own.numel())
+        rows[self.rank].copy_(own)
+        self._post(posted, rows, [own] * self.world)
 
     def reduce_scatter(self, output: torch.Tensor, rows: torch.Tensor, code: int) -> Posted:
         """The sum over ranks of their rows for this one, in ``output``."""
-        posted = PostedSum(self, code, self._tag(code, output.nbytes), output.nbytes)
-        posted.output = output
-
-        def post() -> None:
-            received = torch.empty_like(rows)
-            posted.alive = (received, rows)
-            if not output.numel():
-                posted.terms = [rows]
-                return
-            sent, arriving = rows.split(output.numel()), received.split(output.numel())
-            posted.terms = [*arriving]
-            posted.terms[self.rank] = sent[self.rank]
-            self._post(posted, arriving, sent)
-
-        self._run(post, posted, reduce_scatter_call, output, rows)
+        size = output.nbytes
+        posted = PostedSum(self, code, self._tag(code, size), size)
+        posted.output, posted.terms = output, [rows]
+        posted.alive = (output, rows)
+        if size and modes_are_watching():
+            self._count(reduce_scatter_call, posted, self._post_rows)
+        elif size:
+            self._post_rows(posted)
         return posted
+
+    def _post_rows(self, posted: Posted) -> None:
+        assert isinstance(posted, PostedSum)
+        output, rows = posted.alive
+        received = torch.empty_like(rows)
+        posted.alive = (received, rows)
+        sent, arriving = rows.split(output.numel()), received.split(output.numel())
+        posted.terms = [*arriving]
+        posted.terms[self.rank] = sent[self.rank]
+        self._post(posted, arriving, sent)
 
     def agree(self, code: int) -> None:
         """Each round doubles the number of ranks that this one knows to have come here."""
@@ -168,19 +175,16 @@ class TaggedWire(WatchedWire):
         except RuntimeError as error:
             self.fail(error)
 
-    def _run(
+    def _count(
         self,
-        post: Callable[[], None],
-        posted: Posted,
         call_of: Callable[[dist.ProcessGroup], Callable[..., Any]],
-        *tensors: torch.Tensor,
+        posted: Posted,
+        post: Callable[[Posted], None],
     ) -> None:
-        """Posts the messages; where somebody counts collectives, they count as the one that they are."""
-        group = self.group() if modes_are_watching() else None
-        if group is None or self.world == 1 or not posted.message_bytes:
-            post()
-        else:
-            count_as(call_of(group), tensors, post, posted.works)
+        """Where somebody counts collectives, ours count as the ones that they are."""
+        group = self.group()
+        assert group is not None
+        count_as(call_of(group), posted.alive, partial(post, posted), posted.works)
 
     # --- the end of a path ----------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ The first verdict counts; every rank that waits, or comes to wait later, raises 
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 import weakref
@@ -34,6 +35,7 @@ _TELLING_SECONDS = 3.0
 _LONGEST_SILENCE_SECONDS = 5.0
 # How long peers are helped out after a verdict.
 _AFTERMATH_SECONDS = 15.0
+_LAST_LOOK_SECONDS = 1.0
 _EVENTS_TOLD = 64
 _JUDGES = 16
 _DEBUGGERS = ("pdb.py", "bdb.py", "pydevd", "debugpy", "ipdb")
@@ -62,6 +64,9 @@ class Watch:
         self._lock = threading.Lock()
         self._sights: weakref.WeakKeyDictionary[WatchedWire, _Sight] = weakref.WeakKeyDictionary()
         self._thread: threading.Thread | None = None
+        self._is_over = threading.Event()
+        # A thread that talks to a store while the interpreter takes it down would take the process down with it.
+        atexit.register(self._end)
 
     def over(self, wire: WatchedWire) -> None:
         with self._lock:
@@ -70,9 +75,13 @@ class Watch:
                 self._thread = threading.Thread(target=self._run, name="shardwise watch", daemon=True)
                 self._thread.start()
 
+    def _end(self) -> None:
+        self._is_over.set()
+        if self._thread is not None:
+            self._thread.join(_LAST_LOOK_SECONDS)
+
     def _run(self) -> None:
-        while True:
-            time.sleep(_TICK_SECONDS)
+        while not self._is_over.wait(_TICK_SECONDS):
             with self._lock:
                 sights = list(self._sights.items())
             for wire, sight in sights:
