@@ -39,6 +39,7 @@ from shardwise.frontends.state_types import (
     StateDictSettings,
     StateDictType,
 )
+from shardwise.frontends.uneven import uneven
 from shardwise.frontends.wrapper import FullyShardedDataParallel
 from shardwise.policies import (
     CPUOffloadPolicy,
@@ -101,4 +102,5 @@ __all__ = [
     "size_based_auto_wrap_policy",
     "trace",
     "transformer_auto_wrap_policy",
+    "uneven",
 ]

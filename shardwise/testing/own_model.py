@@ -49,7 +49,7 @@ def check_parity(
     model: nn.Module,
     batch: Any,
     *,
-    shard: Callable[[nn.Module], object] = fully_shard,
+    shard: Callable[[nn.Module], object] | None = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
     optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
     steps: int = 3,
@@ -60,7 +60,7 @@ def check_parity(
     Args:
         model: a model that is not sharded; it is left as it is.
         batch: what this rank feeds it: a tensor, a tuple of arguments, or a mapping of named ones.
-        shard: shards a copy, in place.
+        shard: shards a copy, in place; ``fully_shard`` by default.
         loss: makes a scalar of the model's output; by default the output itself, its ``loss``, or the mean of
             squares of its tensors.
         optimizer: makes an optimizer of parameters; plain SGD by default.
@@ -74,7 +74,7 @@ def check_parity(
             where="check_parity(model, ...)",
             fix="pass the model as it was before fully_shard, and how to shard it as shard=",
         )
-    arguments = (model, batch, shard, loss, optimizer or _sgd, steps, tolerance)
+    arguments = (model, batch, shard or fully_shard, loss, optimizer or _sgd, steps, tolerance)
     if dist.is_initialized():
         return _check(*arguments)
     return run_ranks(_check, 2, *arguments)[0]
