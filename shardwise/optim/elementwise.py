@@ -11,19 +11,22 @@ from shardwise.errors import ConfigError, ConfigTypeError
 
 OptimizerClass = TypeVar("OptimizerClass", bound=type[Optimizer])
 
-_ELEMENTWISE: set[type[Optimizer]] = {
-    optim.Adadelta,
-    optim.Adagrad,
-    optim.Adam,
-    optim.AdamW,
-    optim.Adamax,
-    optim.ASGD,
-    optim.NAdam,
-    optim.RAdam,
-    optim.RMSprop,
-    optim.Rprop,
-    optim.SGD,
-}
+# Each element's update reads that element of the parameter, of the gradient and of the state, and nothing else.
+_ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
+    {
+        optim.Adadelta,
+        optim.Adagrad,
+        optim.Adam,
+        optim.AdamW,
+        optim.Adamax,
+        optim.ASGD,
+        optim.NAdam,
+        optim.RAdam,
+        optim.RMSprop,
+        optim.Rprop,
+        optim.SGD,
+    }
+)
 
 _WHY_NOT = {
     "Adafactor": "it keeps sums over rows and columns of each matrix",
@@ -37,15 +40,21 @@ def elementwise(optimizer_class: OptimizerClass) -> OptimizerClass:
     """Vouches for an optimizer class: each element's step depends on that element's own gradients and state alone.
 
     Numbers it keeps for a parameter (a count of steps) may depend on how often the parameter was stepped, not on its
-    elements. Usable as a decorator.
+    elements. Usable as a decorator; ``elementwise = True`` in the class's own body says the same.
     """
-    _ELEMENTWISE.add(optimizer_class)
+    optimizer_class.elementwise = True  # type: ignore[attr-defined]
     return optimizer_class
 
 
+def is_elementwise(optimizer_class: type[Optimizer]) -> bool:
+    """Whether a class is known, or says by ``elementwise = True``, to update every element by itself."""
+    # Asked of the class's own body: a subclass may do something else with what it inherits.
+    return optimizer_class in _ELEMENTWISE or bool(vars(optimizer_class).get("elementwise", False))
+
+
 def is_torchs_own(optimizer_class: type[Optimizer]) -> bool:
-    """Whether it is one of torch's, whose ``step`` is known to ask nothing of a tensor but its elements."""
-    return optimizer_class in _ELEMENTWISE and optimizer_class.__module__.startswith("torch.optim")
+    """Whether it is one of torch's element-wise classes, whose ``step`` is known to ask nothing else of a tensor."""
+    return optimizer_class in _ELEMENTWISE
 
 
 def check_elementwise(optimizer_class: type[Optimizer]) -> None:
@@ -55,7 +64,7 @@ def check_elementwise(optimizer_class: type[Optimizer]) -> None:
             where="shardwise.optim.flat",
             fix="pass the class itself and its arguments after it: flat(model, torch.optim.AdamW, lr=1e-3)",
         )
-    if optimizer_class in _ELEMENTWISE:
+    if is_elementwise(optimizer_class):
         return
     name = optimizer_class.__name__
     if optimizer_class.__module__.startswith("torch.optim") and name in _WHY_NOT:

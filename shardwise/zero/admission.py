@@ -21,28 +21,9 @@ __all__ = [
     "check_parameters",
     "check_ranks_agree",
     "group_or_world",
-    "is_element_wise",
-    "is_torchs_own",
     "list_parameters",
     "needs_closure",
 ]
-
-# Each element's update reads that element of the parameter, of the gradient and of the state, and nothing else.
-_ELEMENT_WISE = frozenset(
-    {
-        torch.optim.ASGD,
-        torch.optim.Adadelta,
-        torch.optim.Adagrad,
-        torch.optim.Adam,
-        torch.optim.AdamW,
-        torch.optim.Adamax,
-        torch.optim.NAdam,
-        torch.optim.RAdam,
-        torch.optim.RMSprop,
-        torch.optim.Rprop,
-        torch.optim.SGD,
-    }
-)
 
 
 def group_or_world(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -108,17 +89,6 @@ def check_parameters(params: Sequence[Tensor], *, first: int = 0) -> None:
                 where=where,
                 fix="make it dense: param.data = param.data.contiguous()",
             )
-
-
-def is_element_wise(optimizer_class: type[Optimizer]) -> bool:
-    """Whether a class is known, or says by ``elementwise = True``, to update every element by itself."""
-    # Asked of the class's own body: a subclass may do something else with what it inherits.
-    return optimizer_class in _ELEMENT_WISE or bool(vars(optimizer_class).get("elementwise", False))
-
-
-def is_torchs_own(optimizer_class: type[Optimizer]) -> bool:
-    """Whether it is one of torch's element-wise classes, whose ``step`` is known to ask nothing else of a tensor."""
-    return optimizer_class in _ELEMENT_WISE
 
 
 def needs_closure(optimizer_class: type[Optimizer]) -> bool:

@@ -25,6 +25,7 @@ from shardwise.comm.collectives import wire_of
 from shardwise.comm.path import code_of
 from shardwise.errors import ConfigError, StateError
 from shardwise.optim.blocks import BlockedStep
+from shardwise.optim.elementwise import is_elementwise, is_torchs_own
 from shardwise.plan.ownership import Piece
 from shardwise.torch_internals import (
     join_is_watching,
@@ -77,7 +78,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.global_rank = dist.get_global_rank(self.process_group, self.rank)
         self.parameters_as_bucket_view = parameters_as_bucket_view
         self.overlap_with_ddp = overlap_with_ddp
-        self._element_wise = admission.is_element_wise(optimizer_class)
+        self._element_wise = is_elementwise(optimizer_class)
         _check_options(optimizer_class, balanced=balanced, overlap=overlap_with_ddp)
 
         # torch's constructor adds the groups one by one, when there is nobody yet to share them out.
@@ -98,7 +99,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             as_views=parameters_as_bucket_view and not overlap_with_ddp,
         )
         self.optim = optimizer_class(self._local_groups(), **defaults)
-        self._blocked = BlockedStep(self.optim) if admission.is_torchs_own(optimizer_class) else None
+        self._blocked = BlockedStep(self.optim) if is_torchs_own(optimizer_class) else None
 
         self._show_local_optimizer()
         self._step_codes: dict[tuple[bool, ...] | None, int] = {}
@@ -383,7 +384,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
 def _check_options(optimizer_class: type[Optimizer], *, balanced: bool, overlap: bool) -> None:
     name = optimizer_class.__name__
-    if balanced and not admission.is_element_wise(optimizer_class):
+    if balanced and not is_elementwise(optimizer_class):
         raise ConfigError(
             f"balanced=True splits parameters, and {name} is not known to update each element by itself",
             where="ZeroRedundancyOptimizer()",
