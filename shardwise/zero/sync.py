@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from shardwise.comm.coalesced import Exchange, find_neighbours, plan_exchange
+from shardwise.comm.same_host import zeros_in_huge_pages
 from shardwise.zero.partition import Partition, Run
 
 __all__ = ["ParameterSync", "plan_piece_exchanges"]
@@ -72,7 +73,10 @@ class ParameterSync:
         """Moves a run's parameters into a buffer of their own and plans its sections' way to the other ranks."""
         layout = run.layout
         device = self._partition.params[run.params[0]].device
-        buffer = torch.zeros(layout.total_bytes, dtype=torch.uint8, device=device)
+        if self._pids is not None and device.type == "cpu":
+            buffer = zeros_in_huge_pages(layout.total_bytes)
+        else:
+            buffer = torch.zeros(layout.total_bytes, dtype=torch.uint8, device=device)
         for index, start in zip(run.params, layout.starts, strict=True):
             param = self._partition.params[index]
             memory = buffer[start : start + param.numel() * param.element_size()].view(param.dtype)

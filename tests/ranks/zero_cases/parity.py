@@ -87,7 +87,9 @@ def steps_large_parameters_block_by_block(name: str, *, balanced: bool) -> None:
         return [tensor.requires_grad_() for tensor in made]
 
     ours_params, theirs_params = build(), build()
-    ours = ZeroRedundancyOptimizer(ours_params, optimizer_class, balanced=balanced, **options)
+    ours = ZeroRedundancyOptimizer(
+        ours_params, optimizer_class, parameters_as_bucket_view=balanced, balanced=balanced, **options
+    )
     theirs = optimizer_class(theirs_params, **options)
     stepped: list[list[int]] = []
 
