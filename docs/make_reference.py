@@ -21,6 +21,7 @@ from typing import Any
 
 import shardwise
 import shardwise.checkpoint
+import shardwise.optim
 import shardwise.testing
 import shardwise.train
 import shardwise.train.config
@@ -31,6 +32,7 @@ TARGET = Path(__file__).resolve().parent / "reference.md"
 SECTIONS = {
     "shardwise": shardwise,
     "shardwise.trace": shardwise.trace,
+    "shardwise.optim": shardwise.optim,
     "shardwise.checkpoint": shardwise.checkpoint,
     "shardwise.train": shardwise.train,
     "shardwise.testing": shardwise.testing,
