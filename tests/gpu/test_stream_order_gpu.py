@@ -415,16 +415,16 @@ WAITS = {
         Site("_receive_replicas", "after"), replica_sums_arrive_late, 2
     ),
     "an optimizer in a hook writes before later gathers": Wait(
-        Site("_finish_oldest_reduce", "after"), optimizer_in_a_hook_writes_late
+        Site("_run_hooks", "after"), optimizer_in_a_hook_writes_late
     ),
     "a hook is through with gradients before their memory is reused": Wait(
-        Site("_finish_oldest_reduce", "compute_after"), a_hook_uses_gradients_late_and_drops_them
+        Site("_run_hooks", "compute_after"), a_hook_uses_gradients_late_and_drops_them
     ),
     "gradients are on the host before backward returns": Wait(
         Site("end_backward", "host_after"), gradients_reach_the_host_late
     ),
     "gradients are on the host before hooks read them": Wait(
-        Site("_finish_oldest_reduce", "host_after"), gradients_reach_the_hosts_hooks_late
+        Site("_run_hooks", "host_after"), gradients_reach_the_hosts_hooks_late
     ),
     "gradients are on the host before it adds them": Wait(
         Site("_give_out", "host_after"), gradients_reach_the_hosts_sum_late
