@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 import traceback
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from shardwise.train.config import Config, with_settings
 from shardwise.train.display import Quiet, make_display
 from shardwise.train.launch import given_ranks, joined, plan_ranks, run_own_ranks
 from shardwise.train.loop import Trainer
-from shardwise.train.recipes import load_recipe
+from shardwise.train.recipes import RECIPES, load_recipe
 from shardwise.train.resume import new_folder, newest_folder
 from shardwise.train.team import Team
 
@@ -102,8 +103,16 @@ def resolve(request: Request) -> tuple[Config, dict[str, Any]]:
                     where=f"--resume {request.resume}",
                     fix="pass the folder of a run, the one that holds config.json",
                 ) from None
-        if recipe is None or recipe == before.get("recipe"):
-            recipe = before.get("recipe")
+        known = before.get("recipe")
+        if recipe is None and known is not None and known not in RECIPES:
+            # A run's folder may come from anywhere; what it names must not be run because it is named there.
+            raise ConfigError(
+                f"the run was made by a recipe of your own, '{known}'",
+                where=f"--resume {request.resume}",
+                fix=f"name it again: shardwise train {shlex.quote(str(known))} --resume {request.resume}",
+            )
+        if recipe is None or recipe == known:
+            recipe = known
             settings = [*before.get("settings", []), *settings]
     recipe = recipe or "tiny"
     config = with_settings(load_recipe(recipe), settings)

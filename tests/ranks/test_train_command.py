@@ -189,6 +189,17 @@ def test_a_run_is_not_begun_where_another_lives(tmp_path):
         new_folder(str(tmp_path), "tiny")
 
 
+def test_a_recipe_that_only_a_runs_folder_names_is_not_run(tmp_path, capsys):
+    planted = tmp_path / "planted.py"
+    planted.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\ndef recipe(): ...\n")
+    (tmp_path / "config.json").write_text(json.dumps({"recipe": f"{planted}:recipe", "settings": []}))
+    assert main(["train", "--resume", str(tmp_path)]) == 1
+    assert f"name it again: shardwise train {planted}:recipe --resume" in capsys.readouterr().err
+    assert not (tmp_path / "ran").exists()
+    main(["train", f"{planted}:recipe", "--resume", str(tmp_path)])
+    assert (tmp_path / "ran").exists()  # it does run where it is asked for
+
+
 def test_runs_without_a_folder_are_numbered_and_the_newest_is_the_one_to_resume(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="--resume FOLDER"):
