@@ -40,7 +40,7 @@ ON_CPU = [
     "model.kv_heads=4",
     "model.hidden=704",
     "model.context=128",
-    "train.batch_size=16",
+    "train.batch_size=64",
 ]
 ON_CUDA = ["model.layers=16", "model.width=1024", "model.hidden=2816", "model.heads=16", "model.kv_heads=16"]
 ON_CUDA += ["model.context=1024", "train.batch_size=16", "sharding.precision=bf16"]
@@ -103,7 +103,7 @@ def main() -> int:
     arguments.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     arguments.add_argument("--ranks", type=int)
     arguments.add_argument("--saves", type=int, default=6)
-    arguments.add_argument("--every", type=int, default=8)
+    arguments.add_argument("--every", type=int, default=4)
     arguments.add_argument("--set", dest="settings", action="append", default=[])
     arguments.add_argument("--result", type=Path)
     options = arguments.parse_args()
