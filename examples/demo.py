@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from shardwise.checkpoint.convert import open_weights
+from shardwise.checkpoint.weights import open_weights
 from shardwise.train.records import read_metrics
 
 

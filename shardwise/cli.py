@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from shardwise.checkpoint import convert
+from shardwise.checkpoint.weights import open_weights
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.train.command import Request, resolve, train
 from shardwise.train.config import settings_of
@@ -132,7 +133,7 @@ def _add_convert(convert: argparse.ArgumentParser) -> None:
 
 
 def _convert(options: argparse.Namespace) -> int:
-    weights = convert.open_weights(options.source)
+    weights = open_weights(options.source)
     dtype = getattr(torch, options.dtype) if options.dtype else None
     if options.target.endswith((".pt", ".pth")):
         written = [convert.export_torch(weights, options.target, dtype=dtype)]

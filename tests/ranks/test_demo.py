@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwise.checkpoint.convert import Weight, Weights, import_weights
+from shardwise.checkpoint.convert import import_weights
+from shardwise.checkpoint.weights import Weight, Weights
 from shardwise.train.records import StepRecord
 
 REPOSITORY = Path(__file__).parents[2]

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import shardwise.checkpoint.saver as saver_room
-from shardwise.checkpoint import convert
+from shardwise.checkpoint import convert, weights
 from shardwise.checkpoint.files import part_of
 from shardwise.checkpoint.manifest import MANIFEST, Manifest, first_damage, read_manifest
 from shardwise.checkpoint.saver import Saver
@@ -303,7 +303,7 @@ def test_no_file_of_a_checkpoint_can_run_code(finished, copied, tmp_path):
     file = tmp_path / "weights.pt"
     torch.save({"w": Payload(planted)}, file)
     with pytest.raises(CheckpointError, match="without running code"):
-        convert.open_weights(file)
+        weights.open_weights(file)
     assert not planted.exists()
 
 
@@ -354,8 +354,8 @@ def test_weights_go_to_safetensors_in_hugging_faces_layout_sharded_by_size(finis
     from safetensors.torch import load_file
 
     _, run, _, _ = finished
-    monkeypatch.setattr(convert, "BLOCK_BYTES", 100)  # many blocks a tensor
-    files = convert.export_safetensors(convert.open_weights(run), tmp_path / "hf", shard_bytes=12_000)
+    monkeypatch.setattr(weights, "BLOCK_BYTES", 100)  # many blocks a tensor
+    files = convert.export_safetensors(weights.open_weights(run), tmp_path / "hf", shard_bytes=12_000)
     assert len(files) > 2
     index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
     found = {}
@@ -370,16 +370,16 @@ def test_weights_go_to_safetensors_in_hugging_faces_layout_sharded_by_size(finis
     assert (config["model_type"], config["hidden_size"], config["dtype"]) == ("llama", 20, "float32")
 
     (one,) = convert.export_safetensors(
-        convert.open_weights(run), tmp_path / "one.safetensors", dtype=torch.bfloat16
+        weights.open_weights(run), tmp_path / "one.safetensors", dtype=torch.bfloat16
     )
     assert_same(load_file(one), {name: value.bfloat16() for name, value in weights_of(run).items()})
     with pytest.raises(ConfigError, match="is there already"):
-        convert.export_safetensors(convert.open_weights(run), one)
+        convert.export_safetensors(weights.open_weights(run), one)
 
 
 def test_weights_go_to_a_torch_file(finished, tmp_path):
     _, run, _, _ = finished
-    path = convert.export_torch(convert.open_weights(checkpoint_at(run, 4)), tmp_path / "m.pt")
+    path = convert.export_torch(weights.open_weights(checkpoint_at(run, 4)), tmp_path / "m.pt")
     assert_same(torch.load(path, weights_only=True), weights_of(run))
     assert [file.name for file in tmp_path.iterdir()] == ["m.pt"]
 
@@ -390,13 +390,13 @@ def go_on_from_weights(config, runs):
 
 def test_a_run_goes_on_from_weights_that_came_back(finished, tmp_path, monkeypatch):
     config, run, _, _ = finished
-    monkeypatch.setattr(convert, "BLOCK_BYTES", 100)
-    weights = convert.open_weights(run)
-    convert.export_safetensors(weights, tmp_path / "hf", shard_bytes=12_000)
-    convert.export_torch(weights, tmp_path / "m.pt")
+    monkeypatch.setattr(weights, "BLOCK_BYTES", 100)
+    opened = weights.open_weights(run)
+    convert.export_safetensors(opened, tmp_path / "hf", shard_bytes=12_000)
+    convert.export_torch(opened, tmp_path / "m.pt")
     runs = {}
     for name in ("hf", "m.pt"):
-        back = convert.import_weights(convert.open_weights(tmp_path / name), tmp_path / f"from-{name}")
+        back = convert.import_weights(weights.open_weights(tmp_path / name), tmp_path / f"from-{name}")
         assert_same(weights_of(run), {k.removeprefix("model/"): v for k, v in whole_tensors(back).items()})
         runs[name] = tmp_path / f"from-{name}"
     found = run_ranks(go_on_from_weights, 2, in_mode(config, "optimizer"), runs, kind="gloo")[0]
@@ -408,17 +408,17 @@ def test_what_holds_no_weights_or_damaged_ones_is_refused(finished, copied, tmp_
     _, run, _, _ = finished
     flip_a_bit(checkpoint_at(copied, 4))
     with pytest.raises(CheckpointError, match="damaged"):
-        convert.open_weights(copied)
-    (path,) = convert.export_safetensors(convert.open_weights(run), tmp_path / "w.safetensors")
+        weights.open_weights(copied)
+    (path,) = convert.export_safetensors(weights.open_weights(run), tmp_path / "w.safetensors")
     path.write_bytes(path.read_bytes()[:-4])
     with pytest.raises(CheckpointError, match="does not lie inside"):
-        convert.open_weights(path)
+        weights.open_weights(path)
     path.write_bytes(b"\xff" * 20)
     with pytest.raises(CheckpointError, match="longer than the file"):
-        convert.open_weights(path)
+        weights.open_weights(path)
     torch.save([1, 2], tmp_path / "list.pt")
     with pytest.raises(CheckpointError, match="no state dict"):
-        convert.open_weights(tmp_path / "list.pt")
+        weights.open_weights(tmp_path / "list.pt")
     for nothing in (tmp_path, tmp_path / "absent"):
         with pytest.raises(CheckpointError, match=r"no weights|damaged"):
-            convert.open_weights(nothing)
+            weights.open_weights(nothing)
