@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise import PeerFailure, RankDisagreement, fully_shard, set_trust
-from shardwise.testing import RankFailure, run_ranks
+from shardwise.testing import RankFailure, exchange, run_ranks
 from shardwise.testing.workloads import seeded
 from tests.ranks.parting import WIDTH, Model
 
@@ -76,7 +76,9 @@ def err(errs_by, checks, looks_at_the_loss):
 
 
 def stories(world_size, errs_by, *, checks="step", looks_at_the_loss=False):
-    with pytest.raises(RankFailure) as failure:
+    with pytest.raises(RankFailure) as failure, pytest.MonkeyPatch.context() as patch:
+        # A rank that was killed has failed: those who wait for it need time to find out and tell.
+        patch.setattr(exchange, "_GRACE_SECONDS", 20.0)
         run_ranks(err, world_size, errs_by, checks, looks_at_the_loss, kind="nccl", timeout_seconds=60)
     return {report.rank: report.details for report in failure.value.reports}
 
