@@ -76,10 +76,11 @@ def err(errs_by, checks, looks_at_the_loss):
 
 
 def stories(world_size, errs_by, *, checks="step", looks_at_the_loss=False):
-    with pytest.raises(RankFailure) as failure, pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         # A rank that was killed has failed: those who wait for it need time to find out and tell.
         patch.setattr(exchange, "_GRACE_SECONDS", 20.0)
-        run_ranks(err, world_size, errs_by, checks, looks_at_the_loss, kind="nccl", timeout_seconds=60)
+        with pytest.raises(RankFailure) as failure:
+            run_ranks(err, world_size, errs_by, checks, looks_at_the_loss, kind="nccl", timeout_seconds=60)
     return {report.rank: report.details for report in failure.value.reports}
 
 
