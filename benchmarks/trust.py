@@ -131,9 +131,15 @@ def run_case(name: str, world: int, who: int, limit_seconds: float) -> dict[str,
     return {
         "case": name,
         "outcome": _outcome(name, [ended[rank][0] for rank in innocent]),
-        "seconds": max(ended[rank][2] for rank in innocent),
-        "ranks": [ended[rank] for rank in range(world)],
+        "seconds": round(max(ended[rank][2] for rank in innocent), 1),
+        "ranks": [
+            (how, text.partition("\n")[0][:200], round(seconds, 1)) for how, text, seconds in _in_order(ended)
+        ],
     }
+
+
+def _in_order(ended: dict[int, tuple[str, str, float]]) -> list[tuple[str, str, float]]:
+    return [ended[rank] for rank in sorted(ended)]
 
 
 def _outcome(name: str, ends: list[str]) -> str:

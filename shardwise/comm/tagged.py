@@ -15,6 +15,7 @@ is stuck in, with bytes that nobody reads; a peer that cannot answer costs the c
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -54,7 +55,7 @@ class Posted:
         wire.waiting = self
         try:
             for work in self.works:
-                work.wait(_UNTIL_THE_WATCH_ENDS_IT)
+                work.wait(*wire.patience)
         except RuntimeError as error:
             wire.fail(error)
         finally:
@@ -94,6 +95,8 @@ class TaggedWire(WatchedWire):
         # Each rank begins with its neighbour, so that not all of them send to the same one.
         self._peers = [(self.rank + step) % self.world for step in range(1, self.world)]
         self._rounds = [1 << power for power in range((self.world - 1).bit_length())]
+        # Unwatched, a wait ends with the group's own timeout.
+        self.patience = (_UNTIL_THE_WATCH_ENDS_IT,) if self.checks else ()
         self._asked: Waiting | None = None
         self._served: set[tuple[int, int]] = set()
         # alive: for good, because messages to and from ranks that have left may still land
@@ -222,11 +225,10 @@ class TaggedWire(WatchedWire):
 
     def _close_connections(self) -> None:
         """A wait that runs into gloo's own timeout ends all others on the group with it."""
-        peer = self._peers[0]
-        try:
-            self._receive([torch.empty(1, dtype=torch.uint8)], peer, 0).wait(timedelta(milliseconds=1))
-        except RuntimeError:
-            return
+        for peer in self._peers:
+            # Connections that a peer has closed already have nothing to wait for; that to a stopped one is open.
+            with contextlib.suppress(RuntimeError):
+                self._receive([torch.empty(1, dtype=torch.uint8)], peer, 0).wait(timedelta(milliseconds=1))
 
 
 def _wait_for_all(works: list[Any], alive: Any) -> None:

@@ -176,7 +176,7 @@ class WatchedWire(Wire):
     def fail(self, error: Exception) -> NoReturn:
         """Raises the reason why the group itself gave up: the verdict, or else the loss of a peer."""
         deadline = time.monotonic() + _WATCH_KNOWS_SECONDS
-        while self.verdict is None and time.monotonic() < deadline:
+        while self.checks and self.verdict is None and time.monotonic() < deadline:
             # The watch finds out more than a closed connection tells.
             time.sleep(0.05)
         self.heed_verdict()
