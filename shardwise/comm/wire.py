@@ -15,11 +15,13 @@ raise. Then they begin a new path, and the group can be used again if no rank wa
 from __future__ import annotations
 
 import contextlib
+import faulthandler
+import linecache
 import math
-import sys
+import re
+import tempfile
 import threading
 import time
-import traceback
 import weakref
 from typing import Any, NoReturn, Protocol
 
@@ -210,7 +212,29 @@ class WatchedWire(Wire):
             error.where = f"{error.where}; its last events are in {file}"
 
 
+_THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
+_CALL = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+
+
 def stack_of(thread: int) -> list[str]:
-    """Where a thread is, innermost call last."""
-    frame = sys._current_frames().get(thread)
-    return [] if frame is None else [line.rstrip() for line in traceback.format_stack(frame)]
+    """Where a thread is, innermost call last.
+
+    Not by its frames as objects: it goes on running, and has crashed the interpreter by leaving a frame that was just
+    looked at. What dumps the stacks of a crashed process lets no thread run until it is through.
+    """
+    with tempfile.TemporaryFile("w+") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        dumped = file.read()
+    calls: list[str] = []
+    is_it = False
+    for line in dumped.splitlines():
+        if (begins := _THREAD.match(line)) is not None:
+            is_it = int(begins[1], 16) == thread
+        elif is_it and (call := _CALL.match(line)) is not None:
+            path, number, function = call[1], int(call[2]), call[3]
+            source = linecache.getline(path, number).strip()
+            calls.append(
+                f'  File "{path}", line {number}, in {function}' + (f"\n    {source}" if source else "")
+            )
+    return calls[::-1]
