@@ -9,6 +9,7 @@ The thread talks to its peers over a group of its own, so that its messages neve
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from shardwise.checkpoint.state import stage
 from shardwise.checkpoint.store import Store
 
 __all__ = ["Outcome", "Saver"]
+
+_LOWEST_PRIORITY = 19
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,9 @@ class Saver:
     def _save(self, step: int, parts: dict[str, Part], run: dict[str, Any]) -> None:
         begin = time.perf_counter()
         problem = None
+        if self._asynchronous:
+            # Steps go first where cores are few; on Linux this is the priority of the thread alone.
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
         try:
             save_parts(parts, self._store.saving_path(step), run, self._group, partial(self._commit, step))
         except BaseException as error:  # noqa: BLE001  DCP's is one; whatever it is, it must not end the training
