@@ -43,7 +43,14 @@ def host(asked: str, where: str, target: float, file: str) -> Question:
 def _questions() -> list[Question]:
     ours, reserved = "shardwise / plain", "shardwise / FSDP2: reserved"
     found = [
-        host("host overhead of forward and backward, of FSDP2's", "CPU, fake 8", 0.08, "host_overhead_cpu"),
+        *(
+            host("host overhead of forward and backward, of FSDP2's", where, 0.08, file)
+            for where, file in (
+                ("16 cores, torch 2.11, fake 8", "host_overhead_cpu"),
+                ("2 cores, torch 2.13, fake 8", "host_overhead_cpu_two_cores_1"),
+                ("2 cores, torch 2.13, fake 8, again", "host_overhead_cpu_two_cores_2"),
+            )
+        ),
         host(
             "host overhead of forward and backward, of FSDP2's",
             "GPU, tiny, fake 8",
