@@ -6,6 +6,7 @@ file that changes.
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -414,6 +415,8 @@ def threaded_world() -> Iterator[None]:
 
     c10d = dist.distributed_c10d
     world_of_the_process = c10d._world
+    # Every rank that starts a group puts its name before what an uncaught error prints, on top of all earlier ones.
+    hook_of_the_process = sys.excepthook
     threaded.ProcessLocalGroup.reset()
     torch._C._distributed_c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
     world = threaded.ThreadLocalWorld()
@@ -424,6 +427,7 @@ def threaded_world() -> Iterator[None]:
     try:
         yield
     finally:
+        sys.excepthook = hook_of_the_process
         c10d._world = world_of_the_process
         torch._C._distributed_c10d._set_thread_isolation_mode(False)  # type: ignore[attr-defined]
 

@@ -42,6 +42,7 @@ _POLL_SECONDS = 0.02
 
 _one_call_at_a_time = threading.Lock()
 _call_numbers = itertools.count(1)
+_thread_numbers = itertools.count(1)
 _rank_thread = threading.local()
 
 
@@ -68,12 +69,14 @@ def run_threads(
 class _RankThread:
     """A thread that does one job after another, for as long as the process lives."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self) -> None:
+        self.number = next(_thread_numbers)
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._serve, name=f"rank {rank}", daemon=True)
+        self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
-    def give(self, job: Callable[[], None]) -> None:
+    def be(self, rank: int, job: Callable[[], None]) -> None:
+        self._thread.name = f"rank {rank}"
         self._jobs.put(job)
 
     def frame(self) -> FrameType | None:
@@ -93,8 +96,9 @@ class _RankThread:
                 self._jobs.get()()
 
 
-# By rank. A thread that did not come back from its call is no longer here.
-_idle_threads: dict[int, _RankThread] = {}
+# Oldest first; a thread that did not come back from its call is no longer here. The newest are taken first: what
+# tells where a thread is tells it of a process's 100 newest alone.
+_idle_threads: list[_RankThread] = []
 
 
 class _Crew:
@@ -125,17 +129,16 @@ class _Crew:
         stacks: dict[int, str] = {}
         try:
             for rank in range(self._world_size):
-                thread = _idle_threads.pop(rank, None) or _RankThread(rank)
+                thread = _idle_threads.pop() if _idle_threads else _RankThread()
                 self._threads.append(thread)
-                thread.give(partial(self._be_rank, rank))
+                thread.be(rank, partial(self._be_rank, rank))
             if not self._wait_until_failure_or_end(deadline):
                 stacks = self._stacks()
         finally:
             # Nothing to stop after an ordinary end; but after a failure, a hang or an interrupt there is.
             self._stop_the_rest()
-            for rank, thread in enumerate(self._threads):
-                if rank in self._reports:
-                    _idle_threads[rank] = thread
+            _idle_threads.extend(thread for rank, thread in enumerate(self._threads) if rank in self._reports)
+            _idle_threads.sort(key=lambda thread: thread.number)
         if len(self._reports) == self._world_size and all(
             report.outcome is Outcome.FINISHED for report in self._reports.values()
         ):

@@ -3,6 +3,7 @@
 import os
 import pickle
 import signal
+import sys
 import threading
 import time
 import warnings
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from shardwise.comm.wire import stack_of
 from shardwise.errors import ConfigError, StateError
 from shardwise.testing import RankFailure, RankTimeout, close_pools, run_ranks
 
@@ -35,6 +37,10 @@ def process_id():
 
 def thread_id():
     return threading.get_ident()
+
+
+def own_stack():
+    return stack_of(threading.get_ident())
 
 
 def setting():
@@ -178,7 +184,27 @@ def test_threads_may_run_functions_that_do_not_pickle():
 
 
 def test_rank_threads_are_reused():
-    assert run_ranks(thread_id, 3) == run_ranks(thread_id, 4)[:3]
+    assert set(run_ranks(thread_id, 3)) < set(run_ranks(thread_id, 4))
+
+
+def test_where_a_rank_is_can_be_told_however_many_threads_earlier_calls_left():
+    run_ranks(thread_id, 110)
+    for stack in run_ranks(own_stack, 3):
+        assert "in own_stack" in stack[-2]
+        assert "in stack_of" in stack[-1]
+
+
+def test_a_thread_that_is_one_of_too_many_says_so():
+    run_ranks(thread_id, 110)
+    assert stack_of(threading.main_thread().ident) == [
+        "  a place that cannot be told: its process has more than 100 threads"
+    ]
+
+
+def test_calls_leave_the_hook_for_uncaught_errors_as_it_was():
+    before = sys.excepthook
+    run_ranks(thread_id, 2)
+    assert sys.excepthook is before
 
 
 def test_backward_runs_on_the_ranks_own_thread():
