@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm.wire import WatchedWire
-from shardwise.torch_internals import name_of, threaded_ranks_are_stopping
+from shardwise.torch_internals import name_of
+from shardwise.torch_threads import threaded_ranks_are_stopping
 
 _SLICE_SECONDS = 0.05
 _LANDING_SECONDS = 0.2

@@ -31,7 +31,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardwise import torch_internals
+from shardwise import torch_internals, torch_threads
 from shardwise.errors import StateError
 from shardwise.testing.failures import Outcome, RankReport, failure_of
 
@@ -62,7 +62,7 @@ def run_threads(
         )
     with _one_call_at_a_time:
         crew = _Crew(fn, world_size, args, kwargs, timeout_seconds)
-        with torch_internals.threaded_world():
+        with torch_threads.threaded_world():
             return crew.run(call)
 
 
@@ -148,7 +148,7 @@ class _Crew:
     def _be_rank(self, rank: int) -> None:
         try:
             # Numbers never come twice, so a rank left behind by an earlier call can meet nobody here.
-            torch_internals.start_threaded_rank(
+            torch_threads.start_threaded_rank(
                 rank,
                 self._world_size,
                 self._store,
@@ -169,7 +169,7 @@ class _Crew:
 
     def _report_of(self, rank: int, error: BaseException) -> RankReport:
         now = time.monotonic()
-        if isinstance(error, SystemExit) and torch_internals.threaded_ranks_are_stopping():
+        if isinstance(error, SystemExit) and torch_threads.threaded_ranks_are_stopping():
             return RankReport(rank, Outcome.TORN_DOWN, at_seconds=now)
         return RankReport(
             rank,
@@ -196,7 +196,7 @@ class _Crew:
         interrupted = False
         with self._changed:
             while len(self._reports) < len(self._threads):
-                torch_internals.stop_threaded_ranks()
+                torch_threads.stop_threaded_ranks()
                 remaining = grace_ends - time.monotonic()
                 if remaining < 0:
                     break
