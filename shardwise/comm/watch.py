@@ -30,7 +30,7 @@ _TICK_SECONDS = 0.05
 # How long a rank may stand still before it says so, and before one that waits asks why; less where little time is set.
 _MOMENT_SECONDS = 0.4
 _MOMENTS_IN_TIMEOUT = 20.0
-# How long one waits for all ranks to say what they do, once it is clear that some have parted.
+# How long one waits for all ranks to say what they do, once it is clear that some have parted or do not come.
 _TELLING_SECONDS = 3.0
 _LONGEST_SILENCE_SECONDS = 5.0
 # How long peers are helped out after a verdict.
@@ -53,8 +53,9 @@ class _Sight:
     num_judged: int = 0
     verdict_at: float | None = None
     aftermath_until: float = 0.0
-    # When each peer's sign of life last changed, by this rank's clock.
-    beats: dict[int, tuple[tuple[int, int], float]] = field(default_factory=dict)
+    # Each peer's sign of life as this wait found it; and who has given another one since.
+    beats: dict[int, tuple[int, int]] = field(default_factory=dict)
+    heard: set[int] = field(default_factory=set)
 
 
 class Watch:
@@ -107,6 +108,8 @@ class Watch:
         if position != sight.position:
             sight.position, sight.still_since = position, now
             sight.num_statuses, sight.verdict_at = 0, None
+            sight.beats.clear()
+            sight.heard.clear()
             return
         still_seconds = now - sight.still_since
         moment_seconds = min(_MOMENT_SECONDS, policies.trust().timeout_seconds / _MOMENTS_IN_TIMEOUT)
@@ -130,7 +133,7 @@ class Watch:
             sight.num_statuses += 1
             wire.board.post_status(_status(wire, waiting, sight.num_statuses, still_seconds))
         if waiting is not None and self._is_judge(wire, sight, moment_seconds, now):
-            _judge(wire, waiting, sight, still_seconds, now)
+            _judge(wire, waiting, sight, still_seconds)
 
     def _is_judge(self, wire: WatchedWire, sight: _Sight, moment_seconds: float, now: float) -> bool:
         """Not every rank asks for every other's doings at every moment: the store has but one server."""
@@ -174,7 +177,7 @@ def _status(wire: WatchedWire, waiting: Waiting | None, beat: int, still_seconds
     }
 
 
-def _judge(wire: WatchedWire, waiting: Waiting, sight: _Sight, still_seconds: float, now: float) -> None:
+def _judge(wire: WatchedWire, waiting: Waiting, sight: _Sight, still_seconds: float) -> None:
     path = wire.path
     statuses = {
         rank: note
@@ -182,9 +185,8 @@ def _judge(wire: WatchedWire, waiting: Waiting, sight: _Sight, still_seconds: fl
         if rank != wire.rank and note["epoch"] == path.epoch
     }
     for rank, note in statuses.items():
-        beat = (note["beat"], note["num_events"])
-        if rank not in sight.beats or sight.beats[rank][0] != beat:
-            sight.beats[rank] = (beat, now)
+        if sight.beats.setdefault(rank, beat := (note["beat"], note["num_events"])) != beat:
+            sight.heard.add(rank)
     paths = {rank: (note["num_events"], note["events"]) for rank, note in statuses.items()}
     paths[wire.rank] = (path.num_events, path.told())
     parting = first_parting(list(paths.values()))
@@ -216,6 +218,11 @@ def _judge(wire: WatchedWire, waiting: Waiting, sight: _Sight, still_seconds: fl
     ):
         return
     states = {rank: _process_state(wire, rank) for rank in behind}
+    if still_seconds < policy.timeout_seconds + _TELLING_SECONDS and any(
+        state == "alive" and rank not in sight.heard for rank, state in states.items()
+    ):
+        # On a busy machine the watch of one that lives may be late to say where it is.
+        return
     wire.end_epoch(PeerFailure, *_lost(wire, waiting, statuses, states, behind, still_seconds))
 
 
