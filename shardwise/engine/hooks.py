@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from shardwise import trace
+from shardwise.engine.participation import with_backward
 from shardwise.engine.structure import map_tensors, tensors_in
 from shardwise.engine.unit import Unit
 from shardwise.plan.schedule import Window
@@ -165,7 +166,7 @@ class Hooks:
         if self._output_dtype is not None:
             output = map_tensors(self._cast_output, output)
         if visit is not None and torch.is_grad_enabled():
-            self._signal_outputs(visit, output, recomputes)
+            output = self._signal_outputs(visit, output, recomputes)
         if recomputes:
             return output
         self._still_to_run.discard(module)
@@ -173,18 +174,29 @@ class Hooks:
             self._end_forward()
         return output
 
-    def _signal_outputs(self, visit: Pass, output: Any, recomputes: bool) -> None:
+    def _signal_outputs(self, visit: Pass, output: Any, recomputes: bool) -> Any:
         waits_for_gradient = False
         for tensor in tensors_in(output):
             if tensor.requires_grad:
                 hook_gradient(tensor, visit.outputs_gradient_arrives)
                 waits_for_gradient = True
         if not waits_for_gradient:
-            return
-        if visit.place is None and not recomputes:
+            return self._with_backward(visit, output) if self.unit.root.participation is not None else output
+        # Joint units have no place in the order: they are there, and ranks may run different ones.
+        if visit.place is None and not recomputes and not self.unit.is_joint:
             visit.place = visit.window.ran(self.unit.number)
         if not visit.has_input_signal:
             self.unit.watch_gradients(self._on_gradient)
+        return output
+
+    def _with_backward(self, visit: Pass, output: Any) -> Any:
+        """A rank that has run nothing that is trained takes part in backward all the same, if the root may part."""
+        if self.unit.root.top is self.unit:
+            output = with_backward(output)
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    hook_gradient(tensor, visit.outputs_gradient_arrives)
+        return output
 
     def _end_forward(self) -> None:
         unit = self.unit

@@ -27,6 +27,7 @@ from shardwise.comm.streams import Mark, lanes_for
 from shardwise.engine.accord import Accord
 from shardwise.engine.binding import Slot, clean_name, units_of
 from shardwise.engine.events import REPLAY, UnitEvents
+from shardwise.engine.participation import Participation
 from shardwise.engine.reduce import PackedReduce, ReduceSettings, Reduction, run_user_hooks
 from shardwise.errors import StateError
 from shardwise.plan.lifecycle import State
@@ -98,6 +99,8 @@ class Root:
         self._is_offloaded = False
         self.post_optim_event: torch.Event | None = None
         self.accord = Accord(top)
+        # Only where ranks may run different units.
+        self.participation: Participation | None = None
         self._adopt(top)
 
     # --- the family -----------------------------------------------------------------------------------------------
@@ -132,6 +135,13 @@ class Root:
         self._check_agreement()
         self._is_offloaded = any(unit.is_offloaded for unit in self.units)
         self._is_settled = True
+        self.note_joint_units()
+
+    def note_joint_units(self) -> None:
+        if self.participation is not None:
+            self.participation.end_backward()
+        joint = [unit for unit in self.units if unit.is_joint]
+        self.participation = Participation(joint) if joint else None
 
     def _check_agreement(self) -> None:
         lines_of_mesh: dict[int, list[str]] = {}
@@ -166,9 +176,13 @@ class Root:
         else:
             self.lanes.gather.after(self.post_optim_event)
             self.post_optim_event = None
+        if self.participation is not None:
+            self.participation.begin_forward()
 
     def end_forward(self) -> None:
         self.in_forward = False
+        if self.participation is not None and not self.expects_backward:
+            self.participation.end_forward()
         self._take_back(0)
         if self._is_offloaded and not torch.is_grad_enabled():
             # order: the gathers' transfers before the host goes on, because no backward will wait for them and the
@@ -210,6 +224,8 @@ class Root:
             self.in_backward = True
             self.accord.begin_backward()
             queue_end_of_backward(_EndOfBackward(self))
+            if self.participation is not None:
+                self.participation.begin_backward()
 
     def prefetch_before(self, unit: Unit, visit: Pass) -> None:
         """Gathers ahead what this backward uses next."""
@@ -296,6 +312,8 @@ class Root:
                 for unit in self.units:
                     if unit.prefetched and unit.state is State.GATHERING:
                         unit.reshard(trace.IN_POST_BACKWARD)
+                if self.participation is not None:
+                    self.participation.end_backward()
             self._take_back(0)
             reduced = self.lanes.reduce.mark()
             # order: reduced gradients before what follows backward, because clipping and the optimizer read them
@@ -404,5 +422,7 @@ class Root:
                 unit.abandon_step()
                 unit.forget_reduces(unlanded)
             self._take_back(0)
+        if self.participation is not None:
+            self.participation.forget()
         self.accord.mend()
         self.in_forward = self.in_backward = self.ends_backward = False

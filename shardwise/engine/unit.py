@@ -79,6 +79,8 @@ class Unit:
         self.forward_prefetch: tuple[Unit, ...] = ()
         self.backward_prefetch: tuple[Unit, ...] | None = None
         self.prefetches_late = False
+        # Whether all ranks gather and reduce the unit, whichever of them run it (``participation``).
+        self.is_joint = False
 
         # Units whose parameters this unit's modules show: its own, and those a tied parameter belongs to.
         self.needs: tuple[Unit, ...] = (self,) if slots else ()

@@ -17,6 +17,7 @@ from shardwise import trace
 from shardwise.comm.collectives import AllReduceHook, GroupCalls
 from shardwise.comm.custom import AllGather, ReduceScatter, StagedCalls, group_allocate, symmetric_allocate
 from shardwise.engine.binding import UNITS_ATTRIBUTE, units_of
+from shardwise.engine.participation import set_joint
 from shardwise.engine.unit import Unit
 from shardwise.errors import ConfigError, ConfigTypeError
 from shardwise.frontends.state_dicts import check_fits, not_copied
@@ -199,7 +200,17 @@ class FSDPModule:
         unit that only some backwards reach must not be gathered for them (``reshard_after_forward=False``).
         """
         for unit in _units_below(self, recurse):
-            unit.reduce_settings.includes_unused = reduce_scatter_unused_params
+            unit.reduce_settings.includes_unused = reduce_scatter_unused_params or unit.is_joint
+
+    def set_safe_participation(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Lets ranks run different modules: what a rank does not run, it joins in with zeros.
+
+        Within the forward of the outermost sharded module, a rank may then run these modules or not, in any order and
+        as often as it likes. They are gathered together when that forward begins, kept to the end of backward and
+        reduced there: it takes the memory of their full parameters and gradients. Gradients are averages over all
+        ranks; a parameter that no rank has used gets zeros. Call it on all ranks alike, between steps.
+        """
+        set_joint(_units_below(self, recurse), enable)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """How many reduces may have their input in memory at once; more overlap for more memory."""

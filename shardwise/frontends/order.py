@@ -44,7 +44,7 @@ class OrderCheck:
 
     def passes(self, unit: Unit) -> None:
         """A unit is about to be gathered for its forward."""
-        if self._is_checking and unit.root is self._top.root:
+        if self._is_checking and unit.root is self._top.root and not unit.is_joint:
             self._names[unit.number] = unit.name or "(root)"
             self._note(unit.number)
 
@@ -113,7 +113,7 @@ class ForwardPrefetch:
         self._order = []
 
     def passes(self, unit: Unit) -> None:
-        if unit.root is self._top.root and unit.slots:
+        if unit.root is self._top.root and unit.slots and not unit.is_joint:
             self._order.append(unit)
 
     def end(self) -> None:

@@ -21,6 +21,7 @@ from shardwise import trace
 from shardwise.engine.binding import WRAPPED_NAME, clean_name, units_of
 from shardwise.engine.flat_form import Flat
 from shardwise.engine.making import make_unit
+from shardwise.engine.participation import set_joint
 from shardwise.engine.unit import Unit
 from shardwise.engine.whole import is_flat
 from shardwise.errors import StateError
@@ -252,6 +253,13 @@ class FullyShardedDataParallel(ModelMethods):
         finally:
             for unit, (syncs, frees) in zip(units, before, strict=True):
                 unit.syncs_gradients, unit.frees_after_backward = syncs, frees
+
+    def set_safe_participation(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Lets ranks run different wrapped modules: what a rank does not run, it joins in with zeros.
+
+        As ``FSDPModule.set_safe_participation``.
+        """
+        set_joint(self._units if recurse else units_of(self), enable)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scales all gradients of the model down to a norm of at most ``max_norm``; returns the norm before.
