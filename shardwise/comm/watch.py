@@ -241,8 +241,8 @@ def _parted(wire: WatchedWire, paths: dict[int, tuple[int, list[str]]], parting:
     ways = "; ".join(f"{_ranks(ranks)} went on to {words}" for words, ranks in takers.items())
     what = f"ranks do not do the same: {ways}"
     fix = (
-        "make every rank run the same modules in the same order, as often, with the same settings; no optimizer has "
-        "used this step"
+        "make every rank run the same modules in the same order, as often, with the same settings; where ranks are "
+        "meant to take different branches, call set_safe_participation() on them; no optimizer has used this step"
     )
     return what, fix, "the paths that ranks took, from just before they parted:\n" + "\n".join(lines)
 

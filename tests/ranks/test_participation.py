@@ -266,7 +266,7 @@ def switched_off():
     loss_of(model, 0, rank)
     model.set_safe_participation(False)
     number = next(n for n in range(99) if len({route_of(data(n, r, 3, WIDTH)) for r in range(2)}) == 2)
-    with timeouts_of(timeout_seconds=4.0), pytest.raises(RankDisagreement):
+    with timeouts_of(timeout_seconds=4.0), pytest.raises(RankDisagreement, match="set_safe_participation"):
         loss_of(model, number, rank).backward()
 
 
