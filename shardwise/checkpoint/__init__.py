@@ -4,8 +4,8 @@ DCP plans who writes and who reads what; the bytes, the page that describes them
 that is read here can run code.
 """
 
-from shardwise.checkpoint.files import load_parts
 from shardwise.checkpoint.manifest import Manifest, read_manifest
+from shardwise.checkpoint.reading import load_parts
 from shardwise.checkpoint.saver import Saver
 from shardwise.checkpoint.state import TrainingState
 from shardwise.checkpoint.store import Store

@@ -20,16 +20,9 @@ from typing import Any, BinaryIO
 
 import torch
 
-from shardwise.checkpoint.files import RawFile, bytes_of, dtype_name
-from shardwise.checkpoint.manifest import (
-    ITEM_BYTES,
-    MANIFEST,
-    Chunk,
-    Manifest,
-    TensorRecord,
-    sync_folder,
-    write_text,
-)
+from shardwise.checkpoint.disk import RawFile, bytes_of, sync_folder, write_text
+from shardwise.checkpoint.manifest import ITEM_BYTES, MANIFEST, Chunk, Manifest, TensorRecord
+from shardwise.checkpoint.parts import dtype_name
 from shardwise.checkpoint.state import MODEL
 from shardwise.checkpoint.store import Store
 from shardwise.checkpoint.weights import SAFETENSORS_NAMES, Weight, Weights

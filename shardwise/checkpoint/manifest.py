@@ -18,19 +18,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardwise.checkpoint.disk import FileRecord, checksum_of
 from shardwise.errors import CheckpointError
 
 __all__ = [
     "MANIFEST",
     "Chunk",
-    "FileRecord",
     "Manifest",
     "TensorRecord",
-    "checksum_of",
     "first_damage",
     "read_manifest",
-    "sync_folder",
-    "write_text",
 ]
 
 MANIFEST = "manifest.json"
@@ -84,12 +81,6 @@ class TensorRecord:
     @property
     def num_bytes(self) -> int:
         return self.numel * ITEM_BYTES[self.dtype]
-
-
-@dataclass(frozen=True)
-class FileRecord:
-    num_bytes: int
-    crc32: int
 
 
 @dataclass(frozen=True)
@@ -194,28 +185,3 @@ def first_damage(folder: Path, manifest: Manifest, names: list[str] | None = Non
         except OSError as error:
             return f"{name} cannot be read: {error.strerror}"
     return None
-
-
-def checksum_of(path: Path) -> int:
-    crc = 0
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            crc = zlib.crc32(block, crc)
-    return crc
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes a file that is whole on disk when this returns."""
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes names that came and went in a folder last through a crash of the machine."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -20,9 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.checkpoint.files import Part, save_parts
+from shardwise.checkpoint.parts import Part
 from shardwise.checkpoint.state import stage
 from shardwise.checkpoint.store import Store
+from shardwise.checkpoint.writing import save_parts
 
 __all__ = ["Outcome", "Saver"]
 

@@ -19,8 +19,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.checkpoint.files import Part, dtype_name, load_parts, part_of
 from shardwise.checkpoint.manifest import Manifest
+from shardwise.checkpoint.parts import Part, dtype_name, part_of
+from shardwise.checkpoint.reading import load_parts
 from shardwise.errors import CheckpointError
 from shardwise.torch_internals import state_entries
 from shardwise.zero import ZeroRedundancyOptimizer

@@ -15,7 +15,7 @@ import re
 import shutil
 from pathlib import Path
 
-from shardwise.checkpoint.manifest import sync_folder, write_text
+from shardwise.checkpoint.disk import sync_folder, write_text
 from shardwise.engine.stepping import note_checkpoint
 
 __all__ = ["Store"]

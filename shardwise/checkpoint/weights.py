@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.files import MappedFiles, dtype_name
 from shardwise.checkpoint.manifest import ITEM_BYTES, MANIFEST, first_damage, read_manifest
+from shardwise.checkpoint.parts import dtype_name
+from shardwise.checkpoint.reading import MappedFiles
 from shardwise.checkpoint.state import MODEL
 from shardwise.checkpoint.store import Store
 from shardwise.errors import CheckpointError

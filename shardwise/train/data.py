@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.files import bytes_of
+from shardwise.checkpoint.disk import bytes_of
 from shardwise.errors import ConfigError
 from shardwise.train.config import Data
 from shardwise.train.extras import require

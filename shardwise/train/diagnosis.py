@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.checkpoint.files import part_of
+from shardwise.checkpoint.parts import part_of
 from shardwise.train.team import Team
 
 __all__ = ["first_bad_unit"]

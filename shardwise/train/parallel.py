@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.checkpoint.files import part_of
+from shardwise.checkpoint.parts import part_of
 from shardwise.errors import ConfigError, StateError
 from shardwise.frontends.fully_shard import fully_shard
 from shardwise.frontends.module import FSDPModule

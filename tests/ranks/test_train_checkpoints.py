@@ -16,8 +16,8 @@ import torch
 
 import shardwise.checkpoint.saver as saver_room
 from shardwise.checkpoint import convert, weights
-from shardwise.checkpoint.files import part_of
 from shardwise.checkpoint.manifest import MANIFEST, Manifest, first_damage, read_manifest
+from shardwise.checkpoint.parts import part_of
 from shardwise.checkpoint.saver import Saver
 from shardwise.checkpoint.store import Store
 from shardwise.errors import CheckpointError, ConfigError

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from shardwise.checkpoint.files import MappedFiles
 from shardwise.checkpoint.manifest import read_manifest
+from shardwise.checkpoint.reading import MappedFiles
 from shardwise.train.config import (
     Checkpoints,
     Config,

@@ -1,0 +1,125 @@
+"""Tensors from a checkpoint's folder.
+
+manifest.json ──DCP: which blocks meet mine──▶ read from mapped files, copied into parts
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from shardwise.checkpoint.manifest import ITEM_BYTES, Chunk, Manifest, TensorRecord
+from shardwise.checkpoint.parts import Part
+
+__all__ = ["MappedFiles", "load_parts"]
+
+
+def load_parts(
+    parts: Mapping[str, Part], folder: Path, manifest: Manifest, group: dist.ProcessGroup | None
+) -> None:
+    """Fills parts, in place, with what a checkpoint holds under their names; on every rank of the group."""
+    planner = _LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    dcp_load(dict(parts), storage_reader=_Reader(folder, manifest), planner=planner, process_group=group)
+
+
+class MappedFiles:
+    """Chunks of a checkpoint as tensors that are read from disk when they are used."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self._folder, self._manifest = folder, manifest
+        self._mapped: dict[str, torch.Tensor] = {}
+
+    def chunk(self, name: str, offsets: tuple[int, ...]) -> torch.Tensor:
+        record = self._manifest.tensors[name]
+        (chunk,) = [chunk for chunk in record.chunks if chunk.offsets == offsets]
+        return self.read(record, chunk)
+
+    def read(self, record: TensorRecord, chunk: Chunk) -> torch.Tensor:
+        dtype: torch.dtype = getattr(torch, record.dtype)
+        if not chunk.numel:
+            return torch.empty(chunk.sizes, dtype=dtype)
+        if chunk.file not in self._mapped:
+            num_bytes = self._manifest.files[chunk.file].num_bytes
+            self._mapped[chunk.file] = torch.from_file(
+                str(self._folder / chunk.file), shared=False, size=num_bytes, dtype=torch.uint8
+            )
+        stop = chunk.start + chunk.numel * ITEM_BYTES[record.dtype]
+        return self._mapped[chunk.file][chunk.start : stop].view(dtype).view(chunk.sizes)
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        # torch's would walk through the state dict for tensors on the meta device, and knows no parts.
+        self.state_dict = self.original_state_dict = state_dict
+        self.metadata, self.is_coordinator = metadata, is_coordinator
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        part: Part = self.state_dict[index.fqn]
+        return part.tensor
+
+
+class _Reader(StorageReader):
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self._manifest = manifest
+        self._files = MappedFiles(folder, manifest)
+
+    def reset(self, checkpoint_id: Any = None) -> None: ...
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return Metadata(
+            {
+                name: TensorStorageMetadata(
+                    TensorProperties(getattr(torch, record.dtype)),
+                    torch.Size(record.shape),
+                    [
+                        ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
+                        for chunk in record.chunks
+                    ],
+                )
+                for name, record in self._manifest.tensors.items()
+            }
+        )
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *a: Any, **kw: Any) -> None: ...
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            offset = item.storage_index.offset
+            assert offset is not None
+            block = self._files.chunk(item.storage_index.fqn, tuple(offset))
+            for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                block = block.narrow(dim, start, length)
+            target = planner.resolve_tensor(item)
+            target.copy_(block)
+            planner.commit_tensor(item, target)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return False
