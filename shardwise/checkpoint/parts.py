@@ -8,13 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from shardwise.torch_internals import local_of
+from shardwise.torch_internals import Spec, local_of, spec_of
 
-__all__ = ["Part", "dtype_name", "part_of"]
+__all__ = ["Offsets", "Part", "dtype_name", "part_of"]
+
+Offsets = dict[Spec, tuple[int, ...]]
+"""Of this rank's shard, by the way a tensor is sharded: asking torch takes longer than all else about a part."""
 
 
 @dataclass(frozen=True)
@@ -31,23 +33,25 @@ class Part:
     def _chunk(self) -> ChunkStorageMetadata:
         return ChunkStorageMetadata(torch.Size(self.offsets), self.tensor.shape)
 
-    def __create_write_items__(self, name: str, _part: object) -> list[WriteItem]:
-        if not self.tensor.numel() and 0 not in self.shape:
-            return []  # a rank without a share of a short tensor
-        data = TensorWriteData(self._chunk(), TensorProperties(self.tensor.dtype), self.size())
-        return [WriteItem(MetadataIndex(name, self.offsets), WriteItemType.SHARD, tensor_data=data)]
-
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [self._chunk()]
 
 
-def part_of(tensor: torch.Tensor) -> Part:
-    """What this rank has of a tensor: all of a plain one, its shard of a DTensor. Shares its memory."""
-    detached = tensor.detach()
-    if isinstance(detached, DTensor):
-        (chunk,) = detached.__create_chunk_list__()
-        return Part(local_of(detached), tuple(chunk.offsets), tuple(detached.shape))
-    return Part(detached, (0,) * detached.dim(), tuple(detached.shape))
+def part_of(tensor: torch.Tensor, known: Offsets | None = None) -> Part:
+    """What this rank has of a tensor: all of a plain one, its shard of a DTensor. Shares its memory.
+
+    ``known`` remembers where shards begin; it is for this rank alone.
+    """
+    shape = tuple(tensor.shape)
+    if not isinstance(tensor, DTensor):
+        return Part(tensor.detach(), (0,) * len(shape), shape)
+    known = {} if known is None else known
+    spec = spec_of(tensor)
+    offsets = known.get(spec)
+    if offsets is None:
+        (chunk,) = tensor.__create_chunk_list__()
+        offsets = known[spec] = tuple(chunk.offsets)
+    return Part(local_of(tensor).detach(), offsets, shape)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

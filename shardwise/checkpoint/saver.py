@@ -1,7 +1,10 @@
 """Saving while training goes on: the step waits for a copy to host memory, a thread does the rest.
 
     step    ─stage─┬── next steps …
-    thread         └─ plan ─ write ─ fsync ─ manifest ─ rename ─ latest ─ prune
+    thread         └─ write ─ fsync ─ manifest ─ rename ─ latest ─ prune
+
+Who writes what is planned in the first save's thread, and again when a rank comes with other parts than before; as
+long as all have the same, ranks stage no more than they will write.
 
 The thread talks to its peers over a group of its own, so that its messages never meet the steps'. A save that fails
 (a full disk) leaves no trace on disk and is told to whoever asks for outcomes; training goes on.
@@ -20,10 +23,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwise.checkpoint.image import Image, Outline, lay_out
 from shardwise.checkpoint.parts import Part
-from shardwise.checkpoint.state import stage
 from shardwise.checkpoint.store import Store
-from shardwise.checkpoint.writing import save_parts
+from shardwise.checkpoint.writing import WritePlan, plan_writes, write_checkpoint
+from shardwise.errors import CheckpointError
 
 __all__ = ["Outcome", "Saver"]
 
@@ -55,7 +59,9 @@ class Saver:
     ) -> None:
         self._store, self._group, self._keep = store, group, keep
         self._asynchronous = asynchronous
-        self._room: dict[str, torch.Tensor] = {}
+        self._image = Image()
+        self._outlines: dict[str, Outline] = {}
+        self._plan: WritePlan | None = None
         self._thread: threading.Thread | None = None
         self._outcomes: list[Outcome] = []
 
@@ -66,9 +72,13 @@ class Saver:
     def save(self, step: int, parts: dict[str, Part], run: dict[str, Any]) -> None:
         """Saves a rank's parts as they are now; called on every rank, at the same step."""
         self.wait()
-        staged = stage(parts, self._room)
+        outlines = {name: Outline.of(part) for name, part in parts.items()}
+        if not self._on_all(self._plan is not None and outlines == self._outlines):
+            self._outlines, self._plan = outlines, None
+        layout = lay_out(outlines.items()) if self._plan is None else self._plan.layout
+        self._image.stage(parts, layout)
         self._thread = threading.Thread(
-            target=self._save, args=(step, staged, run), name=f"save step {step}", daemon=True
+            target=self._save, args=(step, run), name=f"save step {step}", daemon=True
         )
         self._thread.start()
         if not self._asynchronous:
@@ -85,16 +95,25 @@ class Saver:
         ended, self._outcomes = self._outcomes, []
         return ended
 
-    def _save(self, step: int, parts: dict[str, Part], run: dict[str, Any]) -> None:
+    def _on_all(self, holds: bool) -> bool:
+        """A plan is all ranks' together: who writes what depends on what the others have."""
+        flag = torch.tensor([holds], dtype=torch.uint8)
+        dist.all_reduce(flag, dist.ReduceOp.MIN, self._group)
+        return bool(flag)
+
+    def _save(self, step: int, run: dict[str, Any]) -> None:
         begin = time.perf_counter()
         problem = None
         if self._asynchronous:
             # Steps go first where cores are few; on Linux this is the priority of the thread alone.
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
         try:
-            save_parts(parts, self._store.saving_path(step), run, self._group, partial(self._commit, step))
-        except BaseException as error:  # noqa: BLE001  DCP's is one; whatever it is, it must not end the training
-            problem = _first_cause(error)
+            if self._plan is None:
+                self._plan = plan_writes(self._outlines, self._group)
+            saving, commit = self._store.saving_path(step), partial(self._commit, step)
+            write_checkpoint(self._image, self._plan, saving, run, self._group, commit)
+        except Exception as error:  # noqa: BLE001  whatever it is, it must not end the training
+            problem = error.what if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
             if dist.get_rank(self._group) == 0:
                 self._store.discard(step)
         path = self._store.path_of(step)
@@ -103,13 +122,3 @@ class Saver:
     def _commit(self, step: int) -> None:
         self._store.commit(step)
         self._store.prune(self._keep)
-
-
-def _first_cause(error: BaseException) -> str:
-    """DCP wraps what the ranks raised; the first of them says what happened."""
-    failures = getattr(error, "failures", None)
-    if failures:
-        rank = min(failures)
-        cause, _ = failures[rank]
-        return f"{type(cause).__name__}: {cause} (rank {rank})"
-    return f"{type(error).__name__}: {error}"

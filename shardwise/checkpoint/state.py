@@ -10,7 +10,6 @@ configuration and the step (learning rates, the order of the data, random seeds)
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.checkpoint.manifest import Manifest
-from shardwise.checkpoint.parts import Part, dtype_name, part_of
+from shardwise.checkpoint.parts import Offsets, Part, dtype_name, part_of
 from shardwise.checkpoint.reading import load_parts
 from shardwise.errors import CheckpointError
 from shardwise.torch_internals import state_entries
 from shardwise.zero import ZeroRedundancyOptimizer
 
-__all__ = ["MODEL", "OPTIMIZER", "TrainingState", "stage"]
+__all__ = ["MODEL", "OPTIMIZER", "TrainingState"]
 
 MODEL = "model/"
 OPTIMIZER = "optimizer/"
@@ -42,16 +41,17 @@ class TrainingState:
 
     def __init__(self, module: nn.Module, optimizer: Optimizer | None = None) -> None:
         self._module, self._optimizer = module, optimizer
+        self._offsets: Offsets = {}
         self._names: dict[torch.Tensor, str] = {param: name for name, param in module.named_parameters()}
 
     def parts(self) -> dict[str, Part]:
         """This rank's part of everything, in place: nothing is copied or communicated."""
-        parts = {MODEL + name: part_of(value) for name, value in self._model_entries()}
+        parts = {MODEL + name: part_of(value, self._offsets) for name, value in self._model_entries()}
         if self._optimizer is not None:
             for param, name in self._names.items():
                 for key, value in self._optimizer.state.get(param, {}).items():
                     if isinstance(value, torch.Tensor):
-                        parts[f"{OPTIMIZER}{name}/{key}"] = part_of(value)
+                        parts[f"{OPTIMIZER}{name}/{key}"] = part_of(value, self._offsets)
         return parts
 
     def load(self, folder: Path, manifest: Manifest, group: dist.ProcessGroup | None) -> bool:
@@ -62,7 +62,7 @@ class TrainingState:
         """
         self._check_fits(folder, manifest)
         has_state = any(name.startswith(OPTIMIZER) for name in manifest.tensors)
-        parts = {MODEL + name: part_of(value) for name, value in self._model_entries()}
+        parts = {MODEL + name: part_of(value, self._offsets) for name, value in self._model_entries()}
         states = self._state_templates(manifest) if has_state else {}
         for param, values in states.items():
             for key, value in values.items():
@@ -154,29 +154,3 @@ class TrainingState:
             "param_groups": groups,
         }
         optimizer.load_state_dict(state)
-
-
-def _host_memory(like: torch.Tensor) -> torch.Tensor:
-    """Page-locked for a GPU's tensors, so that all copies run at once; plain where there is too little of that."""
-    try:
-        return torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
-    except RuntimeError:
-        return torch.empty(like.shape, dtype=like.dtype)
-
-
-def stage(parts: dict[str, Part], room: dict[str, torch.Tensor]) -> dict[str, Part]:
-    """Copies parts to host memory, which ``room`` keeps for the next time; the one thing a step waits for."""
-    staged = {}
-    devices = set()
-    for name, part in parts.items():
-        kept = room.get(name)
-        if kept is None or kept.shape != part.tensor.shape or kept.dtype != part.tensor.dtype:
-            room[name] = kept = _host_memory(part.tensor)
-        kept.copy_(part.tensor, non_blocking=True)
-        if part.tensor.is_cuda:
-            devices.add(part.tensor.device)
-        staged[name] = replace(part, tensor=kept)
-    for device in devices:
-        # order: copies to the host before the step goes on, because the optimizer will write what they read.
-        torch.cuda.current_stream(device).synchronize()
-    return staged

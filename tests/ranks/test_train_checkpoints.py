@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import shardwise.checkpoint.saver as saver_room
 from shardwise.checkpoint import convert, weights
 from shardwise.checkpoint.manifest import MANIFEST, Manifest, first_damage, read_manifest
-from shardwise.checkpoint.parts import part_of
+from shardwise.checkpoint.parts import Part, part_of
 from shardwise.checkpoint.saver import Saver
 from shardwise.checkpoint.store import Store
 from shardwise.errors import CheckpointError, ConfigError
@@ -101,13 +102,13 @@ def test_a_crash_between_a_folders_name_and_latest_loses_nothing(copied):
 def save_while_the_disk_waits(folder):
     """A save whose writing is held up, while the tensors that it is of go on changing."""
     goes_on = threading.Event()
-    writes = saver_room.save_parts
+    writes = saver_room.write_checkpoint
 
     def held_up(*args):
         assert goes_on.wait(30)
         writes(*args)
 
-    saver_room.save_parts = held_up
+    saver_room.write_checkpoint = held_up
     try:
         tensor = torch.arange(6.0)
         saver = Saver(Store(folder), Team.new_group(), keep=0)
@@ -123,7 +124,7 @@ def save_while_the_disk_waits(folder):
             assert busy
             assert outcome.problem is None
     finally:
-        saver_room.save_parts = writes
+        saver_room.write_checkpoint = writes
     return [whole_tensors(Store(folder).path_of(step))["model/w"] for step in (1, 2)]
 
 
@@ -131,6 +132,73 @@ def test_a_save_waits_for_a_copy_alone_and_holds_what_was_there_when_it_began(tm
     ((first, second),) = run_ranks(save_while_the_disk_waits, 1, tmp_path, kind="gloo")
     assert torch.equal(first, torch.arange(6.0))
     assert torch.equal(second, torch.arange(6.0) + 100)
+
+
+def whole(value):
+    return Part(torch.full((5, 3), value), (0, 0), (5, 3))
+
+
+def rows_of(rank, value):
+    """A rank's rows of a tensor with three: the third rank of three has the last, a fourth would have none."""
+    start, stop = (0, 1, 3, 3)[rank], (1, 3, 3, 3)[rank]
+    return Part(torch.full((stop - start, 2), value), (start, 0), (3, 2))
+
+
+def save_what_changes(folder):
+    """Saves of parts that are the same, that one rank alone has more of, fewer of, or in a dtype without a name."""
+    rank, store = dist.get_rank(), Store(folder)
+    planned = []
+    plans = saver_room.plan_writes
+    saver_room.plan_writes = lambda *args: planned.append(step) or plans(*args)
+    saver = Saver(store, Team.new_group(), keep=0)
+    problems, staged_bytes = {}, {}
+    try:
+        for step in range(1, 8):
+            value = float(step)
+            parts = {"model/whole": whole(value), "model/rows": rows_of(rank, value), "model/zero": EMPTY}
+            if step == 3 and rank == 1:
+                parts["model/late"] = part_of(torch.arange(step))
+            if step == 4 and rank == 0:
+                del parts["model/whole"]
+            if step == 6 and rank == 2:
+                parts["model/odd"] = part_of(torch.zeros(4, dtype=torch.float8_e4m3fnuz))
+            saver.save(step, parts, {})
+            saver.wait()
+            (outcome,) = saver.outcomes()
+            problems[step] = outcome.problem
+            staged_bytes[step] = sum(piece.nbytes for piece in saver._image.pieces(saver._image._layout))
+    finally:
+        saver_room.plan_writes = plans
+    return planned, problems, staged_bytes
+
+
+EMPTY = Part(torch.empty(0, 4), (0, 0), (0, 4))
+
+
+def test_who_writes_what_is_planned_anew_exactly_when_some_rank_has_other_parts(tmp_path):
+    store = Store(tmp_path)
+    on_all = run_ranks(save_what_changes, 4, tmp_path, kind="gloo")
+    for planned, problems, _ in on_all:
+        # 2 goes by the plan of 1; whoever has nothing new follows those who have, and back again.
+        assert planned == [1, 3, 4, 5, 6, 7]
+        told = problems.pop(6)
+        assert "'model/odd' is of torch.float8_e4m3fnuz, which no checkpoint can hold" in told
+        assert "(rank 2)" in told
+        assert set(problems.values()) == {None}
+    # Once it is known who writes a tensor that all have, nobody else copies it.
+    assert sum(staged[1] for _, _, staged in on_all) > sum(staged[2] for _, _, staged in on_all)
+    assert not store.path_of(6).exists()
+    for step in (1, 2, 3, 4, 5, 7):
+        expected = {
+            "model/whole": torch.full((5, 3), float(step)),
+            "model/rows": torch.full((3, 2), float(step)),
+            "model/zero": torch.empty(0, 4),
+        }
+        if step == 3:
+            expected["model/late"] = torch.arange(step)
+        assert_same(whole_tensors(store.path_of(step)), expected)
+        manifest = read_manifest(store.path_of(step))
+        assert first_damage(store.path_of(step), manifest) is None
 
 
 # --- damage -------------------------------------------------------------------------------------------------------
