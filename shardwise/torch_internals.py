@@ -6,6 +6,7 @@ file that changes; what makes threads into ranks has a door of its own, ``torch_
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -326,6 +327,25 @@ def state_entries(module: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]
             yield name, buffer
     if type(module).set_extra_state is not nn.Module.set_extra_state:
         yield "_extra_state", None
+
+
+def asked_for_state_dicts() -> tuple[bool, bool, bool] | None:
+    """What a caller asks ``torch.distributed.checkpoint.state_dict`` for: for optimizers too? sent by the first rank?
+    without frozen parameters? None where the present call does not come from there.
+
+    Nothing that those functions call is told any of it.
+    """
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code.co_name == "_verify_options" and frame.f_globals["__name__"].endswith(".state_dict"):
+            options = frame.f_locals["options"]
+            return (
+                bool(frame.f_locals["optims"]),
+                bool(options.broadcast_from_rank0),
+                bool(options.ignore_frozen_params),
+            )
+    return None
 
 
 def loads_plainly(module: nn.Module, own_hooks: type) -> bool:

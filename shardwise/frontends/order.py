@@ -20,7 +20,7 @@ from shardwise.comm.mesh import DataMesh
 from shardwise.engine.events import UnnamedEvents
 from shardwise.engine.unit import Unit
 from shardwise.errors import RankDisagreement
-from shardwise.torch_internals import debugs_in_detail, unseen_by_modes
+from shardwise.torch_internals import debugs_in_detail, unseen_by_modes, untraced
 
 # Stands for the end of a forward.
 _END = (1 << 63) - 1
@@ -42,12 +42,14 @@ class OrderCheck:
         self._is_checking = torch.is_grad_enabled() and self._top.modules[0].training
         self._present = []
 
+    @untraced
     def passes(self, unit: Unit) -> None:
         """A unit is about to be gathered for its forward."""
         if self._is_checking and unit.root is self._top.root and not unit.is_joint:
             self._names[unit.number] = unit.name or "(root)"
             self._note(unit.number)
 
+    @untraced
     def end(self) -> None:
         if self._is_checking:
             self._note(_END)
@@ -112,10 +114,12 @@ class ForwardPrefetch:
     def begin(self) -> None:
         self._order = []
 
+    @untraced
     def passes(self, unit: Unit) -> None:
         if unit.root is self._top.root and unit.slots and not unit.is_joint:
             self._order.append(unit)
 
+    @untraced
     def end(self) -> None:
         if self._order == self._settled:
             return

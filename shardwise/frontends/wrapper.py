@@ -32,10 +32,11 @@ from shardwise.frontends.order import watchers_of
 from shardwise.frontends.precision import cast_floats
 from shardwise.frontends.state_dicts import not_copied
 from shardwise.frontends.summon import BROKEN_OFF_ATTRIBUTE, is_shown_whole, shown_whole
+from shardwise.frontends.torch_state_dicts import names_in
 from shardwise.frontends.wrapper_methods import ModelMethods
 from shardwise.frontends.wrapper_state import LoadHooks
 from shardwise.frontends.wrapping_up import Wrapping, plan_wrapping
-from shardwise.torch_internals import debugs_in_detail, inside_backward, untraced_itself
+from shardwise.torch_internals import debugs_in_detail, inside_backward, untraced, untraced_itself
 
 
 class FullyShardedDataParallel(ModelMethods):
@@ -177,11 +178,7 @@ class FullyShardedDataParallel(ModelMethods):
         root, hooks = unit.root, unit.hooks
         is_top = root.top is unit
         if is_top:
-            attributes.pop(BROKEN_OFF_ATTRIBUTE, None)
-            if attributes["_root_dtype"] is not None:
-                args, kwargs = cast_floats(attributes["_root_dtype"], (args, kwargs))
-            if debugs_in_detail() or attributes["_wrapping"].forward_prefetch:
-                self._begin_watching()
+            args, kwargs = self._begin(args, kwargs)
         watchers = attributes["_watchers"]
         try:
             if watchers and (is_top or root.in_forward):
@@ -197,6 +194,17 @@ class FullyShardedDataParallel(ModelMethods):
             hooks.broke_off(error)
             attributes[BROKEN_OFF_ATTRIBUTE] = True
             raise
+
+    @untraced
+    def _begin(self, args: Any, kwargs: Any) -> Any:
+        """What the outermost wrapper does before its forward."""
+        attributes = self.__dict__
+        attributes.pop(BROKEN_OFF_ATTRIBUTE, None)
+        if debugs_in_detail() or attributes["_wrapping"].forward_prefetch:
+            self._begin_watching()
+        if attributes["_root_dtype"] is None:
+            return args, kwargs
+        return cast_floats(attributes["_root_dtype"], (args, kwargs))
 
     def _begin_watching(self) -> None:
         """Gives all wrappers of this model what watches their order, and begins a forward of it."""
@@ -226,6 +234,9 @@ class FullyShardedDataParallel(ModelMethods):
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         for name, buffer in super().named_buffers(*args, **kwargs):
             yield clean_name(name), buffer
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        return names_in(self.__dict__["_unit"])
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         # ``.to()`` and the like must find the shards, not the unsharded parameters.

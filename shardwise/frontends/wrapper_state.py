@@ -134,9 +134,11 @@ class LoadHooks:
     def before(self, wrapper: nn.Module, state: State, prefix: str, *_: Any) -> None:
         (unit,) = units_of(wrapper)
         is_local = settings_of(wrapper).state_dict_type is LOCAL
-        flats = {prefix + line.name for line in flat_form(unit).lines if line.flat is not None}
+        flats = {prefix + line.name: line.flat for line in flat_form(unit).lines if line.flat is not None}
         for key in [key for key in state if key.startswith(prefix)]:
-            if not (is_local and key in flats):
+            if key in flats and state[key] is flats[key]:
+                del state[key]
+            elif not (is_local and key in flats):
                 state[f"{prefix}{WRAPPED_NAME}.{key[len(prefix) :]}"] = state.pop(key)
         for needed in dict.fromkeys((unit, *unit.needs)):
             check_idle(needed, "load_state_dict")
@@ -212,7 +214,16 @@ def check_state(wrapper: nn.Module, state: Any, strict: bool) -> None:
     if strict and plainly:
         if missing := [key for key in expected if key not in state]:
             problems.append(f"missing keys: {missing}")
-        if unexpected := [key for key in state if key not in expected]:
+        own = {
+            id(line.flat)
+            for member in wrapper.modules()
+            for unit in units_of(member)
+            if is_flat(unit)
+            for line in flat_form(unit).lines
+            if line.flat is not None
+        }
+        # torch's own functions put what a model shows beside what is to be loaded.
+        if unexpected := [key for key in state if key not in expected and id(state[key]) not in own]:
             problems.append(f"unexpected keys: {unexpected}")
     for key, shape in expected.items():
         value = state.get(key)

@@ -10,21 +10,25 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from shardwise import FullyShardedDataParallel, ShardingStrategy, StateDictType
 from shardwise.testing import run_ranks
 from shardwise.testing.workloads import seeded
 from tests.ranks.models import Layers, TwoLayers, average_gradients, data, same
+from tests.ranks.test_compile import one_compilation
 from tests.ranks.wrapped import ONE_AXIS, whole_gradients, wrap, wrapped
 
 FSDP = FullyShardedDataParallel
 
 
-def gradients_match(model, plain, step=0):
-    model(data(step, dist.get_rank(), 2, 6)).square().sum().backward()
+def gradients_match(run, plain, step=0):
+    run(data(step, dist.get_rank(), 2, 6)).square().sum().backward()
     average_gradients(plain, lambda rank: plain(data(step, rank, 2, 6)).square().sum(), dist.get_world_size())
-    got = whole_gradients(model)
+    # Compiling puts a module of its own around what is compiled.
+    got = whole_gradients(getattr(run, "_orig_mod", run))
+    got = {name.replace("_orig_mod.", ""): gradient for name, gradient in got.items()}
     for name, param in plain.named_parameters():
         same(got[name], param.grad, name, 1e-6)
 
@@ -71,16 +75,42 @@ def test_recomputed_activations_give_the_same_gradients():
 
 
 def compiles():
-    for orig in (False, True):
-        model = seeded(Layers())
-        model = wrap(model, model.layers, use_orig_params=orig)
-        for layer in model.layers:
-            layer.module.compile(backend="eager")
-        plain = seeded(Layers())
-        gradients_match(model, plain)
+    """Compiled around wrappers, inside them, and wrapped when compiled already."""
+    full_shard, shard_grad_op, no_shard = ONE_AXIS
+    backend = {"backend": "eager"}
+    for place, strategy, orig in [
+        ("around", full_shard, False),
+        ("around", shard_grad_op, True),
+        ("around", no_shard, True),
+        ("inside", full_shard, False),
+        ("inside", full_shard, True),
+        ("before", shard_grad_op, False),
+        ("before", full_shard, True),
+    ]:
+        model, plain = seeded(Layers()), seeded(Layers())
+        options = {"sharding_strategy": strategy, "use_orig_params": orig}
+        if place == "before":
+            for index in range(3):
+                model.layers[index] = FSDP(torch.compile(model.layers[index], **backend), **options)
+            model = FSDP(model, **options)
+        else:
+            model = wrap(model, model.layers, **options)
+        with one_compilation():
+            if place == "inside":
+                for layer in model.layers:
+                    layer.module.compile(**backend)
+            run = torch.compile(model, **backend) if place == "around" else model
+            for step in range(3):
+                gradients_match(run, plain, step)
+                model.zero_grad()
+                plain.zero_grad()
+            assert counters["stats"]["calls_captured"] > 0, f"{place}: nothing was compiled"
+            breaks = list(counters["graph_break"])
+            assert place == "around" or not breaks, (place, breaks)
+            assert all("shardwise gathers and reduces here" in each for each in breaks), breaks
 
 
-def test_compiled_modules_inside_wrappers_give_the_same_gradients():
+def test_compiled_around_and_inside_wrappers_gradients_are_the_same():
     run_ranks(compiles, 2, kind="gloo")
 
 
