@@ -29,21 +29,36 @@ STRATEGIES = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, Shard
 PREFETCHES = (None, BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST)
 
 
+class Layer(nn.Module):
+    """Attention to a memory, then two linear layers: what torch's own layers do, at a third of their host time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries = nn.Linear(8, 8, bias=False)
+        self.keys_and_values = nn.Linear(8, 16)
+        self.norm = nn.LayerNorm(8)
+        self.up, self.down = nn.Linear(8, 11), nn.Linear(11, 8)
+
+    def forward(self, x, memory):
+        keys, values = self.keys_and_values(memory).chunk(2, -1)
+        x = x + torch.softmax(self.queries(x) @ keys.transpose(-1, -2), -1) @ values
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
 class TiedTransformer(nn.Module):
-    """An encoder and a decoder layer; the output layer's weight is the embedding's, and a batch norm has buffers."""
+    """An encoder and a decoder layer; the output layer's weight is the embedding's, and there is a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(11, 8)
-        self.encoder = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True)
-        self.decoder = nn.TransformerDecoderLayer(8, 2, 12, dropout=0.0, batch_first=True)
+        self.encoder, self.decoder = Layer(), Layer()
         self.output = nn.Linear(8, 11)
         self.output.weight = self.embed.weight
         self.register_buffer("scale", torch.full((8,), 0.5))
 
     def forward(self, tokens):
         x = self.embed(tokens) * self.scale
-        return self.output(self.decoder(x, self.encoder(x)))
+        return self.output(self.decoder(x, self.encoder(x, x)))
 
 
 def wrapped(**options):
@@ -67,37 +82,38 @@ def gradients(model):
     return {name: None if p.grad is None else p.grad.detach().clone() for name, p in model.named_parameters()}
 
 
-def accumulates(offload, cases):
+def accumulates(offload):
     """Returns the cases in which micro-batches do not give the gradients of one batch."""
     wrong = []
-    for strategy, prefetch, use_orig_params, interleaving in cases:
+    micro_batches = batches(10)
+    for strategy, prefetch, use_orig_params in itertools.product(STRATEGIES, PREFETCHES, (False, True)):
         model = wrapped(
             sharding_strategy=strategy,
             backward_prefetch=prefetch,
             use_orig_params=use_orig_params,
             cpu_offload=CPUOffload(offload_params=offload),
         )
-        micro_batches = batches(sum(count for _, count in interleaving) + 1)
         loss_of(model, torch.cat(micro_batches)).backward()
         expected = gradients(model)
-        model.zero_grad()
-        position = 0
-        for uses_no_sync, count in interleaving:
-            with model.no_sync() if uses_no_sync else contextlib.nullcontext():
-                for tokens in micro_batches[position : position + count]:
-                    loss_of(model, tokens).backward()
-            position += count
-        loss_of(model, micro_batches[-1]).backward()
-        for name, gradient in gradients(model).items():
-            want = expected[name]
-            label = f"{strategy.name} {prefetch} {use_orig_params} {interleaving}: {name}"
-            if (gradient.device, gradient.shape, gradient.dtype) != (want.device, want.shape, want.dtype):
-                wrong.append(
-                    f"{label}: {gradient.shape} {gradient.dtype}, expected {want.shape} {want.dtype}"
-                )
-            # Not bitwise: one batch sums over samples in another order than ten do.
-            elif not torch.allclose(gradient, want, rtol=1e-4, atol=1e-5):
-                wrong.append(f"{label}: off by {(gradient - want).abs().max()}")
+        for interleaving in INTERLEAVINGS:
+            model.zero_grad()
+            remaining = iter(micro_batches)
+            for uses_no_sync, count in interleaving:
+                with model.no_sync() if uses_no_sync else contextlib.nullcontext():
+                    for tokens in itertools.islice(remaining, count):
+                        loss_of(model, tokens).backward()
+            for tokens in remaining:
+                loss_of(model, tokens).backward()
+            for name, gradient in gradients(model).items():
+                want = expected[name]
+                label = f"{strategy.name} {prefetch} {use_orig_params} {interleaving}: {name}"
+                if (gradient.device, gradient.shape, gradient.dtype) != (want.device, want.shape, want.dtype):
+                    wrong.append(
+                        f"{label}: {gradient.shape} {gradient.dtype}, expected {want.shape} {want.dtype}"
+                    )
+                # Not bitwise: one batch sums over samples in another order than ten do.
+                elif not torch.allclose(gradient, want, rtol=1e-4, atol=1e-5):
+                    wrong.append(f"{label}: off by {(gradient - want).abs().max()}")
     return wrong
 
 
@@ -105,14 +121,7 @@ def accumulates(offload, cases):
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("offload", [False, True])
 def test_micro_batches_in_and_out_of_no_sync_equal_one_batch(world_size, offload):
-    cases = list(itertools.product(STRATEGIES, PREFETCHES, (False, True), INTERLEAVINGS))
-    if world_size == 4 and offload:
-        # On a CPU shards live on the host anyway: every value of every option, with every other option's.
-        cases = [case for number, case in enumerate(cases) if number % 3 == number // 12 % 3]
-    assert (
-        run_ranks(accumulates, world_size, offload, cases, kind="gloo", timeout_seconds=150)
-        == [[]] * world_size
-    )
+    assert run_ranks(accumulates, world_size, offload, kind="gloo", timeout_seconds=150) == [[]] * world_size
 
 
 def against_plain():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import warnings
 
 import pytest
@@ -67,19 +68,18 @@ def step(model):
 
 def differs_at_first():
     with detail():
-        for strategy in STRATEGIES:
-            for use_orig_params in (False, True):
-                model = wrapped(strategy, use_orig_params)
-                if dist.get_rank() != 0:
-                    model.flip()
-                with pytest.raises(RuntimeError, match=r"^Forward order differs across ranks") as caught:
-                    model(torch.randn(8, 5, device=device()))
-                assert "are at 'path'" in str(caught.value)
-                assert "are at 'other_path'" in str(caught.value)
-                # Told so, a program can go on.
-                if dist.get_rank() != 0:
-                    model.flip()
-                step(model)
+        for strategy, use_orig_params in itertools.product(STRATEGIES, (False, True)):
+            model = wrapped(strategy, use_orig_params)
+            if dist.get_rank() != 0:
+                model.flip()
+            with pytest.raises(RuntimeError, match=r"^Forward order differs across ranks") as caught:
+                model(torch.randn(8, 5, device=device()))
+            assert "are at 'path'" in str(caught.value)
+            assert "are at 'other_path'" in str(caught.value)
+            # Told so, a program can go on.
+            if dist.get_rank() != 0:
+                model.flip()
+            step(model)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -109,27 +109,24 @@ def differs_later():
         "Collectives are unchecked and may give incorrect results or hang"
     )
     with detail():
-        for strategy in STRATEGIES:
-            for iterations in (1, 3):
-                model = wrapped(strategy, use_orig_params=iterations == 3)
-                told = []
-                for iteration in range(iterations + 2):
-                    if iteration == iterations and dist.get_rank() != 0:
-                        model.flip()
-                    with warnings.catch_warnings(record=True) as caught:
-                        warnings.simplefilter("always")
-                        step(model)
-                    told += [
-                        (iteration, each.category)
-                        for each in caught
-                        if str(each.message).startswith("Forward order differs")
-                    ]
-                    assert all(
-                        str(each.message).startswith(prefix)
-                        for each in caught
-                        if "order" in str(each.message)
-                    )
-                assert told == ([(iterations, UserWarning)] if dist.get_rank() else []), (strategy, told)
+        for strategy, iterations, use_orig_params in itertools.product(STRATEGIES, (1, 3), (False, True)):
+            model = wrapped(strategy, use_orig_params)
+            told = []
+            for iteration in range(iterations + 2):
+                if iteration == iterations and dist.get_rank() != 0:
+                    model.flip()
+                with warnings.catch_warnings(record=True) as caught:
+                    warnings.simplefilter("always")
+                    step(model)
+                told += [
+                    (iteration, each.category)
+                    for each in caught
+                    if str(each.message).startswith("Forward order differs")
+                ]
+                assert all(
+                    str(each.message).startswith(prefix) for each in caught if "order" in str(each.message)
+                )
+            assert told == ([(iterations, UserWarning)] if dist.get_rank() else []), (strategy, told)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -140,8 +137,8 @@ def test_a_rank_that_departs_from_the_first_order_warns_once_and_goes_on(world_s
 def trains_and_evaluates():
     with detail(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for strategy in STRATEGIES:
-            model = wrapped(strategy, use_orig_params=False)
+        for strategy, use_orig_params in itertools.product(STRATEGIES, (False, True)):
+            model = wrapped(strategy, use_orig_params)
             for _ in range(2):
                 model.train()
                 for _ in range(3):
