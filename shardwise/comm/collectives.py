@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed import AllreduceOptions, ReduceScatterOptions
+from torch.distributed import AllreduceOptions, AllToAllOptions, ReduceScatterOptions
 
 from shardwise import policies
 from shardwise.comm.meeting import MeetingWire
@@ -49,6 +49,7 @@ _DONE = _Done()
 
 def land(work: Any) -> bool:
     """Whether a collective that nobody will wait for is over, so that its buffers can be used again."""
+    work = getattr(work, "carried_by", work)
     wire: Wire | None = getattr(work, "wire", None)
     if wire is not None:
         return wire.land(work)
@@ -138,6 +139,17 @@ class GroupCalls:
         wire.note(code)
         options = self._average_options if average else self._sum_options
         return self._reduce_scatter(output, rows, options) or _DONE
+
+    def issue_exchange(self, output: torch.Tensor, rows: torch.Tensor, code: int = UNNAMED) -> Work:
+        """Sends each rank its row; the rows of all ranks for this one arrive in ``output``, in rank order."""
+        wire = self.wire
+        if wire.carries:
+            exchanged: Work = wire.exchange(output, rows, code)
+            return exchanged
+        wire.note(code)
+        options = AllToAllOptions()
+        options.asyncOp = not self.ordered_by_stream
+        return self.group.alltoall_base(output, rows, [], [], options) or _DONE
 
     def issue_all_reduce(self, tensor: torch.Tensor, average: bool, code: int = UNNAMED) -> Work:
         self.wire.admit(code)

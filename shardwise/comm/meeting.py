@@ -93,6 +93,9 @@ class MeetingWire(WatchedWire):
     def reduce_scatter(self, output: torch.Tensor, rows: torch.Tensor, code: int) -> Met:
         return self._meet(code, (output, rows), _reduce)
 
+    def exchange(self, output: torch.Tensor, rows: torch.Tensor, code: int) -> Met:
+        return self._meet(code, (output, rows), _exchange)
+
     def agree(self, code: int) -> None:
         if self.checks:
             self._meet(code, _NOTHING, _agree).wait()
@@ -142,6 +145,12 @@ def _reduce(arrived: list[Pair]) -> None:
         for term, (_, rows) in enumerate(arrived):
             row = rows.detach().view(len(arrived), -1)[rank]
             total.copy_(row) if term == 0 else total.add_(row)
+
+
+def _exchange(arrived: list[Pair]) -> None:
+    for rank, (output, _) in enumerate(arrived):
+        for row, (_, rows) in zip(output.detach().view(len(arrived), -1), arrived, strict=True):
+            row.copy_(rows.detach().view(len(arrived), -1)[rank])
 
 
 def _agree(arrived: list[Pair]) -> None:

@@ -150,6 +150,24 @@ class TaggedWire(WatchedWire):
         posted.terms[self.rank] = sent[self.rank]
         self._post(posted, arriving, sent)
 
+    def exchange(self, output: torch.Tensor, rows: torch.Tensor, code: int) -> Posted:
+        """Every rank's row for this one, in rank order, in ``output``: a reduce-scatter whose sum is the caller's."""
+        size = rows.nbytes // self.world
+        posted = Posted(self, code, self._tag(code, size), size)
+        posted.alive = (output, rows)
+        if size and modes_are_watching():
+            self._count(reduce_scatter_call, posted, self._post_exchange)
+        elif size:
+            self._post_exchange(posted)
+        return posted
+
+    def _post_exchange(self, posted: Posted) -> None:
+        output, rows = posted.alive
+        row_numel = rows.numel() // self.world
+        sent, arriving = rows.split(row_numel), output.split(row_numel)
+        arriving[self.rank].copy_(sent[self.rank])
+        self._post(posted, arriving, sent)
+
     def agree(self, code: int) -> None:
         """Each round doubles the number of ranks that this one knows to have come here."""
         if not self.checks:

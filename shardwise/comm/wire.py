@@ -90,6 +90,9 @@ class Wire:
     def reduce_scatter(self, output: torch.Tensor, rows: torch.Tensor, code: int) -> Any:
         raise NotImplementedError
 
+    def exchange(self, output: torch.Tensor, rows: torch.Tensor, code: int) -> Any:
+        raise NotImplementedError
+
     def land(self, work: Any) -> bool:
         """Whether a collective of this wire that nobody will wait for is over, so that nothing more lands."""
         raise NotImplementedError

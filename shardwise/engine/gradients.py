@@ -108,3 +108,9 @@ class GradientBuffer:
         lease = Lease(self._memory)
         self._lease = weakref.ref(lease)
         last.__dict__[LEASE_ATTRIBUTE] = lease
+
+
+def gradient_version(gradient: torch.Tensor) -> int:
+    """Rises when somebody writes to a gradient."""
+    # In-place operations on a DTensor raise its own version, writes to its local tensor that one's.
+    return gradient._version + (local_of(gradient)._version if isinstance(gradient, DTensor) else 0)

@@ -21,6 +21,7 @@ from shardwise.engine.binding import (
 )
 from shardwise.engine.form import Form, PlacementFn, chosen_dim
 from shardwise.engine.hooks import Hooks
+from shardwise.engine.reduce import SUMS, Sums
 from shardwise.engine.root import Root
 from shardwise.engine.stepping import STEPPING
 from shardwise.engine.unit import Unit, shard_device
@@ -143,6 +144,7 @@ def make_unit(
     precision: MixedPrecisionPolicy,
     offload: OffloadPolicy,
     ignored: set[nn.Parameter],
+    sums: Sums = SUMS,
 ) -> Unit:
     """Makes the parameters of ``modules`` that belong to no unit yet into one, in place."""
     own: list[Found] = []
@@ -156,7 +158,7 @@ def make_unit(
 
     offload = _within_budget(offload, own, mesh)
     slots = form.make_slots(own, mesh, precision, shard_device(mesh, offload), name)
-    unit = Unit(name, modules, slots, form, mesh, after_forward, precision, offload)
+    unit = Unit(name, modules, slots, form, mesh, after_forward, precision, offload, sums)
     unit.hooks = Hooks(unit)
     Root(unit)
     STEPPING.install(_unit_of)

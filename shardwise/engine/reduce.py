@@ -30,6 +30,7 @@ from shardwise.engine.gradients import GradientBuffer, Part
 from shardwise.engine.pack import plan_pack
 from shardwise.engine.storage import Elastic
 from shardwise.plan.division import Division, plan_division
+from shardwise.policies import MixedPrecisionPolicy
 from shardwise.torch_internals import add_all, local_of, post_accumulate_hooks
 
 
@@ -63,6 +64,39 @@ class ReduceSettings:
             self.replicate_calls = HookedCalls(replicate, state, hook)
 
 
+class Sums:
+    """How a unit's gradients are summed up: this is how by default, in the order that each group likes best."""
+
+    is_exact = False
+
+    def settings(self, mesh: DataMesh) -> ReduceSettings:
+        return ReduceSettings(mesh.shard)
+
+    def plan(
+        self,
+        slots: list[Slot],
+        form: Form,
+        mesh: DataMesh,
+        precision: MixedPrecisionPolicy,
+        shard_device: torch.device,
+        pins: bool,
+    ) -> PackedReduce:
+        """The reduce of these slots, in one dtype: the policy's, or the one that holds all gradients without loss."""
+        dtype = precision.reduce_dtype or computed_dtype(slots)
+        return PackedReduce(slots, form, mesh, dtype, shard_device, pins)
+
+
+SUMS = Sums()
+
+
+def computed_dtype(slots: list[Slot]) -> torch.dtype:
+    """The dtype that holds the gradients of all these slots without loss."""
+    dtype = slots[0].compute_dtype
+    for slot in slots[1:]:
+        dtype = torch.promote_types(dtype, slot.compute_dtype)
+    return dtype
+
+
 class _Run(NamedTuple):
     """Neighbours in the own row whose shards have one dtype."""
 
@@ -89,11 +123,16 @@ class PackedReduce:
         reduce_dtype: torch.dtype,
         shard_device: torch.device,
         pins: bool,
+        sum_dtype: torch.dtype | None = None,
     ) -> None:
         self.slots = slots
         self.params = [slot.unsharded for slot in slots]
         self.mesh = mesh
+        # What rows travel in, and what they are summed in.
         self.dtype = reduce_dtype
+        self.sum_dtype = sum_dtype or reduce_dtype
+        # Whether this backward has reduced before: parts of a unit may come in one after another.
+        self.is_again = False
         self.shard_device = shard_device
         self.pins = pins
         itemsize = reduce_dtype.itemsize
@@ -117,7 +156,7 @@ class PackedReduce:
         self.parts = form.parts(slots, packing, mesh.shard.rank)
         # The own row serves as the gradient buffer as it is.
         self.is_one_run = (
-            len(self.runs) == 1 and self.runs[0].dtype == reduce_dtype and shard_device == mesh.device
+            len(self.runs) == 1 and self.runs[0].dtype == self.sum_dtype and shard_device == mesh.device
         )
         self._lends = self.is_one_run and form.lends_gradients
         # Whose rows are in the buffer now.
@@ -128,6 +167,9 @@ class PackedReduce:
         # What this reduce is called, for each set of gradients that came.
         self.codes: dict[object, tuple[int, int]] = {}
         self._divisions: dict[tuple[float | None, bool], Division] = {}
+
+    def begin(self, settings: ReduceSettings, lanes: Lanes, codes: tuple[int, int]) -> Reduction:
+        return Reduction(self, settings, lanes, codes)
 
     @property
     def is_offloaded(self) -> bool:
@@ -157,7 +199,7 @@ class PackedReduce:
             world = self.mesh.shard.world * (1 if replicate is None else replicate.world)
             averages = not settings.sums_only and all(calls.averages for calls in groups)
             self._divisions[key] = plan_division(
-                world, self.dtype == torch.float16, averages, settings.divide_factor
+                world, self.sum_dtype == torch.float16, averages, settings.divide_factor
             )
         return self._divisions[key]
 
@@ -209,7 +251,7 @@ class Reduction:
             self._buffer.grow()
             self._own_row = self._buffer.row
         else:
-            self._own_row = torch.empty(plan.row_numel, dtype=plan.dtype, device=plan.mesh.device)
+            self._own_row = self._make_own_row()
         # order: gradients before their packing, because backward writes them on the compute stream
         lane.after_compute()
         with lane:
@@ -229,6 +271,10 @@ class Reduction:
             self._receive_own_row()
             if self._work is not None:
                 self._receive_replicas()
+
+    def _make_own_row(self) -> torch.Tensor:
+        plan = self.plan
+        return torch.empty(plan.row_numel, dtype=plan.sum_dtype, device=plan.mesh.device)
 
     def let_gradients_go(self) -> None:
         """Lets compute's allocator have the full gradients' memory back."""

@@ -27,6 +27,7 @@ from shardwise.comm.streams import Mark, lanes_for
 from shardwise.engine.accord import Accord
 from shardwise.engine.binding import Slot, clean_name, units_of
 from shardwise.engine.events import REPLAY, UnitEvents
+from shardwise.engine.exact import check_model
 from shardwise.engine.participation import Participation
 from shardwise.engine.reduce import PackedReduce, ReduceSettings, Reduction, run_user_hooks
 from shardwise.errors import StateError
@@ -132,6 +133,7 @@ class Root:
             unit.name = name
             unit.events = UnitEvents(name, len(unit.slots), model)
             self._adopt(unit)
+        check_model(self.units, f"first forward, rank {self.top.rank}")
         self._check_agreement()
         self._is_offloaded = any(unit.is_offloaded for unit in self.units)
         self._is_settled = True
@@ -266,7 +268,7 @@ class Root:
             reduction.advance()
         while len(in_flight) > max_inputs or (in_flight and in_flight[0].is_done):
             self._finish_oldest_reduce()
-        reduction = Reduction(plan, settings, self.lanes, codes)
+        reduction = plan.begin(settings, self.lanes, codes)
         reduction.issue(gradients)
         in_flight.append(reduction)
 

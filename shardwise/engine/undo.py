@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.engine.binding import Slot
+from shardwise.engine.gradients import gradient_version
 from shardwise.torch_internals import buffers_of, local_of
 
 
@@ -20,7 +21,7 @@ class Undo:
     """The state of one model before its step."""
 
     def __init__(self) -> None:
-        self._gradients: list[tuple[Slot, torch.Tensor | None, torch.Tensor | None]] = []
+        self._gradients: list[tuple[Slot, torch.Tensor | None, torch.Tensor | None, int]] = []
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def keep_buffers(self, modules: Iterable[nn.Module]) -> None:
@@ -37,27 +38,28 @@ class Undo:
 
     def keep_gradients(self, slots: Iterable[Slot]) -> None:
         with torch.no_grad():
-            self._gradients = [
-                (
-                    slot,
-                    slot.sharded.grad,
-                    None if slot.sharded.grad is None else _local(slot.sharded.grad).clone(),
-                )
-                for slot in slots
-            ]
+            self._gradients = [_kept(slot) for slot in slots]
 
     def forget(self) -> None:
         self._gradients, self._buffers = [], []
 
     def put_back(self) -> None:
         with torch.no_grad():
-            for slot, gradient, values in self._gradients:
-                if gradient is not None and values is not None:
+            for slot, gradient, values, version in self._gradients:
+                # One that nobody wrote to is left alone: others can see that.
+                if gradient is not None and values is not None and gradient_version(gradient) != version:
                     _local(gradient).copy_(values)
                 slot.sharded.grad = gradient
             for buffer, values in self._buffers:
                 buffer.copy_(values)
         self.forget()
+
+
+def _kept(slot: Slot) -> tuple[Slot, torch.Tensor | None, torch.Tensor | None, int]:
+    gradient = slot.sharded.grad
+    if gradient is None:
+        return slot, None, None, 0
+    return slot, gradient, _local(gradient).clone(), gradient_version(gradient)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ from shardwise.engine.events import UnitEvents
 from shardwise.engine.form import Form
 from shardwise.engine.gradients import GradientBuffer
 from shardwise.engine.memory import Memory
-from shardwise.engine.reduce import PackedReduce, ReduceSettings
+from shardwise.engine.reduce import SUMS, PackedReduce, Sums
 from shardwise.errors import StateError
 from shardwise.plan.lifecycle import State, Step, advance
 from shardwise.plan.schedule import KEEP, AfterForward
@@ -51,6 +51,7 @@ class Unit:
         after_forward: AfterForward,
         precision: MixedPrecisionPolicy,
         offload: OffloadPolicy,
+        sums: Sums = SUMS,
     ) -> None:
         self.name = name
         self.modules = modules
@@ -59,6 +60,7 @@ class Unit:
         self.mesh = mesh
         self.precision = precision
         self.offload = offload
+        self.sums = sums
         self.rank = mesh.rank
         self.recorder: trace.Recorder | None = None
         # Set before anything else can reach the unit: its hooks on making, its root on adoption.
@@ -75,7 +77,7 @@ class Unit:
         self.gathers_in_backward = True
         self.max_reduce_inputs = 1
         self.gather_calls: GroupCalls = mesh.shard
-        self.reduce_settings = ReduceSettings(mesh.shard)
+        self.reduce_settings = sums.settings(mesh)
         self.forward_prefetch: tuple[Unit, ...] = ()
         self.backward_prefetch: tuple[Unit, ...] | None = None
         self.prefetches_late = False
@@ -150,6 +152,7 @@ class Unit:
         prefix = f"{self.name}." if self.name else ""
         reduced = self.precision.reduce_dtype
         reduced_in = f"reduced in {reduced}, " if reduced is not None else ""
+        reduced_in += "summed exactly, " if self.sums.is_exact else ""
         return [
             f"'{prefix}{slot.name}' {slot.description}, {reduced_in}"
             f"{'no memory yet' if slot.local.device.type == 'meta' else 'with memory'}"
@@ -211,9 +214,7 @@ class Unit:
         if key not in self._reduces:
             slots = [slot for slot in self.slots if slot.unsharded.requires_grad]
             self._reduces[key] = (
-                PackedReduce(
-                    slots, self.form, self.mesh, self._reduce_dtype(slots), self._shard_device, self._pins
-                )
+                self.sums.plan(slots, self.form, self.mesh, self.precision, self._shard_device, self._pins)
                 if slots
                 else None
             )
@@ -320,6 +321,7 @@ class Unit:
     def abandon_step(self) -> None:
         """Gives up what a broken-off step has under way, and shards the parameters again."""
         self.holders = 0
+        self._has_reduced = False
         self.hooks.forget()
         if self.state is State.GATHERING and not self.gather_calls.ordered_by_stream:
             self.state = advance(State.GATHERING, Step.ABANDON)
@@ -455,6 +457,7 @@ class Unit:
         self._has_reduced = False
 
     def _issue_reduce(self, reduce: PackedReduce, gradients: list[torch.Tensor | None]) -> None:
+        reduce.is_again = self._has_reduced
         self._has_reduced = True
         if self.holds_gradients:
             self.holds_gradients = False
@@ -468,15 +471,6 @@ class Unit:
         self.root.start_reduce(reduce, self.reduce_settings, gradients, self.max_reduce_inputs, codes)
         if self.recorder is not None:
             self.recorder.add(trace.REDUCE, self.name, trace.IN_POST_BACKWARD, self.rank)
-
-    def _reduce_dtype(self, slots: list[Slot]) -> torch.dtype:
-        """One dtype for the whole unit: the policy's, or the one that holds all gradients without loss."""
-        if self.precision.reduce_dtype is not None:
-            return self.precision.reduce_dtype
-        dtype = slots[0].compute_dtype
-        for slot in slots[1:]:
-            dtype = torch.promote_types(dtype, slot.compute_dtype)
-        return dtype
 
     def lent_gradients(self) -> GradientBuffer | None:
         """The row that holds all of the unit's gradients, if they are as the last backward left them."""

@@ -19,8 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm.mesh import DataMesh, data_mesh, default_mesh
 from shardwise.engine.binding import membership, units_of
+from shardwise.engine.exact import EXACT, check_mesh
 from shardwise.engine.form import PlacementFn, Rows
 from shardwise.engine.making import check_unit, find_parameters, make_unit
+from shardwise.engine.reduce import SUMS
 from shardwise.errors import ConfigError, ConfigTypeError
 from shardwise.frontends.module import become_fsdp_module
 from shardwise.frontends.state_dicts import keep_state_dicts_sharded
@@ -47,6 +49,7 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = ...,
     dp_mesh_dims: DataParallelMeshDims | None = ...,
     wrap: Wrap | None = ...,
+    exact: bool = ...,
 ) -> M: ...
 
 
@@ -61,6 +64,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
     dp_mesh_dims: DataParallelMeshDims | None = ...,
+    exact: bool = ...,
 ) -> list[nn.Module]: ...
 
 
@@ -75,6 +79,7 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     wrap: Wrap | None = None,
+    exact: bool = False,
 ) -> Any:
     """Shards a module's parameters, gradients and so its optimizer state over the ranks of a mesh.
 
@@ -96,6 +101,8 @@ def fully_shard(
         dp_mesh_dims: which axes of a larger mesh shard and replicate.
         wrap: which modules below become units of their own first: a class, several, a least number of elements, or a
             callable that takes a module and returns a bool or a mapping of keywords for it.
+        exact: sum gradients in one fixed order over micro-batches, in float32, so that the same micro-batches give
+            the same bits on 1, 2, 4, 8, ... ranks and however the model is sharded. For all units of a model, or none.
 
     Returns:
         ``module``, whose class is now also an ``FSDPModule``.
@@ -108,6 +115,7 @@ def fully_shard(
         "mp_policy": mp_policy,
         "offload_policy": offload_policy,
         "dp_mesh_dims": dp_mesh_dims,
+        "exact": exact,
     }
     ignored = _checked_ignored(ignored_params)
     chosen: list[tuple[tuple[nn.Module, ...], dict[str, Any]]] = []
@@ -142,6 +150,7 @@ class _Call:
         mp_policy: MixedPrecisionPolicy,
         offload_policy: OffloadPolicy,
         dp_mesh_dims: DataParallelMeshDims | None,
+        exact: bool,
     ) -> None:
         self.modules = modules
         self.ignored = ignored
@@ -174,6 +183,9 @@ class _Call:
                 "reshard_after_forward=1 keeps the parameters whole on every rank, which is False; True frees them",
                 stacklevel=3,
             )
+        self.sums = EXACT if exact else SUMS
+        if exact:
+            check_mesh(self.mesh, self.where)
         check_unit(modules, ignored, shard_placement_fn, self.mesh, self.where)
         _check_precision_fits(modules, ignored, mp_policy, self.where)
 
@@ -187,6 +199,7 @@ class _Call:
             self.precision,
             self.offload,
             self.ignored,
+            self.sums,
         )
         for module in self.modules:
             become_fsdp_module(module)

@@ -17,11 +17,14 @@ from shardwise import trace
 from shardwise.comm.collectives import AllReduceHook, GroupCalls
 from shardwise.comm.custom import AllGather, ReduceScatter, StagedCalls, group_allocate, symmetric_allocate
 from shardwise.engine.binding import UNITS_ATTRIBUTE, units_of
+from shardwise.engine.exact import check_not_exact
 from shardwise.engine.participation import set_joint
+from shardwise.engine.tree_calls import TreeCalls
 from shardwise.engine.unit import Unit
 from shardwise.errors import ConfigError, ConfigTypeError
 from shardwise.frontends.state_dicts import check_fits, not_copied
 from shardwise.plan.schedule import FREE, KEEP
+from shardwise.plan.tree import is_power_of_two
 from shardwise.torch_internals import untraced_itself
 
 _FSDP_CLASSES: dict[type, type] = {}
@@ -123,7 +126,10 @@ class FSDPModule:
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Without sync, gradients stay unsharded on this rank: for micro-batches before the last one."""
-        for unit in _units_below(self, recurse):
+        units = _units_below(self, recurse)
+        if not requires_gradient_sync:
+            check_not_exact(units, "set_requires_gradient_sync(False)", "sums micro-batches before ranks")
+        for unit in units:
             unit.syncs_gradients = requires_gradient_sync
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
@@ -145,7 +151,10 @@ class FSDPModule:
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """With replicas: puts the sum over them off, while the sum over shards goes on and accumulates."""
-        for unit in _units_below(self, recurse):
+        units = _units_below(self, recurse)
+        if not requires_all_reduce:
+            check_not_exact(units, "set_requires_all_reduce(False)", "sums micro-batches before replicas")
+        for unit in units:
             unit.reduce_settings.all_reduces = requires_all_reduce
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
@@ -161,7 +170,12 @@ class FSDPModule:
                 where=f"{type(self).__name__}.set_gradient_divide_factor",
                 fix="pass a number above zero; 1.0 gives the plain sum",
             )
-        for unit in _own_units(self):
+        units = _own_units(self)
+        if not is_power_of_two(factor):
+            check_not_exact(
+                units, f"set_gradient_divide_factor({factor})", "rounds: its factor is no power of two"
+            )
+        for unit in units:
             unit.reduce_settings.divide_factor = factor
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
@@ -176,6 +190,7 @@ class FSDPModule:
 
     def set_all_reduce_hook(self, hook: AllReduceHook, *, stream: torch.cuda.Stream | None = None) -> None:
         """Calls ``hook`` with the reduced row (summed over replicas, if there are any) before its last division."""
+        check_not_exact(_own_units(self), "set_all_reduce_hook", "may change them for each micro-batch")
         for unit in _own_units(self):
             if stream is not None and unit.mesh.replicate is not None:
                 raise ConfigError(
@@ -335,7 +350,9 @@ def _set_by(unit: Unit, calls: GroupCalls) -> str:
     """The setting that chose these calls; empty for those that a unit is born with."""
     if calls is unit.mesh.shard:
         return ""
-    return calls.set_by if isinstance(calls, StagedCalls) else "set_separate_reduce_scatter_group"
+    return (
+        calls.set_by if isinstance(calls, (StagedCalls, TreeCalls)) else "set_separate_reduce_scatter_group"
+    )
 
 
 def _check_gather_is_free(units: Iterable[Unit], setter: str) -> None:

@@ -6,13 +6,13 @@ torch's ``clip_grad_norm_`` needs all gradients on one mesh. Here each mesh is r
 axes that shard; a gradient that an axis only repeats is counted once. Every rank computes the same total.
 
 Where all of a unit's gradients still lie in the row they were reduced into, that row is summed up and scaled as one
-tensor.
+tensor. Where a model sums its gradients exactly, so is their norm (``exact_norm``).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -27,9 +27,12 @@ from shardwise.engine.gradients import GradientBuffer
 from shardwise.engine.unit import Unit
 from shardwise.engine.whole import flat_slots, is_flat, shown_part
 from shardwise.errors import ConfigError, ConfigTypeError, StateError
+from shardwise.frontends.exact_norm import check_order, largest_of, norm_from, words_of
 from shardwise.torch_internals import local_of, multiply_all, norms_of, spec_of
 
 _CALL = "clip_grad_norm_"
+# Of some tensors, as a tensor on that device.
+Measure = Callable[[list[torch.Tensor], torch.device], torch.Tensor]
 _CLIP = code_of("sum up the norm of gradients")
 
 
@@ -105,12 +108,15 @@ class _Gradients:
         self.by_mesh: dict[DeviceMesh, list[_Placed]] = {}
         self.by_group: dict[GroupCalls, list[torch.Tensor]] = {}
         self.to_scale: list[torch.Tensor] = []
+        # Whether the norm must not depend on how gradients are cut.
+        self.is_exact = False
 
 
 def _find_gradients(params: list[torch.Tensor], order: float) -> _Gradients:
     found = _Gradients()
     units = [_unit_of(param) for param in params]
     rows = _whole_rows(params, units, order)
+    found.is_exact = any(unit is not None and unit.sums.is_exact for unit in units)
     for param, unit in zip(params, units, strict=True):
         if unit in rows:
             buffer = rows[unit]
@@ -175,21 +181,42 @@ def _total_norm(found: _Gradients, order: float, together: bool) -> torch.Tensor
     dtype = torch.float32
     for each in {tensor.dtype for tensor in present}:
         dtype = torch.promote_types(dtype, each)
+    if found.is_exact and not math.isinf(order):
+        total = _exact_norm(found, order, device)
+    else:
+        values = _measured(
+            found, lambda tensors, at: _value(tensors, order, at, together), _operation(order), device
+        )
+        total = _root(values[0] if len(values) == 1 else _sum(torch.stack(values), order), order)
+    return total.to(dtype.to_real())
+
+
+def _exact_norm(found: _Gradients, order: float, device: torch.device) -> torch.Tensor:
+    check_order(order, found.to_scale, _CALL)
+    largest = torch.stack(_measured(found, largest_of, dist.ReduceOp.MAX, device)).amax(dim=0)
+    words = _measured(
+        found, lambda tensors, at: words_of(tensors, order, largest.to(at), at), dist.ReduceOp.SUM, device
+    )
+    return norm_from(torch.stack(words).sum(dim=0), order, largest)
+
+
+def _measured(
+    found: _Gradients, measure: Measure, operation: Any, device: torch.device
+) -> list[torch.Tensor]:
+    """The measure of all gradients that lie on one mesh, for each mesh, and of those on none."""
     is_placed = found.by_mesh or found.by_group
-    values = [_value(found.plain, order, device, together)] if found.plain or not is_placed else []
+    values = [measure(found.plain, device)] if found.plain or not is_placed else []
     for mesh, placed in found.by_mesh.items():
-        values.append(_value_of_mesh(mesh, placed, order, together).to(device))
+        values.append(_measured_on(mesh, placed, measure, operation).to(device))
     for calls, shards in found.by_group.items():
-        value = _value(shards, order, calls.device, together)
+        value = measure(shards, calls.device)
         calls.wire.admit(_CLIP)
-        dist.all_reduce(value, _operation(order), group=calls.group)
+        dist.all_reduce(value, operation, group=calls.group)
         values.append(value.to(device))
-    value = values[0] if len(values) == 1 else _sum(torch.stack(values), order)
-    return _root(value, order).to(dtype.to_real())
+    return values
 
 
-def _value_of_mesh(mesh: DeviceMesh, placed: list[_Placed], order: float, together: bool) -> torch.Tensor:
-    """The value of all gradients on a mesh."""
+def _measured_on(mesh: DeviceMesh, placed: list[_Placed], measure: Measure, operation: Any) -> torch.Tensor:
     axes = sorted(frozenset().union(*(each.axes for each in placed)))
     groups: list[dist.ProcessGroup] = [mesh.get_group(axis) for axis in axes]
     if len(axes) > 1 and mesh.size() == dist.get_world_size() and dist.group.WORLD is not None:
@@ -201,10 +228,10 @@ def _value_of_mesh(mesh: DeviceMesh, placed: list[_Placed], order: float, togeth
         if local is not None and not any(own[axis] for axis in axes if axis not in sharded):
             counted.append(local)
     # Shards may live on the host while the mesh talks for a device.
-    value = _value(counted, order, torch.device(mesh.device_type), together)
+    value = measure(counted, torch.device(mesh.device_type))
     for group in groups:
         wire_of(group, value.device).admit(_CLIP)
-        dist.all_reduce(value, _operation(order), group=group)
+        dist.all_reduce(value, operation, group=group)
     return value
 
 

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise import trace
 from shardwise.engine.binding import WRAPPED_NAME, clean_name, units_of
+from shardwise.engine.exact import check_not_exact
 from shardwise.engine.flat_form import Flat
 from shardwise.engine.making import make_unit
 from shardwise.engine.participation import set_joint
@@ -60,6 +61,7 @@ class FullyShardedDataParallel(ModelMethods):
             ``requires_grad``.
         ignored_states: parameters or modules to leave alone.
         device_mesh: one axis, or two (replicate, shard) for the hybrid strategies; instead of ``process_group``.
+        exact: sum gradients in one fixed order over micro-batches, as ``fully_shard(exact=True)`` does.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class FullyShardedDataParallel(ModelMethods):
         use_orig_params: bool = False,
         ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
         device_mesh: DeviceMesh | None = None,
+        exact: bool = False,
     ) -> None:
         super().__init__()
         wrappings = plan_wrapping(
@@ -96,6 +99,7 @@ class FullyShardedDataParallel(ModelMethods):
                 "device_mesh": device_mesh,
                 "param_init_fn": param_init_fn,
                 "sync_module_states": sync_module_states,
+                "exact": exact,
             },
             auto_wrap_policy,
             ignored_modules,
@@ -131,6 +135,7 @@ class FullyShardedDataParallel(ModelMethods):
             wrapping.precision.policy(),
             wrapping.offload,
             wrapping.ignored,
+            wrapping.sums,
         )
         wrapping.set_up(unit)
         self.__dict__["_unit"] = unit
@@ -254,6 +259,7 @@ class FullyShardedDataParallel(ModelMethods):
         """
         self._check_outermost("no_sync")
         units = self._units
+        check_not_exact(units, "no_sync", "sums micro-batches before ranks")
         before = [(unit.syncs_gradients, unit.frees_after_backward) for unit in units]
         for unit in units:
             unit.syncs_gradients = False
@@ -286,6 +292,7 @@ class FullyShardedDataParallel(ModelMethods):
         With NO_SHARD ``hook(state, gradients)``, in place. It averages too: nothing is divided after it.
         """
         self._check_outermost("register_comm_hook")
+        check_not_exact(self._units, "register_comm_hook", "sums them in an order of its own")
         reduce_with_hook(self._units, state, hook)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

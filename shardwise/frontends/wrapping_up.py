@@ -17,7 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.comm.mesh import DataMesh
 from shardwise.engine.binding import Found, is_wrapper, membership, units_of
+from shardwise.engine.exact import EXACT, check_mesh
 from shardwise.engine.making import find_parameters
+from shardwise.engine.reduce import SUMS, Sums
 from shardwise.engine.unit import Unit
 from shardwise.errors import ConfigError, ConfigTypeError
 from shardwise.frontends.auto_wrap import choose
@@ -52,6 +54,7 @@ OPTIONS = frozenset(
         "param_init_fn",
         "sync_module_states",
         "limit_all_gathers",
+        "exact",
     )
 )
 
@@ -74,6 +77,7 @@ class Wrapping:
     forward_prefetch: bool
     use_orig_params: bool
     ignored: set[nn.Parameter]
+    sums: Sums
     # Modules that no inner wrapper has taken; and those of them that are left out of mixed precision.
     own_modules: list[nn.Module]
     as_stored: list[nn.Module]
@@ -139,6 +143,8 @@ def _read(module: nn.Module, options: dict[str, Any], ignored: set[nn.Parameter]
     prefetch = options["backward_prefetch"]
     device = chosen_device(options["device_id"], module.parameters(), options["device_mesh"], where)
     mesh = chosen_mesh(options["process_group"], options["device_mesh"], STRATEGIES[strategy], device, where)
+    if options["exact"]:
+        check_mesh(mesh, where)
     return Wrapping(
         module,
         [],
@@ -150,6 +156,7 @@ def _read(module: nn.Module, options: dict[str, Any], ignored: set[nn.Parameter]
         bool(options["forward_prefetch"]),
         bool(options["use_orig_params"]),
         ignored,
+        EXACT if options["exact"] else SUMS,
         [],
         [],
     )

@@ -1,0 +1,445 @@
+"""Exact mode: the same micro-batches give the same bits on 1, 2, 4 and 8 ranks, and however the model is sharded."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+from shardwise import (
+    ConfigError,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    clip_grad_norm_,
+    fully_shard,
+    set_trust,
+)
+from shardwise.engine.exact import TALLY_ATTRIBUTE
+from shardwise.testing import run_ranks
+from shardwise.testing.workloads import TIED_ACROSS_UNITS, WORKLOADS, seeded
+from tests.ranks.models import Layers, data, full
+from tests.ranks.subject import beyond_torch
+from tests.ranks.tables import cases_of, run_cases
+
+pytestmark = beyond_torch
+
+NUM_MICRO_BATCHES = 8
+NUM_STEPS = 3
+MAX_NORM = 0.5
+
+
+def own_micro_batches(count=NUM_MICRO_BATCHES):
+    """Micro-batch m belongs to rank m modulo the number of ranks."""
+    return range(dist.get_rank(), count, dist.get_world_size())
+
+
+def hybrid_mesh():
+    world_size = dist.get_world_size()
+    replicas = min(2, world_size)
+    return init_device_mesh("cpu", (replicas, world_size // replicas))
+
+
+def composed(workload, mode, precision, exact):
+    model = workload.model()
+    options = {"exact": exact, "reshard_after_forward": mode != "kept"}
+    if mode in ("hybrid", "replicas"):
+        world_size = dist.get_world_size()
+        options["mesh"] = hybrid_mesh() if mode == "hybrid" else init_device_mesh("cpu", (world_size, 1))
+    if precision == "bf16":
+        options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for unit in (*workload.units(model), model):
+        fully_shard(unit, **options)
+    return model
+
+
+STRATEGIES = {
+    "full": ShardingStrategy.FULL_SHARD,
+    "kept": ShardingStrategy.SHARD_GRAD_OP,
+    "replicas": ShardingStrategy.NO_SHARD,
+    "hybrid": ShardingStrategy.HYBRID_SHARD,
+}
+
+
+def wrapped(workload, mode, precision, exact):
+    model = workload.model()
+    options = {"exact": exact, "sharding_strategy": STRATEGIES[mode], "use_orig_params": mode != "kept"}
+    if mode == "hybrid":
+        options["device_mesh"] = hybrid_mesh()
+    if precision == "bf16":
+        options["mixed_precision"] = MixedPrecision(torch.bfloat16, torch.float32, cast_forward_inputs=True)
+    chosen = set(workload.units(model))
+    policy = lambda module, recurse, **_: recurse or module in chosen  # noqa: E731
+    return FullyShardedDataParallel(model, auto_wrap_policy=policy, **options)
+
+
+FACES = {"fully_shard": composed, "wrapper": wrapped}
+
+
+def backward(model, workload, step, micro_batch, count=NUM_MICRO_BATCHES):
+    batch = workload.data(step, micro_batch, 0)
+    (workload.loss(model(*batch), batch) / (count // dist.get_world_size())).backward()
+
+
+def whole(model):
+    if isinstance(model, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(model):
+            return {name: param.detach().clone() for name, param in model.named_parameters()}
+    return {name: full(param.detach()).clone() for name, param in model.named_parameters()}
+
+
+def trained(workload, face, mode, precision, exact=True):
+    """What some steps lead to: whole parameters and the norms that were clipped; from rank 0."""
+    torch.set_num_threads(1)
+    workload = WORKLOADS[workload]
+    model = FACES[face](workload, mode, precision, exact)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    norms = []
+    for step in range(NUM_STEPS):
+        for micro_batch in own_micro_batches():
+            backward(model, workload, step, micro_batch)
+        norms.append(clip_grad_norm_(model.parameters(), MAX_NORM))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(norm > MAX_NORM for norm in norms), "nothing was clipped"
+    result = {"norms": torch.stack(norms), **whole(model)}
+    return result if dist.get_rank() == 0 else None
+
+
+# Who shards how, for each number of ranks: each pair of face and mode somewhere.
+PLACES = {
+    (1, "threads"): [("fully_shard", "full"), ("wrapper", "kept")],
+    (2, "gloo"): [("fully_shard", "kept"), ("wrapper", "full"), ("wrapper", "replicas")],
+    (4, "gloo"): [("fully_shard", "hybrid"), ("fully_shard", "replicas"), ("wrapper", "hybrid")],
+    (8, "threads"): [("fully_shard", "full"), ("fully_shard", "hybrid"), ("wrapper", "kept")],
+}
+
+
+def trainings(all_places, exact):
+    """What each training comes to, with where it ran."""
+    for (world_size, kind), places in all_places.items():
+        cases = [
+            {"face": face, "mode": mode, "workload": workload, "precision": precision, "exact": exact}
+            for face, mode in places
+            for workload in ("odd MLP", "tied transformer")
+            for precision in ("fp32", "bf16")
+        ]
+        for case, result in zip(cases, run_cases(trained, world_size, cases, kind=kind)[0], strict=True):
+            yield (case["workload"], case["precision"]), f"{world_size} {kind}: {case}", result
+
+
+def differing(one, other):
+    return [name for name in one if not torch.equal(one[name], other[name])]
+
+
+def test_training_comes_to_the_same_bits_on_any_number_of_ranks_in_any_mode():
+    first = {}
+    for what, where, result in trainings(PLACES, exact=True):
+        assert not differing(first.setdefault(what, result), result), where
+
+
+def test_without_exact_sums_it_does_not():
+    first, bad = {}, set()
+    places = {(world_size, "threads"): [("fully_shard", "full")] for world_size in (1, 4)}
+    for what, _, result in trainings(places, exact=False):
+        if differing(first.setdefault(what, result), result):
+            bad.add(what)
+    assert bad == set(first)
+
+
+# --- the order of the sum -------------------------------------------------------------------------------------------
+
+
+def by_halving(terms):
+    if len(terms) == 1:
+        return terms[0]
+    half = 1
+    while 2 * half < len(terms):
+        half *= 2
+    return by_halving(terms[:half]) + by_halving(terms[half:])
+
+
+def accumulated(count, mode, precision):
+    """Gradients after each backward, against sums made by hand on this one process."""
+    workload = WORKLOADS["odd MLP"]
+    model = composed(workload, mode, precision, exact=True)
+    plain = workload.model().to(torch.bfloat16 if precision == "bf16" else torch.float32)
+    world_size = dist.get_world_size()
+    terms = []
+    for micro_batch in range(count):
+        batch = workload.data(0, micro_batch, 0)
+        inputs = [value.to(next(plain.parameters()).dtype) for value in batch]
+        plain.zero_grad()
+        (workload.loss(plain(*inputs), batch) / (count // world_size)).backward()
+        terms.append([param.grad.float() for param in plain.parameters()])
+    for number, micro_batch in enumerate(own_micro_batches(count)):
+        backward(model, workload, 0, micro_batch, count)
+        so_far = terms[: (number + 1) * world_size]
+        for (name, param), grads in zip(model.named_parameters(), zip(*so_far, strict=True), strict=True):
+            expected = by_halving(grads) / world_size
+            assert torch.equal(full(param.grad), expected), f"{name} after {number + 1} backwards"
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_a_gradient_is_at_all_times_the_sum_by_halving_in_float32_of_what_was_computed(world_size):
+    cases = cases_of(count=[8, 12], mode=["full", "hybrid"], precision=["fp32", "bf16"])
+    run_cases(accumulated, world_size, cases)
+
+
+class Parts(nn.Module):
+    """Units that are reduced in several parts of a backward, run twice, or not run at all."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = seeded(Layers(num_layers=2, width=5))
+        self.unused = nn.Linear(5, 5)
+
+    def forward(self, x, reentrant):
+        x = self.layers.first(x)
+        for layer in (*self.layers.layers, self.layers.layers[0]):
+            x = checkpoint(layer, x, use_reentrant=True) if reentrant else layer(x)
+        return self.layers.last(x)
+
+
+def gradients_of_parts(reentrant, tied):
+    torch.set_num_threads(1)
+    if tied:
+        model = composed(TIED_ACROSS_UNITS, "full", "fp32", exact=True)
+    else:
+        model = Parts()
+        seeded(model)
+        for unit in (*model.layers.layers, model):
+            fully_shard(unit, exact=True)
+    for micro_batch in own_micro_batches():
+        if tied:
+            backward(model, TIED_ACROSS_UNITS, 0, micro_batch)
+        else:
+            x = data(0, micro_batch, 3, 5).requires_grad_()
+            loss = model(x, reentrant).square().mean()
+            (loss / (NUM_MICRO_BATCHES // dist.get_world_size())).backward()
+    return {
+        name: None if param.grad is None else full(param.grad).clone()
+        for name, param in model.named_parameters()
+    }
+
+
+def test_units_that_are_reduced_in_parts_tied_or_unused_come_to_the_same_bits():
+    cases = [{"reentrant": a, "tied": b} for a, b in ((False, False), (True, False), (False, True))]
+    expected = run_cases(gradients_of_parts, 1, cases)[0]
+    for world_size in (2, 4):
+        for case, want, got in zip(
+            cases, expected, run_cases(gradients_of_parts, world_size, cases)[0], strict=True
+        ):
+            for name, grad in want.items():
+                where = f"{name} on {world_size} ranks, {case}"
+                assert (grad is None) == (got[name] is None) == name.startswith("unused"), where
+                assert grad is None or torch.equal(grad, got[name]), where
+
+
+# --- gradients that others touch ------------------------------------------------------------------------------------
+
+
+def exact_layers(kind=Layers):
+    model = seeded(kind(num_layers=2, width=5))
+    for unit in (*model.layers, model):
+        fully_shard(unit, exact=True)
+    return model
+
+
+def run_backward(model, number):
+    model(data(0, number * dist.get_world_size() + dist.get_rank(), 3, 5)).square().mean().backward()
+
+
+def local_grads(model):
+    return [param.grad.to_local().clone() for param in model.parameters()]
+
+
+def grads_of(numbers):
+    """The gradients of these backwards, summed from nothing."""
+    model = exact_layers()
+    for number in numbers:
+        run_backward(model, number)
+    return local_grads(model)
+
+
+def gradients_that_others_touch():
+    sums = {numbers: grads_of(numbers) for numbers in ((0,), (1, 2), (0, 1, 2), (1, 2, 3))}
+    model = exact_layers()
+
+    def expect(expected, what):
+        for got, want in zip(local_grads(model), expected, strict=True):
+            assert torch.equal(got, want), what
+
+    run_backward(model, 0)
+    model.zero_grad(set_to_none=True)
+    run_backward(model, 1)
+    run_backward(model, 2)
+    expect(sums[1, 2], "dropped gradients count no more")
+
+    model.zero_grad(set_to_none=False)
+    for number in (1, 2, 3):
+        run_backward(model, number)
+    expect(sums[1, 2, 3], "zeroed gradients count no more")
+
+    model.zero_grad()
+    run_backward(model, 0)
+    for param in model.parameters():
+        param.grad.mul_(2)
+    for number in (1, 2):
+        run_backward(model, number)
+    expect(
+        [2 * a + b for a, b in zip(sums[0,], sums[1, 2], strict=True)], "a gradient that was written to stays"
+    )
+
+    model.zero_grad()
+    run_backward(model, 0)
+    kept = [param.grad for param in model.parameters()]
+    for number in (1, 2):
+        run_backward(model, number)
+    expect(sums[0, 1, 2], "a gradient that is kept elsewhere does no harm")
+    for got, want in zip(kept, sums[0,], strict=True):
+        assert torch.equal(got.to_local(), want), "a kept gradient stays what it was"
+
+
+def test_gradients_that_were_dropped_zeroed_or_written_to_are_added_to_as_ever():
+    run_ranks(gradients_that_others_touch, 2)
+
+
+def what_gradients_carry():
+    model = exact_layers()
+    for number in range(3):
+        run_backward(model, number)
+    grad = next(model.parameters()).grad
+    copied = copy.deepcopy(grad)
+    assert torch.equal(copied.to_local(), grad.to_local())
+    assert copied.__dict__[TALLY_ATTRIBUTE] is not grad.__dict__[TALLY_ATTRIBUTE]
+    file = io.BytesIO()
+    torch.save(grad.to_local(), file)
+    torch.save(copied, file)
+    blocks = weakref.ref(grad.__dict__[TALLY_ATTRIBUTE])
+    del grad, copied
+    gc.collect()
+    assert blocks() is not None
+    gc.disable()
+    try:
+        model.zero_grad()
+        assert blocks() is None, "partial sums outlive the gradients they are for"
+    finally:
+        gc.enable()
+
+
+def test_partial_sums_go_with_the_gradients_and_are_not_copied_with_them():
+    run_ranks(what_gradients_carry, 2)
+
+
+class Stumbles(Layers):
+    """Its backward fails when some units are through."""
+
+    fails = False
+
+    def forward(self, x):
+        x = self.first(x)
+        if self.fails:
+            x.register_hook(self._stumble)
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(x)
+
+    def _stumble(self, gradient):
+        raise ValueError("on purpose")
+
+
+def a_backward_that_is_undone():
+    before = set_trust(undoes_steps=True)
+    try:
+        model = exact_layers(Stumbles)
+        for number in range(4):
+            if number == 3:
+                model.fails = True
+                with pytest.raises(ValueError, match="on purpose"):
+                    run_backward(model, number)
+                model.fails = False
+            run_backward(model, number)
+        grads = local_grads(model)
+    finally:
+        set_trust(undoes_steps=before.undoes_steps)
+    for got, want in zip(grads, grads_of(range(4)), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_a_backward_that_was_undone_and_run_again_leaves_no_trace_in_the_sum():
+    run_ranks(a_backward_that_is_undone, 1)
+
+
+# --- what cannot be exact -------------------------------------------------------------------------------------------
+
+
+def refused(call, *words):
+    with pytest.raises(ConfigError) as caught:
+        call()
+    for word in words:
+        assert word in str(caught.value), str(caught.value)
+
+
+def contradictions():
+    model = exact_layers()
+    rank = f"rank {dist.get_rank()}"
+    for call, *words in (
+        (lambda: model.set_requires_gradient_sync(False), "before ranks"),
+        (lambda: model.set_requires_all_reduce(False), "before replicas"),
+        (lambda: model.set_gradient_divide_factor(3.0), "no power of two"),
+        (lambda: model.set_all_reduce_hook(lambda row: None), "set_all_reduce_hook"),
+        (lambda: model.set_custom_reduce_scatter(None), "exact=True"),
+        (lambda: model.set_separate_reduce_scatter_group(), "exact=True"),
+    ):
+        refused(call, rank, "unit 'Layers'", *words)
+    model.set_requires_gradient_sync(True)
+    model.set_gradient_divide_factor(0.5)
+    run_backward(model, 0)
+    refused(lambda: clip_grad_norm_(model.parameters(), 1.0, 2.5), "order 2.5", "norm_type 2")
+
+    wrapper = FullyShardedDataParallel(seeded(Layers()), exact=True)
+    with pytest.raises(ConfigError, match="no_sync sums micro-batches before ranks"), wrapper.no_sync():
+        pass
+    refused(lambda: wrapper.register_comm_hook(None, lambda *_: None), "register_comm_hook", rank)
+
+    mixed = seeded(Layers(num_layers=1))
+    fully_shard(mixed.layers[0])
+    fully_shard(mixed, exact=True)
+    refused(lambda: mixed(data(0, 0, 3, 6)), "unit 'layers.0' does not", "to none", rank)
+
+
+def test_settings_that_would_change_the_order_are_refused_on_every_rank():
+    run_ranks(contradictions, 2)
+
+
+def three_ranks():
+    for call in (lambda m: fully_shard(m, exact=True), lambda m: FullyShardedDataParallel(m, exact=True)):
+        model = seeded(Layers())
+        plain = [*model.parameters()]
+        refused(lambda: call(model), "3 ranks", "1, 2, 4, 8")  # noqa: B023
+        assert [*model.parameters()] == plain, "something was changed"
+
+
+def test_a_number_of_ranks_that_is_no_power_of_two_is_refused_before_anything_changes():
+    run_ranks(three_ranks, 3)
+
+
+def one_rank_is_exact():
+    model = seeded(Layers())
+    fully_shard(model, exact=dist.get_rank() == 0)
+    model(data(0, 0, 3, 6))
+
+
+def test_ranks_that_do_not_agree_on_it_are_told():
+    with pytest.raises(Exception, match="summed exactly"):
+        run_ranks(one_rank_is_exact, 2)
