@@ -160,6 +160,8 @@ class Tally:
         return tally if tally is not None and tally._still_holds(plan) else Tally(plan.token)
 
     def _still_holds(self, plan: ExactReduce) -> bool:
+        # A gradient that was replaced by a later sum may be one of its blocks, and somebody may have kept it. (What a
+        # DTensor's own operations write to such a one is not seen.)
         if self._block_versions != [block._version for block in self._blocks()]:
             return False
         for number, version in self._versions.items():

@@ -196,53 +196,61 @@ def test_a_gradient_is_at_all_times_the_sum_by_halving_in_float32_of_what_was_co
 
 
 class Parts(nn.Module):
-    """Units that are reduced in several parts of a backward, run twice, or not run at all."""
+    """Units that are reduced in several parts of a backward, run twice, used at times, or not at all."""
 
     def __init__(self):
         super().__init__()
         self.layers = seeded(Layers(num_layers=2, width=5))
         self.unused = nn.Linear(5, 5)
+        self.at_times = nn.Linear(5, 5)
 
-    def forward(self, x, reentrant):
+    def forward(self, x, reentrant, is_time):
         x = self.layers.first(x)
+        if is_time:
+            x = x + self.at_times(x)
         for layer in (*self.layers.layers, self.layers.layers[0]):
             x = checkpoint(layer, x, use_reentrant=True) if reentrant else layer(x)
         return self.layers.last(x)
 
 
-def gradients_of_parts(reentrant, tied):
-    torch.set_num_threads(1)
-    if tied:
-        model = composed(TIED_ACROSS_UNITS, "full", "fp32", exact=True)
-    else:
-        model = Parts()
-        seeded(model)
-        for unit in (*model.layers.layers, model):
-            fully_shard(unit, exact=True)
-    for micro_batch in own_micro_batches():
+def whole_gradients(model, shard, reentrant, tied):
+    """Of 12 micro-batches, all of them here if the model is not sharded."""
+    units = TIED_ACROSS_UNITS.units(model) if tied else model.layers.layers
+    for unit in (*units, model) if shard else ():
+        fully_shard(unit, exact=True)
+    for micro_batch in own_micro_batches(count=12) if shard else range(12):
         if tied:
-            backward(model, TIED_ACROSS_UNITS, 0, micro_batch)
+            (batch,) = TIED_ACROSS_UNITS.data(0, micro_batch, 0)
+            loss = TIED_ACROSS_UNITS.loss(model(batch), (batch,))
         else:
             x = data(0, micro_batch, 3, 5).requires_grad_()
-            loss = model(x, reentrant).square().mean()
-            (loss / (NUM_MICRO_BATCHES // dist.get_world_size())).backward()
+            # The same on all ranks of a backward, however many there are.
+            loss = model(x, reentrant, is_time=micro_batch // 4 != 1).square().mean()
+        (loss / (12 // dist.get_world_size() if shard else 12)).backward()
     return {
         name: None if param.grad is None else full(param.grad).clone()
         for name, param in model.named_parameters()
     }
 
 
+def gradients_of_parts(**case):
+    torch.set_num_threads(1)
+    plain, model = (TIED_ACROSS_UNITS.model() if case["tied"] else seeded(Parts()) for _ in range(2))
+    expected, got = whole_gradients(plain, False, **case), whole_gradients(model, True, **case)
+    for name, grad in expected.items():
+        assert (grad is None) == (got[name] is None) == name.startswith("unused"), name
+        assert grad is None or torch.allclose(got[name], grad, rtol=1e-4, atol=1e-6), name
+    return got
+
+
 def test_units_that_are_reduced_in_parts_tied_or_unused_come_to_the_same_bits():
     cases = [{"reentrant": a, "tied": b} for a, b in ((False, False), (True, False), (False, True))]
     expected = run_cases(gradients_of_parts, 1, cases)[0]
     for world_size in (2, 4):
-        for case, want, got in zip(
-            cases, expected, run_cases(gradients_of_parts, world_size, cases)[0], strict=True
-        ):
+        results = run_cases(gradients_of_parts, world_size, cases)[0]
+        for case, want, got in zip(cases, expected, results, strict=True):
             for name, grad in want.items():
-                where = f"{name} on {world_size} ranks, {case}"
-                assert (grad is None) == (got[name] is None) == name.startswith("unused"), where
-                assert grad is None or torch.equal(grad, got[name]), where
+                assert grad is None or torch.equal(grad, got[name]), f"{name}, {world_size} ranks, {case}"
 
 
 # --- gradients that others touch ------------------------------------------------------------------------------------
@@ -272,7 +280,7 @@ def grads_of(numbers):
 
 
 def gradients_that_others_touch():
-    sums = {numbers: grads_of(numbers) for numbers in ((0,), (1, 2), (0, 1, 2), (1, 2, 3))}
+    sums = {numbers: grads_of(numbers) for numbers in ((0,), (3,), (1, 2), (0, 1, 2), (1, 2, 3))}
     model = exact_layers()
 
     def expect(expected, what):
@@ -308,6 +316,18 @@ def gradients_that_others_touch():
     expect(sums[0, 1, 2], "a gradient that is kept elsewhere does no harm")
     for got, want in zip(kept, sums[0,], strict=True):
         assert torch.equal(got.to_local(), want), "a kept gradient stays what it was"
+
+    model.zero_grad()
+    for number in (0, 1):
+        run_backward(model, number)
+    kept = [param.grad for param in model.parameters()]
+    run_backward(model, 2)
+    for grad in kept:
+        grad.to_local().zero_()
+    run_backward(model, 3)
+    expect(
+        [a + b for a, b in zip(sums[0, 1, 2], sums[3,], strict=True)], "a part of the sum that was written to"
+    )
 
 
 def test_gradients_that_were_dropped_zeroed_or_written_to_are_added_to_as_ever():
