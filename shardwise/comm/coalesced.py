@@ -8,7 +8,7 @@ An exchange is planned once, for tensors that stay where they are, and issued as
 goes is decided by what the group can do:
 
     gloo, CPU                   point to point: small tensors packed into one message, large ones as they lie
-    the same, on one host       large sections are read from the peers' memory, see `same_host`
+    the same, on one host       large tensors are read from the peers' memory, see `same_host`
     NCCL, equal sections        one all-gather in place
     NCCL                        one group of broadcasts, the small tensors of a rank packed into one
     a device without a backend  the same through a copy on a device that has one
@@ -26,14 +26,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm.same_host import DirectReads, neighbour_pids
+from shardwise.comm.neighbours import Neighbours, find_neighbours
+from shardwise.comm.same_host import DirectReads
 from shardwise.torch_internals import all_gather_call, copy_all, issue_grouped_broadcasts
 
-__all__ = ["Exchange", "Pending", "all_gather_bytes", "carrier_device", "find_neighbours", "plan_exchange"]
+__all__ = ["Exchange", "Pending", "all_gather_bytes", "carrier_device", "neighbours_of", "plan_exchange"]
 
 # Below this a message costs more than copying its bytes there and back.
 _PACKED_BYTES = 128 * 1024
-# From here on reading a peer's memory saves more than its two small messages cost.
+# Tensors are read from a peer's memory if they are this large on average, or if all of a rank's are; less costs less as
+# one message.
+_READ_BYTES_EACH = 32 * 1024
 _READ_BYTES = 4 * 1024 * 1024
 # Ours alone, so that a user's own send with the default tag 0 is not taken for one of these.
 _TAG = 0x5A45
@@ -58,7 +61,7 @@ def plan_exchange(
     group: dist.ProcessGroup,
     *,
     buffer: Tensor | None = None,
-    pids: Sequence[int] | None = None,
+    neighbours: Neighbours | None = None,
 ) -> Exchange:
     """Plans an exchange.
 
@@ -67,8 +70,8 @@ def plan_exchange(
             the same sizes on every rank.
         group: the ranks.
         buffer: the tensor of which the sections are equal, consecutive parts, if that is so.
-        pids: the ranks' processes, if they may read each other's memory (``neighbour_pids``). The copying is
-            then done by whoever waits, so leave it out where something else goes on meanwhile.
+        neighbours: the ranks, if they may read each other's memory (``neighbours_of``). The copying is then done
+            by whoever waits, so leave it out where something else goes on meanwhile.
     """
     wires = [[_as_bytes(tensor) for tensor in section if tensor.numel()] for section in sections]
     devices = {wire.device for section in wires for wire in section}
@@ -80,13 +83,17 @@ def plan_exchange(
         return _ThroughCarrier(wires, group, carrier)
     backend = _backends(group)[device.type]
     if backend == "gloo" and device.type == "cpu":
-        largest = max(sum(wire.numel() for wire in section) for section in wires)
-        if pids is not None and largest >= _READ_BYTES:
-            return DirectReads(wires, group, pids)
+        if neighbours is not None and _are_worth_reading(wires):
+            return DirectReads(wires, group.rank(), neighbours)
         return _PointToPoint(wires, group)
     if backend == "nccl":
         return _GroupedBroadcasts(wires, group) if buffer is None else _GatherInPlace(buffer, group)
     return _GatherPadded(wires, group)
+
+
+def _are_worth_reading(wires: Sequence[Sequence[Tensor]]) -> bool:
+    of_rank = [sum(wire.numel() for wire in section) for section in wires]
+    return max(of_rank) >= _READ_BYTES or sum(of_rank) >= _READ_BYTES_EACH * sum(map(len, wires))
 
 
 def carrier_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
@@ -100,11 +107,11 @@ def carrier_device(group: dist.ProcessGroup, device: torch.device) -> torch.devi
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def find_neighbours(group: dist.ProcessGroup) -> tuple[int, ...] | None:
-    """The ranks' process ids if they can read each other's memory, and that is of use. Called by all ranks."""
+def neighbours_of(group: dist.ProcessGroup) -> Neighbours | None:
+    """The ranks, if they can read each other's memory and that is of use. Called by all ranks."""
     if group.size() == 1 or _backends(group).get("cpu") != "gloo":
         return None
-    return neighbour_pids(group)
+    return find_neighbours(group)
 
 
 def all_gather_bytes(message: bytes, group: dist.ProcessGroup) -> list[bytes]:

@@ -10,14 +10,15 @@ buffer, a section for each owner, and sections travel as they lie: no copies.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from shardwise.comm.coalesced import Exchange, find_neighbours, plan_exchange
+from shardwise.comm.coalesced import Exchange, neighbours_of, plan_exchange
+from shardwise.comm.neighbours import Neighbours
 from shardwise.comm.same_host import zeros_in_huge_pages
 from shardwise.zero.partition import Partition, Run
 
@@ -31,7 +32,7 @@ class ParameterSync:
         self._partition = partition
         self._group = group
         self._as_views = as_views
-        self._pids = find_neighbours(group)
+        self._neighbours = neighbours_of(group)
         self._resting: list[Run] = []
         self._active: list[Run] = []
         self._num_runs_seen = 0
@@ -55,7 +56,9 @@ class ParameterSync:
             partition.follow()
         else:
             travelling = [index for run in self._active for index in run.params]
-            self._exchanges = plan_piece_exchanges(partition, self._group, travelling, pids=self._pids)
+            self._exchanges = plan_piece_exchanges(
+                partition, self._group, travelling, neighbours=self._neighbours
+            )
         self._planned_revision = partition.revision
 
     def run(self) -> None:
@@ -73,7 +76,7 @@ class ParameterSync:
         """Moves a run's parameters into a buffer of their own and plans its sections' way to the other ranks."""
         layout = run.layout
         device = self._partition.params[run.params[0]].device
-        if self._pids is not None and device.type == "cpu":
+        if self._neighbours is not None and device.type == "cpu":
             buffer = zeros_in_huge_pages(layout.total_bytes)
         else:
             buffer = torch.zeros(layout.total_bytes, dtype=torch.uint8, device=device)
@@ -87,7 +90,7 @@ class ParameterSync:
             param.data = alias
         sections = [[buffer[section.start : section.stop]] for section in layout.sections]
         return plan_exchange(
-            sections, self._group, buffer=buffer if layout.is_even else None, pids=self._pids
+            sections, self._group, buffer=buffer if layout.is_even else None, neighbours=self._neighbours
         )
 
 
@@ -96,11 +99,11 @@ def plan_piece_exchanges(
     group: dist.ProcessGroup,
     indices: Iterable[int],
     *,
-    pids: Sequence[int] | None = None,
+    neighbours: Neighbours | None = None,
 ) -> list[Exchange]:
     """The exchanges, one a device, that send some parameters' pieces from their owners, as they lie."""
     sections: dict[torch.device, list[list[Tensor]]] = defaultdict(lambda: [[] for _ in range(group.size())])
     for index in indices:
         for piece in partition.pieces[index]:
             sections[partition.params[index].device][piece.owner].append(partition.memory_of(piece))
-    return [plan_exchange(by_owner, group, pids=pids) for by_owner in sections.values()]
+    return [plan_exchange(by_owner, group, neighbours=neighbours) for by_owner in sections.values()]

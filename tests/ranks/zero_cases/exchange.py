@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.comm import coalesced
-from shardwise.comm.coalesced import find_neighbours, plan_exchange
+from shardwise.comm.coalesced import neighbours_of, plan_exchange
 from shardwise.comm.same_host import DirectReads
 from tests.ranks.zero_cases.models import device
 
@@ -38,7 +38,7 @@ def moves_everyones_tensors(numels: list[list[int]], *, reads: bool, rounds: int
         [torch.zeros(numel, dtype=dtypes[i % 2], device=device()) for i, numel in enumerate(section)]
         for section in numels
     ]
-    exchange = plan_exchange(sections, group(), pids=find_neighbours(group()) if reads else None)
+    exchange = plan_exchange(sections, group(), neighbours=neighbours_of(group()) if reads else None)
     assert isinstance(exchange, DirectReads) == reads
     for step in range(rounds):
         fill_own(sections, step)
@@ -80,13 +80,15 @@ def packs_small_tensors_into_one_broadcast_a_rank() -> None:
     assert num_broadcasts == [5] * 3, num_broadcasts
 
 
-def keeps_exchanges_apart_that_are_under_way_together() -> None:
+def keeps_exchanges_apart_that_are_under_way_together(*, reads: bool = False) -> None:
     """Two exchanges issued one after the other, waited for in the other order."""
+    neighbours = neighbours_of(group()) if reads else None
     sections = [
         [[torch.zeros(40_000 + 7 * i), torch.zeros(3 + i)] for _ in range(dist.get_world_size())]
         for i in (0, 1)
     ]
-    exchanges = [plan_exchange(of_one, group()) for of_one in sections]
+    exchanges = [plan_exchange(of_one, group(), neighbours=neighbours) for of_one in sections]
+    assert all(isinstance(exchange, DirectReads) == reads for exchange in exchanges)
     for step in range(3):
         for number, of_one in enumerate(sections):
             fill_own(of_one, step + number)
@@ -100,12 +102,12 @@ def keeps_exchanges_apart_that_are_under_way_together() -> None:
 def reads_where_a_peers_tensors_have_moved_to() -> None:
     """Only rank 0's memory is replaced, and only rank 0 plans again."""
     sections = [[torch.zeros(1_500_000)] for _ in range(dist.get_world_size())]
-    pids = find_neighbours(group())
-    exchange = plan_exchange(sections, group(), pids=pids)
+    neighbours = neighbours_of(group())
+    exchange = plan_exchange(sections, group(), neighbours=neighbours)
     for step in range(3):
         if dist.get_rank() == 0 and step == 1:
             sections[0][0] = torch.full((1_500_000,), -1.0)
-            exchange = plan_exchange(sections, group(), pids=pids)
+            exchange = plan_exchange(sections, group(), neighbours=neighbours)
         fill_own(sections, step)
         exchange.issue().wait()
         assert_everyones(sections, step)
@@ -114,7 +116,7 @@ def reads_where_a_peers_tensors_have_moved_to() -> None:
 def may_write_as_soon_as_the_exchange_is_over() -> None:
     """A rank that goes on at once never changes what a slow peer has not read yet."""
     sections = [[torch.zeros(2_000_000)] for _ in range(dist.get_world_size())]
-    exchange = plan_exchange(sections, group(), pids=find_neighbours(group()))
+    exchange = plan_exchange(sections, group(), neighbours=neighbours_of(group()))
     for step in range(20):
         fill_own(sections, step)
         exchange.issue().wait()

@@ -221,7 +221,9 @@ EXCHANGE = (
     ),
     Claim(exchange.moves_everyones_tensors, cases_of(numels=[MANY], reads=[False, True]), about="very many"),
     Claim(exchange.packs_small_tensors_into_one_broadcast_a_rank, gloo=(3,)),
-    Claim(exchange.keeps_exchanges_apart_that_are_under_way_together, gloo=(3,)),
+    Claim(
+        exchange.keeps_exchanges_apart_that_are_under_way_together, cases_of(reads=[False, True]), gloo=(3,)
+    ),
     Claim(exchange.reads_where_a_peers_tensors_have_moved_to),
     Claim(exchange.may_write_as_soon_as_the_exchange_is_over, gloo=(3,)),
 )

@@ -1,0 +1,53 @@
+"""What processes of one host tell each other arrives under its key, whatever comes first; silence has an end."""
+
+import os
+
+import pytest
+
+from shardwise.comm.neighbours import Neighbours
+from shardwise.errors import PeerFailure
+
+
+def pair():
+    """Two ranks of one process."""
+    to_zero, to_one = os.pipe(), os.pipe()
+    pids = [os.getpid()] * 2
+    return (
+        Neighbours(0, pids, {1: to_zero[0]}, {1: to_one[1]}),
+        Neighbours(1, pids, {0: to_one[0]}, {0: to_zero[1]}),
+    )
+
+
+def test_numbers_wait_under_their_keys_until_they_are_asked_for():
+    zero, one = pair()
+    for number in (1, 2, 3):
+        zero.tell(1, (number, 0), 10 * number)
+        zero.tell(1, (number, 1), -(1 << 62))
+    assert one.hear(0, (3, 0)) == 30
+    assert one.hear(0, (1, 0)) == 10
+    assert one.hear(0, (1, 1)) == -(1 << 62)
+    assert one.hear(0, (2, 0)) == 20
+    one.tell(0, (7, 7))
+    assert zero.hear(1, (7, 7)) == 0
+
+
+def test_a_peer_that_has_ended_is_named_at_once_by_whoever_listens_or_speaks():
+    zero, one = pair()
+    zero.tell(1, (1, 0), 5)
+    ends = [*zero._ears.values(), *zero._mouths.values()]
+    del zero  # the last of rank 0: its ends of the pipes go with it
+    for end in ends:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(end)
+    assert one.hear(0, (1, 0)) == 5
+    with pytest.raises(PeerFailure, match=r"rank 0 has ended.*\n.*exchange of parameters, rank 1"):
+        one.hear(0, (2, 0))
+    with pytest.raises(PeerFailure, match="rank 0 has ended"):
+        one.tell(0, (2, 0))
+
+
+def test_a_peer_that_does_not_come_is_waited_for_only_so_long(monkeypatch):
+    monkeypatch.setattr("shardwise.comm.neighbours._PATIENCE_SECONDS", 0.05)
+    zero, _other = pair()
+    with pytest.raises(PeerFailure, match=r"has not come for 0\.05 s"):
+        zero.hear(1, (1, 0))
