@@ -97,6 +97,14 @@ def all_show(entries: Sequence[tuple[dict[str, Any], str, torch.Tensor, torch.Te
     return True
 
 
+def are_over(tensors: Iterable[torch.Tensor], locals_: Iterable[torch.Tensor]) -> bool:
+    """Whether DTensors that need no gradient are over these very local tensors, in order."""
+    return all(
+        tensor._local_tensor is local and not tensor.requires_grad  # type: ignore[attr-defined]
+        for tensor, local in zip(tensors, locals_, strict=True)
+    )
+
+
 def replace_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
     """Points a DTensor at another local tensor of the same shape, keeping the object that optimizers hold."""
     tensor._local_tensor = local  # type: ignore[attr-defined]
@@ -158,9 +166,20 @@ def hook_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) ->
         tensor.register_hook(hook)
 
 
+def hook_of_gradient(tensor: torch.Tensor) -> Callable[[torch.Tensor], Any] | None:
+    """What ``hook_gradient`` hooked on ``tensor``, if it did."""
+    hooks = tensor._backward_hooks
+    return None if hooks is None else hooks.get(-1)
+
+
 def queue_end_of_backward(callback: Callable[[], None]) -> None:
     """Runs ``callback`` once when the backward that is running now has ended."""
     Variable._execution_engine.queue_callback(callback)
+
+
+def backward_passes(node: Any) -> bool:
+    """Whether the backward that is running now executes ``node``, the ``grad_fn`` of some tensor."""
+    return torch._C._will_engine_execute_node(node)
 
 
 def backward_reaches(leaf: torch.Tensor) -> bool:
@@ -174,7 +193,7 @@ def backward_reaches(leaf: torch.Tensor) -> bool:
     assert view_node is not None
     node = view_node.next_functions[0][0]
     assert node is not None
-    return torch._C._will_engine_execute_node(node)
+    return backward_passes(node)
 
 
 def unchanged_to_autograd(tensor: torch.Tensor) -> Any:

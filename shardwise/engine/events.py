@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from shardwise import trace
 from shardwise.comm.path import code_of
 
 if TYPE_CHECKING:
+    from shardwise.engine.gradients import Presence
     from shardwise.engine.reduce import PackedReduce, ReduceSettings
 
 _PHASES = {
@@ -38,22 +37,17 @@ class UnitEvents:
         self._num_slots = num_slots
         self.gather = {phase: code_of(f"gather {self._name} {words}") for phase, words in _PHASES.items()}
 
-    def reduce(
-        self, plan: PackedReduce, settings: ReduceSettings, gradients: list[torch.Tensor | None]
-    ) -> tuple[int, int]:
+    def reduce(self, plan: PackedReduce, settings: ReduceSettings, present: Presence) -> tuple[int, int]:
         """The codes of a reduce: over the shard axis, and over replicas."""
-        present = None
-        if not settings.includes_unused and not all(gradient is not None for gradient in gradients):
-            present = tuple(gradient is not None for gradient in gradients)
+        if settings.includes_unused:
+            present = None
         key = (self, present, settings.divide_factor)
         codes = plan.codes.get(key)
         if codes is None:
             codes = plan.codes[key] = self._make(plan, present, settings.divide_factor)
         return codes
 
-    def _make(
-        self, plan: PackedReduce, present: tuple[bool, ...] | None, divide_factor: float | None
-    ) -> tuple[int, int]:
+    def _make(self, plan: PackedReduce, present: Presence, divide_factor: float | None) -> tuple[int, int]:
         words = f"reduce {self._name} in {str(plan.dtype).removeprefix('torch.')}"
         if len(plan.slots) < self._num_slots:
             words += f", training only {[slot.name for slot in plan.slots]}"
@@ -71,7 +65,5 @@ class UnnamedEvents(UnitEvents):
     def __init__(self) -> None:
         self.gather = {phase: code_of(f"gather a unit {words}") for phase, words in _PHASES.items()}
 
-    def reduce(
-        self, plan: PackedReduce, settings: ReduceSettings, gradients: list[torch.Tensor | None]
-    ) -> tuple[int, int]:
+    def reduce(self, plan: PackedReduce, settings: ReduceSettings, present: Presence) -> tuple[int, int]:
         return code_of("reduce a unit"), code_of("reduce a unit, over replicas")

@@ -1,11 +1,11 @@
 """Memory for the gradients of shards, laid out once and lent out in every backward.
 
-A unit's reduced row is its gradient buffer: each shard's gradient is a DTensor over its part of it. The parts are made
-once. A backward lends them out; the gradient given out last carries a *lease*, which ends with it. ``zero_grad`` drops
-gradients in that order, so when the lease ends nobody has any of them any more, and the memory goes.
+A unit's reduced row is its gradient buffer: each shard's gradient is a DTensor over its part of it, made once. A
+backward lends them out; the last one is made anew each time and carries a *lease*, which ends with it. ``zero_grad``
+drops gradients in that order, so when the lease ends nobody has any of them any more, and the memory goes.
 
-Where somebody does (a gradient, its local tensor, a view, a slice), that memory stays as it is, and the unit lays out
-new memory for itself.
+Where somebody does (a gradient, its local tensor, a view, a slice, a graph that saved one), that memory stays as it is,
+and the unit lays out new memory and gradients for itself.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.engine.binding import Slot
 from shardwise.engine.storage import Elastic
-from shardwise.torch_internals import local_of
+from shardwise.torch_internals import are_over, local_of
 
 LEASE_ATTRIBUTE = "_shardwise_lease"
 
@@ -40,16 +40,27 @@ class Part(NamedTuple):
     members: tuple[int, ...]
 
 
+# Which of a reduce's gradients came; None if all did, as is usual.
+Presence = tuple[bool, ...] | None
+
+
+def presence(gradients: list[torch.Tensor | None]) -> Presence:
+    for gradient in gradients:
+        if gradient is None:
+            return tuple(gradient is not None for gradient in gradients)
+    return None
+
+
 class Lease:
     """Ends with the gradient that carries it; copies and saved files of that one carry an empty one."""
 
-    def __init__(self, memory: Elastic | None = None) -> None:
-        self._memory = memory
+    def __init__(self, buffer: GradientBuffer | None = None) -> None:
+        self._buffer = buffer
 
     def __del__(self) -> None:
         # ``is_finalizing``: at the end of the process there is nothing left to free.
-        if self._memory is not None and not sys.is_finalizing():
-            self._memory.shrink_if_own()
+        if self._buffer is not None and not sys.is_finalizing():
+            self._buffer.take_back()
 
     def __deepcopy__(self, memo: dict[int, object]) -> Lease:
         return Lease()
@@ -72,7 +83,8 @@ class GradientBuffer:
             for part in parts
         }
         self.locals = list(self._locals.values())
-        self._memory.note_own_uses(self.locals)
+        self._gradients = {slot: slot.gradient(local) for slot, local in self._locals.items()}
+        self._memory.note_own_uses([*self.locals, *self._gradients.values()])
         # Whether there is nothing but gradients in it, no padding.
         self.is_full = row_numel == sum(local.numel() for local in self.locals)
         self._lease: weakref.ref[Lease] | None = None
@@ -83,8 +95,11 @@ class GradientBuffer:
 
     @property
     def is_own(self) -> bool:
-        """Whether nobody but the unit has memory of it."""
-        return self._memory.is_own()
+        """Whether nobody but the unit has memory of it, or a gradient, and gradients are as they were made."""
+        # Memory that went was the unit's own.
+        return not self._memory.is_grown or (
+            self._memory.is_own() and are_over(self._gradients.values(), self.locals)
+        )
 
     @property
     def is_all_lent(self) -> bool:
@@ -101,13 +116,18 @@ class GradientBuffer:
         self._memory.grow()
 
     def gradient_of(self, slot: Slot) -> torch.Tensor:
-        return slot.gradient(self._locals[slot])
+        return self._gradients[slot]
 
-    def lend_with(self, last: torch.Tensor) -> None:
-        """Lends the memory out until ``last``, the gradient given out last, is dropped."""
-        lease = Lease(self._memory)
+    def lend_until_dropped(self, last: Slot) -> None:
+        """Lends the memory out until the gradient of ``last``, which was given out last, is dropped."""
+        lease = Lease(self)
         self._lease = weakref.ref(lease)
-        last.__dict__[LEASE_ATTRIBUTE] = lease
+        last.sharded.grad = gradient = last.gradient(self._locals[last])
+        gradient.__dict__[LEASE_ATTRIBUTE] = lease
+
+    def take_back(self) -> None:
+        if self.is_own:
+            self._memory.shrink()
 
 
 def gradient_version(gradient: torch.Tensor) -> int:

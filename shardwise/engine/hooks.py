@@ -5,12 +5,14 @@ A *pass* is one forward of a unit and the backward through it. Its signals:
     outputs' gradient arrives   the weights are needed: gather them, and prefetch the next
     inputs' gradients are done  the weights are no longer needed: reduce what has come in, free
 
-Inputs are passed on as views of themselves, and the signal is a hook on those views; a module that writes to its
-input in place keeps working (it loses the signal, and is served at the end of backward). Where no input needs a
-gradient, complete gradients of all parameters are the signal instead. Whatever gave no signal is flushed when
-backward ends.
+The second signal is a hook on views of the inputs, which are passed on in their place; a module that writes to its
+input in place keeps working (it loses the signal, and is served at the end of backward). In a chain of units no view is
+needed: what one unit gives out and the next takes in has a hook already, the first signal of the one before. Where no
+input needs a gradient, complete gradients of all parameters are the signal instead. Whatever gave no signal is flushed
+when backward ends.
 
-The graph holds the pass (through its hooks) and the pass holds its window; nothing here holds the graph.
+The graph holds the pass (through its hooks) and the pass holds its window. A pass holds nothing of the graph that leads
+back to itself: at most the node that its input came from, which backward reaches later.
 """
 
 from __future__ import annotations
@@ -27,13 +29,24 @@ from shardwise.engine.participation import with_backward
 from shardwise.engine.structure import map_tensors, tensors_in
 from shardwise.engine.unit import Unit
 from shardwise.plan.schedule import Window
-from shardwise.torch_internals import hook_gradient, inside_backward, untraced
+from shardwise.torch_internals import hook_gradient, hook_of_gradient, inside_backward, untraced
 
 
 class Pass:
     """One forward of a unit, as its backward will find it."""
 
-    __slots__ = ("__weakref__", "has_input_signal", "hooks", "is_open", "place", "window")
+    __slots__ = (
+        "__weakref__",
+        "before",
+        "follower",
+        "has_input_signal",
+        "hooks",
+        "input_node",
+        "is_open",
+        "num_outputs",
+        "place",
+        "window",
+    )
 
     def __init__(self, hooks: Hooks, window: Window) -> None:
         self.hooks = hooks
@@ -41,8 +54,17 @@ class Pass:
         self.place: int | None = None
         self.is_open = False
         self.has_input_signal = False
+        self.num_outputs = 0
+        # The pass whose one input is this one's one output: that gradient arrives when the follower is done.
+        self.follower: weakref.ref[Pass] | None = None
+        # The pass that this one follows, and the node of what it gave out.
+        self.before: Pass | None = None
+        self.input_node: Any = None
 
     def outputs_gradient_arrives(self, gradient: torch.Tensor) -> None:
+        follower = self.follower() if self.follower is not None else None
+        if follower is not None:
+            follower.hooks.post_backward(follower)
         self.hooks.pre_backward(self)
 
     def inputs_gradients_are_done(self, gradients: Any) -> None:
@@ -139,8 +161,10 @@ class Hooks:
             # What most blocks take: nothing to walk, nothing to rebuild.
             if not args[0].requires_grad:
                 return args, kwargs
-            view = args[0].view_as(args[0])
             visit.has_input_signal = True
+            if self._follows(args[0], visit):
+                return args, kwargs
+            view = args[0].view_as(args[0])
             hook_gradient(view, visit.inputs_gradients_are_done)
             return (view,), kwargs
         views: dict[int, torch.Tensor] = {}
@@ -159,6 +183,24 @@ class Hooks:
             )
         return map_tensors(lambda tensor: views.get(id(tensor), tensor), (args, kwargs))
 
+    def _follows(self, tensor: torch.Tensor, visit: Pass) -> bool:
+        """Whether another pass's first signal can serve as this one's second.
+
+        For the first that takes the tensor in: backward comes to it last, when the gradient is complete.
+        """
+        signal = hook_of_gradient(tensor)
+        before = getattr(signal, "__self__", None)
+        if not isinstance(before, Pass) or before.window is not visit.window:
+            return False
+        if before.num_outputs != 1 or before.follower is not None:
+            return False
+        if self.unit.root.in_backward:
+            # A forward that is run again: its graph is not the one that backward goes through.
+            return False
+        before.follower = weakref.ref(visit)
+        visit.before, visit.input_node = before, tensor.grad_fn
+        return True
+
     @untraced
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         unit, visit = self.unit, self._visit
@@ -175,12 +217,11 @@ class Hooks:
         return output
 
     def _signal_outputs(self, visit: Pass, output: Any, recomputes: bool) -> Any:
-        waits_for_gradient = False
         for tensor in tensors_in(output):
             if tensor.requires_grad:
                 hook_gradient(tensor, visit.outputs_gradient_arrives)
-                waits_for_gradient = True
-        if not waits_for_gradient:
+                visit.num_outputs += 1
+        if not visit.num_outputs:
             return self._with_backward(visit, output) if self.unit.root.participation is not None else output
         # Joint units have no place in the order: they are there, and ranks may run different ones.
         if visit.place is None and not recomputes and not self.unit.is_joint:

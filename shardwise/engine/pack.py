@@ -14,7 +14,7 @@ from shardwise.torch_internals import chunk_cat, copy_all, zero_all
 
 
 class Pack(Protocol):
-    def fill(self, gradients: list[torch.Tensor | None]) -> None:
+    def fill(self, gradients: list[torch.Tensor | None], is_complete: bool) -> None:
         """Writes all of the rows: gradients where there are any, zeros for those missing and for padding."""
 
 
@@ -51,9 +51,9 @@ class LinePack:
             rows.tensor(dtype, pad.packed_start * dtype.itemsize, pad.shape) for pad in packing.pads()
         ]
 
-    def fill(self, gradients: list[torch.Tensor | None]) -> None:
+    def fill(self, gradients: list[torch.Tensor | None], is_complete: bool) -> None:
         targets, present, blanks = self._targets, gradients, self._pads
-        if any(gradient is None for gradient in gradients):
+        if not is_complete:
             pairs = [pair for pair in zip(targets, gradients, strict=True) if pair[1] is not None]
             missing = [
                 target for target, gradient in zip(targets, gradients, strict=True) if gradient is None
@@ -87,9 +87,9 @@ class FusedPack:
         self._is_plain = self._order == [(index, 0) for index in range(len(cuts))]
         self._fillers: dict[tuple[int, torch.dtype], torch.Tensor] = {}
 
-    def fill(self, gradients: list[torch.Tensor | None]) -> None:
+    def fill(self, gradients: list[torch.Tensor | None], is_complete: bool) -> None:
         present: list[torch.Tensor] = gradients  # type: ignore[assignment]
-        if any(gradient is None for gradient in gradients):
+        if not is_complete:
             known = next((gradient for gradient in gradients if gradient is not None), self._rows)
             present = [
                 known.new_zeros(shape) if gradient is None else gradient
@@ -129,7 +129,7 @@ class PiecewisePack:
             for pad in packing.pads()
         ]
 
-    def fill(self, gradients: list[torch.Tensor | None]) -> None:
+    def fill(self, gradients: list[torch.Tensor | None], is_complete: bool) -> None:
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
         blanks = list(self._pads)

@@ -26,7 +26,7 @@ from shardwise.comm.mesh import DataMesh
 from shardwise.comm.streams import Lanes, Mark
 from shardwise.engine.binding import Slot
 from shardwise.engine.form import Form
-from shardwise.engine.gradients import GradientBuffer, Part
+from shardwise.engine.gradients import GradientBuffer, Part, Presence
 from shardwise.engine.pack import plan_pack
 from shardwise.engine.storage import Elastic
 from shardwise.plan.division import Division, plan_division
@@ -231,15 +231,13 @@ class Reduction:
         self._read_late: list[torch.Tensor] = []
         self._packed: Mark
 
-    def issue(self, gradients: list[torch.Tensor | None]) -> None:
+    def issue(self, gradients: list[torch.Tensor | None], present: Presence) -> None:
         """Packs the gradients and starts the reduce-scatter."""
         plan, lane = self.plan, self._lanes.reduce
-        if self._settings.includes_unused or all(gradient is not None for gradient in gradients):
+        if present is None or self._settings.includes_unused:
             self._received = plan.parts
         else:
-            self._received = [
-                part for part in plan.parts if any(gradients[member] is not None for member in part.members)
-            ]
+            self._received = [part for part in plan.parts if any(present[member] for member in part.members)]
         if torch.is_grad_enabled():
             # backward(create_graph=True): the graph goes on from the gradients, not through their reduce.
             gradients = [None if gradient is None else gradient.detach() for gradient in gradients]
@@ -255,7 +253,7 @@ class Reduction:
         # order: gradients before their packing, because backward writes them on the compute stream
         lane.after_compute()
         with lane:
-            plan.pack.fill(gradients)
+            plan.pack.fill(gradients, is_complete=present is None)
             self._packed = lane.mark()
             if self._division.before != 1.0:
                 plan.all_rows.div_(self._division.before)
@@ -409,13 +407,15 @@ class Reduction:
         held: list[torch.Tensor] = []
         added: list[torch.Tensor] = []
         hooked: list[Slot] = []
-        lane, buffer, lent = self._lanes.reduce, self._buffer, None
+        lane, buffer = self._lanes.reduce, self._buffer
+        last: Slot | None = None
         with lane:
             for slot, run, start, shape, strides, _ in self._received:
                 sharded = slot.sharded
                 existing = sharded.grad
                 if existing is None and buffer is not None:
-                    sharded.grad = lent = buffer.gradient_of(slot)
+                    sharded.grad = buffer.gradient_of(slot)
+                    last = slot
                 elif existing is None:
                     sharded.grad = slot.gradient(self._runs[run].as_strided(shape, strides, start))
                 else:
@@ -423,8 +423,8 @@ class Reduction:
                     added.append(self._runs[run].as_strided(shape, strides, start))
                 if post_accumulate_hooks(sharded):
                     hooked.append(slot)
-            if buffer is not None and lent is not None:
-                buffer.lend_with(lent)
+            if buffer is not None and last is not None:
+                buffer.lend_until_dropped(last)
             if held:
                 if self.plan.is_offloaded:
                     # order: the transfer before the sum, because the host adds

@@ -33,9 +33,10 @@ from shardwise.engine.reduce import PackedReduce, ReduceSettings, Reduction, run
 from shardwise.errors import StateError
 from shardwise.plan.lifecycle import State
 from shardwise.plan.schedule import Window
-from shardwise.torch_internals import inside_backward, queue_end_of_backward
+from shardwise.torch_internals import backward_passes, inside_backward, queue_end_of_backward
 
 if TYPE_CHECKING:
+    from shardwise.engine.gradients import Presence
     from shardwise.engine.hooks import Pass
     from shardwise.engine.unit import Unit
 
@@ -234,12 +235,26 @@ class Root:
         if unit.backward_prefetch is not None:
             for chosen in unit.backward_prefetch:
                 chosen.issue_gather(trace.IN_PRE_BACKWARD, prefetch=True)
-        elif visit.place is not None:
-            number = visit.window.before(visit.place, self._is_reached)
-            if number is not None:
-                for needed in self.units[number].needs:
-                    if needed.gathers_in_backward:
-                        needed.issue_gather(trace.IN_PRE_BACKWARD, prefetch=True)
+        elif (next_used := self._next_in_backward(unit, visit)) is not None:
+            for needed in next_used.needs:
+                if needed.gathers_in_backward:
+                    needed.issue_gather(trace.IN_PRE_BACKWARD, prefetch=True)
+
+    def _next_in_backward(self, unit: Unit, visit: Pass) -> Unit | None:
+        """The unit that this backward comes to after ``visit``, a pass of ``unit``."""
+        if visit.place is None:
+            return None
+        before = visit.before
+        if (
+            before is not None
+            and before.place == visit.place - 1
+            and before.hooks.unit is not unit
+            and backward_passes(visit.input_node)
+        ):
+            # In a chain of units one look at the graph tells; otherwise parameters do, by their gradients.
+            return before.hooks.unit
+        number = visit.window.before(visit.place, self._is_reached)
+        return None if number is None else self.units[number]
 
     def _is_reached(self, number: int) -> bool:
         return self.units[number].is_reached_by_backward()
@@ -249,6 +264,7 @@ class Root:
         plan: PackedReduce,
         settings: ReduceSettings,
         gradients: list[torch.Tensor | None],
+        present: Presence,
         max_inputs: int,
         codes: tuple[int, int],
     ) -> None:
@@ -269,7 +285,7 @@ class Root:
         while len(in_flight) > max_inputs or (in_flight and in_flight[0].is_done):
             self._finish_oldest_reduce()
         reduction = plan.begin(settings, self.lanes, codes)
-        reduction.issue(gradients)
+        reduction.issue(gradients, present)
         in_flight.append(reduction)
 
     def _finish_oldest_reduce(self) -> None:

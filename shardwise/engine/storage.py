@@ -81,21 +81,20 @@ class Elastic:
         return made
 
     def note_own_uses(self, tensors: list[torch.Tensor]) -> None:
-        """Remembers who has this memory now; ``tensors`` are those handed out that somebody might keep."""
+        """Remembers who has this memory now; ``tensors`` are those handed out that somebody might keep.
+
+        An owner in C++ (a parameter whose gradient it is, a graph that saved it) counts among a tensor's references.
+        """
         self._watched = tensors
-        self._own_refs = [sys.getrefcount(tensor) for tensor in tensors]
+        self._own_refs = list(map(sys.getrefcount, tensors))
         self._own_uses = storage_uses(self._storage)
 
     def is_own(self) -> bool:
         """Whether nobody has a tensor of this memory, or a view of one, that had none when uses were noted."""
         return (
             storage_uses(self._storage) == self._own_uses
-            and [sys.getrefcount(tensor) for tensor in self._watched] == self._own_refs
+            and list(map(sys.getrefcount, self._watched)) == self._own_refs
         )
-
-    def shrink_if_own(self) -> None:
-        if self.is_own():
-            self.shrink()
 
     def grow(self) -> None:
         if not self.is_grown:

@@ -19,7 +19,7 @@ from shardwise.comm.mesh import DataMesh
 from shardwise.engine.binding import Shown, Slot, sharded_shown, show, tag, unsharded_shown
 from shardwise.engine.events import UnitEvents
 from shardwise.engine.form import Form
-from shardwise.engine.gradients import GradientBuffer
+from shardwise.engine.gradients import GradientBuffer, presence
 from shardwise.engine.memory import Memory
 from shardwise.engine.reduce import SUMS, PackedReduce, Sums
 from shardwise.errors import StateError
@@ -467,8 +467,10 @@ class Unit:
             ]
         if self.root.accord.guard is not None:
             self.root.accord.guard.look(self.name, reduce.slots, gradients)
-        codes = self.events.reduce(reduce, self.reduce_settings, gradients)
-        self.root.start_reduce(reduce, self.reduce_settings, gradients, self.max_reduce_inputs, codes)
+        present = presence(gradients)
+        settings = self.reduce_settings
+        codes = self.events.reduce(reduce, settings, present)
+        self.root.start_reduce(reduce, settings, gradients, present, self.max_reduce_inputs, codes)
         if self.recorder is not None:
             self.recorder.add(trace.REDUCE, self.name, trace.IN_POST_BACKWARD, self.rank)
 

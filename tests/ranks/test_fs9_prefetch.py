@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +12,7 @@ from torch import nn
 from torch.distributed._composable import checkpoint as checkpointed
 from torch.utils.checkpoint import checkpoint
 
+from shardwise.plan.schedule import Window
 from shardwise.testing import run_ranks
 from shardwise.testing.workloads import TiedTransformer, seeded
 from tests.ranks.models import DoubleLinear, average_gradients, data, same, same_shard, sgd
@@ -247,6 +251,68 @@ def branch_gradients():
 
 def test_backwards_through_one_branch_and_then_the_other_add_up():
     run_ranks(branch_gradients, 2, kind="gloo")
+
+
+class Heads(nn.Module):
+    """A body, then several heads on what it gives out."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(8, 8)
+        self.heads = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x):
+        x = self.body(x)
+        return sum(head(x) for head in self.heads)
+
+
+def heads():
+    model = seeded(Heads())
+    for unit in (model.body, *model.heads, model):
+        fully_shard(unit)
+    with record(model) as recorder:
+        for step in range(2):
+            loss = model(data(step, dist.get_rank(), 4, 8)).sum()
+            recorder.clear()
+            loss.backward()
+            names = [f"heads.{number}" for number in (2, 1, 0)] + ["body"]
+            order = [(event, name) for event, name, _ in recorder.of("pre_backward", "post_backward")]
+            assert order == [(event, name) for name in names for event in ("pre_backward", "post_backward")]
+
+
+@beyond_torch
+def test_units_that_take_the_same_tensor_are_done_one_after_the_other():
+    run_ranks(heads, 2, kind="gloo")
+
+
+def a_chain():
+    """Units that feed one another get the very tensors given out; the graph leaves nothing behind."""
+    model = seeded(nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    given, taken = [], []
+    for layer in model:
+        layer.register_forward_pre_hook(lambda module, args: taken.append(args[0]))
+        layer.register_forward_hook(lambda module, args, output: given.append(output))
+    out = model(data(0, dist.get_rank(), 4, 8))
+    assert all(one is other for one, other in zip(taken[1:], given[:-1], strict=True))
+    given.clear()
+    taken.clear()
+    window = weakref.ref(model._shardwise_units[0].root.window)
+    model._shardwise_units[0].root.window = Window()
+    gc.disable()
+    try:
+        assert window() is not None
+        del out
+        assert window() is None
+    finally:
+        gc.enable()
+
+
+@beyond_torch
+def test_a_chain_of_units_passes_tensors_on_as_they_are_and_goes_with_its_graph():
+    run_ranks(a_chain, 2, kind="gloo")
 
 
 # --- prefetching by hand --------------------------------------------------------------------------------------

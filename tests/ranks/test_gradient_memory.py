@@ -45,6 +45,13 @@ def test_gradient_memory_is_laid_out_once():
     assert all(run_ranks(laid_out_once, 2, kind="gloo"))
 
 
+def saved_in_a_graph(gradient):
+    """A function that finds the gradient where autograd alone has kept it."""
+    factor = torch.ones_like(gradient).requires_grad_()
+    product = (gradient * factor).sum()
+    return lambda: torch.autograd.grad(product, factor, retain_graph=True)[0]
+
+
 def held(how):
     """Keeps a gradient of the first step in some way, and says whether the second step left it alone."""
     model = small()
@@ -57,6 +64,7 @@ def held(how):
         "a slice": lambda: weight.grad.to_local()[:1],
         "detached": lambda: weight.grad.detach(),
         "in a closure": lambda: lambda gradient=weight.grad: gradient,
+        "in a graph": lambda: saved_in_a_graph(weight.grad),
     }[how]()
     value = kept() if callable(kept) and not isinstance(kept, torch.Tensor) else kept
     local = value.to_local() if hasattr(value, "to_local") else value
@@ -70,7 +78,8 @@ def held(how):
 
 
 @pytest.mark.parametrize(
-    "how", ["the gradient", "its local tensor", "a local view", "a slice", "detached", "in a closure"]
+    "how",
+    ["the gradient", "its local tensor", "a local view", "a slice", "detached", "in a closure", "in a graph"],
 )
 def test_a_gradient_that_someone_holds_keeps_its_values(how):
     assert all(run_ranks(held, 2, how, kind="gloo"))

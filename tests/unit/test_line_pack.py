@@ -35,7 +35,7 @@ def test_rows_hold_gradients_and_zeros_whatever_was_there_before(kinds, trained,
         else torch.arange(1, prod(shape) + 1, dtype=torch.float64).view(shape) * (number + 1)
         for number, shape in enumerate(shapes)
     ]
-    pack.fill(gradients)
+    pack.fill(gradients, is_complete=all(gradient is not None for gradient in gradients))
     assert everything.isfinite().all()
     sections = {number: section for section in packing.sections for number in section.members}
     total = 0.0
