@@ -192,7 +192,7 @@ class Hooks:
         before = getattr(signal, "__self__", None)
         if not isinstance(before, Pass) or before.window is not visit.window:
             return False
-        if before.num_outputs != 1 or before.follower is not None:
+        if before.num_outputs != 1 or before.follower is not None or len(before.hooks.unit.modules) > 1:
             return False
         if self.unit.root.in_backward:
             # A forward that is run again: its graph is not the one that backward goes through.
