@@ -15,9 +15,11 @@ from shardwise.frontends.auto_wrap import (
     CustomPolicy,
     ModuleWrapPolicy,
     always_wrap_policy,
+    enable_wrap,
     lambda_auto_wrap_policy,
     size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
+    wrap,
 )
 from shardwise.frontends.capture import CapturedStep, capture
 from shardwise.frontends.entry_points import register_fsdp_forward_method, share_comm_ctx
@@ -91,6 +93,7 @@ __all__ = [
     "always_wrap_policy",
     "capture",
     "clip_grad_norm_",
+    "enable_wrap",
     "fully_shard",
     "hook_with_zero_step",
     "hook_with_zero_step_interleaved",
@@ -103,4 +106,5 @@ __all__ = [
     "trace",
     "transformer_auto_wrap_policy",
     "uneven",
+    "wrap",
 ]

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 # A module that wraps another holds it under this name, which no user wants to see in a parameter's name.
 WRAPPED_NAME = "_fsdp_wrapped_module"
+# What torch's activation checkpointing calls the module it is wrapped around, in all names but a state dict's.
+_CHECKPOINTED_NAME = "_checkpoint_wrapped_module"
 
 
 def is_wrapper(module: nn.Module) -> bool:
@@ -42,7 +44,9 @@ def is_wrapper(module: nn.Module) -> bool:
 
 def clean_name(name: str) -> str:
     """A name of a parameter or module as if nothing were wrapped."""
-    return name.replace(f"{WRAPPED_NAME}.", "").removesuffix(WRAPPED_NAME).removesuffix(".")
+    for added in (WRAPPED_NAME, _CHECKPOINTED_NAME):
+        name = name.replace(f"{added}.", "").removesuffix(added).removesuffix(".")
+    return name
 
 
 class Place:

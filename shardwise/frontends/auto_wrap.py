@@ -8,7 +8,9 @@ torch's own policies are of these kinds and work as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from torch import nn
@@ -113,6 +115,31 @@ def size_based_auto_wrap_policy(
     if recurse:
         return is_large and not isinstance(module, tuple(leaves))
     return is_large and not isinstance(module, tuple(excluded))
+
+
+# What ``wrap`` does on this thread.
+_wraps_with: ContextVar[tuple[Callable[..., nn.Module], dict[str, Any]] | None] = ContextVar(
+    "wraps_with", default=None
+)
+
+
+@contextmanager
+def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any) -> Iterator[None]:
+    """Within it, ``wrap(module)`` is ``wrapper_cls(module, **wrapper_kwargs)``."""
+    token = _wraps_with.set((wrapper_cls, wrapper_kwargs))
+    try:
+        yield
+    finally:
+        _wraps_with.reset(token)
+
+
+def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
+    """The module wrapped as the ``enable_wrap`` around the call says, but for ``wrap_overrides``; else as it is."""
+    chosen = _wraps_with.get()
+    if chosen is None:
+        return module
+    wrapper_cls, options = chosen
+    return wrapper_cls(module, **{**options, **wrap_overrides})
 
 
 def choose(

@@ -84,7 +84,7 @@ def _restore_buffers(wrapper: nn.Module, state: State, prefix: str) -> None:
     wrapped = wrapper.get_submodule(WRAPPED_NAME)
     for path, module in _outside_wrappers(wrapped):
         for name, dtype in own_buffer_dtypes(module).items():
-            key = f"{prefix}{path}.{name}" if path else prefix + name
+            key = prefix + clean_name(f"{path}.{name}" if path else name)
             if key in state:
                 state[key] = state[key].to(dtype)
 
@@ -182,7 +182,8 @@ def own_places(wrapper: nn.Module, unit: Unit) -> Iterator[tuple[str, FlatSlot, 
     """Every place below a wrapper, but below no inner one, that shows a flat parameter: with its module's path."""
     paths: dict[int, str] = {}
     for name, module in _outside_wrappers(wrapper.get_submodule(WRAPPED_NAME)):
-        paths.setdefault(id(parameters_of(module)), f"{name}." if name else "")
+        path = clean_name(name)
+        paths.setdefault(id(parameters_of(module)), f"{path}." if path else "")
     for needed in dict.fromkeys((unit, *unit.needs)):
         for slot in flat_slots(needed):
             for place in slot.places:

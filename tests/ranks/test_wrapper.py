@@ -20,9 +20,6 @@ from shardwise import (
     FullyShardedDataParallel,
     ModuleWrapPolicy,
     ShardingStrategy,
-    lambda_auto_wrap_policy,
-    size_based_auto_wrap_policy,
-    transformer_auto_wrap_policy,
 )
 from shardwise.engine.binding import units_of
 from shardwise.testing import run_ranks
@@ -229,8 +226,15 @@ def names():
             assert list(whole) == list(plain)
             for name, param in plain.items():
                 same(whole[name].detach(), param.detach(), name)
-    sequence = FullyShardedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
-    assert isinstance(sequence[1], nn.ReLU)
+    sequence = FullyShardedDataParallel(
+        nn.Sequential(FullyShardedDataParallel(nn.Linear(2, 2)), nn.Linear(2, 2, bias=False))
+    )
+    assert isinstance(sequence[1], nn.Linear)
+    assert [sequence.check_is_root(), sequence[0].check_is_root()] == [True, False]
+    # A flat parameter stands for those that are there.
+    assert "Linear(in_features=2, out_features=2, bias=True)" in str(sequence)
+    assert "Linear(in_features=2, out_features=2, bias=False)" in str(sequence)
+    assert sequence[0].module.bias is None
     # As in torch's, an optimizer made before wrapping goes on working with the original names.
     layer = nn.Linear(4, 4)
     before = list(layer.parameters())
@@ -337,8 +341,12 @@ def policies():
     (unit,) = units_of(model.layers[1])
     assert not unit.after_forward.frees
     assert units_of(model)[0].after_forward.frees
-    assert ModuleWrapPolicy is shardwise.ModuleWrapPolicy
-    assert {size_based_auto_wrap_policy, transformer_auto_wrap_policy, lambda_auto_wrap_policy}
+    for module in (shardwise, torchs):
+        with module.enable_wrap(wrapper_cls=FullyShardedDataParallel, sharding_strategy=SHARD_GRAD_OP):
+            one = module.wrap(nn.Linear(2, 2))
+            other = module.wrap(nn.Linear(2, 2), sharding_strategy=FULL_SHARD)
+        assert [units_of(each)[0].after_forward.frees for each in (one, other)] == [False, True]
+        assert type(module.wrap(nn.Linear(2, 2))) is nn.Linear
 
 
 def test_policies_choose_what_torchs_choose_and_torchs_own_work():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 
 import pytest
@@ -11,9 +12,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
 from torch.utils.checkpoint import checkpoint
 
-from shardwise import FullyShardedDataParallel, ShardingStrategy, StateDictType
+from shardwise import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, StateDictType
+from shardwise.errors import CheckpointError
 from shardwise.testing import run_ranks
 from shardwise.testing.workloads import seeded
 from tests.ranks.models import Layers, TwoLayers, average_gradients, data, same
@@ -72,6 +78,54 @@ def recomputes():
 
 def test_recomputed_activations_give_the_same_gradients():
     run_ranks(recomputes, 2)
+
+
+class Buffered(TwoLayers):
+    def __init__(self, width=6):
+        super().__init__(width)
+        self.register_buffer("shift", torch.full((width,), 0.125))
+
+    def forward(self, x):
+        return super().forward(x) + self.shift.to(x.dtype)
+
+
+def wrapped_for_recomputing():
+    """torch's own wrappers for it, inside ours and around them: names of states are as if neither were there."""
+    for orig, outside in itertools.product((False, True), (False, True)):
+        plain, inner = (nn.Sequential(*(seeded(Buffered()) for _ in range(2))) for _ in range(2))
+        options = {"use_orig_params": orig, "mixed_precision": MixedPrecision(buffer_dtype=torch.bfloat16)}
+        model = wrap(inner, inner, **options)
+        if outside:
+            for index in range(2):
+                inner[index] = checkpoint_wrapper(inner[index])
+        else:
+            apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Buffered))
+        names, values = [name for name, _ in plain.named_parameters()], plain.state_dict()
+        with FSDP.summon_full_params(model):
+            assert [name for name, _ in model.named_parameters()] == names
+        optim = torch.optim.Adam(model.parameters(), lr=0.0)
+        gradients_match(model, plain)
+        optim.step()
+        states = FSDP.full_optim_state_dict(model, optim, rank0_only=False)
+        assert list(states["state"]) == names
+        optim.load_state_dict(FSDP.optim_state_dict_to_load(model, optim, states))
+        for kind in (StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT):
+            with FSDP.state_dict_type(model, kind):
+                state = model.state_dict()
+                assert list(state) == list(values)
+                assert state["0.shift"].dtype == torch.float32
+                with torch.no_grad():
+                    for param in model.parameters():
+                        param.add_(1.0)
+                model.load_state_dict(state)
+            for name, value in model.state_dict().items():
+                same(value, values[name], name)
+        with pytest.raises(CheckpointError, match=r"size mismatch for 1\.in_proj\.weight"):
+            model.load_state_dict({**values, "1.in_proj.weight": torch.zeros(3, 3)})
+
+
+def test_states_do_not_see_torchs_wrappers_for_activation_checkpointing():
+    run_ranks(wrapped_for_recomputing, 2)
 
 
 def compiles():
