@@ -121,20 +121,27 @@ def flat_mesh(mesh: DeviceMesh, device: torch.device, shards: bool) -> DataMesh:
 
 
 class _KnownMeshes(threading.local):
-    """Meshes made out of groups, while somebody uses them; one set a thread, because ranks may be threads."""
+    """Meshes that were made here, for as long as the default group is there; one set a thread: ranks may be threads.
+
+    Not for as long as a model uses them: making one takes communication, and ranks do not collect garbage alike.
+    """
 
     def __init__(self) -> None:
-        self.meshes: weakref.WeakValueDictionary[Hashable, DeviceMesh] = weakref.WeakValueDictionary()
+        self.group: weakref.ref[dist.ProcessGroup] | None = None
+        self.meshes: dict[Hashable, DeviceMesh] = {}
 
 
 _known = _KnownMeshes()
 
 
 def _shared(key: Hashable, make: Callable[[], DeviceMesh]) -> DeviceMesh:
-    mesh = _known.meshes.get(key)
-    if mesh is None:
-        mesh = _known.meshes[key] = make()
-    return mesh
+    group = dist.group.WORLD
+    assert group is not None
+    if _known.group is None or _known.group() is not group:
+        _known.group, _known.meshes = weakref.ref(group), {}
+    if key not in _known.meshes:
+        _known.meshes[key] = make()
+    return _known.meshes[key]
 
 
 def mesh_of_group(group: dist.ProcessGroup, device_type: str) -> DeviceMesh:
@@ -165,7 +172,7 @@ def mesh_of_hosts(device_type: str, shard_world: int) -> DeviceMesh:
     def make() -> DeviceMesh:
         return init_device_mesh(device_type, (world // shard_world, shard_world), mesh_dim_names=_HYBRID_AXES)
 
-    return _shared((id(dist.group.WORLD), shard_world, device_type), make)
+    return _shared((shard_world, device_type), make)
 
 
 _HYBRID_AXES = ("replicate", "shard")
@@ -209,16 +216,6 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type)
 
 
-class _DefaultMesh(threading.local):
-    """The mesh over the whole default group; one a thread, because ranks may be threads."""
-
-    group: weakref.ref[dist.ProcessGroup] | None = None
-    mesh: DeviceMesh | None = None
-
-
-_default = _DefaultMesh()
-
-
 def default_mesh(device_type: str, where: str) -> DeviceMesh:
     """One axis over all ranks."""
     if not dist.is_initialized():
@@ -227,10 +224,4 @@ def default_mesh(device_type: str, where: str) -> DeviceMesh:
             where=where,
             fix="call torch.distributed.init_process_group() first (torchrun sets what it needs), or pass mesh=",
         )
-    group = dist.group.WORLD
-    assert group is not None
-    known = _default.group() if _default.group is not None else None
-    if known is not group or _default.mesh is None or _default.mesh.device_type != device_type:
-        _default.mesh = init_device_mesh(device_type, (group.size(),))
-        _default.group = weakref.ref(group)
-    return _default.mesh
+    return _shared(device_type, lambda: init_device_mesh(device_type, (dist.get_world_size(),)))

@@ -341,12 +341,11 @@ def policies():
     (unit,) = units_of(model.layers[1])
     assert not unit.after_forward.frees
     assert units_of(model)[0].after_forward.frees
-    for module in (shardwise, torchs):
-        with module.enable_wrap(wrapper_cls=FullyShardedDataParallel, sharding_strategy=SHARD_GRAD_OP):
-            one = module.wrap(nn.Linear(2, 2))
-            other = module.wrap(nn.Linear(2, 2), sharding_strategy=FULL_SHARD)
-        assert [units_of(each)[0].after_forward.frees for each in (one, other)] == [False, True]
-        assert type(module.wrap(nn.Linear(2, 2))) is nn.Linear
+    with shardwise.enable_wrap(wrapper_cls=FullyShardedDataParallel, sharding_strategy=SHARD_GRAD_OP):
+        one = shardwise.wrap(nn.Linear(2, 2))
+        other = shardwise.wrap(nn.Linear(2, 2), sharding_strategy=FULL_SHARD)
+    assert [units_of(each)[0].after_forward.frees for each in (one, other)] == [False, True]
+    assert type(shardwise.wrap(nn.Linear(2, 2))) is nn.Linear
 
 
 def test_policies_choose_what_torchs_choose_and_torchs_own_work():
