@@ -94,7 +94,8 @@ class NativeWire(WatchedWire):
         return self.waiting or (self._probe.unreached() if self._probe is not None else None)
 
     def let_out(self, waiting: Waiting, seconds_since_verdict: float) -> None:
-        if waiting is not self.waiting:
+        # A rank that waits for others to agree looks for the verdict itself.
+        if not isinstance(waiting, _Agreement):
             self._abort()
 
     def let_out_alone(self, waiting: Waiting) -> None:

@@ -219,8 +219,10 @@ class TaggedWire(WatchedWire):
         return not landing.is_alive()
 
     def let_out(self, waiting: Waiting, seconds_since_verdict: float) -> None:
-        assert isinstance(waiting, Posted)
-        if self._asked is not waiting:
+        if not isinstance(waiting, Posted):
+            # Nobody can take part in a collective that is not ours.
+            self._close_connections()
+        elif self._asked is not waiting:
             self._asked = waiting
             self.board.ask_for_release({"tag": waiting.tag, "bytes": waiting.message_bytes})
         elif seconds_since_verdict > _PEERS_ANSWER_SECONDS:

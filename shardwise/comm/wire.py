@@ -23,6 +23,7 @@ import tempfile
 import threading
 import time
 import weakref
+from collections.abc import Iterator
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -50,6 +51,13 @@ class Waiting(Protocol):
     """What a training thread waits on."""
 
     code: int
+
+
+class _Foreign:
+    """A wait for collectives that are not the wire's."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
 
 
 class Wire:
@@ -83,6 +91,12 @@ class Wire:
     def admit(self, code: int) -> None:
         """Comes before a collective of the group's own, which must not meet another of other sizes."""
         self.note(code)
+
+    @contextlib.contextmanager
+    def watched(self, code: int) -> Iterator[None]:
+        """Around waits for the group's own collectives: those that lead nowhere end with what the watch found out."""
+        self.note(code)
+        yield
 
     def gather(self, output: torch.Tensor, own: torch.Tensor, code: int) -> Any:
         raise NotImplementedError
@@ -119,6 +133,22 @@ class WatchedWire(Wire):
         self._verdict_epoch = 0
         # When this rank last began a new path; peers may need its help to leave the old one.
         self.left_at = -math.inf
+
+    @contextlib.contextmanager
+    def watched(self, code: int) -> Iterator[None]:
+        self.note(code)
+        self.waiting = _Foreign(code)
+        try:
+            yield
+        except ShardwiseError:
+            raise
+        except RuntimeError as error:
+            self.fail(error)
+        finally:
+            self.waiting = None
+        self.follow(code)
+        if self.verdict is not None:
+            self.heed_verdict()
 
     # --- what the watch asks of it --------------------------------------------------------------------------------
 

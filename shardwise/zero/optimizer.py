@@ -9,6 +9,7 @@ Sharing out is `partition`'s work, sending is `sync`'s, saving is `state`'s; her
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
 from collections.abc import Callable, Mapping
@@ -23,6 +24,8 @@ from torch.optim import Optimizer
 
 from shardwise.comm.collectives import wire_of
 from shardwise.comm.path import code_of
+from shardwise.comm.wire import Wire
+from shardwise.engine.stepping import last_checkpoint
 from shardwise.errors import ConfigError, StateError
 from shardwise.optim.blocks import BlockedStep
 from shardwise.optim.elementwise import is_elementwise, is_torchs_own
@@ -40,6 +43,9 @@ from shardwise.zero.partition import Partition
 from shardwise.zero.sync import ParameterSync
 
 __all__ = ["ZeroRedundancyOptimizer"]
+
+_EXCHANGE = code_of("exchange the parameters that a ZeroRedundancyOptimizer has stepped")
+_CONSOLIDATE = code_of("consolidate the state of a ZeroRedundancyOptimizer")
 
 
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
@@ -172,6 +178,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._sync.refresh()
         if self._under_join and join_is_watching(self):
             share_gradients(self.partition, self.process_group, joined=joined)
+        try:
+            loss = self._step_own(closure, kwargs)
+        except BaseException as error:
+            self._tear(error, has_closure=closure is not None)
+            raise
+        self._exchange()
+        return loss
+
+    def _step_own(self, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
         _copy_options(self.param_groups, self.optim.param_groups)
         self.partition.bind_gradients()
         if closure is None:
@@ -182,8 +197,27 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             loss = self.optim.step(closure=closure, **kwargs)
         self.partition.release_gradients()
         _copy_options(self.optim.param_groups, self.param_groups)
-        self._sync.run()
         return loss
+
+    def _exchange(self) -> None:
+        with self._wire.watched(_EXCHANGE):
+            self._sync.run()
+
+    def _tear(self, error: BaseException, *, has_closure: bool) -> None:
+        """This rank's step raised: peers are not left waiting for its pieces, and are told."""
+        if not has_closure:
+            # All of them come to the exchange; inside a closure they may be anywhere.
+            with contextlib.suppress(Exception):
+                self._exchange()
+        checkpoint = f" ({last_checkpoint()})" if last_checkpoint() else ""
+        self._wire.break_off(
+            f"{type(error).__name__} in the step of a ZeroRedundancyOptimizer, which is torn: some parameters are "
+            f"updated and some are not; load the last checkpoint{checkpoint}"
+        )
+
+    @property
+    def _wire(self) -> Wire:
+        return wire_of(self.process_group, self.partition.params[0].device)
 
     def _agree(self, has_closure: bool) -> None:
         """Lets no rank step before all have come here, with gradients of the same parameters."""
@@ -202,7 +236,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                     f", without gradients of {absent}" if absent else ""
                 )
             code = self._step_codes[present] = code_of(words)
-        wire_of(self.process_group, params[0].device).agree(code)
+        self._wire.agree(code)
 
     def _skip_step(self) -> None:
         if not self._hooked:
@@ -298,7 +332,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         _copy_options(self.param_groups, self.optim.param_groups)
         gathered: list[Any] | None = [None] * self.world_size if self.rank == to else None
         own = state.owned_state(self.partition, self.optim.state)
-        dist.gather_object(own, gathered, group=self.process_group, group_dst=to)
+        self._wire.agree(_CONSOLIDATE)
+        with self._wire.watched(_CONSOLIDATE):
+            dist.gather_object(own, gathered, group=self.process_group, group_dst=to)
         self._consolidated = None
         if gathered is not None:
             states = (piece_state for of_rank in gathered for piece_state in of_rank)

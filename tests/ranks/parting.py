@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
@@ -18,7 +19,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import linear
 
-from shardwise import FullyShardedDataParallel, ModuleWrapPolicy, clip_grad_norm_, set_trust
+from shardwise import (
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ModuleWrapPolicy,
+    ShardingStrategy,
+    TrustPolicy,
+    clip_grad_norm_,
+    set_trust,
+)
+from shardwise.comm import meeting, tagged, watch
 from shardwise.testing.workloads import seeded
 from tests.ranks.models import average_gradients, data, same, sgd
 from tests.ranks.subject import TORCH_IS_THE_SUBJECT, MixedPrecisionPolicy, fully_shard
@@ -75,15 +85,15 @@ def sharded(face, **options):
     model = seeded(Model())
     if face == "wrapper":
         return FullyShardedDataParallel(
-            model, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True
+            model, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True, **options
         )
     for block in model.blocks:
         fully_shard(block, **options)
     return fully_shard(model, **options)
 
 
-def loss_of(model, step, rank):
-    return model(data(step, rank, 3, WIDTH)).square().mean()
+def loss_of(model, step, rank, num_rows=3):
+    return model(data(step, rank, num_rows, WIDTH)).square().sum() / (3 * WIDTH)
 
 
 class Run:
@@ -106,15 +116,29 @@ class Run:
         block = self.model.blocks[number]
         return block.module if self.face == "wrapper" else block
 
-    def good_step(self):
+    def bad_step(self):
+        """A step in which a rank errs."""
+        self.loss().backward()
+        self.optim.step()
+
+    def be_struck(self, strike):
+        self.block(2).register_forward_pre_hook(strike)
+
+    def go_back(self):
+        """A step that broke off has changed no parameter."""
+        self.optim.zero_grad()
+
+    def good_step(self, num_rows=lambda rank: 3):
         """Right to the last bit: a parameter that was not would show in the loss."""
         self.take(0, 1, 2, 3)
         self.optim.zero_grad()
-        loss = self.loss()
+        loss = loss_of(self.model, self.step, dist.get_rank(), num_rows(dist.get_rank()))
         loss.backward()
         self.optim.step()
         losses = average_gradients(
-            self.plain, lambda rank: loss_of(self.plain, self.step, rank), dist.get_world_size()
+            self.plain,
+            lambda rank: loss_of(self.plain, self.step, rank, num_rows(rank)),
+            dist.get_world_size(),
         )
         same(loss.detach(), losses[dist.get_rank()], f"loss of step {self.step}", 0.0)
         self.plain_optim.step()
@@ -127,35 +151,30 @@ class Run:
 
 def another_layer_of_the_same_shape(run, errs):
     run.take(*((0, 2, 1, 3) if errs else (0, 1, 2, 3)))
-    run.loss().backward()
-    run.optim.step()
+    run.bad_step()
 
 
 def another_layer_of_another_shape(run, errs):
     run.take(*((0, 3, 1, 2) if errs else (0, 1, 2, 3)))
-    run.loss().backward()
-    run.optim.step()
+    run.bad_step()
 
 
 def an_unused_layer(run, errs):
     run.take(*((0, 1, 3) if errs else (0, 1, 2, 3)))
-    run.loss().backward()
-    run.optim.step()
+    run.bad_step()
 
 
 def an_extra_forward(run, errs):
     if errs:
         run.loss()
-    run.loss().backward()
-    run.optim.step()
+    run.bad_step()
 
 
 def an_extra_forward_without_grad(run, errs):
     if errs:
         with torch.no_grad():
             run.loss()
-    run.loss().backward()
-    run.optim.step()
+    run.bad_step()
 
 
 def a_missing_forward(run, errs):
@@ -188,17 +207,21 @@ def another_number_of_micro_batches(run, errs):
 def another_requires_grad(run, errs):
     run.block(1).up.weight.requires_grad_(not errs)
     try:
-        run.loss().backward()
-        run.optim.step()
+        run.bad_step()
     finally:
         run.block(1).up.weight.requires_grad_(True)
 
 
 def another_resharding(run, errs):
+    if run.face == "wrapper":
+        strategies = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)
+        fresh = Run(run.face, sharding_strategy=strategies[errs])
+        fresh.loss().backward()
+        fresh.optim.step()
+        return
     run.model.blocks[1].set_reshard_after_forward(not errs)
     try:
-        run.loss().backward()
-        run.optim.step()
+        run.bad_step()
     finally:
         run.model.blocks[1].set_reshard_after_forward(True)
 
@@ -234,8 +257,7 @@ def a_step_on_the_others_only(run, errs):
 def an_exception_in_forward(run, errs):
     run.block(2).boom = "forward" if errs else None
     try:
-        run.loss().backward()
-        run.optim.step()
+        run.bad_step()
     finally:
         run.block(2).boom = None
 
@@ -243,8 +265,7 @@ def an_exception_in_forward(run, errs):
 def an_exception_in_backward(run, errs):
     run.block(1).boom = "backward" if errs else None
     try:
-        run.loss().backward()
-        run.optim.step()
+        run.bad_step()
     finally:
         run.block(1).boom = None
 
@@ -252,8 +273,7 @@ def an_exception_in_backward(run, errs):
 def an_exception_in_a_hook(run, errs):
     hook = run.block(2).up.weight.register_post_accumulate_grad_hook(raise_boom) if errs else None
     try:
-        run.loss().backward()
-        run.optim.step()
+        run.bad_step()
     finally:
         if hook is not None:
             hook.remove()
@@ -270,8 +290,7 @@ def clipping_on_one(run, errs):
 def a_gradient_on_the_others_only(run, errs):
     run.block(2).uses_bias = not errs
     try:
-        run.loss().backward()
-        run.optim.step()
+        run.bad_step()
     finally:
         run.block(2).uses_bias = True
 
@@ -279,8 +298,7 @@ def a_gradient_on_the_others_only(run, errs):
 def running_out_of_memory(run, errs):
     hook = run.block(2).register_forward_pre_hook(out_of_memory) if errs else None
     try:
-        run.loss().backward()
-        run.optim.step()
+        run.bad_step()
     finally:
         if hook is not None:
             hook.remove()
@@ -291,22 +309,52 @@ def out_of_memory(*_):
 
 
 def another_dtype_policy(run, errs):
-    fresh = Run(run.face, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16 if errs else None))
+    dtype = torch.bfloat16 if errs else None
+    if run.face == "wrapper":
+        fresh = Run(run.face, mixed_precision=MixedPrecision(reduce_dtype=dtype))
+    else:
+        fresh = Run(run.face, mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype))
     fresh.loss().backward()
     fresh.optim.step()
 
 
+def an_exit_in_forward(run, errs):
+    hook = run.block(2).register_forward_pre_hook(leave) if errs else None
+    try:
+        run.bad_step()
+    finally:
+        if hook is not None:
+            hook.remove()
+
+
+def leave(*_):
+    sys.exit(1)
+
+
+def an_interrupt_in_backward(run, errs):
+    hook = run.block(1).register_full_backward_hook(interrupt) if errs else None
+    try:
+        run.bad_step()
+    finally:
+        if hook is not None:
+            hook.remove()
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
 def a_state_dict_on_one(run, errs):
-    """No collective of its own: what follows must be right."""
+    """No collective of ``fully_shard``'s, so what follows must be right. A wrapper's gathers, as torch's does."""
     if errs:
         run.model.state_dict()
     run.good_step()
 
 
 def an_empty_batch(run, errs):
-    batch = data(run.step, dist.get_rank(), 0 if errs else 3, WIDTH)
-    run.model(batch).square().sum().backward()
-    run.optim.step()
+    told = [None] * dist.get_world_size()
+    dist.all_gather_object(told, errs)
+    run.good_step(lambda rank: 0 if told[rank] else 3)
 
 
 PARTING = [
@@ -333,17 +381,49 @@ BREAKING_OFF = [
     an_exception_in_backward,
     an_exception_in_a_hook,
     running_out_of_memory,
+    an_exit_in_forward,
+    an_interrupt_in_backward,
 ]
+
+
+_WAITS = (
+    watch._TICK_SECONDS,
+    watch._MOMENT_SECONDS,
+    tagged._LANDING_SECONDS,
+    meeting._LANDING_SECONDS,
+)
+
+
+def _set_waits(tick, moment, *landings):
+    watch._TICK_SECONDS, watch._MOMENT_SECONDS = tick, moment
+    tagged._LANDING_SECONDS, meeting._LANDING_SECONDS = landings
+
+
+class _Inside:
+    """How many ranks of this process are inside ``timeouts_of``, and what was in force before the first."""
+
+    lock = threading.Lock()
+    num_ranks = 0
+    before = TrustPolicy()
 
 
 @contextmanager
 def timeouts_of(**changes):
-    """A policy of the process for a while: the processes of a pool serve other tests too."""
-    before = set_trust(**changes)
+    """A policy of the process for a while, and a watch that looks early: the process serves other tests too."""
+    with _Inside.lock:
+        before = set_trust(**changes)
+        if _Inside.num_ranks == 0:
+            _Inside.before = before
+            _set_waits(0.01, 0.05, 0.02, 0.02)
+        _Inside.num_ranks += 1
     try:
         yield
     finally:
-        set_trust(**asdict(before))
+        with _Inside.lock:
+            _Inside.num_ranks -= 1
+            if _Inside.num_ranks == 0:
+                set_trust(**asdict(_Inside.before))
+                _set_waits(*_WAITS)
 
 
 # --- what ends a rank, or keeps it: for processes of their own -------------------------------------------------------
@@ -364,9 +444,8 @@ class Struck:
 def strike(run, errs, signal_number, seconds=60.0):
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if errs:
-        run.block(2).register_forward_pre_hook(Struck(signal_number, seconds))
-    run.loss().backward()
-    run.optim.step()
+        run.be_struck(Struck(signal_number, seconds))
+    run.bad_step()
 
 
 def a_rank_that_is_killed(run, errs):
@@ -385,8 +464,7 @@ def a_rank_that_exits(run, errs):
     run.good_step()
     if errs:
         sys.exit()
-    run.loss().backward()
-    run.optim.step()
+    run.bad_step()
 
 
 def a_slow_rank(run, errs):
