@@ -4,7 +4,7 @@ Each collective is an event with a code, made once from its words. The digest mi
 order: ranks with equal digests did the same things. An *epoch* is the time between two failures: after one that was
 caught, all ranks begin a new path, and nothing of the old one can be taken for the new one's.
 
-    digest   d0 ──code a──▶ d1 ──code b──▶ d2        ring   [..., (a, t), (b, t)]
+    digest   d0 ──code a──▶ d1 ──code b──▶ d2        ring   [..., (1, a, t), (2, b, t)]
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import hashlib
 import time
 from collections import deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
 _MASK = (1 << 61) - 1
 _MIX = 0x9E3779B97F4A7C1
@@ -33,6 +34,14 @@ def words_of(code: int) -> str:
     return _words[code]
 
 
+class Story(NamedTuple):
+    """A path as it is told: how many events it has, and the last of them in words."""
+
+    epoch: int
+    num_events: int
+    words: list[str]
+
+
 class Path:
     """What this rank did on one group since the last failure."""
 
@@ -40,25 +49,28 @@ class Path:
 
     def __init__(self) -> None:
         self.epoch = -1
-        self.events: deque[tuple[int, int]] = deque(maxlen=_LENGTH)
         self.restart()
 
     def restart(self) -> None:
-        self.epoch += 1
-        self.digest = self.epoch
+        # The epoch last: whoever reads the new one on another thread finds no events of the old one with it.
+        self.events: deque[tuple[int, int, int]] = deque(maxlen=_LENGTH)
         self.num_events = 0
-        self.events.clear()
+        self.digest = self.epoch + 1
+        self.epoch += 1
 
     def note(self, code: int) -> int:
         """Adds an event; the digest with it."""
         self.digest = digest = (self.digest * _MIX + code) & _MASK
-        self.num_events += 1
-        self.events.append((code, time.perf_counter_ns()))
+        self.num_events = number = self.num_events + 1
+        self.events.append((number, code, time.perf_counter_ns()))
         return digest
 
-    def told(self) -> list[str]:
-        """The last events, in words."""
-        return [_words[code] for code, _ in tuple(self.events)]
+    def story(self) -> Story:
+        """The path up to now, for another thread: whole, though the path may be going on meanwhile."""
+        while True:
+            epoch, events = self.epoch, tuple(self.events)
+            if epoch == self.epoch:
+                return Story(epoch, events[-1][0] if events else 0, [_words[code] for _, code, _ in events])
 
 
 def first_parting(paths: Sequence[tuple[int, list[str]]]) -> int | None:

@@ -101,8 +101,10 @@ class Watch:
 
     def _look(self, wire: WatchedWire, sight: _Sight) -> None:
         now = time.monotonic()
+        # The training thread may leave the epoch at any moment: what is found out here is about this one.
+        epoch = wire.path.epoch
         waiting = wire.stuck_on()
-        position = (wire.path.epoch, wire.path.num_events, id(waiting))
+        position = (epoch, wire.path.num_events, id(waiting))
         if now < max(sight.aftermath_until, wire.left_at + _AFTERMATH_SECONDS):
             wire.serve_peers()
         if position != sight.position:
@@ -116,12 +118,12 @@ class Watch:
         if still_seconds < moment_seconds:
             return
         if wire.verdict is None:
-            verdict = wire.board.verdict(wire.path.epoch)
+            verdict = wire.board.verdict(epoch)
             if verdict is not None:
                 sight.aftermath_until = now + _AFTERMATH_SECONDS
                 sight.verdict_at = now
                 if waiting is not None:
-                    wire.sentence(verdict)
+                    wire.sentence(verdict, epoch)
         if waiting is not None and wire.verdict is not None:
             sight.verdict_at = now if sight.verdict_at is None else sight.verdict_at
             wire.let_out(waiting, now - sight.verdict_at)
@@ -133,7 +135,7 @@ class Watch:
             sight.num_statuses += 1
             wire.board.post_status(_status(wire, waiting, sight.num_statuses, still_seconds))
         if waiting is not None and self._is_judge(wire, sight, moment_seconds, now):
-            _judge(wire, waiting, sight, still_seconds)
+            _judge(wire, waiting, sight, still_seconds, epoch)
 
     def _is_judge(self, wire: WatchedWire, sight: _Sight, moment_seconds: float, now: float) -> bool:
         """Not every rank asks for every other's doings at every moment: the store has but one server."""
@@ -145,6 +147,7 @@ class Watch:
 
     def _look_alone(self, wire: WatchedWire, sight: _Sight) -> None:
         """Without a store nobody can be asked; what is left is the time that is set."""
+        epoch = wire.path.epoch
         waiting = wire.stuck_on()
         now = time.monotonic()
         if waiting is None or now - sight.still_since < policies.trust().timeout_seconds:
@@ -157,18 +160,20 @@ class Watch:
                     "what": f"other ranks did not come to {words_of(waiting.code)} within "
                     f"{policies.trust().timeout_seconds:g} s, and the store cannot be asked where they are",
                     "fix": "look for the rank that died in the job's logs; restart from the last checkpoint",
-                }
+                },
+                epoch,
             )
         wire.let_out_alone(waiting)
 
 
 def _status(wire: WatchedWire, waiting: Waiting | None, beat: int, still_seconds: float) -> Note:
     stack = stack_of(wire.thread)
+    story = wire.path.story()
     return {
         "beat": beat,
-        "epoch": wire.path.epoch,
-        "num_events": wire.path.num_events,
-        "events": wire.path.told()[-_EVENTS_TOLD:],
+        "epoch": story.epoch,
+        "num_events": story.num_events,
+        "events": story.words[-_EVENTS_TOLD:],
         "waiting": None if waiting is None else words_of(waiting.code),
         "bytes": getattr(waiting, "message_bytes", 0),
         "still_seconds": round(still_seconds, 1),
@@ -177,38 +182,40 @@ def _status(wire: WatchedWire, waiting: Waiting | None, beat: int, still_seconds
     }
 
 
-def _judge(wire: WatchedWire, waiting: Waiting, sight: _Sight, still_seconds: float) -> None:
-    path = wire.path
+def _judge(wire: WatchedWire, waiting: Waiting, sight: _Sight, still_seconds: float, epoch: int) -> None:
+    own = wire.path.story()
+    if own.epoch != epoch:
+        return
     statuses = {
         rank: note
         for rank, note in wire.board.statuses().items()
-        if rank != wire.rank and note["epoch"] == path.epoch
+        if rank != wire.rank and note["epoch"] == epoch
     }
     for rank, note in statuses.items():
         if sight.beats.setdefault(rank, beat := (note["beat"], note["num_events"])) != beat:
             sight.heard.add(rank)
     paths = {rank: (note["num_events"], note["events"]) for rank, note in statuses.items()}
-    paths[wire.rank] = (path.num_events, path.told())
+    paths[wire.rank] = (own.num_events, own.words)
     parting = first_parting(list(paths.values()))
     if parting is not None:
         if len(paths) == wire.world or still_seconds > _TELLING_SECONDS:
-            wire.end_epoch(RankDisagreement, *_parted(wire, paths, parting))
+            wire.end_epoch(epoch, RankDisagreement, *_parted(wire, paths, parting))
         return
     behind = [
         rank
         for rank in range(wire.world)
-        if rank != wire.rank and (rank not in paths or paths[rank][0] < path.num_events)
+        if rank != wire.rank and (rank not in paths or paths[rank][0] < own.num_events)
     ]
     gone = {rank: state for rank in behind if (state := _process_state(wire, rank)) in ("dead", "exited")}
     if gone:
-        wire.end_epoch(PeerFailure, *_lost(wire, waiting, statuses, gone, list(gone), still_seconds))
+        wire.end_epoch(epoch, PeerFailure, *_lost(wire, waiting, statuses, gone, list(gone), still_seconds))
         return
     sizes = {wire.rank: getattr(waiting, "message_bytes", 0)}
     for rank, note in statuses.items():
-        if note["num_events"] == path.num_events and note["waiting"] == words_of(waiting.code):
+        if note["num_events"] == own.num_events and note["waiting"] == words_of(waiting.code):
             sizes[rank] = note["bytes"]
     if len(sizes) == wire.world and len(set(sizes.values())) > 1:
-        wire.end_epoch(RankDisagreement, *_sized(wire, waiting, sizes))
+        wire.end_epoch(epoch, RankDisagreement, *_sized(wire, waiting, sizes))
         return
     policy = policies.trust()
     if still_seconds < policy.timeout_seconds:
@@ -223,7 +230,7 @@ def _judge(wire: WatchedWire, waiting: Waiting, sight: _Sight, still_seconds: fl
     ):
         # On a busy machine the watch of one that lives may be late to say where it is.
         return
-    wire.end_epoch(PeerFailure, *_lost(wire, waiting, statuses, states, behind, still_seconds))
+    wire.end_epoch(epoch, PeerFailure, *_lost(wire, waiting, statuses, states, behind, still_seconds))
 
 
 # --- words ---------------------------------------------------------------------------------------------------------

@@ -170,18 +170,20 @@ class WatchedWire(Wire):
     def serve_peers(self) -> None:
         """Helps peers out of collectives that a verdict has ended."""
 
-    def sentence(self, verdict: Note) -> None:
-        """Notes how the epoch ended, for the training thread to raise."""
+    def sentence(self, verdict: Note, epoch: int) -> None:
+        """Notes how an epoch ended, for the training thread to raise; it may be leaving that epoch at this moment."""
         error = _ERRORS[verdict["error"]](verdict["what"], where=self._where(), fix=verdict["fix"])
         if verdict.get("details"):
             error.what = f"{error.what}\n{verdict['details']}"
-        self._verdict_epoch = self.path.epoch
+        self._verdict_epoch = epoch
         self.verdict = error
 
-    def end_epoch(self, error: type[ShardwiseError], what: str, fix: str, details: str = "") -> None:
-        """Ends the epoch for all ranks, unless another rank has done so already."""
+    def end_epoch(
+        self, epoch: int, error: type[ShardwiseError], what: str, fix: str, details: str = ""
+    ) -> None:
+        """Ends an epoch for all ranks, unless another rank has done so already."""
         note = {"error": error.__name__, "what": what, "fix": fix, "details": details}
-        self.board.end_epoch(self.path.epoch, note)
+        self.board.end_epoch(epoch, note)
 
     # --- failing --------------------------------------------------------------------------------------------------
 
@@ -197,6 +199,7 @@ class WatchedWire(Wire):
         # The store may be gone, with the rank that kept it: then nobody can be told, and this rank's error stands.
         with contextlib.suppress(Exception):
             self.end_epoch(
+                self.path.epoch,
                 PeerFailure,
                 f"rank {self.own_rank} broke off its step: {what}",
                 "read that rank's own error; ranks that catch theirs can go on with the next step together",
@@ -238,7 +241,7 @@ class WatchedWire(Wire):
                 error=f"{type(error).__name__}: {error}",
                 stack=stack_of(self.thread),
                 num_events=self.path.num_events,
-                events=[(words_of(code), (now - at_ns) / 1e9) for code, at_ns in tuple(self.path.events)],
+                events=[(words_of(code), (now - at_ns) / 1e9) for _, code, at_ns in tuple(self.path.events)],
             ),
         )
         if file is not None:
