@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from shardwise import trace
 from shardwise.comm.collectives import GroupCalls
@@ -22,7 +21,7 @@ from shardwise.engine.form import Form
 from shardwise.engine.gradients import GradientBuffer, presence
 from shardwise.engine.memory import Memory
 from shardwise.engine.reduce import SUMS, PackedReduce, Sums
-from shardwise.errors import StateError
+from shardwise.engine.replaced import adopt_found, check_are_home
 from shardwise.plan.lifecycle import State, Step, advance
 from shardwise.plan.schedule import KEEP, AfterForward
 from shardwise.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -165,39 +164,12 @@ class Unit:
             self._catch_up()
 
     def adopt_replaced_parameters(self) -> None:
-        """Takes parameters that were replaced from outside back into the unit's buffer.
-
-        ``.to()`` and ``to_empty()`` leave the buffer, ``load_state_dict(assign=True)`` brings new parameters. What
-        came must still be this unit's shards: anything else is refused, with the parameter's name.
-        """
+        """Takes parameters that were replaced from outside back into the unit's buffer."""
+        adopt_found(self.slots, self.name, self.rank)
         for slot in self.slots:
-            param = slot.found()
-            if param is None or not slot.fits(param):
-                raise StateError(
-                    f"parameter '{slot.name}' was replaced by {_described(param)}, which cannot take the place of "
-                    f"{_described(slot.sharded)}",
-                    where=f"unit '{self.name}', rank {self.rank}",
-                    fix="replace it with a DTensor of the same shape, mesh and placements, or load values with "
-                    "load_state_dict",
-                )
-            slot.adopt(param)
-            tag(param, self, slot)
+            tag(slot.sharded, self, slot)
         self.show_sharded()
-        if meta := [slot.name for slot in self.slots if slot.local.device.type == "meta"]:
-            raise StateError(
-                f"parameters {meta} of unit '{self.name}' are still on the meta device",
-                where=f"rank {self.rank}",
-                fix="give them memory and values before the first forward: model.to_empty(device=...), then "
-                "initialise (e.g. reset_parameters()) or load a state dict",
-            )
-        if moved := [slot for slot in self.slots if slot.local.device.type != self._shard_device.type]:
-            raise StateError(
-                f"parameters {[slot.name for slot in moved]} of unit '{self.name}' were moved to "
-                f"{moved[0].local.device}, but its shards live on {self._shard_device}",
-                where=f"rank {self.rank}",
-                fix=f"move the model back with .to('{self._shard_device.type}')"
-                + (": with CPUOffloadPolicy shards stay on the host" if self.is_offloaded else ""),
-            )
+        check_are_home(self.slots, self._shard_device, self.is_offloaded, self.name, self.rank)
         self._build()
 
     def _note_trainable(self) -> None:
@@ -487,11 +459,3 @@ class Unit:
         for reduce in self._reduces.values():
             if reduce is not None:
                 reduce.partial = None
-
-
-def _described(param: object) -> str:
-    if isinstance(param, DTensor):
-        return f"a DTensor of shape {tuple(param.shape)} placed {tuple(param.placements)}"
-    if isinstance(param, torch.Tensor):
-        return f"a plain tensor of shape {tuple(param.shape)}"
-    return "nothing" if param is None else f"a {type(param).__name__}"
