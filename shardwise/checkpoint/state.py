@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.parts import Offsets, Part, dtype_name, part_of
 from shardwise.checkpoint.reading import load_parts
+from shardwise.engine.binding import clean_name
 from shardwise.errors import CheckpointError
 from shardwise.torch_internals import state_entries
 from shardwise.zero import ZeroRedundancyOptimizer
@@ -35,7 +36,8 @@ class TrainingState:
     """The tensors of a run on this rank; ``parts`` to save, ``load`` to bring them back.
 
     Args:
-        module: sharded in any way or not at all; not a wrapper such as DistributedDataParallel.
+        module: sharded in any way or not at all, wrapped by FullyShardedDataParallel if that shards nothing; not by
+            DistributedDataParallel.
         optimizer: of its parameters; a ZeroRedundancyOptimizer that owns whole parameters, or any other.
     """
 
@@ -79,7 +81,7 @@ class TrainingState:
         for path, module in self._module.named_modules():
             for name, value in state_entries(module):
                 if value is not None and not isinstance(value, nn.Parameter):
-                    yield f"{path}.{name}" if path else name, value
+                    yield clean_name(f"{path}.{name}" if path else name), value
 
     def _check_fits(self, folder: Path, manifest: Manifest) -> None:
         ours = {

@@ -81,6 +81,8 @@ class Training:
     """Sequences a step, over all ranks: the run is the same on any number of them."""
     accumulate: int = 1
     """Micro-batches a rank takes for one step."""
+    exact_micro_batches: int = 0
+    """Micro-batches a step, over all ranks, summed in one order: the same bits on 1, 2, 4, ... ranks, in every mode."""
     seed: int = 0
     threads: int = 1
     """CPU threads a rank computes with."""
@@ -254,6 +256,7 @@ def check(config: Config) -> None:
         ("optimizer.warmup", optimizer.warmup),
         ("optimizer.weight_decay", optimizer.weight_decay),
         ("optimizer.clip", optimizer.clip),
+        ("train.exact_micro_batches", train.exact_micro_batches),
         ("sharding.replicas", sharding.replicas),
         ("checkpoint.every", config.checkpoint.every),
         ("checkpoint.keep", config.checkpoint.keep),
@@ -267,6 +270,13 @@ def check(config: Config) -> None:
             f"sharding.offload moves shards to host memory, and mode '{sharding.mode}' has whole parameters",
             where=f"the settings of '{config.name}'",
             fix="use sharding.mode=full, gradients or hybrid, or sharding.offload=false",
+        )
+    if train.exact_micro_batches and train.accumulate > 1:
+        raise ConfigError(
+            f"train.exact_micro_batches is {train.exact_micro_batches}, which says how many micro-batches each of the "
+            f"ranks takes, and train.accumulate is {train.accumulate}",
+            where=f"the settings of '{config.name}'",
+            fix="use train.accumulate=1, or train.exact_micro_batches=0",
         )
     config.model.check()
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import platform
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from shardwise.train.diagnosis import first_bad_unit
 from shardwise.train.display import Display, Quiet
 from shardwise.train.hardware import memory_bytes, peak_flops
 from shardwise.train.interrupt import Interrupt
-from shardwise.train.order import SampleOrder
+from shardwise.train.order import SampleOrder, plan_order
 from shardwise.train.parallel import Parallel, learning_rate
 from shardwise.train.records import RunFacts, StepRecord, Summary, keep_metrics_up_to, read_metrics
 from shardwise.train.report import Report
@@ -84,7 +85,8 @@ class Trainer:
         if data_room.needs_tokenizing(config.data):
             self._tokenize()
         self._corpus, self._samples, self._order = team.together(self._open_data)
-        self.parallel = Parallel(config.model, config.sharding, device, config.train.seed)
+        is_exact = config.train.exact_micro_batches > 0
+        self.parallel = Parallel(config.model, config.sharding, device, config.train.seed, is_exact)
         self.optimizer = self.parallel.make_optimizer(config.optimizer)
         self.state = TrainingState(self.parallel.module, self.optimizer)
         self._store = Store(folder / CHECKPOINTS)
@@ -110,9 +112,7 @@ class Trainer:
         corpus = data_room.open_corpus(data, self.folder / _TOKENS)
         samples = data_room.Samples(corpus, model.context, model.vocabulary, data.held_out)
         seed = train.seed if data.shuffle else None
-        order = SampleOrder(
-            samples.num_training, train.batch_size, self.team.world_size, train.accumulate, seed
-        )
+        order = plan_order(samples.num_training, train, self.team.world_size, seed)
         return corpus, samples, order
 
     def resume(self) -> None:
@@ -275,28 +275,29 @@ class Trainer:
 
     def _forward_backward(self) -> Tensor:
         """All micro-batches of a step; the mean loss of this rank."""
-        accumulate = self.config.train.accumulate
-        self._seed_step()
+        accumulate = self._order.accumulate
         # In double precision, so that how a batch is cut does not show in the loss that is told.
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for number in range(accumulate):
-            inputs, targets = self._micro_batch(number)
+        for number, (inputs, targets) in enumerate(self._micro_batches()):
             with self.parallel.micro_batch(is_last=number == accumulate - 1):
                 loss = self._loss(inputs, targets) / accumulate
                 loss.backward()
             total += loss.detach()
         return total
 
-    def _seed_step(self) -> None:
-        # Dropout and the like depend on the step and the rank alone, so that there is no random state to save.
-        train = self.config.train
-        torch.manual_seed((train.seed * 1_000_003 + self.progress.step) * 4099 + self.team.rank)
+    def _micro_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The micro-batches of this rank for a step: inputs and targets, and random numbers seeded for them."""
+        order, rank = self._order, self.team.rank
+        for number in range(order.accumulate):
+            # Dropout and the like depend on the step and the rank alone, so that there is no random state to save; if
+            # ranks must not show, on the step and the micro-batch.
+            if number == 0 or order.takes_turns:
+                self._seed(order.number(rank, number) if order.takes_turns else rank)
+            inputs, targets = self._samples.batch(order.samples(self.progress.samples, rank, number))
+            yield inputs.to(self.device), targets.to(self.device)
 
-    def _micro_batch(self, number: int) -> tuple[Tensor, Tensor]:
-        inputs, targets = self._samples.batch(
-            self._order.samples(self.progress.samples, self.team.rank, number)
-        )
-        return inputs.to(self.device), targets.to(self.device)
+    def _seed(self, number: int) -> None:
+        torch.manual_seed((self.config.train.seed * 1_000_003 + self.progress.step) * 4099 + number)
 
     def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         logits = self.parallel.logits(inputs)
@@ -304,13 +305,15 @@ class Trainer:
 
     def _evaluate(self) -> float | None:
         samples, order = self._samples, self._order
-        if not samples.num_held_out or not self.config.evaluate.batches:
+        # Where ranks must not show, as many batches in all whatever their number.
+        num_batches = self.config.evaluate.batches * (order.accumulate if order.takes_turns else 1)
+        if not samples.num_held_out or not num_batches:
             return None
         self.parallel.module.eval()
         total = 0.0
         try:
             with torch.no_grad():
-                for number in range(self.config.evaluate.batches):
+                for number in range(num_batches):
                     start = (number * self.team.world_size + self.team.rank) * order.micro_batch_size
                     chosen = [
                         samples.num_training + (start + offset) % samples.num_held_out
@@ -320,15 +323,14 @@ class Trainer:
                     total += float(self._loss(inputs.to(self.device), targets.to(self.device)))
         finally:
             self.parallel.module.train()
-        return self.team.sum(total)[0] / (self.team.world_size * self.config.evaluate.batches)
+        return self.team.sum(total)[0] / (self.team.world_size * num_batches)
 
     def _bad_gradients(self) -> StateError:
         """The weights are still those of the step before: they are saved, and the run is to end with this error."""
 
         def forward() -> None:
-            self._seed_step()
-            for number in range(self.config.train.accumulate):
-                self.parallel.logits(self._micro_batch(number)[0])
+            for inputs, _ in self._micro_batches():
+                self.parallel.logits(inputs)
 
         where = first_bad_unit(self.parallel.module, self.parallel.units, forward, self.team)
         self.optimizer.zero_grad(set_to_none=True)

@@ -12,8 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardwise.errors import ConfigError
+from shardwise.plan.tree import is_power_of_two
+from shardwise.train.config import Training
 
-__all__ = ["SampleOrder", "shuffled"]
+__all__ = ["SampleOrder", "plan_order", "shuffled"]
 
 _MASK = (1 << 64) - 1
 
@@ -53,6 +55,8 @@ class SampleOrder:
         world_size: ranks.
         accumulate: micro-batches a rank.
         seed: of the shuffle; None keeps the data's own order.
+        takes_turns: ranks take one micro-batch each, and then the next, as exact sums need it; otherwise each takes a
+            run of neighbours.
     """
 
     num_samples: int
@@ -60,6 +64,7 @@ class SampleOrder:
     world_size: int = 1
     accumulate: int = 1
     seed: int | None = 0
+    takes_turns: bool = False
 
     def __post_init__(self) -> None:
         pieces = self.world_size * self.accumulate
@@ -76,9 +81,15 @@ class SampleOrder:
     def micro_batch_size(self) -> int:
         return self.batch_size // (self.world_size * self.accumulate)
 
+    def number(self, rank: int, micro_batch: int) -> int:
+        """Which of a step's micro-batches, over all ranks, is the so-manieth of a rank."""
+        if self.takes_turns:
+            return micro_batch * self.world_size + rank
+        return rank * self.accumulate + micro_batch
+
     def samples(self, samples_seen: int, rank: int, micro_batch: int) -> Sequence[int]:
         """The samples of one micro-batch of the step that begins after ``samples_seen``."""
-        start = samples_seen + (rank * self.accumulate + micro_batch) * self.micro_batch_size
+        start = samples_seen + self.number(rank, micro_batch) * self.micro_batch_size
         return [self.sample(position) for position in range(start, start + self.micro_batch_size)]
 
     def sample(self, position: int) -> int:
@@ -86,3 +97,17 @@ class SampleOrder:
         if self.seed is None:
             return index
         return shuffled(index, self.num_samples, _mixed(self.seed * 0x10001 + epoch))
+
+
+def plan_order(num_samples: int, train: Training, world_size: int, seed: int | None) -> SampleOrder:
+    """The order of a run: with exact sums, its micro-batches are shared out instead of counted for each rank."""
+    exact = train.exact_micro_batches
+    if not exact:
+        return SampleOrder(num_samples, train.batch_size, world_size, train.accumulate, seed)
+    if not is_power_of_two(world_size) or exact % world_size:
+        raise ConfigError(
+            f"{exact} micro-batches cannot be summed exactly on {world_size} ranks",
+            where="train.exact_micro_batches",
+            fix="use 1, 2, 4, 8, ... ranks, and a number of micro-batches that they divide",
+        )
+    return SampleOrder(num_samples, train.batch_size, world_size, exact // world_size, seed, takes_turns=True)

@@ -9,6 +9,9 @@
 
     * whole from forward to backward
 
+Where sums are to be exact, the first two are made of FullyShardedDataParallel, which shards nothing then: only the
+engine sums exactly, and modules compute the same in all modes.
+
 Everything above this room sees parameters by name, and need not know which of the five it is.
 """
 
@@ -33,9 +36,12 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise.checkpoint.parts import part_of
 from shardwise.errors import ConfigError, StateError
+from shardwise.frontends.auto_wrap import ModuleWrapPolicy
 from shardwise.frontends.fully_shard import fully_shard
 from shardwise.frontends.module import FSDPModule
 from shardwise.frontends.norms import clip_grad_norm_
+from shardwise.frontends.options import MixedPrecision, ShardingStrategy
+from shardwise.frontends.wrapper import FullyShardedDataParallel
 from shardwise.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardwise.train.config import Optimization, Sharding
 from shardwise.train.model import ModelSource
@@ -52,10 +58,18 @@ class Parallel:
         sharding: how it is shared.
         device: of this rank.
         seed: of the first values, which are the same on any number of ranks.
+        exact: sum gradients in an order that does not depend on ranks, nor on the mode.
     """
 
-    def __init__(self, source: ModelSource, sharding: Sharding, device: torch.device, seed: int) -> None:
-        self._source, self._sharding, self._device = source, sharding, device
+    def __init__(
+        self,
+        source: ModelSource,
+        sharding: Sharding,
+        device: torch.device,
+        seed: int,
+        exact: bool = False,
+    ) -> None:
+        self._source, self._sharding, self._device, self._is_exact = source, sharding, device, exact
         self._home = torch.device("cpu") if sharding.offload else device
         torch.manual_seed(seed)
         with torch.device("meta") if source.builds_on_meta else contextlib.nullcontext():
@@ -82,7 +96,9 @@ class Parallel:
         if self.is_sharded:
             self._shard(classes)
         self._give_values(seed)
-        self._called = self.module if self.is_sharded else self._replicated()
+        if not self.is_sharded and exact:
+            self.module = self._exact_replica(classes)
+        self._called = self.module if self.is_sharded or exact else self._replicated()
 
     # --- set-up -------------------------------------------------------------------------------------------------
 
@@ -104,6 +120,7 @@ class Parallel:
             reshard_after_forward=sharding.mode != "gradients",
             mp_policy=policy,
             offload_policy=offload,
+            exact=self._is_exact,
         )
 
     def _give_values(self, seed: int) -> None:
@@ -126,6 +143,23 @@ class Parallel:
         self.module.to(self._device)
         devices = [self._device.index] if self._device.type == "cuda" else None
         return DistributedDataParallel(self.module, device_ids=devices)
+
+    def _exact_replica(self, classes: tuple[type[nn.Module], ...]) -> nn.Module:
+        precision = None
+        if self._sharding.precision == "bf16":
+            # No module is left out of it, as none is where shards are.
+            precision = MixedPrecision(
+                torch.bfloat16, torch.float32, cast_forward_inputs=True, _module_classes_to_ignore=()
+            )
+        return FullyShardedDataParallel(
+            self.module.to(self._device),
+            device_mesh=init_device_mesh(self._device.type, (dist.get_world_size(),)),
+            sharding_strategy=ShardingStrategy.NO_SHARD,
+            auto_wrap_policy=ModuleWrapPolicy(set(classes)),
+            mixed_precision=precision,
+            use_orig_params=True,
+            exact=True,
+        )
 
     def make_optimizer(self, choice: Optimization) -> Optimizer:
         """The optimizer, with weight decay for matrices alone."""
@@ -158,11 +192,11 @@ class Parallel:
         """Around forward and backward of a micro-batch: what waits for the last one waits.
 
         Replicas exchange whole gradients, so they exchange them once. Shards are reduced every time, which keeps
-        gradients sharded; only the sum over replicas waits.
+        gradients sharded; only the sum over replicas waits. Exact sums take every micro-batch as it comes.
         """
         if isinstance(self._called, DistributedDataParallel) and not is_last:
             return self._called.no_sync()
-        if isinstance(self._called, FSDPModule) and self._sharding.mode == "hybrid":
+        if isinstance(self._called, FSDPModule) and self._sharding.mode == "hybrid" and not self._is_exact:
             self._called.set_requires_all_reduce(is_last)
         return contextlib.nullcontext()
 
@@ -177,7 +211,7 @@ class Parallel:
         return float(norm)
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        if self._sharding.precision == "bf16" and not self.is_sharded:
+        if self._sharding.precision == "bf16" and not self.is_sharded and not self._is_exact:
             return torch.autocast(self._device.type, torch.bfloat16)
         return contextlib.nullcontext()
 

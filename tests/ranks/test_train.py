@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwise.errors import StateError
+from shardwise.errors import ConfigError, StateError
 from shardwise.testing import run_ranks
 from shardwise.train.model import OwnModel
 from tests.ranks.training import (
@@ -131,6 +131,79 @@ def test_settings_that_change_how_a_step_is_done_do_not_change_what_is_learnt(un
     for name, found in losses.items():
         assert found == pytest.approx(expected, rel=1e-4), name
     assert {name for name, count in compiled.items() if count} == {"compile", "compile and recompute"}
+
+
+# --- exact sums -----------------------------------------------------------------------------------------------------
+
+
+class Dropping(torch.nn.Module):
+    """A block that drops at random, with a buffer that is saved and, in low precision, widens what it is added to."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(8)
+        self.linear = torch.nn.Linear(8, 8)
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, 8))
+
+    def forward(self, x):
+        return x + torch.nn.functional.dropout(self.linear(self.norm(x)), 0.2, self.training) * self.scale
+
+
+class DroppingModel(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(128, 8)
+        self.blocks = torch.nn.Sequential(Dropping(), Dropping())
+        self.head = torch.nn.Linear(8, 128)
+
+    def forward(self, tokens):
+        return self.head(self.blocks(self.embed(tokens)).to(self.head.weight.dtype))
+
+
+EXACT_PLACES = {1: ("none", "full"), 2: ("optimizer", "hybrid"), 4: ("none", "gradients", "hybrid")}
+
+
+def run_exactly(config, folder, modes):
+    for mode in modes:
+        for precision in ("fp32", "bf16"):
+            sharding = dataclasses.replace(config.sharding, mode=mode, precision=precision)
+            run_part(dataclasses.replace(config, sharding=sharding), f"{folder}/{mode}-{precision}")
+
+
+def test_an_exact_run_is_the_same_to_the_last_bit_on_any_number_of_ranks_in_every_mode(tmp_path):
+    from shardwise.train.records import read_metrics
+
+    config = dataclasses.replace(
+        small_config(
+            write_text(tmp_path), "train.steps=3", "train.exact_micro_batches=4", "optimizer.clip=0.1"
+        ),
+        model=OwnModel(DroppingModel, Dropping, context=8, vocabulary=128),
+    )
+    first = {}
+    for world_size, modes in EXACT_PLACES.items():
+        on_ranks(world_size, run_exactly, config, str(tmp_path / str(world_size)), modes)
+        for mode in modes:
+            for precision in ("fp32", "bf16"):
+                folder = tmp_path / str(world_size) / f"{mode}-{precision}"
+                where = f"{world_size} ranks, {mode}, {precision}"
+                told = [(each.loss, each.grad_norm, each.eval_loss) for each in read_metrics(folder)]
+                tensors = whole_tensors(checkpoint_at(folder, 3))
+                told_first, tensors_first = first.setdefault(precision, (told, tensors))
+                assert told == told_first, where
+                assert tensors.keys() == tensors_first.keys(), where
+                different = [name for name in tensors if not torch.equal(tensors[name], tensors_first[name])]
+                assert not different, where
+    assert first["fp32"][0] != first["bf16"][0]
+
+
+def refused_on_three_ranks(config, folder):
+    with pytest.raises(ConfigError, match="6 micro-batches cannot be summed exactly on 3 ranks"):
+        run_part(config, folder)
+
+
+def test_a_number_of_ranks_that_cannot_sum_exactly_is_refused_by_all_of_them(tmp_path):
+    config = small_config(write_text(tmp_path), "train.exact_micro_batches=6")
+    on_ranks(3, refused_on_three_ranks, config, str(tmp_path / "run"))
 
 
 # --- numbers that are none ----------------------------------------------------------------------------------------

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError
-from shardwise.train.config import Config, Optimization, Sharding, settings_of, with_settings
+from shardwise.train.config import Config, Optimization, Sharding, Training, settings_of, with_settings
 from shardwise.train.display import sparkline
 from shardwise.train.launch import given_ranks, plan_ranks
-from shardwise.train.order import SampleOrder, shuffled
+from shardwise.train.order import SampleOrder, plan_order, shuffled
 from shardwise.train.parallel import learning_rate, num_replicas
 from shardwise.train.recipes import RECIPES, load_recipe
 
@@ -143,6 +143,38 @@ def test_a_steps_samples_do_not_depend_on_ranks_or_micro_batches(num_samples, se
     assert len(alone) == 12
     for world_size, accumulate in ((1, 3), (2, 1), (3, 2), (4, 3)):
         assert of_step(world_size, accumulate) == alone
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 50), st.integers(0, 1000))
+def test_with_exact_sums_a_micro_batch_is_the_same_whichever_rank_takes_it_in_its_turn(num_samples, seen):
+    train = Training(batch_size=24, exact_micro_batches=8)
+
+    def of_step(world_size):
+        order = plan_order(num_samples, train, world_size, 0)
+        return {
+            order.number(rank, micro): order.samples(seen, rank, micro)
+            for rank in range(world_size)
+            for micro in range(order.accumulate)
+        }
+
+    alone = of_step(1)
+    assert list(alone) == list(range(8))
+    for world_size in (2, 4, 8):
+        assert of_step(world_size) == alone
+        order = plan_order(num_samples, train, world_size, 0)
+        assert [order.number(rank, 0) for rank in range(world_size)] == list(range(world_size))
+
+
+@pytest.mark.parametrize("world_size", [3, 16])
+def test_exact_sums_are_refused_on_ranks_that_cannot_make_them(world_size):
+    with pytest.raises(ConfigError, match=f"8 micro-batches cannot be summed exactly on {world_size} ranks"):
+        plan_order(100, Training(batch_size=48, exact_micro_batches=8), world_size, 0)
+
+
+def test_exact_micro_batches_and_those_of_a_rank_are_not_both_said():
+    with pytest.raises(ConfigError, match=r"use train\.accumulate=1"):
+        with_settings(Config(), ["train.exact_micro_batches=8", "train.accumulate=2"])
 
 
 def test_a_batch_that_cannot_be_shared_is_refused_with_one_that_can():
