@@ -115,6 +115,9 @@ def hybrid():
         wrong += parity([("adapters", LAST_OF_TWO, options)], 1e-6 if device().type == "cpu" else 1e-5)
     model = FullyShardedDataParallel(nn.Linear(8, 8, bias=False), None, HYBRID, device_mesh=mesh)
     assert sum(param.numel() for param in model.parameters()) == 32
+    one_axis = {"device_mesh": init_device_mesh(device().type, (4,)), "limit_all_gathers": False}
+    model = FullyShardedDataParallel(nn.Linear(8, 8, bias=False), **one_axis)
+    assert sum(param.numel() for param in model.parameters()) == 16
     return wrong
 
 
@@ -231,6 +234,9 @@ def names():
     )
     assert isinstance(sequence[1], nn.Linear)
     assert [sequence.check_is_root(), sequence[0].check_is_root()] == [True, False]
+    around = nn.ModuleList([sequence])
+    assert FullyShardedDataParallel.fsdp_modules(around) == [sequence, sequence[0]]
+    assert FullyShardedDataParallel.fsdp_modules(around, root_only=True) == [sequence]
     # A flat parameter stands for those that are there.
     assert "Linear(in_features=2, out_features=2, bias=True)" in str(sequence)
     assert "Linear(in_features=2, out_features=2, bias=False)" in str(sequence)

@@ -84,10 +84,15 @@ def summons():
             )
         assert not model.state_dict()["norm.weight"].eq(0).any()
         with FSDP.summon_full_params(model, writeback=False, rank0_only=True, offload_to_cpu=True):
-            is_whole = dict(model.named_parameters()).get("norm.weight") is not None and (
-                dict(model.named_parameters())["norm.weight"].numel() == 12
+            shown_now = dict(model.named_parameters())
+            is_first = dist.get_rank() == 0
+            assert (list(shown_now) == [name for name, _ in plain.named_parameters()]) == (
+                is_first or options["use_orig_params"]
             )
-            assert is_whole or dist.get_rank() or options["sharding_strategy"] is ShardingStrategy.NO_SHARD
+            if is_first:
+                assert shown_now["layers.0.up.weight"].shape == plain.layers[0].up.weight.shape
+            else:
+                assert [id(param) for param in shown_now.values()] == shown
         train_step(model)
         with FSDP.summon_full_params(model, with_grads=True):
             model.norm.weight.grad.fill_(5.0)
@@ -407,7 +412,12 @@ def optimizer_kinds():
             want if dist.get_rank() == 0 else None, model, optim=optim
         )
         sharded = FSDP.shard_full_optim_state_dict(want, model, optim=optim)
-        assert scattered["state"].keys() == sharded["state"].keys() == optim.state_dict()["state"].keys()
+        for found in (scattered, sharded):
+            other, other_optim = trained(options, steps=1)
+            other_optim.load_state_dict(found)
+            for param, values in optim.state_dict()["state"].items():
+                for key, value in values.items():
+                    same(other_optim.state_dict()["state"][param][key], value, f"{param} {key}")
         first_only = FullOptimStateDictConfig(rank0_only=True)
         with FSDP.state_dict_type(model, FULL, optim_state_dict_config=first_only):
             state = FSDP.optim_state_dict(model, optim)
@@ -420,6 +430,46 @@ def optimizer_kinds():
 
 def test_optimizer_states_of_every_kind_are_given_and_taken():
     run_ranks(optimizer_kinds, 2)
+
+
+def optimizer_groups():
+    """Groups with settings of their own, parameters of no group, and frozen ones that have no state."""
+    workload = WORKLOADS["adapters"]
+
+    def grouped(model, rate):
+        params = dict(model.named_parameters())
+        groups = [
+            {"params": [params[name] for name in params if name.endswith("bias")], "lr": rate},
+            {"params": [params[name] for name in params if name.endswith("down.weight")]},
+            {"params": [params[name] for name in params if name.endswith("up.weight")], "lr": rate / 2},
+        ]
+        return torch.optim.AdamW(groups, lr=2 * rate)
+
+    model = wrapped("adapters", use_orig_params=True)
+    optim = grouped(model, 0.01)
+    batch = workload.data(0, 0, dist.get_rank())
+    workload.loss(model(*batch), batch).backward()
+    optim.step()
+    saved = FSDP.full_optim_state_dict(model, optim, rank0_only=False)
+    plain = dict(workload.model().named_parameters())
+    stepped = {name for group in saved["param_groups"] for name in group["params"]}
+    assert set(saved["state"]) == {name for name in stepped if plain[name].requires_grad} < stepped
+    other = wrapped("adapters", use_orig_params=True, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
+    other_optim = grouped(other, 7.0)
+    other_optim.load_state_dict(FSDP.optim_state_dict_to_load(other, other_optim, saved))
+    assert [group["lr"] for group in other_optim.param_groups] == [0.01, 0.02, 0.005]
+    again = FSDP.full_optim_state_dict(other, other_optim, rank0_only=False)
+    assert again["param_groups"] == saved["param_groups"]
+    for name, values in saved["state"].items():
+        for key, value in values.items():
+            same(again["state"][name][key], value, f"{name} {key}")
+    lacking = {**saved, "param_groups": saved["param_groups"][:2]}
+    with pytest.raises(CheckpointError, match="has no group for the parameters"):
+        FSDP.optim_state_dict_to_load(other, other_optim, lacking)
+
+
+def test_optimizer_states_keep_their_groups():
+    run_ranks(optimizer_groups, 2)
 
 
 # --- torch's own functions ------------------------------------------------------------------------------------------
