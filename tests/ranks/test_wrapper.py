@@ -115,6 +115,14 @@ def hybrid():
         wrong += parity([("adapters", LAST_OF_TWO, options)], 1e-6 if device().type == "cpu" else 1e-5)
     model = FullyShardedDataParallel(nn.Linear(8, 8, bias=False), None, HYBRID, device_mesh=mesh)
     assert sum(param.numel() for param in model.parameters()) == 32
+    if device().type == "cpu":
+        for strategy, gathers in ((HYBRID, 3), (HYBRID_ZERO2, 0)):
+            model = seeded(Layers())
+            model = wrap(model, model.layers, sharding_strategy=strategy, device_mesh=mesh)
+            loss = model(data(0, 0, 2, 6)).sum()
+            with CommDebugMode() as backward:
+                loss.backward()
+            assert counted(backward).get(GATHER, 0) == gathers, strategy
     one_axis = {"device_mesh": init_device_mesh(device().type, (4,)), "limit_all_gathers": False}
     model = FullyShardedDataParallel(nn.Linear(8, 8, bias=False), **one_axis)
     assert sum(param.numel() for param in model.parameters()) == 16
