@@ -135,7 +135,9 @@ class SleepInBackward(torch.autograd.Function):
 class Stage:
     """A sharded chain after one step, beside a plain one; memory of that step lies around with other values in it."""
 
-    def __init__(self, deaf_to: Site | None, *, replicas: bool = False, offload: bool = False) -> None:
+    def __init__(
+        self, deaf_to: Site | None, *, replicas: bool = False, offload: bool = False, exact: bool = False
+    ) -> None:
         self.on_cuda = torch.cuda.is_available()
         self.device = "cuda" if self.on_cuda else "cpu"
         self.model: Any = Chain().to(self.device)
@@ -144,7 +146,7 @@ class Stage:
         mesh = init_device_mesh(self.device, (world_size, 1) if replicas else (world_size,))
         policy = CPUOffloadPolicy() if offload else OffloadPolicy()
         for unit in (*self.model.layers, self.model):
-            fully_shard(unit, mesh=mesh, offload_policy=policy)
+            fully_shard(unit, mesh=mesh, offload_policy=policy, exact=exact)
         self.params = list(self.model.parameters())
         self.model(self.input(1.0)).sum().backward()
         self.model.zero_grad()
@@ -347,6 +349,18 @@ def gradients_reach_the_hosts_sum_late(deaf_to: Site | None) -> Outcome:
     return stage.read_gradients(), stage.gradients(3.0) + stage.gradients(5.0)
 
 
+def exact_gradients_reach_the_hosts_sum_late(deaf_to: Site | None) -> Outcome:
+    """Gradients that somebody wrote to are added to on the host."""
+    stage = Stage(deaf_to, offload=True, exact=True)
+    stage.model(stage.input(3.0)).sum().backward()
+    stage.finish()
+    for param in stage.params:
+        param.grad.to_local().mul_(2)
+    stage.lanes.slow = {"reduce"}
+    stage.model(stage.input(5.0)).sum().backward()
+    return stage.read_gradients(), 2 * stage.gradients(3.0) + stage.gradients(5.0)
+
+
 def summoned_weight(deaf_to: Site | None, *, slow: set[str], writes_late: bool) -> Outcome:
     """The whole weight of a wrapped module, after its shard was doubled."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -428,6 +442,9 @@ WAITS = {
     ),
     "gradients are on the host before it adds them": Wait(
         Site("_give_out", "host_after"), gradients_reach_the_hosts_sum_late
+    ),
+    "exact sums are on the host before it adds them": Wait(
+        Site("_part_of", "host_after"), exact_gradients_reach_the_hosts_sum_late
     ),
     "shards are written before wholes are gathered": Wait(
         Site("gather_line", "after_compute"), shards_are_written_late_before_a_summon
