@@ -206,6 +206,11 @@ def post_accumulate_hooks(param: torch.Tensor) -> Mapping[int, Callable[[torch.T
     return param._post_accumulate_grad_hooks
 
 
+def hooked_of(params: Sequence[torch.Tensor]) -> list[int]:
+    """The numbers of those that have such hooks."""
+    return [number for number, param in enumerate(params) if param._post_accumulate_grad_hooks]
+
+
 # --- process groups ----------------------------------------------------------------------------------------------
 
 

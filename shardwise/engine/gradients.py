@@ -51,6 +51,13 @@ def presence(gradients: list[torch.Tensor | None]) -> Presence:
     return None
 
 
+def any_came(gradients: list[torch.Tensor | None]) -> bool:
+    for gradient in gradients:  # noqa: SIM110  a generator is resumed for each, and this is asked twice a step
+        if gradient is not None:
+            return True
+    return False
+
+
 class Lease:
     """Ends with the gradient that carries it; copies and saved files of that one carry an empty one."""
 
@@ -83,8 +90,9 @@ class GradientBuffer:
             for part in parts
         }
         self.locals = list(self._locals.values())
-        self._gradients = {slot: slot.gradient(local) for slot, local in self._locals.items()}
-        self._memory.note_own_uses([*self.locals, *self._gradients.values()])
+        # To be given out; whoever does says which was the last.
+        self.gradients = {slot: slot.gradient(local) for slot, local in self._locals.items()}
+        self._memory.note_own_uses([*self.locals, *self.gradients.values()])
         # Whether there is nothing but gradients in it, no padding.
         self.is_full = row_numel == sum(local.numel() for local in self.locals)
         self._lease: weakref.ref[Lease] | None = None
@@ -98,7 +106,7 @@ class GradientBuffer:
         """Whether nobody but the unit has memory of it, or a gradient, and gradients are as they were made."""
         # Memory that went was the unit's own.
         return not self._memory.is_grown or (
-            self._memory.is_own() and are_over(self._gradients.values(), self.locals)
+            self._memory.is_own() and are_over(self.gradients.values(), self.locals)
         )
 
     @property
@@ -114,9 +122,6 @@ class GradientBuffer:
 
     def grow(self) -> None:
         self._memory.grow()
-
-    def gradient_of(self, slot: Slot) -> torch.Tensor:
-        return self._gradients[slot]
 
     def lend_until_dropped(self, last: Slot) -> None:
         """Lends the memory out until the gradient of ``last``, which was given out last, is dropped."""

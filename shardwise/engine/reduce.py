@@ -31,7 +31,7 @@ from shardwise.engine.pack import plan_pack
 from shardwise.engine.storage import Elastic
 from shardwise.plan.division import Division, plan_division
 from shardwise.policies import MixedPrecisionPolicy
-from shardwise.torch_internals import add_all, local_of, post_accumulate_hooks
+from shardwise.torch_internals import add_all, hooked_of, local_of, post_accumulate_hooks
 
 
 @dataclass
@@ -406,23 +406,21 @@ class Reduction:
     def _give_out(self) -> list[Slot]:
         held: list[torch.Tensor] = []
         added: list[torch.Tensor] = []
-        hooked: list[Slot] = []
         lane, buffer = self._lanes.reduce, self._buffer
+        lent = buffer.gradients if buffer is not None else None
         last: Slot | None = None
         with lane:
             for slot, run, start, shape, strides, _ in self._received:
                 sharded = slot.sharded
                 existing = sharded.grad
-                if existing is None and buffer is not None:
-                    sharded.grad = buffer.gradient_of(slot)
+                if existing is None and lent is not None:
+                    sharded.grad = lent[slot]
                     last = slot
                 elif existing is None:
                     sharded.grad = slot.gradient(self._runs[run].as_strided(shape, strides, start))
                 else:
                     held.append(local_of(existing) if isinstance(existing, DTensor) else existing)
                     added.append(self._runs[run].as_strided(shape, strides, start))
-                if post_accumulate_hooks(sharded):
-                    hooked.append(slot)
             if buffer is not None and last is not None:
                 buffer.lend_until_dropped(last)
             if held:
@@ -431,7 +429,8 @@ class Reduction:
                     self._lanes.host_after(lane.mark())
                 add_all(held, added)
         self._runs = []
-        return hooked
+        hooked = hooked_of([part.slot.sharded for part in self._received])
+        return [self._received[number].slot for number in hooked]
 
 
 def run_user_hooks(slots: list[Slot]) -> None:

@@ -203,7 +203,8 @@ class Root:
         if not self.is_busy:
             # order: writes to the shards before this gather, because no step began that would have waited for them
             self.lanes.gather.after_compute()
-        self._take_back(0 if prefetch or any(leaving is unit for leaving, _ in self._leaving) else 1)
+        if self._leaving:
+            self._take_back(0 if prefetch or any(leaving is unit for leaving, _ in self._leaving) else 1)
 
     def let_go(self, unit: Unit) -> None:
         """Frees a unit's full parameters, as soon as the compute stream has passed them."""
