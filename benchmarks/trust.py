@@ -1,4 +1,4 @@
-"""What becomes of ranks that part, fail or stall: torch FSDP2 beside shardwise, case by case.
+"""What becomes of ranks that part, fail or stall: torch FSDP2 beside shardwise's three faces, case by case.
 
     PYTHONPATH=. python benchmarks/trust.py                         # 2 ranks, the first one errs
     PYTHONPATH=. python benchmarks/trust.py --ranks 4 --errs last --only killed --only slow
@@ -33,7 +33,13 @@ import torch
 import torch.distributed as dist
 from measuring import RESULTS, machine
 
-NAMES = {"FSDP2": "torch", "shardwise": "shardwise"}
+# What the tests' own switch is set to, and which face the catalogue is run with.
+PEERS = {
+    "FSDP2": ("torch", "fully_shard"),
+    "shardwise": ("shardwise", "fully_shard"),
+    "wrapper": ("shardwise", "wrapper"),
+    "ZeRO": ("shardwise", "zero"),
+}
 ENDS_ITSELF = (
     "a_rank_that_is_killed",
     "a_rank_that_is_stopped",
@@ -43,14 +49,27 @@ ENDS_ITSELF = (
 )
 
 
-def cases() -> list[str]:
-    from tests.ranks import parting
+def catalogue(face: str) -> dict[str, Any]:
+    """The cases of a face, by name; None for those that are made here."""
+    from tests.ranks import parting, parting_zero
 
-    groups = (parting.PARTING, parting.DIFFERING, parting.BREAKING_OFF, parting.STRIKING, parting.HARMLESS)
-    return [case.__name__ for group in groups for case in group] + ["a_late_rank", "a_closed_port"]
+    room: Any = parting_zero if face == "zero" else parting
+    groups = [room.PARTING, room.DIFFERING, room.BREAKING_OFF, parting.STRIKING, parting.HARMLESS]
+    found = {case.__name__: case for group in groups for case in group}
+    if face == "zero":
+        # Data is none of an optimizer's business.
+        del found["an_empty_batch"]
+        found["a_state_dict_on_one"] = parting_zero.a_state_dict_on_one
+    return {**found, "a_late_rank": None, "a_closed_port": None}
 
 
-def be_rank(rank: int, world: int, who: int, port: int, name: str, report: Any) -> None:
+def make_run(face: str) -> Any:
+    from tests.ranks import parting, parting_zero
+
+    return parting_zero.ZeroRun() if face == "zero" else parting.Run(face)
+
+
+def be_rank(rank: int, world: int, who: int, port: int, face: str, name: str, report: Any) -> None:
     """One rank of one case; what it ended in goes to the caller."""
     torch.set_num_threads(1)
     from tests.ranks import parting
@@ -62,7 +81,7 @@ def be_rank(rank: int, world: int, who: int, port: int, name: str, report: Any) 
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     begun = time.monotonic()
     try:
-        run = parting.Run()
+        run = make_run(face)
         if name in ("a_late_rank", "a_closed_port"):
             run.good_step()
             if name == "a_closed_port":
@@ -73,11 +92,11 @@ def be_rank(rank: int, world: int, who: int, port: int, name: str, report: Any) 
             run.good_step()
         else:
             run.optim.zero_grad()
-            getattr(parting, name)(run, errs)
+            catalogue(face)[name](run, errs)
         ended, text = "finished", ""
     except BaseException as error:  # noqa: BLE001  whatever it is, it is what this rank ended in
         kind = type(error)
-        is_own = isinstance(error, (parting.Boom, SystemExit)) and errs
+        is_own = isinstance(error, (parting.Boom, SystemExit, KeyboardInterrupt)) and errs
         is_named = kind.__module__.startswith("shardwise")
         ended = "own" if is_own else "named" if is_named else "error"
         if isinstance(error, AssertionError):
@@ -92,15 +111,15 @@ def be_rank(rank: int, world: int, who: int, port: int, name: str, report: Any) 
     os._exit(1)
 
 
-def run_case(name: str, world: int, who: int, limit_seconds: float) -> dict[str, Any]:
+def run_case(face: str, name: str, world: int, who: int, limit_seconds: float) -> dict[str, Any]:
     """Starts the ranks of one case, waits for them, and ends those that do not come back."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "shardwise", "tests.ranks.parting"])
+    context.set_forkserver_preload(["torch", "shardwise", "tests.ranks.parting_zero"])
     server: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes, ranks = [], []
     for rank in range(world):
         here, there = context.Pipe(duplex=False)
-        process = context.Process(target=be_rank, args=(rank, world, who, server.port, name, there))
+        process = context.Process(target=be_rank, args=(rank, world, who, server.port, face, name, there))
         process.start()
         there.close()
         pipes.append(here)
@@ -157,15 +176,19 @@ def _outcome(name: str, ends: list[str]) -> str:
     return "SILENT" if all(end in ("finished", "different") for end in ends) else "an error"
 
 
-def contend(peer: str, given: argparse.Namespace, chosen: list[str]) -> list[dict[str, Any]]:
+def contend(peer: str, given: argparse.Namespace) -> list[dict[str, Any]]:
     """All cases with one implementation. The tests' own switch makes the catalogue use torch's `fully_shard`."""
     who = 0 if given.errs == "first" else given.ranks - 1
     rows = []
-    for name in chosen:
-        row = run_case(name, given.ranks, who, given.limit)
+    for name in chosen(given, PEERS[peer][1]):
+        row = run_case(PEERS[peer][1], name, given.ranks, who, given.limit)
         rows.append(row)
         print(f"{peer:<10} {name:<36} {row['outcome']} ({row['seconds']:.1f} s)", flush=True)
     return rows
+
+
+def chosen(given: argparse.Namespace, face: str) -> list[str]:
+    return [name for name in catalogue(face) if not given.only or any(part in name for part in given.only)]
 
 
 def options() -> argparse.Namespace:
@@ -174,33 +197,41 @@ def options() -> argparse.Namespace:
     made.add_argument("--errs", choices=("first", "last"), default="first")
     made.add_argument("--limit", type=float, default=40.0, help="seconds after which a case counts as hung")
     made.add_argument("--only", action="append", default=[], help="cases whose name has this in it")
-    made.add_argument("--peer", choices=("both", *NAMES), default="both")
+    made.add_argument("--peer", action="append", default=[], choices=list(PEERS), help="default: all")
     made.add_argument("--out", type=Path, help="default: a file in results/ beside this one")
+    made.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
     return made.parse_args()
+
+
+def print_table(results: dict[str, list[dict[str, Any]]]) -> None:
+    names = list(dict.fromkeys(row["case"] for rows in results.values() for row in rows))
+    width = max(map(len, names))
+    print(f"\n{'':<{width}}  " + "  ".join(f"{peer:<18}" for peer in results))
+    for name in names:
+        cells = [
+            next((f"{row['outcome']} ({row['seconds']:.1f} s)" for row in rows if row["case"] == name), "")
+            for rows in results.values()
+        ]
+        print(f"{name.replace('_', ' '):<{width}}  " + "  ".join(f"{cell:<18}" for cell in cells))
 
 
 def main() -> None:
     given = options()
-    chosen = [name for name in cases() if not given.only or any(part in name for part in given.only)]
-    if given.peer != "both":
-        given.out.write_text(json.dumps(contend(given.peer, given, chosen)))
+    if given.alone:
+        given.out.write_text(json.dumps(contend(given.peer[-1], given)))
         return
     results: dict[str, list[dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for peer, subject in NAMES.items():
+        for peer in given.peer or PEERS:
             # In a process of its own, whose environment says what the catalogue is to use.
             file = Path(folder) / peer
             subprocess.run(
-                [sys.executable, __file__, *sys.argv[1:], "--peer", peer, "--out", str(file)],
-                env={**os.environ, "SHARDWISE_TEST_PEER": subject},
+                [sys.executable, __file__, *sys.argv[1:], "--peer", peer, "--out", str(file), "--alone"],
+                env={**os.environ, "SHARDWISE_TEST_PEER": PEERS[peer][0]},
                 check=True,
             )
             results[peer] = json.loads(file.read_text())
-    width = max(map(len, chosen))
-    print(f"\n{'':<{width}}  " + "  ".join(f"{peer:<18}" for peer in results))
-    for index, name in enumerate(chosen):
-        cells = [f"{rows[index]['outcome']} ({rows[index]['seconds']:.1f} s)" for rows in results.values()]
-        print(f"{name.replace('_', ' '):<{width}}  " + "  ".join(f"{cell:<18}" for cell in cells))
+    print_table(results)
     record = {
         "ranks": given.ranks,
         "errs": given.errs,
