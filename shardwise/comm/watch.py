@@ -1,12 +1,7 @@
 """The watch: a thread that finds out why a rank waits, and ends a wait that leads nowhere.
 
 It looks a few times a second and, as long as ranks move, does nothing. A rank that has not moved for a moment says on
-the board what it is doing. A rank that waits reads there what the others do, and tells apart
-
-    parted      their paths differ: the epoch ends with ``RankDisagreement``
-    dead        the process is gone: ``PeerFailure``, at once
-    stalled     nobody parted, but a rank does not come within the time that is set: ``PeerFailure``
-
+the board what it is doing. A rank that waits reads there what the others do; what that means is ``judge``'s business.
 The first verdict counts; every rank that waits, or comes to wait later, raises it.
 """
 
@@ -17,21 +12,19 @@ import threading
 import time
 import weakref
 from dataclasses import dataclass, field
-from pathlib import Path as FilePath
 from typing import Any
 
 from shardwise import policies
 from shardwise.comm.board import Note
-from shardwise.comm.path import first_parting, words_of
-from shardwise.comm.wire import Waiting, WatchedWire, stack_of
-from shardwise.errors import PeerFailure, RankDisagreement
+from shardwise.comm.judge import Evidence, judge
+from shardwise.comm.path import Story, words_of
+from shardwise.comm.wire import Verdict, Waiting, WatchedWire, stack_of
+from shardwise.errors import PeerFailure
 
 _TICK_SECONDS = 0.05
 # How long a rank may stand still before it says so, and before one that waits asks why; less where little time is set.
 _MOMENT_SECONDS = 0.4
 _MOMENTS_IN_TIMEOUT = 20.0
-# How long one waits for all ranks to say what they do, once it is clear that some have parted or do not come.
-_TELLING_SECONDS = 3.0
 _LONGEST_SILENCE_SECONDS = 5.0
 # How long peers are helped out after a verdict.
 _AFTERMATH_SECONDS = 15.0
@@ -118,12 +111,12 @@ class Watch:
         if still_seconds < moment_seconds:
             return
         if wire.verdict is None:
-            verdict = wire.board.verdict(epoch)
-            if verdict is not None:
+            known = wire.board.verdict(epoch)
+            if known is not None:
                 sight.aftermath_until = now + _AFTERMATH_SECONDS
                 sight.verdict_at = now
                 if waiting is not None:
-                    wire.sentence(verdict, epoch)
+                    wire.sentence(known, epoch)
         if waiting is not None and wire.verdict is not None:
             sight.verdict_at = now if sight.verdict_at is None else sight.verdict_at
             wire.let_out(waiting, now - sight.verdict_at)
@@ -135,7 +128,21 @@ class Watch:
             sight.num_statuses += 1
             wire.board.post_status(_status(wire, waiting, sight.num_statuses, still_seconds))
         if waiting is not None and self._is_judge(wire, sight, moment_seconds, now):
-            _judge(wire, waiting, sight, still_seconds, epoch)
+            own = wire.path.story()
+            verdict = judge(wire, waiting, self._ask_others(wire, sight, own, still_seconds))
+            if verdict is not None and own.epoch == epoch:
+                wire.end_epoch(epoch, verdict)
+
+    def _ask_others(self, wire: WatchedWire, sight: _Sight, own: Story, still_seconds: float) -> Evidence:
+        statuses = {
+            rank: note
+            for rank, note in wire.board.statuses().items()
+            if rank != wire.rank and note["epoch"] == own.epoch
+        }
+        for rank, note in statuses.items():
+            if sight.beats.setdefault(rank, beat := (note["beat"], note["num_events"])) != beat:
+                sight.heard.add(rank)
+        return Evidence(own, statuses, sight.heard, still_seconds)
 
     def _is_judge(self, wire: WatchedWire, sight: _Sight, moment_seconds: float, now: float) -> bool:
         """Not every rank asks for every other's doings at every moment: the store has but one server."""
@@ -154,15 +161,13 @@ class Watch:
             return
         if wire.verdict is None:
             sight.verdict_at = now
-            wire.sentence(
-                {
-                    "error": "PeerFailure",
-                    "what": f"other ranks did not come to {words_of(waiting.code)} within "
-                    f"{policies.trust().timeout_seconds:g} s, and the store cannot be asked where they are",
-                    "fix": "look for the rank that died in the job's logs; restart from the last checkpoint",
-                },
-                epoch,
+            verdict = Verdict(
+                PeerFailure,
+                f"other ranks did not come to {words_of(waiting.code)} within {policies.trust().timeout_seconds:g} s, "
+                "and the store cannot be asked where they are",
+                "look for the rank that died in the job's logs; restart from the last checkpoint",
             )
+            wire.sentence(verdict.note(), epoch)
         wire.let_out_alone(waiting)
 
 
@@ -180,136 +185,6 @@ def _status(wire: WatchedWire, waiting: Waiting | None, beat: int, still_seconds
         "stack": stack[-12:],
         "in_debugger": any(name in line for line in stack for name in _DEBUGGERS),
     }
-
-
-def _judge(wire: WatchedWire, waiting: Waiting, sight: _Sight, still_seconds: float, epoch: int) -> None:
-    own = wire.path.story()
-    if own.epoch != epoch:
-        return
-    statuses = {
-        rank: note
-        for rank, note in wire.board.statuses().items()
-        if rank != wire.rank and note["epoch"] == epoch
-    }
-    for rank, note in statuses.items():
-        if sight.beats.setdefault(rank, beat := (note["beat"], note["num_events"])) != beat:
-            sight.heard.add(rank)
-    paths = {rank: (note["num_events"], note["events"]) for rank, note in statuses.items()}
-    paths[wire.rank] = (own.num_events, own.words)
-    parting = first_parting(list(paths.values()))
-    if parting is not None:
-        if len(paths) == wire.world or still_seconds > _TELLING_SECONDS:
-            wire.end_epoch(epoch, RankDisagreement, *_parted(wire, paths, parting))
-        return
-    behind = [
-        rank
-        for rank in range(wire.world)
-        if rank != wire.rank and (rank not in paths or paths[rank][0] < own.num_events)
-    ]
-    gone = {rank: state for rank in behind if (state := _process_state(wire, rank)) in ("dead", "exited")}
-    if gone:
-        wire.end_epoch(epoch, PeerFailure, *_lost(wire, waiting, statuses, gone, list(gone), still_seconds))
-        return
-    sizes = {wire.rank: getattr(waiting, "message_bytes", 0)}
-    for rank, note in statuses.items():
-        if note["num_events"] == own.num_events and note["waiting"] == words_of(waiting.code):
-            sizes[rank] = note["bytes"]
-    if len(sizes) == wire.world and len(set(sizes.values())) > 1:
-        wire.end_epoch(epoch, RankDisagreement, *_sized(wire, waiting, sizes))
-        return
-    policy = policies.trust()
-    if still_seconds < policy.timeout_seconds:
-        return
-    if still_seconds < policy.debugger_grace_seconds and any(
-        statuses[rank]["in_debugger"] for rank in behind if rank in statuses
-    ):
-        return
-    states = {rank: _process_state(wire, rank) for rank in behind}
-    if still_seconds < policy.timeout_seconds + _TELLING_SECONDS and any(
-        state == "alive" and rank not in sight.heard for rank, state in states.items()
-    ):
-        # On a busy machine the watch of one that lives may be late to say where it is.
-        return
-    wire.end_epoch(epoch, PeerFailure, *_lost(wire, waiting, statuses, states, behind, still_seconds))
-
-
-# --- words ---------------------------------------------------------------------------------------------------------
-
-
-def _parted(wire: WatchedWire, paths: dict[int, tuple[int, list[str]]], parting: int) -> tuple[str, str, str]:
-    takers: dict[str, list[int]] = {}
-    lines = []
-    for rank, (num_events, events) in sorted(paths.items()):
-        last = num_events - len(events)
-        if parting < num_events:
-            takers.setdefault(events[parting - num_events], []).append(wire.ranks[rank])
-        told = events[max(0, parting - last - 3) :][:8]
-        lines.append(f"rank {wire.ranks[rank]}: ... {' > '.join(told)}")
-    ways = "; ".join(f"{_ranks(ranks)} went on to {words}" for words, ranks in takers.items())
-    what = f"ranks do not do the same: {ways}"
-    fix = (
-        "make every rank run the same modules in the same order, as often, with the same settings; where ranks are "
-        "meant to take different branches, call set_safe_participation() on them; no optimizer has used this step"
-    )
-    return what, fix, "the paths that ranks took, from just before they parted:\n" + "\n".join(lines)
-
-
-def _sized(wire: WatchedWire, waiting: Waiting, sizes: dict[int, int]) -> tuple[str, str]:
-    told = "; ".join(f"rank {wire.ranks[rank]} sends {size} bytes" for rank, size in sorted(sizes.items()))
-    what = f"ranks do not mean the same when they {words_of(waiting.code)}: {told}"
-    return what, "use the same parameters, dtypes and settings on every rank"
-
-
-def _lost(
-    wire: WatchedWire,
-    waiting: Waiting,
-    statuses: dict[int, Note],
-    states: dict[int, str],
-    missing: list[int],
-    seconds: float,
-) -> tuple[str, str, str]:
-    told, stacks = [], []
-    for rank in missing:
-        note = statuses.get(rank)
-        name = wire.ranks[rank]
-        where = "it has said nothing of itself"
-        if note is not None:
-            last = note["events"][-1] if note["events"] else "start the step"
-            where = f"the last it did was to {last}"
-            if note["waiting"]:
-                where += f", it waits to {note['waiting']}"
-            if note["stack"]:
-                stacks.append(f"rank {name} is at\n" + "\n".join(note["stack"]))
-        told.append(f"rank {name} is {states.get(rank, 'alive')}, {where}")
-    if not missing:
-        told.append("all of them have come")
-    names = _ranks([wire.ranks[rank] for rank in missing]) if missing else "the data of ranks"
-    what = f"{names} did not come to {words_of(waiting.code)} within {seconds:.1f} s: {'; '.join(told)}"
-    fix = (
-        "look at what that rank was doing; if it is only slow, raise timeout_seconds with set_trust(); if it is gone, "
-        "restart from the last checkpoint"
-    )
-    return what, fix, "\n".join(stacks)
-
-
-def _ranks(ranks: list[int]) -> str:
-    names = ", ".join(map(str, sorted(ranks)))
-    return f"rank {names}" if len(ranks) == 1 else f"ranks {names}"
-
-
-def _process_state(wire: WatchedWire, rank: int) -> str:
-    """Whether a rank's process lives, as far as can be told from here."""
-    home = wire.board.home(rank)
-    if home is None:
-        return "not started yet"
-    if home["processes"] != wire.board.processes:
-        return f"out of sight on {home['host']}"
-    try:
-        stat = FilePath(f"/proc/{home['pid']}/stat").read_text()
-    except OSError:
-        return "dead"
-    letter = stat.rpartition(")")[2].split()[0]
-    return {"Z": "dead", "X": "dead", "T": "stopped", "t": "stopped in a debugger"}.get(letter, "alive")
 
 
 WATCH = Watch()

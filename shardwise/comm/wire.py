@@ -24,7 +24,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from typing import Any, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -45,6 +45,19 @@ _WATCH_KNOWS_SECONDS = 3.0
 
 def _no_group() -> None:
     return None
+
+
+class Verdict(NamedTuple):
+    """How an epoch ended."""
+
+    error: type[ShardwiseError]
+    what: str
+    fix: str
+    details: str = ""
+
+    def note(self) -> Note:
+        """As it is put on the board."""
+        return {**self._asdict(), "error": self.error.__name__}
 
 
 class Waiting(Protocol):
@@ -173,17 +186,14 @@ class WatchedWire(Wire):
     def sentence(self, verdict: Note, epoch: int) -> None:
         """Notes how an epoch ended, for the training thread to raise; it may be leaving that epoch at this moment."""
         error = _ERRORS[verdict["error"]](verdict["what"], where=self._where(), fix=verdict["fix"])
-        if verdict.get("details"):
+        if verdict["details"]:
             error.what = f"{error.what}\n{verdict['details']}"
         self._verdict_epoch = epoch
         self.verdict = error
 
-    def end_epoch(
-        self, epoch: int, error: type[ShardwiseError], what: str, fix: str, details: str = ""
-    ) -> None:
+    def end_epoch(self, epoch: int, verdict: Verdict) -> None:
         """Ends an epoch for all ranks, unless another rank has done so already."""
-        note = {"error": error.__name__, "what": what, "fix": fix, "details": details}
-        self.board.end_epoch(epoch, note)
+        self.board.end_epoch(epoch, verdict.note())
 
     # --- failing --------------------------------------------------------------------------------------------------
 
@@ -198,12 +208,12 @@ class WatchedWire(Wire):
     def break_off(self, what: str) -> None:
         # The store may be gone, with the rank that kept it: then nobody can be told, and this rank's error stands.
         with contextlib.suppress(Exception):
-            self.end_epoch(
-                self.path.epoch,
+            verdict = Verdict(
                 PeerFailure,
                 f"rank {self.own_rank} broke off its step: {what}",
                 "read that rank's own error; ranks that catch theirs can go on with the next step together",
             )
+            self.end_epoch(self.path.epoch, verdict)
         self.verdict = None
         self._leave_path()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from shardwise.comm.path import Path, code_of, first_parting
-from shardwise.comm.wire import WatchedWire
+from shardwise.comm.wire import Verdict, WatchedWire
 from shardwise.errors import PeerFailure
 
 CODES = [code_of(f"event {number}") for number in range(1, 50)]
@@ -42,7 +42,7 @@ def test_a_verdict_on_an_epoch_that_a_rank_has_left_is_dropped():
     wire.path, wire.own_rank, wire.waiting, wire.verdict = Path(), 0, None, None
     epoch = wire.path.epoch
     wire.path.restart()
-    wire.sentence({"error": PeerFailure.__name__, "what": "too late", "fix": ""}, epoch)
+    wire.sentence(Verdict(PeerFailure, "too late", "").note(), epoch)
     assert wire.verdict is not None
     wire.heed_verdict()
     assert wire.verdict is None
