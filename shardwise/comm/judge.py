@@ -62,9 +62,12 @@ def judge(wire: WatchedWire, waiting: Waiting, evidence: Evidence) -> Verdict | 
 def _seconds_to_wait(evidence: Evidence, states: dict[int, str]) -> float:
     """How long those that are behind are waited for."""
     policy = policies.trust()
-    statuses = evidence.statuses
-    if any(statuses[rank]["in_debugger"] for rank in states if rank in statuses):
-        return policy.debugger_grace_seconds
+    said = [evidence.statuses[rank] for rank in states if rank in evidence.statuses]
+    patience_seconds = max((note["patience_seconds"] for note in said), default=0.0)
+    if any(note["in_debugger"] for note in said):
+        return max(policy.debugger_grace_seconds, patience_seconds)
+    if patience_seconds:
+        return policy.timeout_seconds + patience_seconds
     if any(state == "alive" and rank not in evidence.heard for rank, state in states.items()):
         # On a busy machine the watch of one that lives may be late to say where it is.
         return policy.timeout_seconds + _TELLING_SECONDS
@@ -129,8 +132,8 @@ def _lost(
     names = _ranks([wire.ranks[rank] for rank in missing]) if missing else "the data of ranks"
     what = f"{names} did not come to {words_of(waiting.code)} within {seconds:.1f} s: {'; '.join(told)}"
     fix = (
-        "look at what that rank was doing; if it is only slow, raise timeout_seconds with set_trust(); if it is gone, "
-        "restart from the last checkpoint"
+        "look at what that rank was doing; if it is to work alone for a while, let it do so in shardwise.patience(), "
+        "or raise timeout_seconds with set_trust(); if it is gone, restart from the last checkpoint"
     )
     return Verdict(PeerFailure, what, fix, "\n".join(stacks))
 

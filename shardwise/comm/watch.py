@@ -18,6 +18,7 @@ from shardwise import policies
 from shardwise.comm.board import Note
 from shardwise.comm.judge import Evidence, judge
 from shardwise.comm.path import Story, words_of
+from shardwise.comm.patience import asked_by
 from shardwise.comm.wire import Verdict, Waiting, WatchedWire, stack_of
 from shardwise.errors import PeerFailure
 
@@ -183,6 +184,7 @@ def _status(wire: WatchedWire, waiting: Waiting | None, beat: int, still_seconds
         "bytes": getattr(waiting, "message_bytes", 0),
         "still_seconds": round(still_seconds, 1),
         "stack": stack[-12:],
+        "patience_seconds": asked_by(wire.thread),
         "in_debugger": any(name in line for line in stack for name in _DEBUGGERS),
     }
 

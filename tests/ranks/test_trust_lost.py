@@ -9,7 +9,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from shardwise import PeerFailure, set_trust, trace
+from shardwise import ConfigError, PeerFailure, patience, set_trust, trace
 from shardwise.cli import main
 from shardwise.testing import run_ranks
 from shardwise.testing.failures import RankFailure
@@ -69,7 +69,7 @@ def dawdle(seconds):
 
 
 def slow_ranks(folder):
-    """The last rank comes late, dawdles, sits in a debugger; the steps that nobody gave up must be right."""
+    """The last rank comes late, dawdles, sits in a debugger, works alone; steps that nobody gave up must be right."""
     is_slow = dist.get_rank() == dist.get_world_size() - 1
     told = {}
     with timeouts_of(timeout_seconds=1.5, debugger_grace_seconds=30.0, trace_dir=folder):
@@ -81,7 +81,11 @@ def slow_ranks(folder):
             dawdle(0.7)
         run.good_step()
         if is_slow:
-            in_a_debugger(2.5)
+            in_a_debugger(2.2)
+        run.good_step()
+        with patience(30.0):
+            if is_slow:
+                dawdle(2.2)
         run.good_step()
         try:
             if is_slow:
@@ -109,3 +113,8 @@ def test_a_slow_rank_is_waited_for_until_the_time_is_up_and_then_named_with_its_
     assert main(["trace", told["file"]]) == 0
     assert told["text"] in capsys.readouterr().out
     assert main(["trace", str(tmp_path / "nothing.json")]) == 1
+
+
+def test_no_patience_at_all_is_refused():
+    with pytest.raises(ConfigError, match="is none"), patience(0.0):
+        pass
