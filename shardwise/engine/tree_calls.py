@@ -100,9 +100,9 @@ class _Replicas:
 
 
 def _sum(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return tree_sum((row.to(dtype, copy=True) for row in rows.unbind()), _add)
+    """The sum of rows that nobody needs any more: of each pair the left one takes the sum, widened if it must be."""
 
+    def add(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        return left.to(dtype).add_(right)
 
-def _add(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    left.add_(right)
-    return left
+    return tree_sum(rows.unbind(), add)

@@ -20,11 +20,13 @@ from shardwise import (
     MixedPrecision,
     MixedPrecisionPolicy,
     ShardingStrategy,
+    ZeroRedundancyOptimizer,
     clip_grad_norm_,
     fully_shard,
     set_trust,
 )
 from shardwise.engine.exact import TALLY_ATTRIBUTE
+from shardwise.optim import flat
 from shardwise.testing import run_ranks
 from shardwise.testing.workloads import TIED_ACROSS_UNITS, WORKLOADS, seeded
 from tests.ranks.models import Layers, data, full
@@ -43,18 +45,17 @@ def own_micro_batches(count=NUM_MICRO_BATCHES):
     return range(dist.get_rank(), count, dist.get_world_size())
 
 
-def hybrid_mesh():
+def mesh_of(mode, device):
     world_size = dist.get_world_size()
-    replicas = min(2, world_size)
-    return init_device_mesh("cpu", (replicas, world_size // replicas))
+    replicas = world_size if mode == "replicas" else min(2, world_size)
+    return init_device_mesh(device, (replicas, world_size // replicas))
 
 
-def composed(workload, mode, precision, exact):
-    model = workload.model()
-    options = {"exact": exact, "reshard_after_forward": mode != "kept"}
+def composed(workload, mode, precision, exact, device="cpu", **options):
+    model = workload.model(device)
+    options = {"exact": exact, "reshard_after_forward": mode != "kept", **options}
     if mode in ("hybrid", "replicas"):
-        world_size = dist.get_world_size()
-        options["mesh"] = hybrid_mesh() if mode == "hybrid" else init_device_mesh("cpu", (world_size, 1))
+        options["mesh"] = mesh_of(mode, device)
     if precision == "bf16":
         options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     for unit in (*workload.units(model), model):
@@ -70,11 +71,11 @@ STRATEGIES = {
 }
 
 
-def wrapped(workload, mode, precision, exact):
-    model = workload.model()
+def wrapped(workload, mode, precision, exact, device="cpu"):
+    model = workload.model(device)
     options = {"exact": exact, "sharding_strategy": STRATEGIES[mode], "use_orig_params": mode != "kept"}
     if mode == "hybrid":
-        options["device_mesh"] = hybrid_mesh()
+        options["device_mesh"] = mesh_of(mode, device)
     if precision == "bf16":
         options["mixed_precision"] = MixedPrecision(torch.bfloat16, torch.float32, cast_forward_inputs=True)
     chosen = set(workload.units(model))
@@ -85,8 +86,8 @@ def wrapped(workload, mode, precision, exact):
 FACES = {"fully_shard": composed, "wrapper": wrapped}
 
 
-def backward(model, workload, step, micro_batch, count=NUM_MICRO_BATCHES):
-    batch = workload.data(step, micro_batch, 0)
+def backward(model, workload, step, micro_batch, count=NUM_MICRO_BATCHES, device="cpu"):
+    batch = workload.data(step, micro_batch, 0, device)
     (workload.loss(model(*batch), batch) / (count // dist.get_world_size())).backward()
 
 
@@ -97,21 +98,21 @@ def whole(model):
     return {name: full(param.detach()).clone() for name, param in model.named_parameters()}
 
 
-def trained(workload, face, mode, precision, exact=True):
+def trained(workload, face, mode, precision, exact=True, device="cpu", **options):
     """What some steps lead to: whole parameters and the norms that were clipped; from rank 0."""
     torch.set_num_threads(1)
     workload = WORKLOADS[workload]
-    model = FACES[face](workload, mode, precision, exact)
+    model = FACES[face](workload, mode, precision, exact, device, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     norms = []
     for step in range(NUM_STEPS):
         for micro_batch in own_micro_batches():
-            backward(model, workload, step, micro_batch)
+            backward(model, workload, step, micro_batch, device=device)
         norms.append(clip_grad_norm_(model.parameters(), MAX_NORM))
         optimizer.step()
         optimizer.zero_grad()
     assert all(norm > MAX_NORM for norm in norms), "nothing was clipped"
-    result = {"norms": torch.stack(norms), **whole(model)}
+    result = {name: value.cpu() for name, value in {"norms": torch.stack(norms), **whole(model)}.items()}
     return result if dist.get_rank() == 0 else None
 
 
@@ -262,6 +263,90 @@ def test_units_that_are_reduced_in_parts_tied_or_unused_come_to_the_same_bits():
                 assert grad is None or torch.equal(grad, got[name]), f"{name}, {world_size} ranks, {case}"
 
 
+# --- in company -----------------------------------------------------------------------------------------------------
+
+
+class Branches(nn.Module):
+    """Each micro-batch takes one of two branches."""
+
+    def __init__(self):
+        super().__init__()
+        self.even, self.odd, self.last = (nn.Linear(5, 5) for _ in range(3))
+
+    def forward(self, x, number):
+        return self.last(self.odd(x) if number % 2 else self.even(x))
+
+
+def branches_that_ranks_take():
+    model = seeded(Branches())
+    for unit in (model.even, model.odd, model):
+        fully_shard(unit, exact=True)
+    model.set_safe_participation(True)
+    for number in own_micro_batches():
+        loss = model(data(0, number, 3, 5), number).square().mean()
+        (loss / (NUM_MICRO_BATCHES // dist.get_world_size())).backward()
+    return {name: full(param.grad).clone() for name, param in model.named_parameters()}
+
+
+def stepped(model, workload, optimizer):
+    for step in range(NUM_STEPS):
+        for micro_batch in own_micro_batches():
+            backward(model, workload, step, micro_batch)
+        optimizer.step()
+        optimizer.zero_grad()
+    return whole(model)
+
+
+def flat_steps():
+    workload = WORKLOADS["odd MLP"]
+    model = composed(workload, "full", "fp32", exact=True)
+    return stepped(model, workload, flat(model, torch.optim.AdamW, lr=0.01))
+
+
+def shared_steps():
+    workload = WORKLOADS["odd MLP"]
+    model = wrapped(workload, "replicas", "fp32", exact=True)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01)
+    return stepped(model, workload, optimizer)
+
+
+def steps_in_hooks():
+    """Optimizers that step as soon as a gradient is there, of one backward each."""
+    workload = WORKLOADS["odd MLP"]
+    results = []
+    for in_hooks in (True, False):
+        model = composed(workload, "full", "fp32", exact=True)
+        optimizers = {param: torch.optim.AdamW([param], lr=0.01) for param in model.parameters()}
+
+        def step(param, optimizers=optimizers):
+            optimizers[param].step()
+            optimizers[param].zero_grad()
+
+        for param in model.parameters():
+            if in_hooks:
+                param.register_post_accumulate_grad_hook(step)
+        for number in range(NUM_STEPS):
+            backward(model, workload, number, dist.get_rank())
+            for param in () if in_hooks else model.parameters():
+                step(param)
+        results.append(whole(model))
+    assert not differing(*results)
+    return {}
+
+
+def company():
+    torch.set_num_threads(1)
+    return [each() for each in (branches_that_ranks_take, flat_steps, shared_steps, steps_in_hooks)]
+
+
+def test_branches_of_ranks_and_other_ways_to_step_come_to_the_same_bits():
+    expected = run_ranks(company, 1)[0]
+    assert not differing(expected[1], expected[2])
+    for world_size in (2, 4):
+        for want, got in zip(expected, run_ranks(company, world_size)[0], strict=True):
+            assert not differing(want, got), world_size
+
+
 # --- gradients that others touch ------------------------------------------------------------------------------------
 
 
@@ -352,8 +437,9 @@ def what_gradients_carry():
     assert torch.equal(copied.to_local(), grad.to_local())
     assert copied.__dict__[TALLY_ATTRIBUTE] is not grad.__dict__[TALLY_ATTRIBUTE]
     file = io.BytesIO()
-    torch.save(grad.to_local(), file)
-    torch.save(copied, file)
+    torch.save(grad, file)
+    file.seek(0)
+    assert not torch.load(file, weights_only=False).__dict__.get(TALLY_ATTRIBUTE), "partial sums were saved"
     blocks = weakref.ref(grad.__dict__[TALLY_ATTRIBUTE])
     del grad, copied
     gc.collect()
