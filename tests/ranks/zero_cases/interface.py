@@ -20,6 +20,7 @@ from tests.ranks.zero_cases.models import (
     set_gradients,
     share_from,
     small_model,
+    train_both,
 )
 
 
@@ -282,10 +283,7 @@ def follows_parameters_whose_memory_was_replaced(*, as_views: bool, balanced: bo
     for step in range(3):
         for param in model.parameters():
             param.data = param.data.clone()
-        set_gradients([model, reference], step)
-        ours.step()
-        theirs.step()
-        assert_same(model, reference)
+        train_both(model, ours, reference, theirs, range(step, step + 1))
 
 
 def keeps_the_memory_format_of_parameters(*, as_views: bool, balanced: bool) -> None:
@@ -302,12 +300,8 @@ def keeps_the_memory_format_of_parameters(*, as_views: bool, balanced: bool) -> 
         foreach=False,
     )
     theirs = Adam(reference.parameters(), lr=0.01, foreach=False)
-    for step in range(3):
-        # Contiguous gradients for channels-last parameters: a slice must still see its own elements.
-        set_gradients([model, reference], step)
-        ours.step()
-        theirs.step()
-        assert_same(model, reference)
+    # Contiguous gradients for channels-last parameters: a slice must still see its own elements.
+    train_both(model, ours, reference, theirs, range(3))
     assert [param.stride() for param in model.parameters()] == [
         param.stride() for param in reference.parameters()
     ]

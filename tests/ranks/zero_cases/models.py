@@ -184,3 +184,18 @@ def train_both(
         ours.step()
         theirs.step()
         assert_same(model, reference)
+
+
+def overlap_both(
+    ddp: nn.Module,
+    ours: ZeroRedundancyOptimizer,
+    peer: nn.Module,
+    theirs: torch.optim.Optimizer,
+    batch: Tensor,
+) -> None:
+    """One step: ours inside the backward, theirs after it."""
+    for net, optimizer in ((ddp, ours), (peer, theirs)):
+        optimizer.zero_grad()
+        net(batch).square().sum().backward()
+    theirs.step()
+    assert_same(ddp, peer)

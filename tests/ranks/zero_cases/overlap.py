@@ -29,6 +29,7 @@ from tests.ranks.zero_cases.models import (
     device,
     fill,
     grouped,
+    overlap_both,
     wide_model,
 )
 
@@ -78,12 +79,7 @@ def overlap_equals_ddp_with_a_local_optimizer(
         peer, theirs = ddp_of(reference, **ddp_options), optimizer_class(grouped(reference, 2), **options)
         inputs = batches(3)
         for _ in range(steps):
-            x = next(inputs)
-            for net, optimizer in ((ddp, ours), (peer, theirs)):
-                optimizer.zero_grad()
-                net(x).square().sum().backward()
-            theirs.step()
-            assert_same(model, reference)
+            overlap_both(ddp, ours, peer, theirs, next(inputs))
         ours.consolidate_state_dict(to=0)
         if dist.get_rank() == 0:
             assert_same_state(ours.state_dict(), theirs.state_dict())
@@ -215,12 +211,7 @@ def overlap_takes_a_hook_that_gives_its_result_elsewhere(*, interleaved: bool) -
     peer, theirs = ddp_of(reference, hook=elsewhere), Adam(reference.parameters(), lr=0.01)
     inputs = batches(5)
     for _ in range(3):
-        x = next(inputs)
-        for net, optimizer in ((ddp, ours), (peer, theirs)):
-            optimizer.zero_grad()
-            net(x).square().sum().backward()
-        theirs.step()
-        assert_same(model, reference)
+        overlap_both(ddp, ours, peer, theirs, next(inputs))
 
 
 def overlap_follows_a_scheduler_without_a_call_of_step() -> None:
@@ -232,11 +223,7 @@ def overlap_follows_a_scheduler_without_a_call_of_step() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(3):
-            x = next(inputs)
-            for net, optimizer in ((ddp, ours), (peer, theirs)):
-                optimizer.zero_grad()
-                net(x).square().sum().backward()
-            theirs.step()
+            overlap_both(ddp, ours, peer, theirs, next(inputs))
             for schedule in schedules:
                 schedule.step()
             assert_same(model, reference)
@@ -276,12 +263,7 @@ def soaks(seed: int, steps: int, *, interleaved: bool, shard_buckets: bool) -> N
     inputs = batches(seed)
     for _ in range(steps):
         _sleep(rng)
-        x = next(inputs)
-        for net, optimizer in ((ddp, ours), (peer, theirs)):
-            optimizer.zero_grad()
-            net(x).square().sum().backward()
-        theirs.step()
-        assert_same(model, reference)
+        overlap_both(ddp, ours, peer, theirs, next(inputs))
 
 
 def _sleep(rng: random.Random) -> None:

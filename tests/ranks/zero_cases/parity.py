@@ -19,6 +19,7 @@ from tests.ranks.zero_cases.models import (
     grouped,
     set_gradients,
     small_model,
+    train_both,
 )
 
 
@@ -39,11 +40,7 @@ def matches_the_unsharded_optimizer(name: str, *, balanced: bool, steps: int = 3
             **options,
         )
         theirs = optimizer_class(grouped(reference, num_groups), maximize=maximize, **options)
-        for step in range(steps):
-            set_gradients([model, reference], step)
-            ours.step()
-            theirs.step()
-            assert_same(model, reference)
+        train_both(model, ours, reference, theirs, range(steps))
 
 
 def stays_within_an_ulp_a_step_where_a_small_parameter_is_cut(name: str, steps: int = 5) -> None:
@@ -132,11 +129,7 @@ def steps_parameters_of_several_dtypes(*, as_views: bool, balanced: bool) -> Non
         model.parameters(), Adam, parameters_as_bucket_view=as_views, balanced=balanced, lr=0.01
     )
     theirs = Adam(reference.parameters(), lr=0.01)
-    for step in range(3):
-        set_gradients([model, reference], step)
-        ours.step()
-        theirs.step()
-        assert_same(model, reference)
+    train_both(model, ours, reference, theirs, range(3))
 
 
 def steps_a_model_of_two_devices(*, as_views: bool, balanced: bool) -> None:
@@ -159,11 +152,7 @@ def steps_a_model_of_two_devices(*, as_views: bool, balanced: bool) -> None:
         foreach=False,
     )
     theirs = AdamW(reference.parameters(), lr=0.01, foreach=False)
-    for step in range(3):
-        set_gradients([model, reference], step)
-        ours.step()
-        theirs.step()
-        assert_same(model, reference)
+    train_both(model, ours, reference, theirs, range(3))
     assert [param.device for param in model.parameters()] == [
         param.device for param in reference.parameters()
     ]
@@ -235,11 +224,7 @@ def shares_out_over_some_of_the_ranks(*, as_views: bool, balanced: bool) -> None
     )
     assert (ours.rank, ours.world_size, ours.global_rank) == (dist.get_rank() - 1, 2, dist.get_rank())
     theirs = Adam(reference.parameters(), lr=0.01)
-    for step in range(3):
-        set_gradients([model, reference], step)
-        ours.step()
-        theirs.step()
-        assert_same(model, reference)
+    train_both(model, ours, reference, theirs, range(3))
     ours.consolidate_state_dict(to=1)
     if ours.rank == 1:
         assert_same_state(ours.state_dict(), theirs.state_dict())
