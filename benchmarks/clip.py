@@ -9,14 +9,13 @@ After every clip the norms must agree, and shardwise must have asked for one all
 
 from __future__ import annotations
 
+import argparse
 import sys
-import warnings
 from typing import Any
 
+import shards
 import torch
-from measuring import Contender, expect, parser, take_turns, wait_for, write
-from models import SIZES, build, start_group, tokens_for
-from optimizer_step import random_gradients
+from measuring import Contender, expect, take_turns, wait_for
 from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -25,20 +24,10 @@ import shardwise
 MAX_NORM = 1e9  # scales by one, so that every clip of a run meets the same gradients
 
 
-def measure(args: Any) -> None:
-    device = torch.device(args.device)
-    size = SIZES[args.model]
-    start_group("fake", args.world_size, device)
-    params: dict[str, list[Any]] = {}
-    for name in ("FSDP2", "shardwise"):
-        model = build(name, size, device, args.world_size)
-        model(*tokens_for(size, device)).backward()
-        random_gradients(model)
-        params[name] = list(model.parameters())
-    params["plain"] = []
-    for param in params["shardwise"]:
-        params["plain"].append(param.detach().to_local().clone())
-        params["plain"][-1].grad = param.grad.to_local().clone()
+def measure(args: argparse.Namespace) -> None:
+    models, plain = shards.make(args)
+    params: dict[str, list[Any]] = {name: list(model.parameters()) for name, model in models.items()}
+    params["plain"] = plain
     clips = {
         "plain": nn.utils.clip_grad_norm_,
         "FSDP2": nn.utils.clip_grad_norm_,
@@ -58,8 +47,8 @@ def measure(args: Any) -> None:
             expect(bool(close), f"norms differ: {norms[name]} and {norms['plain']}")
 
     times = take_turns(
-        [clipper(name) for name in ("plain", "FSDP2", "shardwise")],
-        wait_for(device),
+        [clipper(name) for name in clips],
+        wait_for(torch.device(args.device)),
         args.rounds,
         args.iterations,
         args.warmup,
@@ -67,25 +56,11 @@ def measure(args: Any) -> None:
     with CommDebugMode() as counts:
         clips["shardwise"](params["shardwise"], MAX_NORM)
     expect(counts.get_total_counts() == 1, f"collectives: {counts.get_comm_counts()}")
-    write(
-        "clip",
-        args,
-        args.out,
-        f"clip_{args.device}",
-        step_ms=times.summary(),
-        figures={
-            "shardwise / plain": times.ratio("shardwise", "plain"),
-            "FSDP2 / plain": times.ratio("FSDP2", "plain"),
-        },
-    )
+    shards.report("clip", args, times)
 
 
 def main() -> int:
-    options = parser(__doc__, rounds=9, iterations=20)
-    options.add_argument("--model", choices=list(SIZES), default="tiny")
-    options.add_argument("--world-size", type=int, default=8)
-    warnings.simplefilter("ignore")
-    measure(options.parse_args())
+    measure(shards.parse(__doc__, iterations=20))
     return 0
 
 

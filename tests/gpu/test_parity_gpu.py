@@ -23,6 +23,7 @@ from shardwise.testing.parity import (
 )
 from shardwise.testing.workloads import WORKLOADS, TiedTransformer, seeded
 from tests.ranks.models import Layers, held_bytes, is_sharded, seen_weights
+from tests.ranks.test_fs9_prefetch import BACKWARD_OF_LAYERS, BACKWARD_OF_ROOT, FORWARD
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]
 
@@ -158,17 +159,5 @@ def order_of_events() -> list[tuple[str, str, str]]:
 
 
 def test_the_order_of_events_is_that_of_the_cpu():
-    expected = [
-        ("unshard", "", "forward"),
-        ("unshard", "layers.0", "forward"),
-        ("unshard", "layers.1", "forward"),
-        ("unshard", "layers.2", "forward"),
-        ("unshard", "layers.2", "pre_backward"),
-        ("unshard", "layers.1", "pre_backward"),
-        ("post_backward", "layers.2", "post_backward"),
-        ("unshard", "layers.0", "pre_backward"),
-        ("post_backward", "layers.1", "post_backward"),
-        ("post_backward", "layers.0", "post_backward"),
-        ("post_backward", "", "post_backward"),
-    ]
+    expected = [*FORWARD, *BACKWARD_OF_LAYERS, *BACKWARD_OF_ROOT]
     assert run_ranks(order_of_events, 2, kind="nccl") == [expected] * 2
