@@ -125,8 +125,8 @@ class ExactReduce(PackedReduce):
         self._lends = False
         # What reduces of one backward are told apart by.
         self.pass_number = 0
-        # Which gradients are this plan's, without a reference from them to it.
-        self.token = object()
+        # Which gradients are this plan's, or that of one made anew in its place.
+        self.token = (id(form), self.row_numel, sum_dtype, tuple(slot.name for slot in slots))
 
     def begin(self, settings: ReduceSettings, lanes: Lanes, codes: tuple[int, int]) -> Reduction:
         self.pass_number = self.pass_number + 1 if self.is_again else 0
@@ -156,7 +156,7 @@ class Tally:
     def found(plan: ExactReduce) -> Tally:
         """The one that the gradients of a plan carry; an empty one if they do not agree or were written to."""
         carried = (_carried(part.slot.sharded.grad) for part in plan.parts)
-        tally = next((each for each in carried if each is not None and each._token is plan.token), None)
+        tally = next((each for each in carried if each is not None and each._token == plan.token), None)
         return tally if tally is not None and tally._still_holds(plan) else Tally(plan.token)
 
     def _still_holds(self, plan: ExactReduce) -> bool:

@@ -45,6 +45,9 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scales gradients down, in place, so that the norm of all of them together is at most ``max_norm``.
 
+    Among parameters of a model that was sharded with ``exact=True`` the norm does not depend on how they are sharded,
+    to the last bit; it must then be of order 1, 2 or infinity.
+
     Args:
         parameters: plain tensors, shards of wrapped modules and DTensors on any meshes; those without a gradient are
             passed over. Parameters on one mesh must be the same on all its ranks, their gradients may be missing on
