@@ -119,14 +119,20 @@ class GroupCalls:
             gathered: Work = wire.gather(output, own, code)
             return gathered
         wire.note(code)
-        return self._all_gather(output, own, self._gather_options) or _DONE
+        try:
+            return self._all_gather(output, own, self._gather_options) or _DONE
+        except dist.DistBackendError as error:
+            wire.fail(error)
 
     def issue_all_gather_each(
         self, outputs: list[torch.Tensor], owns: list[torch.Tensor], code: int = UNNAMED
     ) -> Work:
         """Gathers every rank's ``owns``, each into its output, as one operation."""
         self.wire.note(code)
-        return self.group.allgather_into_tensor_coalesced(outputs, owns, self._gather_options) or _DONE
+        try:
+            return self.group.allgather_into_tensor_coalesced(outputs, owns, self._gather_options) or _DONE
+        except dist.DistBackendError as error:
+            self.wire.fail(error)
 
     def issue_reduce_scatter(
         self, output: torch.Tensor, rows: torch.Tensor, average: bool, code: int = UNNAMED
@@ -138,7 +144,10 @@ class GroupCalls:
             return reduced
         wire.note(code)
         options = self._average_options if average else self._sum_options
-        return self._reduce_scatter(output, rows, options) or _DONE
+        try:
+            return self._reduce_scatter(output, rows, options) or _DONE
+        except dist.DistBackendError as error:
+            wire.fail(error)
 
     def issue_exchange(self, output: torch.Tensor, rows: torch.Tensor, code: int = UNNAMED) -> Work:
         """Sends each rank its row; the rows of all ranks for this one arrive in ``output``, in rank order."""
@@ -155,7 +164,10 @@ class GroupCalls:
         self.wire.admit(code)
         options = AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if average else dist.ReduceOp.SUM)
-        return self.group.allreduce([tensor], options) or _DONE
+        try:
+            return self.group.allreduce([tensor], options) or _DONE
+        except dist.DistBackendError as error:
+            self.wire.fail(error)
 
 
 class SoloCalls(GroupCalls):

@@ -8,6 +8,7 @@ The first verdict counts; every rank that waits, or comes to wait later, raises 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import threading
 import time
 import weakref
@@ -30,6 +31,10 @@ _LONGEST_SILENCE_SECONDS = 5.0
 # How long peers are helped out after a verdict.
 _AFTERMATH_SECONDS = 15.0
 _LAST_LOOK_SECONDS = 1.0
+# How long a store may take to answer before ranks are on their own; and when one that failed is asked again.
+_STORE_ANSWERS_SECONDS = 5.0
+_STORE_IS_ASKED_AGAIN_SECONDS = 1.0
+_OVERSEE_SECONDS = 1.0
 _EVENTS_TOLD = 64
 _JUDGES = 16
 _DEBUGGERS = ("pdb.py", "bdb.py", "pydevd", "debugpy", "ipdb")
@@ -50,6 +55,17 @@ class _Sight:
     # Each peer's sign of life as this wait found it; and who has given another one since.
     beats: dict[int, tuple[int, int]] = field(default_factory=dict)
     heard: set[int] = field(default_factory=set)
+    # Until when the store is left alone, because it has failed.
+    alone_until: float = 0.0
+
+    def still_seconds(self, position: tuple[int, int, int], now: float) -> float:
+        """For how long the rank has been where it is."""
+        if position != self.position:
+            self.position, self.still_since = position, now
+            self.num_statuses, self.verdict_at = 0, None
+            self.beats.clear()
+            self.heard.clear()
+        return now - self.still_since
 
 
 class Watch:
@@ -59,6 +75,8 @@ class Watch:
         self._lock = threading.Lock()
         self._sights: weakref.WeakKeyDictionary[WatchedWire, _Sight] = weakref.WeakKeyDictionary()
         self._thread: threading.Thread | None = None
+        # Since when the watch is looking at a wire, and may be waiting for its store.
+        self._looks_since: float | None = None
         self._is_over = threading.Event()
         # A thread that talks to a store while the interpreter takes it down would take the process down with it.
         atexit.register(self._end)
@@ -69,6 +87,7 @@ class Watch:
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._run, name="shardwise watch", daemon=True)
                 self._thread.start()
+                threading.Thread(target=self._oversee, name="shardwise watch's watch", daemon=True).start()
 
     def _end(self) -> None:
         self._is_over.set()
@@ -80,12 +99,31 @@ class Watch:
             with self._lock:
                 sights = list(self._sights.items())
             for wire, sight in sights:
+                self._looks_since = now = time.monotonic()
                 try:
                     if wire.is_over():
                         self._leave(wire)
+                    elif now < sight.alone_until:
+                        self._look_alone(wire, sight)
                     else:
                         self._look(wire, sight)
                 except Exception:  # noqa: BLE001  the store went with the rank that kept it, or the group has ended
+                    sight.alone_until = now + _STORE_IS_ASKED_AGAIN_SECONDS
+                    self._look_alone(wire, sight)
+            self._looks_since = None
+            sights.clear()
+
+    def _oversee(self) -> None:
+        """A store whose process was stopped neither answers nor fails: the watch would wait for it with all others."""
+        while not self._is_over.wait(_OVERSEE_SECONDS):
+            since = self._looks_since
+            if since is None or time.monotonic() - since < _STORE_ANSWERS_SECONDS:
+                continue
+            with self._lock:
+                sights = list(self._sights.items())
+            for wire, sight in sights:
+                wire.is_alone = True
+                with contextlib.suppress(Exception):
                     self._look_alone(wire, sight)
             sights.clear()
 
@@ -98,16 +136,9 @@ class Watch:
         # The training thread may leave the epoch at any moment: what is found out here is about this one.
         epoch = wire.path.epoch
         waiting = wire.stuck_on()
-        position = (epoch, wire.path.num_events, id(waiting))
         if now < max(sight.aftermath_until, wire.left_at + _AFTERMATH_SECONDS):
             wire.serve_peers()
-        if position != sight.position:
-            sight.position, sight.still_since = position, now
-            sight.num_statuses, sight.verdict_at = 0, None
-            sight.beats.clear()
-            sight.heard.clear()
-            return
-        still_seconds = now - sight.still_since
+        still_seconds = sight.still_seconds((epoch, wire.path.num_events, id(waiting)), now)
         moment_seconds = min(_MOMENT_SECONDS, policies.trust().timeout_seconds / _MOMENTS_IN_TIMEOUT)
         if still_seconds < moment_seconds:
             return
@@ -158,7 +189,8 @@ class Watch:
         epoch = wire.path.epoch
         waiting = wire.stuck_on()
         now = time.monotonic()
-        if waiting is None or now - sight.still_since < policies.trust().timeout_seconds:
+        still_seconds = sight.still_seconds((epoch, wire.path.num_events, id(waiting)), now)
+        if waiting is None or still_seconds < policies.trust().timeout_seconds:
             return
         if wire.verdict is None:
             sight.verdict_at = now

@@ -40,7 +40,7 @@ _ERRORS: dict[str, type[ShardwiseError]] = {
     "PeerFailure": PeerFailure,
     "RankDisagreement": RankDisagreement,
 }
-_WATCH_KNOWS_SECONDS = 3.0
+_WATCH_KNOWS_SECONDS = 8.0
 
 
 def _no_group() -> None:
@@ -128,6 +128,10 @@ class Wire:
         """Tells peers that this rank has left the path, and begins a new one."""
         self.path.restart()
 
+    def fail(self, error: Exception) -> NoReturn:
+        """Raises the reason why the group itself gave up, which may be more than it says."""
+        raise error
+
 
 class WatchedWire(Wire):
     """A wire on which ranks notice that they part, or that one of them does not come."""
@@ -144,6 +148,8 @@ class WatchedWire(Wire):
         # Set by the watch, taken by the training thread.
         self.verdict: ShardwiseError | None = None
         self._verdict_epoch = 0
+        # Set by the watch when the store does not answer: whoever asked it would wait with it.
+        self.is_alone = False
         # When this rank last began a new path; peers may need its help to leave the old one.
         self.left_at = -math.inf
 
@@ -207,13 +213,14 @@ class WatchedWire(Wire):
 
     def break_off(self, what: str) -> None:
         # The store may be gone, with the rank that kept it: then nobody can be told, and this rank's error stands.
-        with contextlib.suppress(Exception):
+        if not self.is_alone:
             verdict = Verdict(
                 PeerFailure,
                 f"rank {self.own_rank} broke off its step: {what}",
                 "read that rank's own error; ranks that catch theirs can go on with the next step together",
             )
-            self.end_epoch(self.path.epoch, verdict)
+            with contextlib.suppress(Exception):
+                self.end_epoch(self.path.epoch, verdict)
         self.verdict = None
         self._leave_path()
 
@@ -222,7 +229,7 @@ class WatchedWire(Wire):
         self.left_at = time.monotonic()
 
     def fail(self, error: Exception) -> NoReturn:
-        """Raises the reason why the group itself gave up: the verdict, or else the loss of a peer."""
+        """Raises the verdict, or else the loss of a peer."""
         deadline = time.monotonic() + _WATCH_KNOWS_SECONDS
         while self.checks and self.verdict is None and time.monotonic() < deadline:
             # The watch finds out more than a closed connection tells.

@@ -109,6 +109,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         self._show_local_optimizer()
         self._step_codes: dict[tuple[bool, ...] | None, int] = {}
+        # Watched from here on: ranks that wait in their first step can see where this one is.
+        _ = self._wire
         self._consolidated: dict[int, dict[str, Any]] | None = None
         self._under_join = False
         self._hooked = False

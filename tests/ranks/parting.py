@@ -482,7 +482,7 @@ def in_a_debugger(seconds):
 
 def a_debugger_on_one(run, errs):
     if errs:
-        in_a_debugger(25.0)
+        in_a_debugger(22.0)
     run.good_step()
 
 

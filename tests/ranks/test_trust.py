@@ -10,10 +10,12 @@ import torch
 import torch.distributed as dist
 
 from shardwise import PeerFailure, RankDisagreement
+from shardwise.comm import wire
 from shardwise.comm.collectives import GroupCalls
 from shardwise.comm.native import NativeWire
 from shardwise.comm.path import code_of
 from shardwise.comm.watch import watch_over
+from shardwise.comm.wire import Verdict
 from shardwise.testing import run_ranks
 from tests.ranks import parting, parting_zero
 from tests.ranks.parting import Boom, Run, timeouts_of
@@ -127,16 +129,39 @@ def native_paths():
     group = dist.group.WORLD
     told = []
     with timeouts_of(timeout_seconds=4.0):
-        wire = NativeWire(group, torch.device("cpu"))
-        watch_over(wire)
+        watched = NativeWire(group, torch.device("cpu"))
+        watch_over(watched)
         for step in range(6):
-            wire.note(code_of("gather 'a' in forward"))
-            wire.note(code_of("reduce 'b'" if step == 3 and rank == 1 else "reduce 'a'"))
+            watched.note(code_of("gather 'a' in forward"))
+            watched.note(code_of("reduce 'b'" if step == 3 and rank == 1 else "reduce 'a'"))
             try:
-                wire.agree(code_of("let an optimizer use the step"))
+                watched.agree(code_of("let an optimizer use the step"))
             except RankDisagreement as error:
                 told.append((step, str(error)))
     return told
+
+
+def failing_collectives():
+    """What NCCL raises when it is asked for another collective after a peer was lost, here without NCCL."""
+    calls = GroupCalls(dist.group.WORLD, torch.device("cpu"))
+    calls.wire = NativeWire(dist.group.WORLD, torch.device("cpu"))
+
+    def lost(*_):
+        raise dist.DistBackendError("remote process exited")
+
+    calls._all_gather = calls._reduce_scatter = lost
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wire, "_WATCH_KNOWS_SECONDS", 0.1)
+        with pytest.raises(PeerFailure, match="connection to another rank is lost: remote process exited"):
+            calls.issue_all_gather(torch.empty(2), torch.ones(1))
+    calls.wire.sentence(Verdict(PeerFailure, "rank 1 is dead", "").note(), calls.wire.path.epoch)
+    calls.wire.note = calls.wire.path.note
+    with pytest.raises(PeerFailure, match="rank 1 is dead"):
+        calls.issue_reduce_scatter(torch.empty(1), torch.ones(2), average=False)
+
+
+def test_a_group_that_gives_up_by_itself_raises_what_the_watch_knows():
+    run_ranks(failing_collectives, 2, kind="gloo")
 
 
 def test_paths_of_groups_that_carry_data_themselves_are_compared_before_a_step_is_used():

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from shardwise import ConfigError, PeerFailure, patience, set_trust, trace
 from shardwise.cli import main
+from shardwise.comm import watch
 from shardwise.testing import run_ranks
 from shardwise.testing.failures import RankFailure
 from tests.ranks.parting import Run, Struck, in_a_debugger, timeouts_of
@@ -21,10 +22,28 @@ pytestmark = beyond_torch
 TIMEOUT_SECONDS = 1.5
 
 
-def lose_a_rank(who, signal_number, folder):
+def keep_the_store(who, file):
+    """A group anew, whose store is kept by the rank that will be struck, as without torchrun."""
+    watch._STORE_ANSWERS_SECONDS = 1.0
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    dist.barrier()
+    dist.destroy_process_group()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == who else None
+    if store is not None:
+        file.with_suffix(".tmp").write_text(str(store.port))
+        file.with_suffix(".tmp").rename(file)
+    while not file.exists():
+        time.sleep(0.02)
+    store = store or dist.TCPStore("127.0.0.1", int(file.read_text()))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+
+
+def lose_a_rank(who, signal_number, folder, keeps_store):
     """Trains; then rank `who` is struck in forward. The others hand on what they were told."""
     set_trust(timeout_seconds=TIMEOUT_SECONDS)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if keeps_store:
+        keep_the_store(who, folder / "port")
     run = Run()
     run.good_step()
     if dist.get_rank() == who:
@@ -35,14 +54,16 @@ def lose_a_rank(who, signal_number, folder):
     except PeerFailure as error:
         # The pool keeps the story of a rank that raised, not of one that returned; and the first to raise ends all.
         (folder / str(dist.get_rank())).touch()
-        while len(list(folder.iterdir())) < dist.get_world_size() - 1 and time.monotonic() < begun + 12:
+        while len(list(folder.glob("[0-9]"))) < dist.get_world_size() - 1 and time.monotonic() < begun + 12:
             time.sleep(0.02)
         raise AssertionError(f"TOLD in {time.monotonic() - begun:.1f} s: {error}") from None
 
 
-def stories(world_size, who, signal_number, folder):
+def stories(world_size, who, signal_number, folder, keeps_store=False):
     with pytest.raises(RankFailure) as failure:
-        run_ranks(lose_a_rank, world_size, who, signal_number, folder, kind="gloo", timeout_seconds=30)
+        run_ranks(
+            lose_a_rank, world_size, who, signal_number, folder, keeps_store, kind="gloo", timeout_seconds=30
+        )
     return {report.rank: report.details for report in failure.value.reports if report.rank != who}
 
 
@@ -62,6 +83,12 @@ def test_those_who_wait_for_a_rank_that_is_gone_say_so(world_size, who, signal_n
         assert "TOLD in" in text, f"rank {rank}: {text}"
         assert f"rank {who} is {state}" in text
         assert "gather 'blocks.3' in forward" in text
+
+
+def test_a_stopped_rank_that_keeps_the_store_holds_nobody_up(tmp_path):
+    (told,) = stories(2, 0, signal.SIGSTOP, tmp_path, keeps_store=True).values()
+    assert "did not come to gather 'blocks.3' in forward" in told
+    assert "the store cannot be asked" in told
 
 
 def dawdle(seconds):
