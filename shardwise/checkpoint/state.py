@@ -110,7 +110,8 @@ class TrainingState:
             raise CheckpointError(
                 f"the checkpoint is of another model: {what}",
                 where=str(folder),
-                fix="resume with the recipe and settings it was saved with, or train into another folder",
+                fix="resume with the recipe and settings it was saved with, as --resume FOLDER alone does, "
+                "or train into another folder",
             )
 
     def _stepped(self) -> list[torch.Tensor]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import struct
+import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -179,6 +180,12 @@ def _of_safetensors(path: Path) -> list[Weight]:
 
 
 def _of_torch_file(path: Path) -> list[Weight]:
+    if not zipfile.is_zipfile(path):
+        raise CheckpointError(
+            "it is no file that torch.save has written in the last years, or a damaged one",
+            where=str(path),
+            fix="get the file again, or load and save it anew with torch",
+        )
     try:
         loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # noqa: BLE001  of any kind: the file decides which

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
@@ -71,21 +72,37 @@ def train(request: Request) -> int:
 def train_on_rank(request: Request, device: torch.device) -> None:
     """One rank's part of a run, in a group that is there."""
     team = Team()
+    request = team.from_first(partial(_located, request))
     config, origin = team.together(partial(resolve, request))
     resumes = request.resume is not None
     folder = team.from_first(partial(_folder, request, config))
     output = config.output if request.show is None else replace(config.output, show=request.show)  # type: ignore[arg-type]
     display = make_display(output) if team.rank == 0 else Quiet()
-    trainer = Trainer(config, folder, team, device, display, origin)
+    try:
+        trainer = Trainer(config, folder, team, device, display, origin)
+    except BaseException:
+        if team.rank == 0 and not resumes:
+            # Nothing has come of it; what has something in it stays.
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+        raise
     if resumes:
         trainer.resume()
     trainer.run(request.stop_after)
 
 
+def _located(request: Request) -> Request:
+    """With the folder to continue, where only the newest was asked for."""
+    if request.resume != "":
+        return request
+    config = with_settings(load_recipe(request.recipe or "tiny"), request.settings)
+    return replace(request, resume=str(newest_folder(config.name)))
+
+
 def _folder(request: Request, config: Config) -> Path:
     if request.resume is None:
         return new_folder(config.output.folder, config.name)
-    return Path(request.resume).resolve() if request.resume else newest_folder(config.name)
+    return Path(request.resume).resolve()
 
 
 def resolve(request: Request) -> tuple[Config, dict[str, Any]]:

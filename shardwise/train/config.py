@@ -226,7 +226,7 @@ def _parsed(text: str, kind: Any, where: str) -> Any:
         raise ConfigError(
             f"'{text}' is not {'a whole number' if kind is int else 'a number'}",
             where=where,
-            fix="write one, such as 100 or 1e-3",
+            fix=f"write one, such as {'100' if kind is int else '1e-3'}",
         )
     return value
 

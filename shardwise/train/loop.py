@@ -134,12 +134,9 @@ class Trainer:
                 raise CheckpointError(
                     f"the last checkpoint could not be written: {problem}",
                     where=str(self._store.folder),
-                    fix="make room and continue with --resume; "
-                    + (
-                        f"the newest checkpoint is {latest.name}"
-                        if (latest := self._store.latest())
-                        else "none exists"
-                    ),
+                    fix=f"make room and continue from {latest.name} with --resume {self.folder}"
+                    if (latest := self._store.latest())
+                    else "make room and start again: there is no checkpoint of this run",
                 )
             seconds = time.perf_counter() - begun
             tokens = (progress.samples - first_samples) * config.model.context

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +22,7 @@ def new_folder(wanted: str, name: str) -> Path:
     """A folder for a run that begins, made; rank 0 calls this for all.
 
     Raises:
-        ConfigError: a run lives there already. Nothing of it is touched.
+        ConfigError: a run lives there already, and nothing of it is touched; or it cannot be made.
     """
     folder = Path(wanted).expanduser()
     if not wanted:
@@ -33,7 +35,16 @@ def new_folder(wanted: str, name: str) -> Path:
             where="output.folder",
             fix=f"continue it with --resume {folder}, or choose another folder",
         )
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise ConfigError(
+            f"there can be no run in '{folder}': {error.strerror}",
+            where="output.folder" if wanted else "the present folder",
+            fix="choose a folder that can be written to: --set output.folder=FOLDER",
+        ) from None
     return folder.resolve()
 
 

@@ -484,6 +484,9 @@ def test_what_holds_no_weights_or_damaged_ones_is_refused(finished, copied, tmp_
     path.write_bytes(b"\xff" * 20)
     with pytest.raises(CheckpointError, match="longer than the file"):
         weights.open_weights(path)
+    (tmp_path / "noise.bin").write_bytes(b"\x80\x02" * 50)
+    with pytest.raises(CheckpointError, match=r"no file that torch\.save has written"):
+        weights.open_weights(tmp_path / "noise.bin")
     torch.save([1, 2], tmp_path / "list.pt")
     with pytest.raises(CheckpointError, match="no state dict"):
         weights.open_weights(tmp_path / "list.pt")

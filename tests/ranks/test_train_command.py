@@ -130,6 +130,7 @@ def test_data_that_is_missing_is_told_once(tmp_path, given_one_rank, capsys):
     assert said.err.startswith("error: there is no file or folder")
     assert "fix:   check the path" in said.err
     assert said.err.count("nowhere.txt") == 1
+    assert not (tmp_path / "run").exists()  # nor is anything left of a run that never began
 
 
 def open_on_some(folder):
@@ -187,6 +188,28 @@ def test_a_run_is_not_begun_where_another_lives(tmp_path):
     (tmp_path / "checkpoints" / "step-00000003").mkdir(parents=True)
     with pytest.raises(ConfigError, match="--resume"):
         new_folder(str(tmp_path), "tiny")
+
+
+def test_a_run_is_not_begun_where_nothing_can_be_written(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.chdir(tmp_path)
+    for wanted in ("file", "file/below", "/proc/here"):
+        with pytest.raises(ConfigError, match=f"no run in '{wanted}'.*\\n.*output.folder"):
+            new_folder(wanted, "tiny")
+    (tmp_path / "runs").write_text("")
+    with pytest.raises(ConfigError, match=r"no run in 'runs/tiny'.*\n.*the present folder"):
+        new_folder("", "tiny")
+
+
+def test_the_newest_run_goes_on_with_its_own_settings(tmp_path, given_one_rank, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    tiny = ["model.layers=1", "model.width=16", "model.hidden=16", "train.batch_size=2", "evaluate.batches=0"]
+    settings = [part for setting in tiny for part in ("--set", setting)]
+    assert main(["train", "tiny", *settings, "--set", "train.steps=1"]) == 0
+    assert main(["train", "tiny", "--resume", "--set", "train.steps=2"]) == 0
+    assert "finished at step 2 of 2" in capsys.readouterr().out
+    (made,) = (tmp_path / "runs").iterdir()
+    assert [json.loads(line)["step"] for line in (made / "metrics.jsonl").read_text().splitlines()] == [1, 2]
 
 
 def test_a_recipe_that_only_a_runs_folder_names_is_not_run(tmp_path, capsys):
