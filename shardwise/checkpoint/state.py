@@ -21,7 +21,8 @@ from torch.optim import Optimizer
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.parts import Offsets, Part, dtype_name, part_of
 from shardwise.checkpoint.reading import load_parts
-from shardwise.engine.binding import clean_name
+from shardwise.engine.accord import forget_torn_steps
+from shardwise.engine.binding import clean_name, units_of
 from shardwise.errors import CheckpointError
 from shardwise.torch_internals import state_entries
 from shardwise.zero import ZeroRedundancyOptimizer
@@ -69,6 +70,7 @@ class TrainingState:
         for param, values in states.items():
             for key, value in values.items():
                 parts[f"{OPTIMIZER}{self._names[param]}/{key}"] = part_of(value)
+        forget_torn_steps(unit for module in self._module.modules() for unit in units_of(module))
         load_parts(parts, folder, manifest, group)
         if states:
             self._set_state(states)

@@ -26,6 +26,14 @@ if TYPE_CHECKING:
     from shardwise.engine.unit import Unit
 
 
+def forget_torn_steps(units: Iterable[Unit]) -> None:
+    """Parameters are loaded anew: a step that broke off or was torn before that is no matter any more."""
+    for unit in units:
+        if unit.root.accord.is_broken:
+            unit.root.reset()
+        unit.root.accord.forget_torn_step()
+
+
 class Accord:
     """What this rank has agreed on with those it shares a model with."""
 

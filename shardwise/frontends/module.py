@@ -16,6 +16,7 @@ from torch import nn
 from shardwise import trace
 from shardwise.comm.collectives import AllReduceHook, GroupCalls
 from shardwise.comm.custom import AllGather, ReduceScatter, StagedCalls, group_allocate, symmetric_allocate
+from shardwise.engine.accord import forget_torn_steps
 from shardwise.engine.binding import UNITS_ATTRIBUTE, units_of
 from shardwise.engine.exact import check_not_exact
 from shardwise.engine.participation import set_joint
@@ -315,10 +316,7 @@ class FSDPModule:
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """As ``nn.Module.load_state_dict``; takes whole tensors too, and loads nothing from what does not fit."""
         check_fits(cast(nn.Module, self), state_dict, strict, assign)
-        for unit in _own_units(self):
-            if unit.root.accord.is_broken:
-                unit.root.reset()
-            unit.root.accord.forget_torn_step()
+        forget_torn_steps(_own_units(self))
         return super().load_state_dict(state_dict, strict, assign)  # type: ignore[misc]
 
     def share_memory(self) -> NoReturn:

@@ -249,6 +249,12 @@ class FullyShardedDataParallel(ModelMethods):
             unit.reshard(trace.IDLE)
         return super()._apply(*args, **kwargs)
 
+    def reset_iter_state(self) -> None:
+        """Forgets a step that raised, as ``FSDPModule.reset_iter_state``; the next forward does so by itself."""
+        for unit in units_of(self):
+            unit.root.reset()
+            unit.root.accord.forget_torn_step()
+
     # --- accumulation ---------------------------------------------------------------------------------------------
 
     @contextmanager

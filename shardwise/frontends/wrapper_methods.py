@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardwise.engine.accord import forget_torn_steps
 from shardwise.engine.binding import units_of
 from shardwise.engine.whole import flat_slots
 from shardwise.errors import ConfigError
@@ -45,6 +46,7 @@ class ModelMethods(nn.Module):
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Loads whole tensors or DTensors; of what does not fit, nothing. ``assign`` copies too: shards stay put."""
         check_state(self, state_dict, strict)
+        forget_torn_steps(units_of(self))
         try:
             return super().load_state_dict(state_dict, strict)
         finally:

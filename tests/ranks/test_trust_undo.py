@@ -6,13 +6,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from shardwise import PeerFailure, StateError, fully_shard
+from shardwise import FullyShardedDataParallel, ModuleWrapPolicy, PeerFailure, StateError, fully_shard
+from shardwise.engine.stepping import note_checkpoint
 from shardwise.testing import run_ranks
 from shardwise.testing.workloads import seeded
 from tests.ranks.models import data
-from tests.ranks.parting import Boom, Model, Run, timeouts_of
+from tests.ranks.parting import Block, Boom, Model, OutOfMemory, Run, timeouts_of
 from tests.ranks.subject import beyond_torch
+from tests.ranks.tables import cases_of, run_cases
 
 pytestmark = beyond_torch
 
@@ -28,10 +31,14 @@ class Counting(Model):
         return super().forward(self.norm(x))
 
 
+def local(tensor):
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def state_of(model):
-    grads = [None if p.grad is None else p.grad.to_local().clone() for p in model.parameters()]
-    buffers = [buffer.clone() for buffer in model.buffers()]
-    return [p.to_local().clone() for p in model.parameters()], grads, buffers
+    params = list(model.parameters())
+    grads = [None if p.grad is None else local(p.grad).clone() for p in params]
+    return [local(p).detach().clone() for p in params], grads, [buffer.clone() for buffer in model.buffers()]
 
 
 def same_state(before, now):
@@ -41,41 +48,68 @@ def same_state(before, now):
             assert a is None or torch.equal(a, b)
 
 
-def broken_steps(where, accumulates):
+class Fuse:
+    """Blows in a block's forward, or when backward comes to its output."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def blow(self, *_):
+        raise self.error
+
+    def wait_for_backward(self, module, args, output):
+        output.register_hook(self.blow)
+
+    def arm(self, block, where):
+        if where == "forward":
+            return block.register_forward_pre_hook(self.blow)
+        return block.register_forward_hook(self.wait_for_backward)
+
+
+def make(face):
     model = seeded(Counting())
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
-    rank = dist.get_rank()
+    if face == "wrapper":
+        return FullyShardedDataParallel(
+            model, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True
+        )
+    return fully_shard(model, wrap=Block)
+
+
+def broken_steps(face, where, error, accumulates, who):
+    """A step that broke off on one rank, and the same step again, as if nothing had been."""
+    model, rank = make(face), dist.get_rank()
+    errs = rank == who % dist.get_world_size()
     with timeouts_of(undoes_steps=True, timeout_seconds=4.0):
         if accumulates:
             model(data(0, rank, 3, 6)).sum().backward()
         before = state_of(model)
-        model.blocks[1].boom = where if rank == dist.get_world_size() - 1 else None
-        expected = Boom if rank == dist.get_world_size() - 1 else PeerFailure
-        with pytest.raises(expected):
+        fuse = Fuse(error).arm(model.blocks[1], where) if errs else None
+        with pytest.raises(type(error) if errs else PeerFailure):
             model(data(1, rank, 3, 6)).sum().backward()
+        if fuse is not None:
+            fuse.remove()
         # What the next forward does by itself: parameters are shown sharded again.
         model.reset_iter_state()
         same_state(before, state_of(model))
-        model.blocks[1].boom = None
-        # And the same step again, as if nothing had been.
         model(data(1, rank, 3, 6)).sum().backward()
         after = state_of(model)
         assert not all(map(torch.equal, before[2], after[2]))
-        twin = seeded(Counting())
-        for block in twin.blocks:
-            fully_shard(block)
-        fully_shard(twin)
+        twin = make(face)
         for step in (0, 1) if accumulates else (1,):
             twin(data(step, rank, 3, 6)).sum().backward()
         same_state(after, state_of(twin))
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("accumulates", [False, True], ids=["fresh", "accumulating"])
-def test_a_step_that_raised_on_one_rank_is_undone_on_all(where, accumulates):
-    run_ranks(broken_steps, 3, where, accumulates)
+ERRORS = (Boom(), OutOfMemory(), KeyboardInterrupt())
+
+
+@pytest.mark.parametrize("face", ["fully_shard", "wrapper"])
+def test_a_step_that_raised_on_one_rank_is_undone_on_all(face):
+    cases = cases_of(
+        face=[face], where=["forward", "backward"], error=ERRORS, accumulates=[False, True], who=[-1]
+    )
+    cases += cases_of(face=[face], where=["backward"], error=ERRORS[:1], accumulates=[True], who=[0])
+    run_cases(broken_steps, 3, cases)
 
 
 class TornSGD(torch.optim.SGD):
@@ -94,8 +128,8 @@ class TornSGD(torch.optim.SGD):
         return super().step()
 
 
-def torn_step():
-    run = Run()
+def torn_step(face):
+    run = Run(face)
     run.optim = TornSGD(run.model.parameters(), lr=0.02, momentum=0.9)
     tears = dist.get_rank() == 1
     saved = run.model.state_dict()
@@ -119,12 +153,15 @@ def torn_step():
             run.loss()
         assert "the step of TornSGD on rank 1 raised, and is torn" in str(told.value)
         if tears:
-            with pytest.raises(StateError, match="last checkpoint"):
+            note_checkpoint("run/step-7")
+            with pytest.raises(StateError, match=r"load the last checkpoint \(run/step-7\)"):
                 run.loss()
+            note_checkpoint("")
         run.model.load_state_dict(saved)
         dist.barrier()
         run.loss().backward()
 
 
-def test_a_torn_optimizer_step_is_told_to_all_ranks_until_a_checkpoint_is_loaded():
-    run_ranks(torn_step, 2, kind="gloo")
+@pytest.mark.parametrize("face", ["fully_shard", "wrapper"])
+def test_a_torn_optimizer_step_is_told_to_all_ranks_until_a_checkpoint_is_loaded(face):
+    run_ranks(torn_step, 2, face, kind="gloo")
