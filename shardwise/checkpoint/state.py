@@ -45,7 +45,9 @@ class TrainingState:
     def __init__(self, module: nn.Module, optimizer: Optimizer | None = None) -> None:
         self._module, self._optimizer = module, optimizer
         self._offsets: Offsets = {}
-        self._names: dict[torch.Tensor, str] = {param: name for name, param in module.named_parameters()}
+        self._names: dict[torch.Tensor, str] = {
+            param: clean_name(name) for name, param in module.named_parameters()
+        }
 
     def parts(self) -> dict[str, Part]:
         """This rank's part of everything, in place: nothing is copied or communicated."""

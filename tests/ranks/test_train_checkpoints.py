@@ -14,12 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import shardwise.checkpoint.saver as saver_room
 from shardwise.checkpoint import convert, weights
 from shardwise.checkpoint.manifest import MANIFEST, Manifest, first_damage, read_manifest
 from shardwise.checkpoint.parts import Part, part_of
 from shardwise.checkpoint.saver import Saver
+from shardwise.checkpoint.state import TrainingState
 from shardwise.checkpoint.store import Store
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.testing import run_ranks
@@ -301,6 +303,20 @@ def resume_as_others(config, run):
             run_part(other, run, resume=True)
         messages.append(str(refused.value))
     return messages
+
+
+def test_names_in_a_checkpoint_do_not_tell_whether_activations_were_recomputed():
+    def names(recomputes):
+        layer = torch.nn.BatchNorm1d(3)
+        model = torch.nn.Sequential(checkpoint_wrapper(layer) if recomputes else layer)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        return sorted(TrainingState(model, optimizer).parts())
+
+    assert names(recomputes=True) == names(recomputes=False)
+    assert "model/0.running_mean" in names(recomputes=True)
+    assert "optimizer/0.weight/momentum_buffer" in names(recomputes=True)
 
 
 def test_a_checkpoint_of_another_model_is_refused_by_its_first_mismatch(finished, copied):
