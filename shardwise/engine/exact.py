@@ -124,30 +124,30 @@ class ExactReduce(PackedReduce):
         # Gradients have memory of their own: each is a block that a later sum may need.
         self._lends = False
         # What reduces of one backward are told apart by.
-        self.pass_number = 0
+        self.reduce_number = 0
         # Which gradients are this plan's, or that of one made anew in its place.
         self.token = (id(form), self.row_numel, sum_dtype, tuple(slot.name for slot in slots))
 
     def begin(self, settings: ReduceSettings, lanes: Lanes, codes: tuple[int, int]) -> Reduction:
-        self.pass_number = self.pass_number + 1 if self.is_again else 0
-        return ExactReduction(self, settings, lanes, codes, self.pass_number)
+        self.reduce_number = self.reduce_number + 1 if self.is_again else 0
+        return ExactReduction(self, settings, lanes, codes, self.reduce_number)
 
 
 class Tally:
     """The sum that a unit's gradients stand for, and the blocks it is made of; a new one for every sum.
 
-    ``passes`` has a tree for each reduce of a backward, because a unit may be reduced in several parts: (how many
+    ``trees`` has a tree for each reduce of a backward, because a unit may be reduced in several parts: (how many
     backwards, their blocks). ``bases`` are gradients that were there before the first, by number of the part.
     """
 
     def __init__(
         self,
         token: object = None,
-        passes: tuple[tuple[int, tuple[torch.Tensor, ...]], ...] = (),
+        trees: tuple[tuple[int, tuple[torch.Tensor, ...]], ...] = (),
         bases: dict[int, torch.Tensor] | None = None,
     ) -> None:
         self._token = token
-        self._passes = passes
+        self._trees = trees
         self._bases = bases or {}
         self._versions: dict[int, int] = {}
         self._block_versions: list[int] = []
@@ -171,27 +171,27 @@ class Tally:
         return True
 
     def _blocks(self) -> Iterable[torch.Tensor]:
-        return (block for _, blocks in self._passes for block in blocks)
+        return (block for _, blocks in self._trees for block in blocks)
 
     @property
     def numbers(self) -> list[int]:
         """The parts that have been given a gradient."""
         return list(self._versions)
 
-    def with_row(self, pass_number: int, row: torch.Tensor) -> Tally:
+    def with_row(self, reduce_number: int, row: torch.Tensor) -> Tally:
         """The sum with one more row, of that reduce of a backward."""
-        passes = list(self._passes)
+        trees = list(self._trees)
         # An optimizer that steps in a hook may have dropped gradients between two reduces of a backward.
-        pass_number = min(pass_number, len(passes))
-        if pass_number == len(passes):
-            passes.append((0, ()))
-        count, blocks = passes[pass_number]
-        passes[pass_number] = (count + 1, with_term(blocks, count, row, torch.add))
-        return Tally(self._token, tuple(passes), dict(self._bases))
+        reduce_number = min(reduce_number, len(trees))
+        if reduce_number == len(trees):
+            trees.append((0, ()))
+        count, blocks = trees[reduce_number]
+        trees[reduce_number] = (count + 1, with_term(blocks, count, row, torch.add))
+        return Tally(self._token, tuple(trees), dict(self._bases))
 
     def row(self) -> torch.Tensor:
         """The sum; possibly a block itself."""
-        rows = [total(blocks, torch.add) for _, blocks in self._passes]
+        rows = [total(blocks, torch.add) for _, blocks in self._trees]
         return total(rows[::-1], torch.add)
 
     def base(self, number: int, existing: torch.Tensor | None) -> torch.Tensor | None:
@@ -231,10 +231,10 @@ class ExactReduction(Reduction):
         settings: ReduceSettings,
         lanes: Lanes,
         codes: tuple[int, int],
-        pass_number: int,
+        reduce_number: int,
     ) -> None:
         super().__init__(plan, settings, lanes, codes)
-        self._pass_number = pass_number
+        self._reduce_number = reduce_number
 
     def _make_own_row(self) -> torch.Tensor:
         # From the lane's memory: blocks come and go there.
@@ -258,7 +258,7 @@ class ExactReduction(Reduction):
         with lane:
             before = Tally.found(plan)
             known = set(before.numbers)
-            tally = before.with_row(self._pass_number, row)
+            tally = before.with_row(self._reduce_number, row)
             runs = [tally.row()] if plan.is_one_run else self._cast_runs(tally.row())
             for number, part in enumerate(plan.parts):
                 if part.slot in received or number in known:
