@@ -263,6 +263,11 @@ def defaults_of(op: str) -> tuple[Any, ...]:
     return tuple(argument.default_value for argument in schema.arguments)
 
 
+def passing_library(namespace: str) -> Any:
+    """A library of kernels that goes when the context ends, and its kernels with it."""
+    return torch.library._scoped_library(namespace, "IMPL")
+
+
 def modes_are_watching() -> bool:
     """Whether a dispatch mode is on, such as one that counts collectives."""
     return torch._C._len_torch_dispatch_stack() > 0

@@ -1,20 +1,23 @@
 """Collectives of our own making that count as torch's.
 
 Whoever counts collectives does so where torch dispatches them. A call that goes through torch's dispatcher, and only
-below it, where a backend would be picked, finds a kernel of ours, is seen as the one collective that it is. All other
-calls, of any group, go on to torch's kernel as before.
+below it, where a backend would be picked, finds a kernel of ours, is seen as the one collective that it is.
+
+The kernels stand in front of torch's for no longer than such a call. A call of somebody else's that meets them goes on
+to torch's kernel, but with the interpreter's lock held, and a backend's own threads may need that lock to let it go on.
 """
 
 from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from shardwise.torch_internals import defaults_of
+from shardwise.torch_internals import defaults_of, passing_library
 
 _OPS = ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_")
 
@@ -27,24 +30,19 @@ class _Request(threading.local):
 
 
 _request = _Request()
-_install_lock = threading.Lock()
-_library: torch.library.Library | None = None
+_one_call_at_a_time = threading.Lock()
 
 
-def _install() -> None:
-    """Puts the kernels in front of torch's, once a process."""
-    global _library
-    with _install_lock:
-        if _library is not None:
-            return
-        library = torch.library.Library("c10d", "IMPL")
+@contextmanager
+def _kernels_in_front() -> Iterator[None]:
+    with _one_call_at_a_time, passing_library("c10d") as library:
         with warnings.catch_warnings():
             # That torch's kernels now stand behind others is the point, and no news to the user.
             warnings.simplefilter("ignore")
             for op in _OPS:
                 kernel = _in_front_of(torch.library.get_kernel(op, "CPU"), defaults_of(op))
                 library.impl(op, kernel, "CPU", with_keyset=True, allow_override=True)
-        _library = library
+        yield
 
 
 def _in_front_of(native: Any, defaults: tuple[Any, ...]) -> Callable[..., Any]:
@@ -64,10 +62,10 @@ def count_as(
     call: Callable[..., Any], tensors: tuple[torch.Tensor, ...], post: Callable[[], None], works: list[Any]
 ) -> None:
     """Makes torch's ``call``, in which ``post`` does the work and leaves at least one of the group's in ``works``."""
-    _install()
     _request.post, _request.works = post, works
     try:
-        call(*tensors)
+        with _kernels_in_front():
+            call(*tensors)
     finally:
         _request.post = None
         _request.works = []

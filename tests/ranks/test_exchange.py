@@ -47,8 +47,19 @@ def test_an_exchange_counts_as_one_reduce_scatter():
     assert run_ranks(counted, 2, kind="gloo") == [{"c10d._reduce_scatter_base_": 1}] * 2
 
 
+def kernels_after_counting():
+    counted()
+    return [torch._C._dispatch_dump(f"c10d::{op}") for op in ("_allgather_base_", "_reduce_scatter_base_")]
+
+
+def test_torchs_kernels_stand_alone_again_after_a_call_that_was_counted():
+    """A kernel in Python that hands on to torch's holds the interpreter's lock, for which gloo's threads may wait."""
+    found = run_ranks(kernels_after_counting, 2, kind="gloo")
+    assert not any("inactive" in kernel for kernels in found for kernel in kernels)
+
+
 def native_beside_ours(in_mode):
-    """Torch's own call on the same group, after ours has put its kernel in front, with an op ours does not know."""
+    """Torch's own call on the same group, while one of ours is under way, with an op ours does not know."""
     rank, world = dist.get_rank(), dist.get_world_size()
     calls = GroupCalls(dist.group.WORLD, CPU)
     ours = torch.empty(4)
