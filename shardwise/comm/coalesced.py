@@ -28,6 +28,7 @@ from torch import Tensor
 
 from shardwise.comm.neighbours import Neighbours, find_neighbours
 from shardwise.comm.same_host import DirectReads
+from shardwise.comm.wire import Wire
 from shardwise.torch_internals import all_gather_call, copy_all, issue_grouped_broadcasts
 
 __all__ = ["Exchange", "Pending", "all_gather_bytes", "carrier_device", "neighbours_of", "plan_exchange"]
@@ -107,11 +108,16 @@ def carrier_device(group: dist.ProcessGroup, device: torch.device) -> torch.devi
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def neighbours_of(group: dist.ProcessGroup) -> Neighbours | None:
-    """The ranks, if they can read each other's memory and that is of use. Called by all ranks."""
+def neighbours_of(group: dist.ProcessGroup, wire: Wire) -> Neighbours | None:
+    """The ranks, if they can read each other's memory and that is of use. Called by all ranks.
+
+    Args:
+        group: the ranks.
+        wire: the one whose path they share, and which is watched while they wait for each other.
+    """
     if group.size() == 1 or _backends(group).get("cpu") != "gloo":
         return None
-    return find_neighbours(group)
+    return find_neighbours(group, wire)
 
 
 def all_gather_bytes(message: bytes, group: dist.ProcessGroup) -> list[bytes]:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise import policies
-from shardwise.comm.wire import UNNAMED, Waiting, WatchedWire
+from shardwise.comm.wire import UNNAMED, Foreign, Waiting, WatchedWire
 from shardwise.torch_internals import store_of
 
 _COUNT = 1 << 48
@@ -95,7 +95,8 @@ class NativeWire(WatchedWire):
 
     def let_out(self, waiting: Waiting, seconds_since_verdict: float) -> None:
         # A rank that waits for others to agree looks for the verdict itself.
-        if not isinstance(waiting, _Agreement):
+        looks_itself = isinstance(waiting, Foreign) and waiting.looks_itself
+        if not looks_itself and not isinstance(waiting, _Agreement):
             self._abort()
 
     def let_out_alone(self, waiting: Waiting) -> None:

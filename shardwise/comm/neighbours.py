@@ -2,7 +2,8 @@
 
 The kernel copies from a peer's address space into ours in one go (``process_vm_readv``), where loopback sockets take
 two copies and a protocol. What is left to say, a few bytes, goes through pipes: whoever listens sleeps until it is
-there. (A message of gloo's passes a thread of its own on either side, which spins while the connection is in use.)
+there, or until the watch ends the wait. (A message of gloo's passes a thread of its own on either side, which spins
+while the connection is in use.)
 
     rank 0   pipe 0→1 ──▶ rank 1        opened through /proc, so the ranks need no common parent
     rank 0 ◀── pipe 1→0   rank 1
@@ -26,15 +27,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.errors import PeerFailure
+from shardwise.comm.wire import WatchedWire, Wire
 
 __all__ = ["Neighbours", "find_neighbours"]
 
 _MAGIC_BYTES = 16
 _CARD = struct.Struct(f"<qq{_MAGIC_BYTES}s")
 _MESSAGE = struct.Struct("<qqq")
-# As long as a group's own messages are waited for by default.
-_PATIENCE_SECONDS = 1800.0
+_MASK = (1 << 61) - 1
+_MIX = 0x2545F4914F6CDD1D & _MASK
+# How often whoever listens looks whether the watch has ended the wait.
+_LOOK_SECONDS = 0.1
 
 Key = tuple[int, int]
 
@@ -43,13 +46,21 @@ class Neighbours:
     """The ranks of a group on one host, as one of them sees the others."""
 
     def __init__(
-        self, rank: int, pids: Sequence[int], ears: Mapping[int, int], mouths: Mapping[int, int]
+        self, wire: Wire, pids: Sequence[int], ears: Mapping[int, int], mouths: Mapping[int, int]
     ) -> None:
-        self._rank, self._pids = rank, pids
+        self._wire, self._pids = wire, pids
         self._ears, self._mouths = ears, mouths
         self._heard: dict[int, dict[Key, int]] = {peer: {} for peer in ears}
-        self.num_exchanges = 0
+        self._digest, self._num_here = 0, 0
         weakref.finalize(self, _close, [*ears.values(), *mouths.values()])
+
+    def number(self) -> int:
+        """For the next thing that ranks do together: the same on all that have come by the same path."""
+        digest = self._wire.path.digest
+        self._num_here = self._num_here + 1 if digest == self._digest else 0
+        self._digest = digest
+        # What was told on a path that ranks have left is never taken for this.
+        return (digest + self._num_here * _MIX) & _MASK
 
     def read(self, peer: int, here: Tensor, there: Tensor) -> int:
         """Copies the stretches of a peer's memory ``there`` to those ``here``; the number of bytes copied."""
@@ -60,10 +71,14 @@ class Neighbours:
         try:
             os.write(self._mouths[peer], _MESSAGE.pack(*key, value))
         except OSError:
-            raise self._gone(peer) from None
+            raise RuntimeError(f"rank {peer} of the group has ended") from None
 
     def hear(self, peer: int, key: Key) -> int:
-        """Waits for what a peer tells under a key."""
+        """Waits for what a peer tells under a key.
+
+        Raises:
+            RuntimeError: it has ended, or a verdict has ended the wait.
+        """
         heard = self._heard[peer]
         while key not in heard:
             *told, value = _MESSAGE.unpack(self._receive(peer))
@@ -73,22 +88,18 @@ class Neighbours:
     def _receive(self, peer: int) -> bytes:
         ear, message = self._ears[peer], b""
         while len(message) < _MESSAGE.size:
-            ready, _, _ = select.select([ear], [], [], _PATIENCE_SECONDS)
-            more = os.read(ear, _MESSAGE.size - len(message)) if ready else b""
-            if not more:
-                raise self._gone(peer)
-            message += more
+            ready, _, _ = select.select([ear], [], [], _LOOK_SECONDS)
+            if ready:
+                more = os.read(ear, _MESSAGE.size - len(message))
+                if not more:
+                    raise RuntimeError(f"rank {peer} of the group has ended")
+                message += more
+            elif isinstance(self._wire, WatchedWire) and self._wire.verdict is not None:
+                raise RuntimeError(f"rank {peer} of the group does not come")
         return message
 
-    def _gone(self, peer: int) -> PeerFailure:
-        return PeerFailure(
-            f"rank {peer} has ended, or has not come for {_PATIENCE_SECONDS:g} s",
-            where=f"exchange of parameters, rank {self._rank}",
-            fix="look at what that rank was doing, and start again from the last checkpoint",
-        )
 
-
-def find_neighbours(group: dist.ProcessGroup) -> Neighbours | None:
+def find_neighbours(group: dist.ProcessGroup, wire: Wire) -> Neighbours | None:
     """The ranks of a group if every one can read every other's memory, else None. Called by all ranks."""
     rank, world = group.rank(), group.size()
     magic = ctypes.create_string_buffer(secrets.token_bytes(_MAGIC_BYTES), _MAGIC_BYTES)
@@ -113,7 +124,7 @@ def find_neighbours(group: dist.ProcessGroup) -> Neighbours | None:
     _close([end for _, end in pipes.values()])
     ears = {peer: ear for peer, (ear, _) in pipes.items()}
     if agreed:
-        return Neighbours(rank, pids, ears, mouths)
+        return Neighbours(wire, pids, ears, mouths)
     _close([*ears.values(), *mouths.values()])
     return None
 

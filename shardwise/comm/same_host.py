@@ -60,8 +60,7 @@ class DirectReads:
         self._writers = [peer for peer in self._peers if len(self._tables[peer])]
 
     def issue(self) -> _Reading:
-        number = self._neighbours.num_exchanges
-        self._neighbours.num_exchanges += 1
+        number = self._neighbours.number()
         if len(self._own):
             # Told anew each time: a peer cannot know that our memory was replaced.
             for peer in self._peers:

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm.counting import count_as
-from shardwise.comm.wire import Waiting, WatchedWire
+from shardwise.comm.wire import Foreign, Waiting, WatchedWire
 from shardwise.torch_internals import all_gather_call, backend_of, modes_are_watching, reduce_scatter_call
 
 # Above what people use for tags of their own on the same group.
@@ -219,6 +219,8 @@ class TaggedWire(WatchedWire):
         return not landing.is_alive()
 
     def let_out(self, waiting: Waiting, seconds_since_verdict: float) -> None:
+        if isinstance(waiting, Foreign) and waiting.looks_itself:
+            return
         if not isinstance(waiting, Posted):
             # Nobody can take part in a collective that is not ours.
             self._close_connections()

@@ -66,11 +66,12 @@ class Waiting(Protocol):
     code: int
 
 
-class _Foreign:
-    """A wait for collectives that are not the wire's."""
+class Foreign:
+    """A wait for collectives that are not the wire's; one that looks for the verdict itself need not be let out."""
 
-    def __init__(self, code: int) -> None:
+    def __init__(self, code: int, *, looks_itself: bool) -> None:
         self.code = code
+        self.looks_itself = looks_itself
 
 
 class Wire:
@@ -106,8 +107,11 @@ class Wire:
         self.note(code)
 
     @contextlib.contextmanager
-    def watched(self, code: int) -> Iterator[None]:
-        """Around waits for the group's own collectives: those that lead nowhere end with what the watch found out."""
+    def watched(self, code: int, *, looks_itself: bool = False) -> Iterator[None]:
+        """Around waits for the group's own collectives: those that lead nowhere end with what the watch found out.
+
+        Waits that look for a verdict themselves leave the group's connections as they are.
+        """
         self.note(code)
         yield
 
@@ -154,9 +158,9 @@ class WatchedWire(Wire):
         self.left_at = -math.inf
 
     @contextlib.contextmanager
-    def watched(self, code: int) -> Iterator[None]:
+    def watched(self, code: int, *, looks_itself: bool = False) -> Iterator[None]:
         self.note(code)
-        self.waiting = _Foreign(code)
+        self.waiting = Foreign(code, looks_itself=looks_itself)
         try:
             yield
         except ShardwiseError:

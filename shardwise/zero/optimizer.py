@@ -202,7 +202,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return loss
 
     def _exchange(self) -> None:
-        with self._wire.watched(_EXCHANGE):
+        # The local optimizer may have replaced a parameter's memory, or stepped a frozen one by a gradient set by hand:
+        # both show only now.
+        self._sync.refresh()
+        with self._wire.watched(_EXCHANGE, looks_itself=self._sync.looks_for_verdicts):
             self._sync.run()
 
     def _tear(self, error: BaseException, *, has_closure: bool) -> None:

@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from shardwise.comm.coalesced import Exchange, neighbours_of, plan_exchange
+from shardwise.comm.collectives import wire_of
 from shardwise.comm.neighbours import Neighbours
-from shardwise.comm.same_host import zeros_in_huge_pages
+from shardwise.comm.same_host import DirectReads, zeros_in_huge_pages
 from shardwise.zero.partition import Partition, Run
 
 __all__ = ["ParameterSync", "plan_piece_exchanges"]
@@ -32,7 +33,7 @@ class ParameterSync:
         self._partition = partition
         self._group = group
         self._as_views = as_views
-        self._neighbours = neighbours_of(group)
+        self._neighbours = neighbours_of(group, wire_of(group, partition.params[0].device))
         self._resting: list[Run] = []
         self._active: list[Run] = []
         self._num_runs_seen = 0
@@ -61,10 +62,13 @@ class ParameterSync:
             )
         self._planned_revision = partition.revision
 
+    @property
+    def looks_for_verdicts(self) -> bool:
+        """Whether waits for peers end by themselves when the watch has given up on one."""
+        return all(isinstance(exchange, DirectReads) for exchange in self._exchanges)
+
     def run(self) -> None:
-        # The local optimizer may have replaced a parameter's memory, or stepped a frozen one by a gradient set by
-        # hand: both show only now.
-        self.refresh()
+        """Brings all parameters up to date on all ranks, as last planned."""
         for pending in [exchange.issue() for exchange in self._exchanges]:
             pending.wait()
 

@@ -1,21 +1,32 @@
 """Exchanges of tensors that know nothing of optimizers."""
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.comm import coalesced
 from shardwise.comm.coalesced import neighbours_of, plan_exchange
+from shardwise.comm.collectives import wire_of
+from shardwise.comm.neighbours import Neighbours
 from shardwise.comm.same_host import DirectReads
+from shardwise.errors import PeerFailure
+from shardwise.policies import set_trust
+from shardwise.zero import ZeroRedundancyOptimizer
 from tests.ranks.zero_cases.models import device
 
 
 def group() -> dist.ProcessGroup:
     assert dist.group.WORLD is not None
     return dist.group.WORLD
+
+
+def neighbours_here() -> Neighbours | None:
+    return neighbours_of(group(), wire_of(group(), torch.device("cpu")))
 
 
 def fill_own(sections: Sequence[Sequence[Tensor]], step: int) -> None:
@@ -38,7 +49,7 @@ def moves_everyones_tensors(numels: list[list[int]], *, reads: bool, rounds: int
         [torch.zeros(numel, dtype=dtypes[i % 2], device=device()) for i, numel in enumerate(section)]
         for section in numels
     ]
-    exchange = plan_exchange(sections, group(), neighbours=neighbours_of(group()) if reads else None)
+    exchange = plan_exchange(sections, group(), neighbours=neighbours_here() if reads else None)
     assert isinstance(exchange, DirectReads) == reads
     for step in range(rounds):
         fill_own(sections, step)
@@ -82,7 +93,7 @@ def packs_small_tensors_into_one_broadcast_a_rank() -> None:
 
 def keeps_exchanges_apart_that_are_under_way_together(*, reads: bool = False) -> None:
     """Two exchanges issued one after the other, waited for in the other order."""
-    neighbours = neighbours_of(group()) if reads else None
+    neighbours = neighbours_here() if reads else None
     sections = [
         [[torch.zeros(40_000 + 7 * i), torch.zeros(3 + i)] for _ in range(dist.get_world_size())]
         for i in (0, 1)
@@ -102,7 +113,7 @@ def keeps_exchanges_apart_that_are_under_way_together(*, reads: bool = False) ->
 def reads_where_a_peers_tensors_have_moved_to() -> None:
     """Only rank 0's memory is replaced, and only rank 0 plans again."""
     sections = [[torch.zeros(1_500_000)] for _ in range(dist.get_world_size())]
-    neighbours = neighbours_of(group())
+    neighbours = neighbours_here()
     exchange = plan_exchange(sections, group(), neighbours=neighbours)
     for step in range(3):
         if dist.get_rank() == 0 and step == 1:
@@ -116,10 +127,54 @@ def reads_where_a_peers_tensors_have_moved_to() -> None:
 def may_write_as_soon_as_the_exchange_is_over() -> None:
     """A rank that goes on at once never changes what a slow peer has not read yet."""
     sections = [[torch.zeros(2_000_000)] for _ in range(dist.get_world_size())]
-    exchange = plan_exchange(sections, group(), neighbours=neighbours_of(group()))
+    exchange = plan_exchange(sections, group(), neighbours=neighbours_here())
     for step in range(20):
         fill_own(sections, step)
         exchange.issue().wait()
         others = [section if rank != dist.get_rank() else [] for rank, section in enumerate(sections)]
         sections[dist.get_rank()][0].fill_(-1.0)
         assert_everyones(others, step)
+
+
+def ends_waits_for_ranks_that_stall_or_raise_and_goes_on_with_them() -> None:
+    """Of a model so large that ranks read each other's memory: all raise, and step together again."""
+    before = set_trust(timeout_seconds=1.5)
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    param = torch.nn.Parameter(torch.randn(2_000_000))
+    optimizer = ZeroRedundancyOptimizer([param], torch.optim.SGD, lr=1.0)
+    first = param.detach().clone()
+    own_step = optimizer.optim.step
+
+    def stall(**_kwargs: Any) -> None:
+        time.sleep(4)
+
+    def raise_it() -> None:
+        raise ArithmeticError("a closure of its own")
+
+    def step(*closure: Any) -> None:
+        with torch.no_grad():
+            param.copy_(first)
+        param.grad = torch.ones_like(param)
+        optimizer.step(*closure)
+        assert torch.equal(param, first - 1)
+
+    try:
+        step()
+        # The owner is rank 0: the others wait for what it steps.
+        if rank == 0:
+            optimizer._blocked, optimizer.optim.step = None, stall  # type: ignore[method-assign]
+        with (
+            pytest.raises(PeerFailure, match="rank 0")
+            if rank
+            else pytest.raises((PeerFailure, AssertionError))
+        ):
+            step()
+        optimizer.optim.step = own_step  # type: ignore[method-assign]
+        step()
+        with pytest.raises(ArithmeticError if rank == 0 else PeerFailure):
+            step(raise_it if rank == 0 else (lambda: None))
+        step()
+        step()
+    finally:
+        set_trust(timeout_seconds=before.timeout_seconds)

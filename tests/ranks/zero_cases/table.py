@@ -226,4 +226,5 @@ EXCHANGE = (
     ),
     Claim(exchange.reads_where_a_peers_tensors_have_moved_to),
     Claim(exchange.may_write_as_soon_as_the_exchange_is_over, gloo=(3,)),
+    Claim(exchange.ends_waits_for_ranks_that_stall_or_raise_and_goes_on_with_them, gloo=(3,)),
 )
