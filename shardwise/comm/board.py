@@ -6,6 +6,7 @@ here waits: a note is there or it is not. In a healthy step nobody writes or rea
     home        host and process of each rank, once
     status      what a rank that has not moved for a while is doing
     verdict     how an epoch ended; the first one counts, and all ranks raise it
+    taken       a rank has raised it
     release     a rank asks to be let out of a collective that will never complete
 """
 
@@ -67,9 +68,17 @@ class Board:
         read = {rank: self._read(f"status/{rank}") for rank in range(self._world)}
         return {rank: note for rank, note in read.items() if note is not None}
 
-    def end_epoch(self, epoch: int, verdict: Note) -> None:
-        """Says how an epoch ended, unless somebody has said so already."""
-        self._store.compare_set(f"verdict/{epoch}", "", json.dumps(verdict))
+    def end_epoch(self, epoch: int, verdict: Note, void: Note | None = None) -> None:
+        """Says how an epoch ended, unless somebody has said so already; ``void`` is what counts for nothing by now."""
+        known = "" if void is None else json.dumps(void)
+        self._store.compare_set(f"verdict/{epoch}", known, json.dumps(verdict))
+
+    def take(self, epoch: int) -> None:
+        """Says that a rank has left the epoch for its verdict."""
+        self._store.set(f"taken/{epoch}", "1")
+
+    def is_taken(self, epoch: int) -> bool:
+        return bool(self._store.check([f"taken/{epoch}"]))
 
     def verdict(self, epoch: int) -> Note | None:
         return self._read(f"verdict/{epoch}")

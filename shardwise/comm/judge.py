@@ -56,7 +56,7 @@ def judge(wire: WatchedWire, waiting: Waiting, evidence: Evidence) -> Verdict | 
         return _sized(wire, waiting, sizes)
     if seconds < _seconds_to_wait(evidence, states):
         return None
-    return _lost(wire, waiting, statuses, states, behind, seconds)
+    return _lost(wire, waiting, statuses, states, behind, seconds)._replace(place=own.num_events)
 
 
 def _seconds_to_wait(evidence: Evidence, states: dict[int, str]) -> float:

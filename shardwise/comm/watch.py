@@ -142,9 +142,10 @@ class Watch:
         moment_seconds = min(_MOMENT_SECONDS, policies.trust().timeout_seconds / _MOMENTS_IN_TIMEOUT)
         if still_seconds < moment_seconds:
             return
+        known: Note | None = None
         if wire.verdict is None:
             known = wire.board.verdict(epoch)
-            if known is not None:
+            if known is not None and not wire.is_void(known, epoch):
                 sight.aftermath_until = now + _AFTERMATH_SECONDS
                 sight.verdict_at = now
                 if waiting is not None:
@@ -163,7 +164,7 @@ class Watch:
             own = wire.path.story()
             verdict = judge(wire, waiting, self._ask_others(wire, sight, own, still_seconds))
             if verdict is not None and own.epoch == epoch:
-                wire.end_epoch(epoch, verdict)
+                wire.end_epoch(epoch, verdict, void=known)
 
     def _ask_others(self, wire: WatchedWire, sight: _Sight, own: Story, still_seconds: float) -> Evidence:
         statuses = {

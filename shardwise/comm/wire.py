@@ -54,6 +54,9 @@ class Verdict(NamedTuple):
     what: str
     fix: str
     details: str = ""
+    # The event in which others were waited for in vain. If they come at the last moment, and all ranks get past it
+    # before any of them has raised, there is nothing to raise.
+    place: int | None = None
 
     def note(self) -> Note:
         """As it is put on the board."""
@@ -201,9 +204,14 @@ class WatchedWire(Wire):
         self._verdict_epoch = epoch
         self.verdict = error
 
-    def end_epoch(self, epoch: int, verdict: Verdict) -> None:
+    def end_epoch(self, epoch: int, verdict: Verdict, void: Note | None = None) -> None:
         """Ends an epoch for all ranks, unless another rank has done so already."""
-        self.board.end_epoch(epoch, verdict.note())
+        self.board.end_epoch(epoch, verdict.note(), void)
+
+    def is_void(self, verdict: Note, epoch: int) -> bool:
+        """Whether what a verdict is about has passed, and no rank has raised it."""
+        place = verdict["place"]
+        return place is not None and self.path.num_events > place and not self.board.is_taken(epoch)
 
     # --- failing --------------------------------------------------------------------------------------------------
 
@@ -212,6 +220,9 @@ class WatchedWire(Wire):
         error, self.verdict = self.verdict, None
         if error is not None and self._verdict_epoch == self.path.epoch:
             self._save_events(error)
+            if not self.is_alone:
+                with contextlib.suppress(Exception):
+                    self.board.take(self.path.epoch)
             self._leave_path()
             raise error
 

@@ -5,6 +5,8 @@ Many cases share one set of ranks: a case that left anything behind would fail t
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,6 +18,7 @@ from shardwise.comm.native import NativeWire
 from shardwise.comm.path import code_of
 from shardwise.comm.watch import watch_over
 from shardwise.comm.wire import Verdict
+from shardwise.engine.binding import units_of
 from shardwise.testing import run_ranks
 from tests.ranks import parting, parting_zero
 from tests.ranks.parting import Boom, Run, timeouts_of
@@ -121,6 +124,29 @@ def test_messages_of_different_sizes_are_told():
     for text, gathered in run_ranks(different_sizes, 2, kind="gloo"):
         assert "rank 0 sends 16 bytes; rank 1 sends 20 bytes" in text
         assert gathered == [0.0, 1.0]
+
+
+def late_verdict():
+    """A rank was given up, but came before anybody raised that; much later all of them stand still for a moment."""
+    rank, run = dist.get_rank(), Run()
+    with timeouts_of(timeout_seconds=4.0):
+        run.good_step()
+        (used,) = units_of(run.model)[0].root.accord.wires
+        if rank == 0:
+            stalled = Verdict(PeerFailure, "rank 1 did not come", "", place=used.path.num_events - 1)
+            used.end_epoch(used.path.epoch, stalled)
+        dist.barrier()
+        if rank == 1:
+            time.sleep(0.5)
+        run.good_step()
+        with pytest.raises(RankDisagreement, match=r"rank 1 went on to gather 'blocks\.2'"):
+            parting.another_layer_of_the_same_shape(run, errs=rank == 1)
+        run.good_step()
+
+
+@pytest.mark.parametrize("kind", ["threads", "gloo"])
+def test_a_rank_that_comes_at_the_last_moment_is_not_held_against_anybody_later(kind):
+    run_ranks(late_verdict, 2, kind=kind)
 
 
 def native_paths():
