@@ -140,7 +140,9 @@ class Run:
             lambda rank: loss_of(self.plain, self.step, rank, num_rows(rank)),
             dist.get_world_size(),
         )
-        same(loss.detach(), losses[dist.get_rank()], f"loss of step {self.step}", 0.0)
+        # torch sums in an order of its own.
+        tolerance = 1e-5 if TORCH_IS_THE_SUBJECT else 0.0
+        same(loss.detach(), losses[dist.get_rank()], f"loss of step {self.step}", tolerance)
         self.plain_optim.step()
         self.plain_optim.zero_grad()
         self.step += 1

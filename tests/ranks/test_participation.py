@@ -128,8 +128,8 @@ def train(face, options, covers="all", has_trunk=True, checkpoints=None, schedul
     plain = seeded(Branching(has_trunk))
     optim, plain_optim = sgd(model.parameters()), sgd(plain.parameters())
     num_batches = 1 if schedule in (one, after_others) else 2
-    is_exact = schedule in (one, accumulated, after_others, one_behind) and "replicas" not in options
-    tolerance = 0.0 if is_exact else 1e-5
+    sums_as_plain = schedule in (one, accumulated, after_others, one_behind)
+    tolerance = 0.0 if sums_as_plain and not {"replicas", "exact"} & set(options) else 1e-5
     routes = set()
     for step in range(4):
         seen = []
@@ -203,6 +203,7 @@ def test_four_processes_take_different_branches():
         {**SHARDED, "has_trunk": False},
         {"face": "fully_shard", "options": {"reshard_after_forward": 2}, **BRANCHES},
         {"face": "fully_shard", "options": {"replicas": 2}, "schedule": put_by},
+        {"face": "fully_shard", "options": {"exact": True}, "schedule": accumulated},
         wrapper(),
     ]
     run_cases(train, 4, cases, kind="gloo", timeout_seconds=60)
