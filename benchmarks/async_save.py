@@ -6,6 +6,7 @@
 One run saves at regular steps. A step counts as overlapped if a checkpoint was being written at any moment of it; the
 copy to host memory, which a step does wait for, counts too. Time is from the end of one step to the end of the next.
 The figure is the time of all overlapped steps over what as many undisturbed steps take, by their median, less one.
+CPU time, of all threads of the first rank, is told beside it: other programs disturb it less.
 """
 
 from __future__ import annotations
@@ -51,17 +52,23 @@ class Watch(Quiet):
 
     def __init__(self, every: int) -> None:
         self._every = every
-        self._last: float | None = None
-        self.alone: list[float] = []
-        self.overlapped: list[float] = []
+        self._last: tuple[float, float] | None = None
+        self.alone: list[tuple[float, float]] = []
+        self.overlapped: list[tuple[float, float]] = []
+        """Wall-clock and CPU seconds."""
 
     def step(self, record: StepRecord) -> None:
-        now = time.perf_counter()
+        now = time.perf_counter(), time.process_time()
         # The first of them also pay for caches and compilation.
         if self._last is not None and record.step > self._every:
             begun_with_a_save = (record.step - 1) % self._every == 0
-            (self.overlapped if begun_with_a_save or record.saving else self.alone).append(now - self._last)
+            steps = self.overlapped if begun_with_a_save or record.saving else self.alone
+            steps.append((now[0] - self._last[0], now[1] - self._last[1]))
         self._last = now
+
+
+def cost(alone: list[float], overlapped: list[float]) -> float:
+    return sum(overlapped) / (statistics.median(alone) * len(overlapped)) - 1
 
 
 def measure(config: Config, result: Path, device: torch.device) -> None:
@@ -79,13 +86,19 @@ def measure(config: Config, result: Path, device: torch.device) -> None:
         team.sum(0.0)  # nobody removes the folder while others still read it
     if team.rank:
         return
-    normal = statistics.median(watch.alone)
+    (alone, cpu_alone), (overlapped, cpu_overlapped) = (
+        [list(column) for column in zip(*steps, strict=True)] for steps in (watch.alone, watch.overlapped)
+    )
     found = {
-        "cost": sum(watch.overlapped) / (normal * len(watch.overlapped)) - 1,
+        "cost": cost(alone, overlapped),
+        "cost_by_medians": statistics.median(overlapped) / statistics.median(alone) - 1,
+        "cost_in_cpu_time": cost(cpu_alone, cpu_overlapped),
         "overlapped_steps": len(watch.overlapped),
         "undisturbed_steps": len(watch.alone),
-        "median_seconds_undisturbed": normal,
-        "median_seconds_overlapped": statistics.median(watch.overlapped),
+        "median_seconds_undisturbed": statistics.median(alone),
+        "median_seconds_overlapped": statistics.median(overlapped),
+        "median_cpu_seconds_undisturbed": statistics.median(cpu_alone),
+        "median_cpu_seconds_overlapped": statistics.median(cpu_overlapped),
         "checkpoint_bytes": num_bytes,
         "parameters": trainer.parallel.num_parameters,
         "ranks": team.world_size,
