@@ -87,9 +87,11 @@ class Neighbours:
 
     def _receive(self, peer: int) -> bytes:
         ear, message = self._ears[peer], b""
+        # Not select(): its descriptors end at 1023.
+        listening = select.poll()
+        listening.register(ear, select.POLLIN)
         while len(message) < _MESSAGE.size:
-            ready, _, _ = select.select([ear], [], [], _LOOK_SECONDS)
-            if ready:
+            if listening.poll(_LOOK_SECONDS * 1000):
                 more = os.read(ear, _MESSAGE.size - len(message))
                 if not more:
                     raise RuntimeError(f"rank {peer} of the group has ended")

@@ -1,6 +1,8 @@
 """What processes of one host tell each other arrives under its key, whatever comes first; silence has an end."""
 
+import fcntl
 import os
+import resource
 
 import pytest
 import torch
@@ -10,15 +12,31 @@ from shardwise.comm.path import code_of
 from shardwise.comm.wire import Wire
 
 
-def pair():
+def pair(least_descriptor=0):
     """Two ranks of one process."""
-    to_zero, to_one = os.pipe(), os.pipe()
+    to_zero, to_one = ([_moved(end, least_descriptor) for end in os.pipe()] for _ in range(2))
     pids = [os.getpid()] * 2
     wires = [Wire(None, torch.device("cpu")) for _ in range(2)]
     return (
         Neighbours(wires[0], pids, {1: to_zero[0]}, {1: to_one[1]}),
         Neighbours(wires[1], pids, {0: to_one[0]}, {0: to_zero[1]}),
     )
+
+
+def _moved(descriptor, least):
+    if descriptor >= least:
+        return descriptor
+    moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, least)
+    os.close(descriptor)
+    return moved
+
+
+def test_descriptors_may_be_as_large_as_processes_have_them():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4096)), hard))
+    zero, one = pair(least_descriptor=2000)
+    zero.tell(1, (1, 0), 5)
+    assert one.hear(0, (1, 0)) == 5
 
 
 def test_numbers_wait_under_their_keys_until_they_are_asked_for():
