@@ -134,6 +134,11 @@ class _KnownMeshes(threading.local):
 _known = _KnownMeshes()
 
 
+def forget_meshes() -> None:
+    """Lets go of the meshes made here, and so of their groups, when the default group has ended."""
+    _known.group, _known.meshes = None, {}
+
+
 def _shared(key: Hashable, make: Callable[[], DeviceMesh]) -> DeviceMesh:
     group = dist.group.WORLD
     assert group is not None

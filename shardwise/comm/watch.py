@@ -89,6 +89,11 @@ class Watch:
                 self._thread.start()
                 threading.Thread(target=self._oversee, name="shardwise watch's watch", daemon=True).start()
 
+    def wires(self) -> list[WatchedWire]:
+        """All that is watched now."""
+        with self._lock:
+            return list(self._sights)
+
     def _end(self) -> None:
         self._is_over.set()
         if self._thread is not None:

@@ -62,12 +62,15 @@ class Lease:
     """Ends with the gradient that carries it; copies and saved files of that one carry an empty one."""
 
     def __init__(self, buffer: GradientBuffer | None = None) -> None:
-        self._buffer = buffer
+        # Weak: Python's garbage collector does not see that a parameter holds its gradient, and through a buffer that
+        # leads back to the parameter it would hold the whole model.
+        self._buffer = weakref.ref(buffer) if buffer is not None else None
 
     def __del__(self) -> None:
         # ``is_finalizing``: at the end of the process there is nothing left to free.
-        if self._buffer is not None and not sys.is_finalizing():
-            self._buffer.take_back()
+        buffer = self._buffer() if self._buffer is not None and not sys.is_finalizing() else None
+        if buffer is not None:
+            buffer.take_back()
 
     def __deepcopy__(self, memo: dict[int, object]) -> Lease:
         return Lease()

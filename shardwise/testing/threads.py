@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import itertools
 import queue
 import sys
@@ -32,6 +33,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shardwise import torch_internals, torch_threads
+from shardwise.comm.mesh import forget_meshes
 from shardwise.errors import StateError
 from shardwise.testing.failures import Outcome, RankReport, failure_of
 
@@ -39,6 +41,7 @@ __all__ = ["run_threads"]
 
 _GRACE_SECONDS = 2.0
 _POLL_SECONDS = 0.02
+_FEW_RANKS = 16
 
 _one_call_at_a_time = threading.Lock()
 _call_numbers = itertools.count(1)
@@ -139,6 +142,11 @@ class _Crew:
             self._stop_the_rest()
             _idle_threads.extend(thread for rank, thread in enumerate(self._threads) if rank in self._reports)
             _idle_threads.sort(key=lambda thread: thread.number)
+            if self._world_size > _FEW_RANKS:
+                # Groups that models hold in cycles would be watched until they are collected; twice, because what
+                # gradients hold goes after their parameters.
+                gc.collect()
+                gc.collect()
         if len(self._reports) == self._world_size and all(
             report.outcome is Outcome.FINISHED for report in self._reports.values()
         ):
@@ -160,6 +168,7 @@ class _Crew:
                 report = RankReport(rank, Outcome.FINISHED, at_seconds=time.monotonic())
             finally:
                 dist.destroy_process_group()
+                forget_meshes()
                 torch_internals.forget_meshes()
         except BaseException as error:  # noqa: BLE001  a rank reports whatever ended it, SystemExit included
             report = self._report_of(rank, error)

@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise import torch_internals
+from shardwise.comm.mesh import forget_meshes
 from shardwise.errors import ConfigError
 from shardwise.testing.failures import lost_its_peers
 
@@ -98,6 +99,7 @@ def serve(connection: Connection, stack_path: str, environment: dict[str, str]) 
         if not answer.ok:
             _end_now()
         dist.destroy_process_group()
+        forget_meshes()
         torch_internals.forget_meshes()
         gc.collect()
         connection.send_bytes(DONE)

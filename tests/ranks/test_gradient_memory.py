@@ -134,11 +134,12 @@ def test_gradients_accumulate_and_start_over(set_to_none):
     assert all(run_ranks(accumulated, 2, set_to_none, kind="gloo"))
 
 
-def dropped_model():
+def dropped_model(with_gradients):
     """Whether a model that has trained, and is dropped, leaves anything of its units behind."""
     model = small()
     backward(model, 1.0)
-    drop(model)
+    if not with_gradients:
+        drop(model)
     units = [weakref.ref(unit) for unit in model._shardwise_units]
     weight = weakref.ref(model._shardwise_units[0].slots[0].unsharded)
     del model
@@ -146,5 +147,6 @@ def dropped_model():
     return [unit() is None for unit in units], weight() is None
 
 
-def test_a_model_that_is_dropped_goes():
-    assert run_ranks(dropped_model, 2, kind="gloo") == [([True], True)] * 2
+@pytest.mark.parametrize("with_gradients", [False, True])
+def test_a_model_that_is_dropped_goes(with_gradients):
+    assert run_ranks(dropped_model, 2, with_gradients, kind="gloo") == [([True], True)] * 2

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from shardwise import fully_shard
+from shardwise.comm.watch import WATCH
 from shardwise.comm.wire import stack_of
 from shardwise.errors import ConfigError, StateError
 from shardwise.testing import RankFailure, RankTimeout, close_pools, run_ranks
@@ -37,6 +39,12 @@ def process_id():
 
 def thread_id():
     return threading.get_ident()
+
+
+def shard_a_layer():
+    layer = fully_shard(torch.nn.Linear(20, 20))
+    layer(torch.ones(1, 20)).sum().backward()
+    assert any(wire.world == 20 for wire in WATCH.wires())
 
 
 def own_stack():
@@ -192,6 +200,14 @@ def test_where_a_rank_is_can_be_told_however_many_threads_earlier_calls_left():
     for stack in run_ranks(own_stack, 3):
         assert "in own_stack" in stack[-2]
         assert "in stack_of" in stack[-1]
+
+
+def test_nobody_watches_over_ranks_that_have_ended():
+    run_ranks(shard_a_layer, 20)
+    deadline = time.monotonic() + 10
+    while any(wire.world == 20 for wire in WATCH.wires()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(wire.world == 20 for wire in WATCH.wires())
 
 
 def test_a_thread_that_is_one_of_too_many_says_so():
