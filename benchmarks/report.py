@@ -49,6 +49,7 @@ def _questions() -> list[Question]:
                 ("16 cores, torch 2.11, fake 8", "host_overhead_cpu"),
                 ("2 cores, torch 2.13, fake 8", "host_overhead_cpu_two_cores_1"),
                 ("2 cores, torch 2.13, fake 8, again", "host_overhead_cpu_two_cores_2"),
+                ("2 cores, torch 2.13, fake 8, 45 rounds", "host_overhead_cpu_two_cores_long"),
             )
         ),
         host(
@@ -58,6 +59,12 @@ def _questions() -> list[Question]:
             "host_overhead_cuda",
         ),
         host("host overhead of the wrapper, of FSDP1's", "CPU, fake 8", 0.2, "host_overhead_wrapper_cpu"),
+        host(
+            "host overhead of the wrapper, of FSDP1's",
+            "CPU, fake 8, 30 rounds",
+            0.2,
+            "host_overhead_wrapper_cpu_long",
+        ),
         host(
             "host overhead of the wrapper, of FSDP1's",
             "GPU, tiny, fake 8",
