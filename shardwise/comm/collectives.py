@@ -38,13 +38,13 @@ class Work(Protocol):
 
 
 class _Done:
-    """A collective that took its place in a stream: there is nothing to wait for."""
+    """A collective that has taken its place in a stream, or is over: there is nothing to wait for."""
 
     def wait(self) -> None:
         pass
 
 
-_DONE = _Done()
+DONE = _Done()
 
 
 def land(work: Any) -> bool:
@@ -106,10 +106,16 @@ class GroupCalls:
         self._gather_options = AllgatherOptions()
         self._sum_options = _reduce_scatter_options(dist.ReduceOp.SUM)
         self._average_options = _reduce_scatter_options(dist.ReduceOp.AVG)
+        self._exchange_options = AllToAllOptions()
         if self.ordered_by_stream:
             # The collective runs on the stream it is issued on, which is a lane of ours: no stream of its own, and
             # no events to tie that one to the lane.
-            for options in (self._gather_options, self._sum_options, self._average_options):
+            for options in (
+                self._gather_options,
+                self._sum_options,
+                self._average_options,
+                self._exchange_options,
+            ):
                 options.asyncOp = False
 
     def issue_all_gather(self, output: torch.Tensor, own: torch.Tensor, code: int = UNNAMED) -> Work:
@@ -119,20 +125,14 @@ class GroupCalls:
             gathered: Work = wire.gather(output, own, code)
             return gathered
         wire.note(code)
-        try:
-            return self._all_gather(output, own, self._gather_options) or _DONE
-        except dist.DistBackendError as error:
-            wire.fail(error)
+        return self._issue(self._all_gather, output, own, self._gather_options)
 
     def issue_all_gather_each(
         self, outputs: list[torch.Tensor], owns: list[torch.Tensor], code: int = UNNAMED
     ) -> Work:
         """Gathers every rank's ``owns``, each into its output, as one operation."""
         self.wire.note(code)
-        try:
-            return self.group.allgather_into_tensor_coalesced(outputs, owns, self._gather_options) or _DONE
-        except dist.DistBackendError as error:
-            self.wire.fail(error)
+        return self._issue(self.group.allgather_into_tensor_coalesced, outputs, owns, self._gather_options)
 
     def issue_reduce_scatter(
         self, output: torch.Tensor, rows: torch.Tensor, average: bool, code: int = UNNAMED
@@ -144,10 +144,7 @@ class GroupCalls:
             return reduced
         wire.note(code)
         options = self._average_options if average else self._sum_options
-        try:
-            return self._reduce_scatter(output, rows, options) or _DONE
-        except dist.DistBackendError as error:
-            wire.fail(error)
+        return self._issue(self._reduce_scatter, output, rows, options)
 
     def issue_exchange(self, output: torch.Tensor, rows: torch.Tensor, code: int = UNNAMED) -> Work:
         """Sends each rank its row; the rows of all ranks for this one arrive in ``output``, in rank order."""
@@ -156,16 +153,18 @@ class GroupCalls:
             exchanged: Work = wire.exchange(output, rows, code)
             return exchanged
         wire.note(code)
-        options = AllToAllOptions()
-        options.asyncOp = not self.ordered_by_stream
-        return self.group.alltoall_base(output, rows, [], [], options) or _DONE
+        return self._issue(self.group.alltoall_base, output, rows, [], [], self._exchange_options)
 
     def issue_all_reduce(self, tensor: torch.Tensor, average: bool, code: int = UNNAMED) -> Work:
         self.wire.admit(code)
         options = AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if average else dist.ReduceOp.SUM)
+        return self._issue(self.group.allreduce, [tensor], options)
+
+    def _issue(self, call: Callable[..., Any], *args: Any) -> Work:
+        """Makes a call of the group's own; what the group raises may come of a verdict, which says more."""
         try:
-            return self.group.allreduce([tensor], options) or _DONE
+            return call(*args) or DONE
         except dist.DistBackendError as error:
             self.wire.fail(error)
 
@@ -185,16 +184,16 @@ class SoloCalls(GroupCalls):
     def issue_all_gather(self, output: torch.Tensor, own: torch.Tensor, code: int = UNNAMED) -> Work:
         if output.data_ptr() != own.data_ptr():
             output.copy_(own)
-        return _DONE
+        return DONE
 
     def issue_reduce_scatter(
         self, output: torch.Tensor, rows: torch.Tensor, average: bool, code: int = UNNAMED
     ) -> Work:
         output.copy_(rows)
-        return _DONE
+        return DONE
 
     def issue_all_reduce(self, tensor: torch.Tensor, average: bool, code: int = UNNAMED) -> Work:
-        return _DONE
+        return DONE
 
 
 def _reduce_scatter_options(op: Any) -> Any:

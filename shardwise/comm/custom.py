@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.collectives import GroupCalls, Work
+from shardwise.comm.collectives import DONE, GroupCalls, Work
 from shardwise.comm.wire import UNNAMED
 from shardwise.errors import ConfigError
 from shardwise.torch_internals import backend_of, symmetric_memory
@@ -111,19 +111,11 @@ class HookedCalls(GroupCalls):
         self, output: torch.Tensor, rows: torch.Tensor, average: bool, code: int = UNNAMED
     ) -> Work:
         self._hook(self._state, rows, output)
-        return _DONE
+        return DONE
 
     def issue_all_reduce(self, tensor: torch.Tensor, average: bool, code: int = UNNAMED) -> Work:
         self._hook(self._state, tensor)
-        return _DONE
-
-
-class _Finished:
-    def wait(self) -> None:
-        pass
-
-
-_DONE = _Finished()
+        return DONE
 
 
 class _Staged:

@@ -116,10 +116,7 @@ class TaggedWire(WatchedWire):
         size = own.nbytes
         posted = Posted(self, code, self._tag(code, size), size)
         posted.alive = (output, own)
-        if size and modes_are_watching():
-            self._count(all_gather_call, posted, self._post_gather)
-        elif size:
-            self._post_gather(posted)
+        self._begin(posted, all_gather_call, self._post_gather)
         return posted
 
     def _post_gather(self, posted: Posted) -> None:
@@ -134,10 +131,7 @@ class TaggedWire(WatchedWire):
         posted = PostedSum(self, code, self._tag(code, size), size)
         posted.output, posted.terms = output, [rows]
         posted.alive = (output, rows)
-        if size and modes_are_watching():
-            self._count(reduce_scatter_call, posted, self._post_rows)
-        elif size:
-            self._post_rows(posted)
+        self._begin(posted, reduce_scatter_call, self._post_rows)
         return posted
 
     def _post_rows(self, posted: Posted) -> None:
@@ -155,10 +149,7 @@ class TaggedWire(WatchedWire):
         size = rows.nbytes // self.world
         posted = Posted(self, code, self._tag(code, size), size)
         posted.alive = (output, rows)
-        if size and modes_are_watching():
-            self._count(reduce_scatter_call, posted, self._post_exchange)
-        elif size:
-            self._post_exchange(posted)
+        self._begin(posted, reduce_scatter_call, self._post_exchange)
         return posted
 
     def _post_exchange(self, posted: Posted) -> None:
@@ -196,16 +187,21 @@ class TaggedWire(WatchedWire):
         except RuntimeError as error:
             self.fail(error)
 
-    def _count(
+    def _begin(
         self,
-        call_of: Callable[[dist.ProcessGroup], Callable[..., Any]],
         posted: Posted,
+        counts_as: Callable[[dist.ProcessGroup], Callable[..., Any]],
         post: Callable[[Posted], None],
     ) -> None:
-        """Where somebody counts collectives, ours count as the ones that they are."""
+        if not posted.message_bytes:
+            return
+        if not modes_are_watching():
+            post(posted)
+            return
+        # Somebody may be counting collectives: ours count as the ones that they are.
         group = self.group()
         assert group is not None
-        count_as(call_of(group), posted.alive, partial(post, posted), posted.works)
+        count_as(counts_as(group), posted.alive, partial(post, posted), posted.works)
 
     # --- the end of a path ----------------------------------------------------------------------------------------
 

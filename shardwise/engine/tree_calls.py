@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from shardwise.comm.collectives import GroupCalls, Work
+from shardwise.comm.collectives import DONE, GroupCalls, Work
 from shardwise.comm.wire import UNNAMED
 from shardwise.plan.spans import ceil_div
 from shardwise.plan.tree import tree_sum
@@ -32,13 +32,13 @@ class TreeCalls(GroupCalls):
     ) -> Work:
         if self.world == 1:
             output.copy_(rows)
-            return _DONE
+            return DONE
         arrived = torch.empty_like(rows)
         return _OwnRow(self._inner.issue_exchange(arrived, rows, code), arrived.view(self.world, -1), output)
 
     def issue_all_reduce(self, tensor: torch.Tensor, average: bool, code: int = UNNAMED) -> Work:
         if self.world == 1:
-            return _DONE
+            return DONE
         # Each rank adds up a part of the tensor: fewer bytes travel than if every rank had all terms.
         part_numel = ceil_div(tensor.numel(), self.world)
         parts = tensor
@@ -48,14 +48,6 @@ class TreeCalls(GroupCalls):
         arrived = torch.empty_like(parts)
         work = self._inner.issue_exchange(arrived, parts, code)
         return _Replicas(self._inner, work, code, arrived.view(self.world, -1), parts, tensor)
-
-
-class _Done:
-    def wait(self) -> None:
-        pass
-
-
-_DONE = _Done()
 
 
 class _OwnRow:

@@ -272,13 +272,17 @@ def an_exception_in_backward(run, errs):
         run.block(1).boom = None
 
 
-def an_exception_in_a_hook(run, errs):
-    hook = run.block(2).up.weight.register_post_accumulate_grad_hook(raise_boom) if errs else None
+def bad_step_under(run, hook):
     try:
         run.bad_step()
     finally:
         if hook is not None:
             hook.remove()
+
+
+def an_exception_in_a_hook(run, errs):
+    hook = run.block(2).up.weight.register_post_accumulate_grad_hook(raise_boom) if errs else None
+    bad_step_under(run, hook)
 
 
 def clipping_on_one(run, errs):
@@ -299,11 +303,7 @@ def a_gradient_on_the_others_only(run, errs):
 
 def running_out_of_memory(run, errs):
     hook = run.block(2).register_forward_pre_hook(out_of_memory) if errs else None
-    try:
-        run.bad_step()
-    finally:
-        if hook is not None:
-            hook.remove()
+    bad_step_under(run, hook)
 
 
 def out_of_memory(*_):
@@ -322,11 +322,7 @@ def another_dtype_policy(run, errs):
 
 def an_exit_in_forward(run, errs):
     hook = run.block(2).register_forward_pre_hook(leave) if errs else None
-    try:
-        run.bad_step()
-    finally:
-        if hook is not None:
-            hook.remove()
+    bad_step_under(run, hook)
 
 
 def leave(*_):
@@ -335,11 +331,7 @@ def leave(*_):
 
 def an_interrupt_in_backward(run, errs):
     hook = run.block(1).register_full_backward_hook(interrupt) if errs else None
-    try:
-        run.bad_step()
-    finally:
-        if hook is not None:
-            hook.remove()
+    bad_step_under(run, hook)
 
 
 def interrupt(*_):

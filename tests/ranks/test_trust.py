@@ -180,6 +180,9 @@ def failing_collectives():
         patch.setattr(wire, "_WATCH_KNOWS_SECONDS", 0.1)
         with pytest.raises(PeerFailure, match="connection to another rank is lost: remote process exited"):
             calls.issue_all_gather(torch.empty(2), torch.ones(1))
+        patch.setattr(type(calls.group), "alltoall_base", lost)
+        with pytest.raises(PeerFailure, match="connection to another rank is lost: remote process exited"):
+            calls.issue_exchange(torch.empty(2), torch.ones(2))
     calls.wire.sentence(Verdict(PeerFailure, "rank 1 is dead", "").note(), calls.wire.path.epoch)
     calls.wire.note = calls.wire.path.note
     with pytest.raises(PeerFailure, match="rank 1 is dead"):
