@@ -392,6 +392,28 @@ def storage_uses(storage: torch.UntypedStorage) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata))
 
 
+def tensor_over(
+    storage: torch.UntypedStorage,
+    dtype: torch.dtype,
+    offset: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+) -> torch.Tensor:
+    """A tensor of its own over a storage that may be too small for it yet; ``offset`` is in elements.
+
+    ``set_`` would make the storage large enough, and take memory for that.
+    """
+    nothing = torch.empty(0, dtype=dtype, device=storage.device)
+    nothing.set_(storage, 0, (0,), (1,))
+    made: torch.Tensor = torch.ops.inductor._reinterpret_tensor(nothing, shape, strides, offset)
+    return made
+
+
+def split_rows(rows: torch.Tensor, sizes: list[int], outputs: list[torch.Tensor]) -> None:
+    """Copies columns of the rows, ``sizes[i]`` of them, to output i: as one kernel where the device has one."""
+    torch.split_with_sizes_copy(rows, sizes, 1, out=outputs)
+
+
 def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     torch._foreach_copy_(targets, sources)
 

@@ -159,7 +159,9 @@ class GroupCalls:
         self.wire.admit(code)
         options = AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if average else dist.ReduceOp.SUM)
-        return self._issue(self.group.allreduce, [tensor], options)
+        work = self._issue(self.group.allreduce, [tensor], options)
+        self.wire.follow()
+        return work
 
     def _issue(self, call: Callable[..., Any], *args: Any) -> Work:
         """Makes a call of the group's own; what the group raises may come of a verdict, which says more."""

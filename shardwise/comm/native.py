@@ -8,6 +8,7 @@ and compare their digests. Hosts need not wait for their devices for that.
 from __future__ import annotations
 
 import time
+import weakref
 from collections import deque
 from datetime import timedelta
 from typing import Any
@@ -22,6 +23,8 @@ from shardwise.torch_internals import store_of
 _COUNT = 1 << 48
 _DIGEST = (1 << 32) - 1
 _SLICE = timedelta(seconds=0.2)
+# How long collectives of a path that was left may take to end by themselves.
+_LANDING_SECONDS = 1.0
 
 
 class _Agreement:
@@ -37,7 +40,11 @@ class NativeWire(WatchedWire):
         self._checks_all = policies.trust().checks == "collective"
         self._met: deque[str] = deque(maxlen=3)
         self._is_aborted = False
-        self._probe = _Probe() if device.type == "cuda" else None
+        self._on_device = _OnDevice(self)
+        # A mark of the wire's own, for collectives that are followed by no other.
+        self._followed = torch.cuda.Event() if device.type == "cuda" else None
+        # What the device had to reach when this rank left a path, until it has.
+        self._left_behind: Any = None
 
     def note(self, code: int) -> int:
         if self.verdict is not None:
@@ -45,12 +52,12 @@ class NativeWire(WatchedWire):
         digest = self.path.note(code)
         if self._checks_all:
             self._meet(code)
-        self.follow(code)
         return digest
 
-    def follow(self, code: int) -> None:
-        if self._probe is not None and not self.is_recorded:
-            self._probe.follow(code)
+    def follow(self) -> None:
+        if self._followed is not None and not self.is_recorded:
+            self._followed.record()
+            self.to_reach = self._followed
 
     def agree(self, code: int) -> None:
         if self.verdict is not None:
@@ -91,7 +98,11 @@ class NativeWire(WatchedWire):
             self._store.delete_key(f"{passed}/all")
 
     def stuck_on(self) -> Waiting | None:
-        return self.waiting or (self._probe.unreached() if self._probe is not None else None)
+        return self.waiting or (None if self._is_reached(self.to_reach) else self._on_device)
+
+    def _is_reached(self, mark: Any) -> bool:
+        # An event that is being recorded in a graph cannot be asked for.
+        return mark is None or self._followed is None or self.is_recorded or mark.query()
 
     def let_out(self, waiting: Waiting, seconds_since_verdict: float) -> None:
         # A rank that waits for others to agree looks for the verdict itself.
@@ -103,8 +114,15 @@ class NativeWire(WatchedWire):
         self.let_out(waiting, 0.0)
 
     def serve_peers(self) -> None:
-        if self._probe is not None and self._probe.unreached() is not None:
+        # What belongs to the new path is none of it: that goes on.
+        if self._is_reached(self._left_behind):
+            self._left_behind = None
+        elif time.monotonic() > self.left_at + _LANDING_SECONDS:
             self._abort()
+
+    def _leave_path(self) -> None:
+        self._left_behind, self.to_reach = self.to_reach, None
+        super()._leave_path()
 
     def _abort(self) -> None:
         """A collective that a device is stuck in ends with its group; torch would end the process for it, later."""
@@ -114,20 +132,14 @@ class NativeWire(WatchedWire):
             group.abort()
 
 
-class _Probe:
-    """Follows the collectives on a device: an event behind one of them, and behind the next once it was reached."""
+class _OnDevice:
+    """The wait of a rank whose device does not get past a collective; its host may be waiting for that, too."""
 
-    def __init__(self) -> None:
-        self.code = UNNAMED
-        self._event = torch.cuda.Event()
-        self._is_set = False
+    def __init__(self, wire: NativeWire) -> None:
+        self._wire = weakref.ref(wire)
 
-    def follow(self, code: int) -> None:
-        # Behind the collectives issued before this one on the same stream: one that is not reached is stuck in those.
-        if not self._is_set or self._event.query():
-            self.code = code
-            self._event.record()
-            self._is_set = True
-
-    def unreached(self) -> Any:
-        return self if self._is_set and not self._event.query() else None
+    @property
+    def code(self) -> int:
+        wire = self._wire()
+        events = () if wire is None else tuple(wire.path.events)
+        return events[-1][1] if events else UNNAMED

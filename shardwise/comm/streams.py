@@ -113,7 +113,8 @@ class _CudaStream:
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.stream = stream
-        self._events = cycle([torch.cuda.Event() for _ in range(_MARKS_A_STREAM)])
+        # A host that waits for one sleeps: the core is needed by optimizers that step on the host meanwhile.
+        self._events = cycle([torch.cuda.Event(blocking=True) for _ in range(_MARKS_A_STREAM)])
 
     def mark(self) -> torch.cuda.Event:
         event = next(self._events)

@@ -66,7 +66,8 @@ class Verdict(NamedTuple):
 class Waiting(Protocol):
     """What a training thread waits on."""
 
-    code: int
+    @property
+    def code(self) -> int: ...
 
 
 class Foreign:
@@ -86,6 +87,10 @@ class Wire:
     # While a CUDA graph is recorded: nothing runs that one could wait for.
     is_recorded = False
 
+    # A mark behind the collective issued last: a device that does not reach it is stuck, and its host may be, too.
+    # The engine's lanes mark their collectives anyway, and leave the mark here.
+    to_reach: Any = None
+
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         # Weak: a wire lives as long as its group, and must not keep it.
         self.group = weakref.ref(group) if group is not None else _no_group
@@ -102,8 +107,8 @@ class Wire:
     def agree(self, code: int) -> None:
         """Returns when all ranks have come here by the same path; otherwise all of them raise."""
 
-    def follow(self, code: int) -> None:
-        """Watches that the device gets past what was issued last on the current stream, where it could be stuck."""
+    def follow(self) -> None:
+        """Marks what was issued last on the current stream, where no lane does."""
 
     def admit(self, code: int) -> None:
         """Comes before a collective of the group's own, which must not meet another of other sizes."""
@@ -172,7 +177,7 @@ class WatchedWire(Wire):
             self.fail(error)
         finally:
             self.waiting = None
-        self.follow(code)
+        self.follow()
         if self.verdict is not None:
             self.heed_verdict()
 

@@ -11,12 +11,14 @@ smaller group, and arrives at the very same rows.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
 from shardwise.comm.collectives import GroupCalls, Work, land
 from shardwise.engine.storage import Elastic
-from shardwise.plan.layout import Layout
-from shardwise.torch_internals import copy_all
+from shardwise.plan.layout import Layout, Share
+from shardwise.torch_internals import copy_all, split_rows
 
 # From here on the time of a copy-out is worth more than that of one operation for each parameter.
 _IN_PLACE_BYTES = 16 << 20
@@ -39,6 +41,64 @@ def _plan_in_place(
             else row.tensor(torch.uint8, share.own_start_bytes, (share.own_bytes,))
         )
     return outputs, owns
+
+
+class CopyOut(Protocol):
+    def run(self) -> None:
+        """Copies the rows of all ranks to the parameters' places."""
+
+
+def _plan_copy_out(layout: Layout, rows: Elastic, full: Elastic, sent_dtypes: list[torch.dtype]) -> CopyOut:
+    shares = layout.shares()
+    if shares is not None and full.device.type == "cuda":
+        return SplitRows(layout, shares, rows, full)
+    return CopyPieces(layout, rows, full, sent_dtypes)
+
+
+class SplitRows:
+    """One kernel for all: every parameter is the same columns of all rows."""
+
+    def __init__(self, layout: Layout, shares: list[Share], rows: Elastic, full: Elastic) -> None:
+        world = layout.world
+        self._rows = rows.tensor(torch.uint8, 0, (world, layout.sent_bytes))
+        self._sizes: list[int] = []
+        self._outputs: list[torch.Tensor] = []
+        end = 0
+        for share in sorted(shares, key=lambda share: share.own_start_bytes):
+            self._skip(share.own_start_bytes - end, full.device)
+            self._sizes.append(share.own_bytes)
+            self._outputs.append(full.tensor(torch.uint8, share.full_start_bytes, (world, share.own_bytes)))
+            end = share.own_start_bytes + share.own_bytes
+        self._skip(layout.sent_bytes - end, full.device)
+
+    def _skip(self, num_bytes: int, device: torch.device) -> None:
+        if num_bytes:
+            self._sizes.append(num_bytes)
+            self._outputs.append(
+                torch.empty(self._rows.shape[0], num_bytes, dtype=torch.uint8, device=device)
+            )
+
+    def run(self) -> None:
+        split_rows(self._rows, self._sizes, self._outputs)
+
+
+class CopyPieces:
+    """A strided copy for each block of the rows."""
+
+    def __init__(self, layout: Layout, rows: Elastic, full: Elastic, sent_dtypes: list[torch.dtype]) -> None:
+        self._targets: list[torch.Tensor] = []
+        self._sources: list[torch.Tensor] = []
+        for segment, piece in layout.copy_out():
+            dtype = sent_dtypes[segment.members[0]]
+            size = dtype.itemsize
+            self._targets.append(full.tensor(dtype, piece.full_start * size, piece.shape, piece.full_strides))
+            self._sources.append(
+                rows.tensor(dtype, piece.packed_start * size, piece.shape, piece.packed_strides)
+            )
+
+    def run(self) -> None:
+        if self._targets:
+            copy_all(self._targets, self._sources)
 
 
 class PackedGather:
@@ -89,16 +149,7 @@ class PackedGather:
                     source = stored.view(stored_dtype)
                 self._casts.append((target, source))
 
-        self._targets: list[torch.Tensor] = []
-        self._sources: list[torch.Tensor] = []
-        for segment, piece in layout.copy_out():
-            dtype = sent_dtypes[segment.members[0]]
-            size = dtype.itemsize
-            self._targets.append(full.tensor(dtype, piece.full_start * size, piece.shape, piece.full_strides))
-            self._sources.append(
-                self._rows.tensor(dtype, piece.packed_start * size, piece.shape, piece.packed_strides)
-            )
-
+        self._copy_out = None if self._rows is full else _plan_copy_out(layout, self._rows, full, sent_dtypes)
         self._in_place = _plan_in_place(layout, full, self._cast_row or self._device_row or shards)
         self._part: Elastic | None = None
         if part_calls is not None:
@@ -137,8 +188,8 @@ class PackedGather:
         assert self._work is not None
         self._work.wait()
         self._work = None
-        if self._rows.is_grown and self._targets:
-            copy_all(self._targets, self._sources)
+        if self._copy_out is not None and self._rows.is_grown:
+            self._copy_out.run()
         if keep_part:
             assert self._part is not None
             self._part.grow()

@@ -337,6 +337,8 @@ class Root:
             reduced = self.lanes.reduce.mark()
             # order: reduced gradients before what follows backward, because clipping and the optimizer read them
             self.lanes.compute_after(reduced)
+            for wire in self.accord.wires:
+                wire.to_reach = reduced
             self._let_rows_go()
             if self._is_offloaded:
                 # order: the last transfers before the host goes on, because it steps the optimizer
@@ -388,6 +390,7 @@ class Root:
             yield
         finally:
             for wire in self.accord.wires:
+                wire.to_reach = None
                 wire.is_recorded = False
 
     def is_as_left(self) -> bool:
@@ -402,7 +405,7 @@ class Root:
     def end_replay(self) -> None:
         """Watches the recorded step, and reshards units left unsharded: the shards have changed unseen."""
         for wire in self.accord.wires:
-            wire.follow(REPLAY)
+            wire.follow()
         for unit in self.units:
             if unit.state is not State.SHARDED:
                 unit.reshard(trace.IDLE)

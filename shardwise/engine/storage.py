@@ -20,7 +20,7 @@ from torch.utils.dlpack import from_dlpack
 
 from shardwise.errors import ConfigError
 from shardwise.plan.layout import Layout
-from shardwise.torch_internals import storage_uses
+from shardwise.torch_internals import storage_uses, tensor_over
 
 
 def allocate_shards(
@@ -58,8 +58,7 @@ class Elastic:
 
     def __init__(self, size_bytes: int, device: torch.device) -> None:
         self._size_bytes = size_bytes
-        self._bytes = torch.empty(0, dtype=torch.uint8, device=device)
-        self._storage = self._bytes.untyped_storage()
+        self._storage = torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
         self.is_grown = False
 
     def tensor(
@@ -71,14 +70,7 @@ class Elastic:
     ) -> torch.Tensor:
         """A tensor over this memory, present or not; ``strides`` default to contiguous ones."""
         strides = contiguous_strides(shape) if strides is None else strides
-        made = torch.empty(0, dtype=dtype, device=self._bytes.device)
-        # Growing first keeps ``set_`` from sizing the storage to this one tensor.
-        grown = self.is_grown
-        self.grow()
-        made.set_(self._storage, start_bytes // dtype.itemsize, shape, strides)
-        if not grown:
-            self.shrink()
-        return made
+        return tensor_over(self._storage, dtype, start_bytes // dtype.itemsize, shape, strides)
 
     def note_own_uses(self, tensors: list[torch.Tensor]) -> None:
         """Remembers who has this memory now; ``tensors`` are those handed out that somebody might keep.
@@ -96,6 +88,10 @@ class Elastic:
             and list(map(sys.getrefcount, self._watched)) == self._own_refs
         )
 
+    @property
+    def device(self) -> torch.device:
+        return self._storage.device
+
     def grow(self) -> None:
         if not self.is_grown:
             self._storage.resize_(self._size_bytes)
@@ -111,7 +107,6 @@ class Permanent(Elastic):
     """Tensors over memory that is there all the time."""
 
     def __init__(self, buffer: torch.Tensor) -> None:
-        self._bytes = buffer
         self._storage = buffer.untyped_storage()
         self.is_grown = True
 

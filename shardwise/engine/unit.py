@@ -163,6 +163,24 @@ class Unit:
         if self._is_meta or not self.form.all_show(self._left):
             self._catch_up()
 
+    def settle(self) -> None:
+        """Moves parameters that have just left the meta device into the unit's buffer, if they came as they should.
+
+        What ``to_empty()`` took for them goes back to the device: left in its allocator, in pieces of the shards' odd
+        sizes, it would be of little use to activations.
+        """
+        if not self._is_meta or not self.slots:
+            return
+        home = self._shard_device
+        found = [slot.found() for slot in self.slots]
+        for slot, param in zip(self.slots, found, strict=True):
+            if param is None or not slot.fits(param) or param.device.type != home.type:
+                return
+        del found, param
+        self.adopt_replaced_parameters()
+        if home.type == "cuda":
+            torch.cuda.empty_cache()
+
     def adopt_replaced_parameters(self) -> None:
         """Takes parameters that were replaced from outside back into the unit's buffer."""
         adopt_found(self.slots, self.name, self.rank)
@@ -251,7 +269,7 @@ class Unit:
 
     def _finish_gather(self) -> None:
         self.memory.finish_gather(self._gathers_part)
-        self._arrival = self.root.lanes.gather.mark()
+        self._arrival = self.gather_calls.wire.to_reach = self.root.lanes.gather.mark()
 
     def wait_gather(self) -> None:
         """Makes the parameters usable by what comes next on the compute stream, and shows them."""

@@ -7,8 +7,10 @@ stored. The unit's own unsharded parameters, in the dtype that is computed in, a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from shardwise.engine.flat_form import Flat, FlatSlot, Line
 from shardwise.engine.unit import Unit
@@ -27,6 +29,16 @@ def is_flat(unit: Unit) -> bool:
 
 def flat_slots(unit: Unit) -> list[FlatSlot]:
     return [slot for slot in unit.slots if isinstance(slot, FlatSlot)]
+
+
+def whole_of(value: Any) -> Any:
+    """All of a DTensor, where its shards are; anything else as it is."""
+    if not isinstance(value, DTensor):
+        return value
+    # Shards on the host go over the device that the mesh talks for: its group may know no other.
+    on_device = value.to(value.device_mesh.device_type)
+    assert isinstance(on_device, DTensor)
+    return on_device.full_tensor().to(value.device)
 
 
 def share_of(line: Line, parts: Sequence[torch.Tensor | None], share_numel: int) -> torch.Tensor | None:

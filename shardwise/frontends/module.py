@@ -332,6 +332,8 @@ class FSDPModule:
         # torch gives a DTensor a new body and drops what users have set on the old one.
         for param, kept in zip(params, attributes, strict=True):
             param.__dict__.update({**kept, **param.__dict__})
+        for unit in _own_units(self):
+            unit.settle()
         return applied
 
 

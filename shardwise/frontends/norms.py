@@ -215,6 +215,7 @@ def _measured(
         value = measure(shards, calls.device)
         calls.wire.admit(_CLIP)
         dist.all_reduce(value, operation, group=calls.group)
+        calls.wire.follow()
         values.append(value.to(device))
     return values
 
@@ -233,8 +234,10 @@ def _measured_on(mesh: DeviceMesh, placed: list[_Placed], measure: Measure, oper
     # Shards may live on the host while the mesh talks for a device.
     value = measure(counted, torch.device(mesh.device_type))
     for group in groups:
-        wire_of(group, value.device).admit(_CLIP)
+        wire = wire_of(group, value.device)
+        wire.admit(_CLIP)
         dist.all_reduce(value, operation, group=group)
+        wire.follow()
     return value
 
 

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from shardwise.engine.binding import clean_name, units_of
 from shardwise.engine.flat_form import FlatSlot, Line
@@ -28,6 +27,7 @@ from shardwise.engine.whole import (
     own_elements,
     share_of,
     shown_part,
+    whole_of,
     wholes_of,
 )
 from shardwise.errors import CheckpointError, ConfigError
@@ -213,7 +213,7 @@ def state_to_load(model: nn.Module, params: list[list[torch.Tensor]], named: Sta
     held = _held_by(model, [param for group in params for param in group])
     numbers = {id(each.param): number for number, each in enumerate(held)}
     wholes = {
-        name: {key: _whole(value) for key, value in state.items()} for name, state in named["state"].items()
+        name: {key: whole_of(value) for key, value in state.items()} for name, state in named["state"].items()
     }
     state: dict[int, State] = {}
     for number, each in enumerate(held):
@@ -235,10 +235,6 @@ def state_to_load(model: nn.Module, params: list[list[torch.Tensor]], named: Sta
         options = {key: value for key, value in known[0].items() if key != "params"} if known else {}
         groups.append({**options, "params": [numbers[id(param)] for param in group]})
     return {"state": state, "param_groups": groups}
-
-
-def _whole(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def _shard_state(held: _Held, states: list[State]) -> State:

@@ -21,7 +21,7 @@ from shardwise.engine.binding import WRAPPED_NAME, Place, clean_name, is_wrapper
 from shardwise.engine.flat_form import FlatSlot
 from shardwise.engine.storage import contiguous_strides
 from shardwise.engine.unit import Unit
-from shardwise.engine.whole import flat_form, flat_slots, is_flat, own_elements, shown_part
+from shardwise.engine.whole import flat_form, flat_slots, is_flat, own_elements, shown_part, whole_of
 from shardwise.errors import CheckpointError
 from shardwise.frontends.precision import own_buffer_dtypes
 from shardwise.frontends.state_types import FullStateDictConfig, StateDictType, settings_of
@@ -157,7 +157,7 @@ class LoadHooks:
                 place.params[place.name] = nn.Parameter(part, slot.sharded.requires_grad)
                 self._places.append(place)
             if isinstance(value, torch.Tensor):
-                whole = value.full_tensor() if isinstance(value, DTensor) else value
+                whole = whole_of(value)
                 if tuple(whole.shape) == slot.shape:
                     state[key] = own_elements(slot, whole).view(slot.shown_shape)
 

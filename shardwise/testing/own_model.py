@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.engine.whole import whole_of
 from shardwise.errors import ConfigError
 from shardwise.frontends.fully_shard import fully_shard
 from shardwise.testing.ranks import run_ranks
@@ -171,7 +172,7 @@ def _first_difference(plain: nn.Module, sharded: nn.Module, allowed: float, of: 
     ):
         # Every rank asks for every parameter: to make one whole takes all of them.
         want, have = (expected.grad, param.grad) if of == "grad" else (expected.detach(), param.detach())
-        whole = have.full_tensor() if isinstance(have, DTensor) else have
+        whole = whole_of(have)
         if first is not None:
             continue
         what = f"the gradient of '{name}'" if of == "grad" else f"parameter '{name}'"

@@ -19,7 +19,7 @@ from tests.ranks.zero_cases.table import (
     each_run,
 )
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(200)]
 
 
 @each_run([*OPTIMIZER, *STATE, *ERRORS, *JOIN, *OVERLAP, *EXCHANGE], "nccl")

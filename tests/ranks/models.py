@@ -62,7 +62,8 @@ def data(step: int, rank: int, *shape: int) -> Tensor:
 
 
 def full(value: Tensor) -> Tensor:
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    """All of a tensor; shards that live on the host go over the device that the mesh talks for."""
+    return value.to(value.device_mesh.device_type).full_tensor() if isinstance(value, DTensor) else value
 
 
 def own_part(whole: Tensor, like: DTensor) -> Tensor | None:

@@ -138,7 +138,6 @@ def may_write_as_soon_as_the_exchange_is_over() -> None:
 
 def ends_waits_for_ranks_that_stall_or_raise_and_goes_on_with_them() -> None:
     """Of a model so large that ranks read each other's memory: all raise, and step together again."""
-    before = set_trust(timeout_seconds=1.5)
     rank = dist.get_rank()
     torch.manual_seed(0)
     param = torch.nn.Parameter(torch.randn(2_000_000))
@@ -159,8 +158,10 @@ def ends_waits_for_ranks_that_stall_or_raise_and_goes_on_with_them() -> None:
         optimizer.step(*closure)
         assert torch.equal(param, first - 1)
 
+    before = set_trust()
     try:
         step()
+        set_trust(timeout_seconds=1.5)
         # The owner is rank 0: the others wait for what it steps.
         if rank == 0:
             optimizer._blocked, optimizer.optim.step = None, stall  # type: ignore[method-assign]
@@ -170,6 +171,8 @@ def ends_waits_for_ranks_that_stall_or_raise_and_goes_on_with_them() -> None:
             else pytest.raises((PeerFailure, AssertionError))
         ):
             step()
+        # From here on ranks come, sooner or later.
+        set_trust(timeout_seconds=before.timeout_seconds)
         optimizer.optim.step = own_step  # type: ignore[method-assign]
         step()
         with pytest.raises(ArithmeticError if rank == 0 else PeerFailure):
