@@ -2,20 +2,71 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 
 from shardwise.engine.storage import Elastic
 from shardwise.plan.flat import FlatPacking
-from shardwise.plan.layout import Packing, Piece
+from shardwise.plan.layout import Packing, Pad, Piece
 from shardwise.plan.rows import RowsPacking
+from shardwise.plan.slices import RowsSlice, cut_into_slices
+from shardwise.plan.spans import Span
 from shardwise.torch_internals import chunk_cat, copy_all, zero_all
+
+# Rows that take more are packed and reduced slice by slice: freed activations, which backward leaves in pieces of their
+# own sizes, then have room for them.
+_MOST_BYTES = 1 << 30
 
 
 class Pack(Protocol):
     def fill(self, gradients: list[torch.Tensor | None], is_complete: bool) -> None:
         """Writes all of the rows: gradients where there are any, zeros for those missing and for padding."""
+
+
+class Slice(NamedTuple):
+    """What is packed and reduced at once: all of the rows, or some columns of them."""
+
+    pack: Pack
+    rows: torch.Tensor
+    columns: Span
+
+    def of(self, own_row: torch.Tensor) -> torch.Tensor:
+        """This rank's sums of it."""
+        start, stop = self.columns.start, self.columns.stop
+        return own_row if stop - start == own_row.numel() else own_row[start:stop]
+
+
+def plan_slices(
+    packing: Packing,
+    dtype: torch.dtype,
+    device: torch.device,
+    shapes: list[tuple[int, ...]],
+    gradient_dtypes: list[torch.dtype],
+) -> tuple[Elastic, list[Slice]]:
+    """The memory of rows, and what goes through it one after another."""
+    world, row_numel = packing.world, packing.row_numel
+    parts: list[RowsSlice] = []
+    if (
+        isinstance(packing, RowsPacking)
+        and world * row_numel * dtype.itemsize > _MOST_BYTES
+        and all(cut.dim == 0 for cut in packing.cuts)
+    ):
+        parts = cut_into_slices(packing, _MOST_BYTES // dtype.itemsize)
+    widest = max((part.row_numel for part in parts), default=row_numel)
+    rows = Elastic(world * widest * dtype.itemsize, device)
+    if not parts:
+        pack = plan_pack(packing, rows, dtype, shapes, gradient_dtypes)
+        return rows, [Slice(pack, rows.tensor(dtype, 0, (world * row_numel,)), Span(0, row_numel))]
+    return rows, [
+        Slice(
+            PiecewisePack(part, rows, dtype, len(shapes)),
+            rows.tensor(dtype, 0, (world * part.row_numel,)),
+            part.columns,
+        )
+        for part in parts
+    ]
 
 
 def plan_pack(
@@ -108,10 +159,16 @@ class FusedPack:
         return self._fillers[gap, dtype]
 
 
+class _Pieces(Protocol):
+    def pieces(self, index: int) -> Sequence[Piece]: ...
+
+    def pads(self) -> Sequence[Pad]: ...
+
+
 class PiecewisePack:
     """A strided copy for each piece of each parameter."""
 
-    def __init__(self, packing: Packing, rows: Elastic, dtype: torch.dtype, num_gradients: int) -> None:
+    def __init__(self, packing: _Pieces, rows: Elastic, dtype: torch.dtype, num_gradients: int) -> None:
         itemsize = dtype.itemsize
         self._pieces: list[list[tuple[Piece, torch.Tensor]]] = []
         for index in range(num_gradients):
@@ -136,6 +193,7 @@ class PiecewisePack:
         for gradient, pieces in zip(gradients, self._pieces, strict=True):
             if gradient is None:
                 blanks.extend(packed for _, packed in pieces)
+            if gradient is None or not pieces:
                 continue
             gradient = gradient.contiguous()
             for piece, packed in pieces:

@@ -8,7 +8,8 @@ Packing, summing and dividing run on the reduce lane, the replicas' sum on a lan
 parameters' dtypes where that differs, *is* the gradient buffer: the shards' gradients are views of it.
 
 Which parameters take part is decided by ``requires_grad``, so a rank always sends the same sizes as its peers; a
-parameter without a gradient this time sends zeros and receives nothing.
+parameter without a gradient this time sends zeros and receives nothing. Rows that would take very much memory are
+packed and reduced slice by slice, through the memory of one.
 """
 
 from __future__ import annotations
@@ -27,8 +28,7 @@ from shardwise.comm.streams import Lanes, Mark
 from shardwise.engine.binding import Slot
 from shardwise.engine.form import Form
 from shardwise.engine.gradients import GradientBuffer, Part, Presence
-from shardwise.engine.pack import plan_pack
-from shardwise.engine.storage import Elastic
+from shardwise.engine.pack import plan_slices
 from shardwise.plan.division import Division, plan_division
 from shardwise.policies import MixedPrecisionPolicy
 from shardwise.torch_internals import add_all, hooked_of, local_of, post_accumulate_hooks
@@ -138,13 +138,10 @@ class PackedReduce:
         itemsize = reduce_dtype.itemsize
         packing = form.packing(slots, mesh.shard.world, itemsize)
         self.row_numel = packing.row_numel
-        rows_numel = packing.world * packing.row_numel
-        self.rows = Elastic(rows_numel * itemsize, mesh.device)
-        self.all_rows = self.rows.tensor(reduce_dtype, 0, (rows_numel,))
-        self.pack = plan_pack(
+        self.rows, self.slices = plan_slices(
             packing,
-            self.rows,
             reduce_dtype,
+            mesh.device,
             [slot.shape for slot in slots],
             [slot.gradient_dtype for slot in slots],
         )
@@ -253,13 +250,17 @@ class Reduction:
         # order: gradients before their packing, because backward writes them on the compute stream
         lane.after_compute()
         with lane:
-            plan.pack.fill(gradients, is_complete=present is None)
-            self._packed = lane.mark()
-            if self._division.before != 1.0:
-                plan.all_rows.div_(self._division.before)
-            self._work = self._settings.calls.issue_reduce_scatter(
-                self._own_row, plan.all_rows, self._division.group_averages, self._code
-            )
+            for each in plan.slices:
+                if self._work is not None:
+                    # The next slice is packed where this one is read from.
+                    self._work.wait()
+                each.pack.fill(gradients, is_complete=present is None)
+                self._packed = lane.mark()
+                if self._division.before != 1.0:
+                    each.rows.div_(self._division.before)
+                self._work = self._settings.calls.issue_reduce_scatter(
+                    each.of(self._own_row), each.rows, self._division.group_averages, self._code
+                )
         if self._lanes.host_runs_ahead:
             # alive: the gradients, until compute has waited for their packing and may reuse their memory
             self._gradients = gradients

@@ -1,0 +1,48 @@
+"""Slices hold every element of the rows they are cut from, at its column, and fill each place once."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.plan.layout import RowParam
+from shardwise.plan.rows import RowsPacking, plan_rows
+from shardwise.plan.slices import cut_into_slices
+from tests.unit.test_rows import blocks
+
+
+@given(
+    shapes=st.lists(st.lists(st.integers(0, 40), min_size=1, max_size=3), min_size=1, max_size=5),
+    world=st.integers(1, 9),
+    most_numel=st.integers(1, 3000),
+)
+def test_slices_are_the_rows_cut_into_columns(shapes: list[list[int]], world: int, most_numel: int) -> None:
+    packing = RowsPacking(plan_rows([RowParam(tuple(shape), 0, "a", 4, 4) for shape in shapes], world))
+
+    def filled(pieces_of, pads, row_numel):
+        """What stands where in the rows: (parameter, element), or None for padding."""
+        places = {}
+        for index in range(len(shapes)):
+            for piece in pieces_of(index):
+                sources = blocks(piece.full_start, piece.shape, piece.full_strides)
+                targets = blocks(piece.packed_start, piece.shape, piece.packed_strides)
+                for source, target in zip(sources, targets, strict=True):
+                    assert target not in places
+                    places[target] = (index, source)
+        for pad in pads:
+            for target in blocks(pad.packed_start, pad.shape, pad.packed_strides):
+                assert target not in places
+                places[target] = None
+        assert sorted(places) == list(range(world * row_numel))
+        return places
+
+    rows = filled(packing.pieces, packing.pads(), packing.row_numel)
+    end = 0
+    for piece in cut_into_slices(packing, most_numel):
+        assert piece.columns.start == end
+        assert piece.row_numel * world <= max(most_numel, 32 * world)
+        end = piece.columns.stop
+        for target, what in filled(piece.pieces, piece.pads(), piece.row_numel).items():
+            rank, column = divmod(target, piece.row_numel)
+            assert rows[rank * packing.row_numel + piece.columns.start + column] == what
+    assert end == packing.row_numel
