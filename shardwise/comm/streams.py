@@ -16,7 +16,13 @@ from typing import Protocol
 
 import torch
 
-from shardwise.torch_internals import StreamKey, cuda_stream, current_cuda_stream, set_cuda_stream
+from shardwise.torch_internals import (
+    StreamKey,
+    cuda_stream,
+    current_cuda_stream,
+    set_cuda_stream,
+    unseen_by_modes,
+)
 
 
 class Mark(Protocol):
@@ -187,6 +193,19 @@ class CudaLanes:
     def host_after(self, mark: Mark) -> None:
         assert isinstance(mark, torch.cuda.Event)
         mark.synchronize()
+
+
+def take_workspaces(device: torch.device) -> None:
+    """Has matrix libraries take the memory that they keep for forward's thread and for backward's.
+
+    Backward's, taken in the first backward, would come to lie in the midst of what activations have just left, and
+    stand in the way of larger tensors for good.
+    """
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing() or torch.is_inference_mode_enabled():
+        return
+    with torch.enable_grad(), unseen_by_modes():
+        one = torch.zeros(1, 1, device=device, requires_grad=True)
+        torch.mm(one, one).sum().backward()
 
 
 def lanes_for(device: torch.device) -> Lanes:

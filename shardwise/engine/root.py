@@ -23,7 +23,7 @@ import torch
 
 from shardwise import trace
 from shardwise.comm.agreement import check_same_model
-from shardwise.comm.streams import Mark, lanes_for
+from shardwise.comm.streams import Mark, lanes_for, take_workspaces
 from shardwise.engine.accord import Accord
 from shardwise.engine.binding import Slot, clean_name, units_of
 from shardwise.engine.events import REPLAY, UnitEvents
@@ -139,6 +139,7 @@ class Root:
         self._is_offloaded = any(unit.is_offloaded for unit in self.units)
         self._is_settled = True
         self.note_joint_units()
+        take_workspaces(self.top.mesh.device)
 
     def note_joint_units(self) -> None:
         if self.participation is not None:
