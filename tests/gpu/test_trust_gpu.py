@@ -8,13 +8,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise import PeerFailure, RankDisagreement, fully_shard, set_trust
+from shardwise import FullyShardedDataParallel, PeerFailure, RankDisagreement, fully_shard, set_trust
 from shardwise.testing import RankFailure, exchange, run_ranks
 from shardwise.testing.workloads import seeded
 from tests.ranks.parting import WIDTH, Model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]
-worlds = pytest.mark.parametrize("world_size", [2, 4])
+worlds = pytest.mark.parametrize(
+    ("face", "world_size"), [("fully_shard", 2), ("fully_shard", 4), ("wrapper", 2)]
+)
 
 
 def strike(*_):
@@ -41,13 +43,27 @@ def stalled(model):
     model.blocks[2].register_forward_pre_hook(stall)
 
 
-def err(errs_by, checks, looks_at_the_loss):
-    """Good steps; then the last rank errs. What the others are told goes to the caller as an error's text."""
-    set_trust(timeout_seconds=3.0, checks=checks)
+def composed():
     model = seeded(Model()).cuda()
     for block in model.blocks:
         fully_shard(block)
-    fully_shard(model)
+    return fully_shard(model), model
+
+
+def wrapped():
+    model = seeded(Model()).cuda()
+    for number, block in enumerate(model.blocks):
+        model.blocks[number] = FullyShardedDataParallel(block)
+    return FullyShardedDataParallel(model), model
+
+
+FACES = {"fully_shard": composed, "wrapper": wrapped}
+
+
+def err(errs_by, checks, looks_at_the_loss, face):
+    """Good steps; then the last rank errs. What the others are told goes to the caller as an error's text."""
+    set_trust(timeout_seconds=3.0, checks=checks)
+    model, inner = FACES[face]()
     optim = torch.optim.SGD(model.parameters(), lr=0.01)
     x = torch.randn(4, WIDTH, device="cuda")
 
@@ -63,7 +79,7 @@ def err(errs_by, checks, looks_at_the_loss):
     step()
     torch.cuda.synchronize()
     if dist.get_rank() == dist.get_world_size() - 1:
-        errs_by(model)
+        errs_by(inner)
     begun = time.monotonic()
     try:
         step()
@@ -75,20 +91,21 @@ def err(errs_by, checks, looks_at_the_loss):
         ) from None
 
 
-def stories(world_size, errs_by, *, checks="step", looks_at_the_loss=False):
+def stories(world_size, errs_by, *, checks="step", looks_at_the_loss=False, face="fully_shard"):
     with pytest.MonkeyPatch.context() as patch:
         # A rank that was killed has failed: those who wait for it need time to find out and tell.
         patch.setattr(exchange, "_GRACE_SECONDS", 20.0)
+        options = (errs_by, checks, looks_at_the_loss, face)
         with pytest.raises(RankFailure) as failure:
-            run_ranks(err, world_size, errs_by, checks, looks_at_the_loss, kind="nccl", timeout_seconds=60)
+            run_ranks(err, world_size, *options, kind="nccl", timeout_seconds=60)
     # With the way it ended: a rank that torch's own watchdog has ended tells nothing else.
     return {report.rank: f"{report.summary}\n{report.details}" for report in failure.value.reports}
 
 
 @worlds
 @pytest.mark.parametrize("errs_by", [parted_by_order, parted_by_size])
-def test_ranks_that_part_are_told_on_all_ranks_before_the_optimizer(world_size, errs_by):
-    told = stories(world_size, errs_by)
+def test_ranks_that_part_are_told_on_all_ranks_before_the_optimizer(face, world_size, errs_by):
+    told = stories(world_size, errs_by, face=face)
     assert len(told) == world_size
     for text in told.values():
         assert "RankDisagreement: ranks do not do the same" in text
@@ -103,7 +120,7 @@ def test_with_checks_before_every_collective_no_data_is_mixed():
 @worlds
 @pytest.mark.parametrize("looks_at_the_loss", [False, True], ids=["host ahead", "host waits for the device"])
 @pytest.mark.parametrize(("errs_by", "state"), [(killed, "dead"), (stalled, "alive")])
-def test_a_rank_that_is_gone_or_stalls_is_named(world_size, errs_by, state, looks_at_the_loss):
-    told = stories(world_size, errs_by, looks_at_the_loss=looks_at_the_loss)
+def test_a_rank_that_is_gone_or_stalls_is_named(face, world_size, errs_by, state, looks_at_the_loss):
+    told = stories(world_size, errs_by, looks_at_the_loss=looks_at_the_loss, face=face)
     for rank in range(world_size - 1):
         assert f"rank {world_size - 1} is {state}" in told[rank], told[rank]
