@@ -87,14 +87,20 @@ def all_show(entries: Sequence[tuple[dict[str, Any], str, torch.Tensor, torch.Te
 
     One call for all parameters of a unit: it is asked in every step.
     """
-    for params, name, sharded, local, trainable in entries:
-        if (
-            params.get(name) is not sharded
-            or sharded._local_tensor is not local
-            or sharded.requires_grad is not trainable
-        ):
-            return False
+    with plain_attributes():
+        for params, name, sharded, local, trainable in entries:
+            if (
+                params.get(name) is not sharded
+                or sharded._local_tensor is not local
+                or sharded.requires_grad is not trainable
+            ):
+                return False
     return True
+
+
+# A context in which attributes of DTensors cost what a plain tensor's do: for each, torch looks whether the class has
+# something to say about it, which takes longer than the rest.
+plain_attributes = torch._C.DisableTorchFunctionSubclass
 
 
 def are_over(tensors: Iterable[torch.Tensor], locals_: Iterable[torch.Tensor]) -> bool:

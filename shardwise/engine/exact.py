@@ -241,11 +241,9 @@ class ExactReduction(Reduction):
         with self._lanes.reduce:
             return super()._make_own_row()
 
-    def _divide(self) -> None:
-        assert self._own_row is not None
+    def _divide(self, own_row: torch.Tensor) -> None:
         if self._division.after != 1.0:
-            with self._lanes.reduce:
-                self._own_row.div_(self._division.after)
+            own_row.div_(self._division.after)
         self.is_done = True
 
     def _give_out(self) -> list[Slot]:

@@ -51,13 +51,6 @@ def presence(gradients: list[torch.Tensor | None]) -> Presence:
     return None
 
 
-def any_came(gradients: list[torch.Tensor | None]) -> bool:
-    for gradient in gradients:  # noqa: SIM110  a generator is resumed for each, and this is asked twice a step
-        if gradient is not None:
-            return True
-    return False
-
-
 class Lease:
     """Ends with the gradient that carries it; copies and saved files of that one carry an empty one."""
 
@@ -87,13 +80,13 @@ class GradientBuffer:
         self, parts: Sequence[Part], row_numel: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self._memory = Elastic(row_numel * dtype.itemsize, device)
+        self.grow = self._memory.grow
         self.row = self._memory.tensor(dtype, 0, (row_numel,))
         self._locals = {
             part.slot: self._memory.tensor(dtype, part.start * dtype.itemsize, part.shape, part.strides)
             for part in parts
         }
         self.locals = list(self._locals.values())
-        # To be given out; whoever does says which was the last.
         self.gradients = {slot: slot.gradient(local) for slot, local in self._locals.items()}
         self._memory.note_own_uses([*self.locals, *self.gradients.values()])
         # Whether there is nothing but gradients in it, no padding.
@@ -123,11 +116,11 @@ class GradientBuffer:
                 return False
         return True
 
-    def grow(self) -> None:
-        self._memory.grow()
-
-    def lend_until_dropped(self, last: Slot) -> None:
-        """Lends the memory out until the gradient of ``last``, which was given out last, is dropped."""
+    def lend(self, slots: list[Slot]) -> None:
+        """Gives these their gradients, and the memory with them until the last of them is dropped."""
+        gradients, last = self.gradients, slots.pop()
+        for slot in slots:
+            slot.sharded.grad = gradients[slot]
         lease = Lease(self)
         self._lease = weakref.ref(lease)
         last.sharded.grad = gradient = last.gradient(self._locals[last])

@@ -14,7 +14,7 @@ packed and reduced slice by slice, through the memory of one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -31,7 +31,7 @@ from shardwise.engine.gradients import GradientBuffer, Part, Presence
 from shardwise.engine.pack import plan_slices
 from shardwise.plan.division import Division, plan_division
 from shardwise.policies import MixedPrecisionPolicy
-from shardwise.torch_internals import add_all, hooked_of, local_of, post_accumulate_hooks
+from shardwise.torch_internals import add_all, hooked_of, local_of, plain_attributes, post_accumulate_hooks
 
 
 @dataclass
@@ -208,25 +208,27 @@ class Reduction:
     Where collectives take their place in a stream, all of that is issued at once and only the last stage is left.
     """
 
+    is_scattering = True
+    is_done = False
+    _work: Work | None = None
+    _gradients: Sequence[torch.Tensor | None] = ()
+    _runs: Sequence[torch.Tensor] = ()
+
     def __init__(
         self, plan: PackedReduce, settings: ReduceSettings, lanes: Lanes, codes: tuple[int, int]
     ) -> None:
         self.plan = plan
-        self.is_scattering = True
-        self.is_done = False
         self._settings = settings
         self._lanes = lanes
         self._code, self._replicas_code = codes
         self._division = plan.division(settings)
         self._puts_off = plan.mesh.replicate is not None and not settings.all_reduces
-        self._gradients: list[torch.Tensor | None] = []
-        self._received: list[Part] = []
-        self._work: Work | None = None
-        self._own_row: torch.Tensor | None = None
-        self._buffer: GradientBuffer | None = None
-        self._runs: list[torch.Tensor] = []
-        self._read_late: list[torch.Tensor] = []
+        # Set when it is issued.
+        self._received: list[Part]
+        self._buffer: GradientBuffer | None
+        self._own_row: torch.Tensor | None
         self._packed: Mark
+        self._read_late: list[torch.Tensor] = []
 
     def issue(self, gradients: list[torch.Tensor | None], present: Presence) -> None:
         """Packs the gradients and starts the reduce-scatter."""
@@ -249,6 +251,12 @@ class Reduction:
             self._own_row = self._make_own_row()
         # order: gradients before their packing, because backward writes them on the compute stream
         lane.after_compute()
+        if self._lanes.host_runs_ahead:
+            # alive: the gradients, until compute has waited for their packing and may reuse their memory
+            self._gradients = gradients
+            # alive: what the lane reads after that, until compute has waited for what comes after it on the lane
+            self._read_late.append(self._own_row)
+        calls, division = self._settings.calls, self._division
         with lane:
             for each in plan.slices:
                 if self._work is not None:
@@ -256,20 +264,15 @@ class Reduction:
                     self._work.wait()
                 each.pack.fill(gradients, is_complete=present is None)
                 self._packed = lane.mark()
-                if self._division.before != 1.0:
-                    each.rows.div_(self._division.before)
-                self._work = self._settings.calls.issue_reduce_scatter(
-                    each.of(self._own_row), each.rows, self._division.group_averages, self._code
+                if division.before != 1.0:
+                    each.rows.div_(division.before)
+                self._work = calls.issue_reduce_scatter(
+                    each.of(self._own_row), each.rows, division.group_averages, self._code
                 )
-        if self._lanes.host_runs_ahead:
-            # alive: the gradients, until compute has waited for their packing and may reuse their memory
-            self._gradients = gradients
-            # alive: what the lane reads after that, until compute has waited for what comes after it on the lane
-            self._read_late.append(self._own_row)
-        if self._settings.calls.ordered_by_stream:
-            self._receive_own_row()
-            if self._work is not None:
-                self._receive_replicas()
+            if calls.ordered_by_stream:
+                self._receive_own_row()
+                if self._work is not None:
+                    self._receive_replicas()
 
     def _make_own_row(self) -> torch.Tensor:
         plan = self.plan
@@ -280,7 +283,7 @@ class Reduction:
         if self._gradients:
             # order: packing before compute, because compute's allocator reuses the gradients' memory from here on
             self._lanes.compute_after(self._packed)
-            self._gradients = []
+            self._gradients = ()
 
     def let_rows_go(self) -> None:
         """Lets compute's allocator have the rows' memory back, once compute has waited for later work of the lane."""
@@ -290,19 +293,21 @@ class Reduction:
             self.plan.rows.shrink()
 
     def advance(self) -> None:
+        """Takes the next stage, if there is one left."""
         self.let_gradients_go()
         if self.is_done:
             return
-        if self.is_scattering:
-            self._receive_own_row()
-        elif self._work is not None:
-            self._receive_replicas()
+        with self._lanes.reduce:
+            if self.is_scattering:
+                self._receive_own_row()
+            elif self._work is not None:
+                self._receive_replicas()
 
     def finish(self) -> list[Slot]:
         """Takes the remaining stages and puts the gradients in place; returns the slots that users hooked."""
+        self.advance()
         while not self.is_done:
             self.advance()
-        self.let_gradients_go()
         return self._give_out()
 
     @property
@@ -321,26 +326,26 @@ class Reduction:
             self.let_rows_go()
         return True
 
+    # Stages are taken on the reduce lane.
+
     def _receive_own_row(self) -> None:
         plan, lanes = self.plan, self._lanes
         assert self._work is not None
         assert self._own_row is not None
-        with lanes.reduce:
-            self._work.wait()
-            self._work = None
-            if not lanes.host_runs_ahead:
-                self.let_rows_go()
-            if plan.partial is not None:
-                self._own_row.add_(plan.partial.row)
-                self._read_late.append(plan.partial.row)
-                all_parts = {part.slot: part for part in (*plan.partial.parts, *self._received)}
-                self._received = list(all_parts.values())
-                plan.partial = None
-            if self._puts_off:
-                plan.partial = Partial(self._own_row, self._received)
-                self._received, self._own_row = [], None
+        self._work.wait()
+        self._work = None
+        if not lanes.host_runs_ahead:
+            self.let_rows_go()
+        if plan.partial is not None:
+            self._own_row.add_(plan.partial.row)
+            self._read_late.append(plan.partial.row)
+            all_parts = {part.slot: part for part in (*plan.partial.parts, *self._received)}
+            self._received = list(all_parts.values())
+            plan.partial = None
         self.is_scattering = False
-        if self._own_row is None:
+        if self._puts_off:
+            plan.partial = Partial(self._own_row, self._received)
+            self._received, self._own_row = [], None
             self.is_done = True
         elif plan.mesh.replicate is not None:
             # order: the shard axis's sum before the replicas', because they add up its result
@@ -351,26 +356,24 @@ class Reduction:
                     self._own_row, self._division.group_averages, self._replicas_code
                 )
         else:
-            self._divide()
+            self._divide(self._own_row)
 
     def _receive_replicas(self) -> None:
         assert self._work is not None
+        assert self._own_row is not None
         with self._lanes.replicate:
             self._work.wait()
         self._work = None
         # order: the replicas' sum before its division, because gradients are given out on the reduce lane
         self._lanes.reduce.after(self._lanes.replicate.mark())
-        self._divide()
+        self._divide(self._own_row)
 
-    def _divide(self) -> None:
-        plan, own_row = self.plan, self._own_row
-        assert own_row is not None
-        with self._lanes.reduce:
-            if self._settings.hook is not None:
-                self._run_all_reduce_hook(own_row)
-            if self._division.after != 1.0:
-                own_row.div_(self._division.after)
-            self._runs = [own_row] if plan.is_one_run else self._cast_runs(own_row)
+    def _divide(self, own_row: torch.Tensor) -> None:
+        if self._settings.hook is not None:
+            self._run_all_reduce_hook(own_row)
+        if self._division.after != 1.0:
+            own_row.div_(self._division.after)
+        self._runs = [own_row] if self.plan.is_one_run else self._cast_runs(own_row)
         self._own_row = None
         self.is_done = True
 
@@ -405,32 +408,31 @@ class Reduction:
         return runs
 
     def _give_out(self) -> list[Slot]:
+        buffer, runs = self._buffer, self._runs
+        given: list[Slot] = []
         held: list[torch.Tensor] = []
         added: list[torch.Tensor] = []
-        lane, buffer = self._lanes.reduce, self._buffer
-        lent = buffer.gradients if buffer is not None else None
-        last: Slot | None = None
-        with lane:
+        with plain_attributes():
             for slot, run, start, shape, strides, _ in self._received:
-                sharded = slot.sharded
-                existing = sharded.grad
-                if existing is None and lent is not None:
-                    sharded.grad = lent[slot]
-                    last = slot
-                elif existing is None:
-                    sharded.grad = slot.gradient(self._runs[run].as_strided(shape, strides, start))
-                else:
+                existing = slot.sharded.grad
+                if existing is not None:
                     held.append(local_of(existing) if isinstance(existing, DTensor) else existing)
-                    added.append(self._runs[run].as_strided(shape, strides, start))
-            if buffer is not None and last is not None:
-                buffer.lend_until_dropped(last)
-            if held:
+                    added.append(runs[run].as_strided(shape, strides, start))
+                elif buffer is not None:
+                    given.append(slot)
+                else:
+                    slot.sharded.grad = slot.gradient(runs[run].as_strided(shape, strides, start))
+            if buffer is not None and given:
+                buffer.lend(given)
+            hooked = hooked_of([part.slot.sharded for part in self._received])
+        if held:
+            lane = self._lanes.reduce
+            with lane:
                 if self.plan.is_offloaded:
                     # order: the transfer before the sum, because the host adds
                     self._lanes.host_after(lane.mark())
                 add_all(held, added)
-        self._runs = []
-        hooked = hooked_of([part.slot.sharded for part in self._received])
+        self._runs = ()
         return [self._received[number].slot for number in hooked]
 
 

@@ -201,7 +201,7 @@ class Root:
         A gather on demand may run beside the unit computed now, whose own memory is then the last one leaving; a
         prefetch is one ahead already.
         """
-        if not self.is_busy:
+        if not (self.in_forward or self.in_backward):
             # order: writes to the shards before this gather, because no step began that would have waited for them
             self.lanes.gather.after_compute()
         if self._leaving:
@@ -275,10 +275,18 @@ class Root:
         As many may be waiting for their own row as there may be input buffers; with replicas, one more may be waiting
         for theirs meanwhile.
         """
+        if self._in_flight:
+            self._make_way(plan, max_inputs)
+        reduction = plan.begin(settings, self.lanes, codes)
+        reduction.issue(gradients, present)
+        self._in_flight.append(reduction)
+
+    def _make_way(self, plan: PackedReduce, max_inputs: int) -> None:
         in_flight = self._in_flight
         if max_inputs == 1 and plan.mesh.replicate is None:
             while in_flight:
                 self._finish_oldest_reduce()
+            return
         while any(reduction.plan is plan for reduction in in_flight):
             self._finish_oldest_reduce()
         scattering = [reduction for reduction in in_flight if reduction.is_scattering]
@@ -286,9 +294,6 @@ class Root:
             reduction.advance()
         while len(in_flight) > max_inputs or (in_flight and in_flight[0].is_done):
             self._finish_oldest_reduce()
-        reduction = plan.begin(settings, self.lanes, codes)
-        reduction.issue(gradients, present)
-        in_flight.append(reduction)
 
     def _finish_oldest_reduce(self) -> None:
         reduction = self._in_flight.popleft()

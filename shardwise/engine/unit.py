@@ -18,7 +18,7 @@ from shardwise.comm.mesh import DataMesh
 from shardwise.engine.binding import Shown, Slot, sharded_shown, show, tag, unsharded_shown
 from shardwise.engine.events import UnitEvents
 from shardwise.engine.form import Form
-from shardwise.engine.gradients import GradientBuffer, any_came, presence
+from shardwise.engine.gradients import GradientBuffer, presence
 from shardwise.engine.memory import Memory
 from shardwise.engine.reduce import SUMS, PackedReduce, Sums
 from shardwise.engine.replaced import adopt_found, check_are_home
@@ -416,12 +416,15 @@ class Unit:
         if self.reduce_settings.includes_unused and not self.root.ends_backward:
             # Ranks whose backwards pass different units can agree on an order of reduces only at the end.
             return False
+        for param in reduce.params:
+            if param.grad is not None:
+                break
+        else:
+            return False
         if self._is_tensor_parallel:
             gradients = [slot.plain_gradient() for slot in reduce.slots]
         else:
             gradients = [param.grad for param in reduce.params]
-        if not any_came(gradients):
-            return False
         if self.syncs_gradients:
             for param in reduce.params:
                 param.grad = None
