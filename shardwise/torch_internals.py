@@ -183,9 +183,8 @@ def queue_end_of_backward(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)
 
 
-def backward_passes(node: Any) -> bool:
-    """Whether the backward that is running now executes ``node``, the ``grad_fn`` of some tensor."""
-    return torch._C._will_engine_execute_node(node)
+# Whether the backward that is running now executes a node, the ``grad_fn`` of some tensor.
+backward_passes: Callable[[Any], bool] = torch._C._will_engine_execute_node
 
 
 def backward_reaches(leaf: torch.Tensor) -> bool:
@@ -420,12 +419,8 @@ def split_rows(rows: torch.Tensor, sizes: list[int], outputs: list[torch.Tensor]
     torch.split_with_sizes_copy(rows, sizes, 1, out=outputs)
 
 
-def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    torch._foreach_copy_(targets, sources)
-
-
-def add_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    torch._foreach_add_(targets, sources)
+copy_all: Callable[[list[torch.Tensor], list[torch.Tensor]], object] = torch._foreach_copy_
+add_all: Callable[[list[torch.Tensor], list[torch.Tensor]], object] = torch._foreach_add_
 
 
 def chunk_cat(tensors: list[torch.Tensor], num_chunks: int, rows: torch.Tensor) -> None:
@@ -433,8 +428,7 @@ def chunk_cat(tensors: list[torch.Tensor], num_chunks: int, rows: torch.Tensor) 
     torch._chunk_cat(tensors, 0, num_chunks, out=rows)
 
 
-def zero_all(targets: list[torch.Tensor]) -> None:
-    torch._foreach_zero_(targets)
+zero_all: Callable[[list[torch.Tensor]], object] = torch._foreach_zero_
 
 
 def multiply_all(targets: list[torch.Tensor], factor: torch.Tensor) -> None:

@@ -160,8 +160,16 @@ class PackedGather:
             self._part_row = self._part.tensor(torch.uint8, 0, (part_bytes,))
             self._part_source = self._rows.tensor(torch.uint8, part_calls.rank * part_bytes, (part_bytes,))
 
-    def issue(self, code: int) -> None:
-        """Starts the gather from every rank's shards."""
+    def issue(self, code: int, from_parts: bool) -> None:
+        """Starts the gather, from every rank's shards or from the runs of rows kept after forward."""
+        if from_parts:
+            assert self._part_calls is not None
+            self._full.grow()
+            self._rows.grow()
+            self._work = self._part_calls.issue_all_gather(self._all_rows, self._part_row, code)
+            return
+        if self._part is not None:
+            self._part.shrink()
         self._full.grow()
         if self._device_row is not None:
             self._device_row.grow()
@@ -176,13 +184,6 @@ class PackedGather:
             self._rows.grow()
             self._work = self.calls.issue_all_gather(self._all_rows, self._own, code)
 
-    def issue_from_parts(self, code: int) -> None:
-        """Starts the gather from the runs of rows kept after forward."""
-        assert self._part_calls is not None
-        self._full.grow()
-        self._rows.grow()
-        self._work = self._part_calls.issue_all_gather(self._all_rows, self._part_row, code)
-
     def finish(self, keep_part: bool) -> None:
         """Waits for the rows and copies them out; with ``keep_part``, this rank's run of rows stays behind."""
         assert self._work is not None
@@ -194,8 +195,8 @@ class PackedGather:
             assert self._part is not None
             self._part.grow()
             self._part_row.copy_(self._part_source)
-        else:
-            self.drop_part()
+        elif self._part is not None:
+            self._part.shrink()
         if self._rows is not self._full:
             self._rows.shrink()
         if self._cast_row is not None:

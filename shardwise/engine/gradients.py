@@ -91,11 +91,7 @@ class GradientBuffer:
         self._memory.note_own_uses([*self.locals, *self.gradients.values()])
         # Whether there is nothing but gradients in it, no padding.
         self.is_full = row_numel == sum(local.numel() for local in self.locals)
-        self._lease: weakref.ref[Lease] | None = None
-
-    @property
-    def is_lent(self) -> bool:
-        return self._lease is not None and self._lease() is not None
+        self.is_lent = False
 
     @property
     def is_own(self) -> bool:
@@ -121,12 +117,12 @@ class GradientBuffer:
         gradients, last = self.gradients, slots.pop()
         for slot in slots:
             slot.sharded.grad = gradients[slot]
-        lease = Lease(self)
-        self._lease = weakref.ref(lease)
         last.sharded.grad = gradient = last.gradient(self._locals[last])
-        gradient.__dict__[LEASE_ATTRIBUTE] = lease
+        gradient.__dict__[LEASE_ATTRIBUTE] = Lease(self)
+        self.is_lent = True
 
     def take_back(self) -> None:
+        self.is_lent = False
         if self.is_own:
             self._memory.shrink()
 

@@ -265,7 +265,8 @@ class Hooks:
     def pre_backward(self, visit: Pass) -> None:
         unit = self.unit
         root = unit.root
-        root.begin_backward()
+        if not root.in_backward:
+            root.begin_backward()
         if visit.is_open:
             return
         visit.is_open = True
@@ -289,7 +290,8 @@ class Hooks:
             return
         unit = self.unit
         unit.reduce_gradients()
-        self._report()
+        if unit.recorder is not None:
+            self._report(unit.recorder)
         if unit.prefetches_late:
             unit.root.prefetch_before(unit, visit)
         self._close(visit)
@@ -316,16 +318,16 @@ class Hooks:
         if unit.reduce_gradients() or self._open:
             self._owes_report = True
         unit.reduce_the_rest()
-        if self._owes_report:
-            self._report()
+        if self._owes_report and unit.recorder is not None:
+            self._report(unit.recorder)
         for visit in tuple(self._open):
             self._close(visit)
         self._owes_report = False
 
-    def _report(self) -> None:
+    def _report(self, recorder: trace.Recorder) -> None:
         unit = self.unit
-        if unit.recorder is not None and unit.slots:
-            unit.recorder.add(trace.POST_BACKWARD, unit.name, trace.IN_POST_BACKWARD, unit.rank)
+        if unit.slots:
+            recorder.add(trace.POST_BACKWARD, unit.name, trace.IN_POST_BACKWARD, unit.rank)
 
     def _close(self, visit: Pass) -> None:
         visit.is_open = False

@@ -65,6 +65,10 @@ class Memory:
         self.gather = PackedGather(
             layout, shards, stored, sent, self._full, mesh.device, gather_calls, part_calls
         )
+        # What a step does, which is more where tensors say themselves what is sent.
+        self.issue_gather = self._issue_carried if self._carriers else self.gather.issue
+        self.finish_gather = self._finish_carried if self._carriers else self.gather.finish
+        self.free = self._free_carried if self._carriers else self._full.shrink
         fulls = [
             self._full.tensor(dtype, start, param.shape)
             for param, dtype, start in zip(params, sent, layout.full_starts_bytes, strict=True)
@@ -84,22 +88,18 @@ class Memory:
             start = stop
         self.free()
 
-    def issue_gather(self, from_parts: bool, code: int) -> None:
-        if from_parts:
-            self.gather.issue_from_parts(code)
-            return
-        for carrier in self._carriers:
-            carrier.write_row()
-        self.gather.drop_part()
-        self.gather.issue(code)
+    def _issue_carried(self, code: int, from_parts: bool) -> None:
+        if not from_parts:
+            for carrier in self._carriers:
+                carrier.write_row()
+        self.gather.issue(code, from_parts)
 
-    def finish_gather(self, keep_part: bool) -> None:
+    def _finish_carried(self, keep_part: bool) -> None:
         self.gather.finish(keep_part)
         for carrier in self._carriers:
             carrier.rebuild()
 
-    def free(self) -> None:
-        """Frees the full parameters."""
+    def _free_carried(self) -> None:
         self._full.shrink()
         for carrier in self._carriers:
             carrier.free()

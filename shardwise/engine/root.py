@@ -225,12 +225,11 @@ class Root:
     # --- backward -------------------------------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
-        if not self.in_backward:
-            self.in_backward = True
-            self.accord.begin_backward()
-            queue_end_of_backward(_EndOfBackward(self))
-            if self.participation is not None:
-                self.participation.begin_backward()
+        self.in_backward = True
+        self.accord.begin_backward()
+        queue_end_of_backward(_EndOfBackward(self))
+        if self.participation is not None:
+            self.participation.begin_backward()
 
     def prefetch_before(self, unit: Unit, visit: Pass) -> None:
         """Gathers ahead what this backward uses next."""

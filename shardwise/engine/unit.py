@@ -22,7 +22,7 @@ from shardwise.engine.gradients import GradientBuffer, presence
 from shardwise.engine.memory import Memory
 from shardwise.engine.reduce import SUMS, PackedReduce, Sums
 from shardwise.engine.replaced import adopt_found, check_are_home
-from shardwise.plan.lifecycle import State, Step, advance
+from shardwise.plan.lifecycle import TRANSITIONS, State, Step
 from shardwise.plan.schedule import KEEP, AfterForward
 from shardwise.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardwise.torch_internals import backward_reaches
@@ -246,7 +246,7 @@ class Unit:
             return
         root = self.root
         # Between a forward and its backward nobody may replace parameters or flip what is trained.
-        if not root.in_backward and not self.is_as_left():
+        if not root.in_backward and (self._is_meta or not self.form.all_show(self._left)):
             self._catch_up()
         root.make_room(self, prefetch)
         lane = root.lanes.gather
@@ -258,11 +258,11 @@ class Unit:
         )
         with lane:
             self.memory.issue_gather(
-                state is State.SHARDED_AFTER_FORWARD and not in_forward, self.events.gather[phase]
+                self.events.gather[phase], state is State.SHARDED_AFTER_FORWARD and not in_forward
             )
             if self.gather_calls.ordered_by_stream:
                 self._finish_gather()
-        self.state = advance(state, Step.GATHER)
+        self.state = TRANSITIONS[state, Step.GATHER]
         self.prefetched = prefetch
         if self.recorder is not None:
             self.recorder.add(trace.UNSHARD, self.name, phase, self.rank)
@@ -281,7 +281,7 @@ class Unit:
         # order: copy-out before compute, because forward and backward read the full parameters
         self.root.lanes.compute_after(self._arrival)
         show(self._unsharded_shown)
-        self.state = advance(State.GATHERING, Step.ARRIVE)
+        self.state = TRANSITIONS[State.GATHERING, Step.ARRIVE]
         self.prefetched = False
 
     def reshard(self, phase: str, keep_part: bool = False) -> None:
@@ -304,7 +304,7 @@ class Unit:
             self.memory.gather.drop_part()
         if keep_part:
             self._kept_version = self._version()
-        self.state = advance(self.state, Step.KEEP_PART if keep_part else Step.RESHARD)
+        self.state = TRANSITIONS[self.state, Step.KEEP_PART if keep_part else Step.RESHARD]
         if self.recorder is not None:
             self.recorder.add(trace.RESHARD, self.name, phase, self.rank)
 
@@ -314,7 +314,7 @@ class Unit:
         self._has_reduced = False
         self.hooks.forget()
         if self.state is State.GATHERING and not self.gather_calls.ordered_by_stream:
-            self.state = advance(State.GATHERING, Step.ABANDON)
+            self.state = TRANSITIONS[State.GATHERING, Step.ABANDON]
             self.prefetched = False
             if self.memory.gather.abandon():
                 self.root.let_go(self)
@@ -339,7 +339,7 @@ class Unit:
         self.memory.gather.drop_part()
         self.root.let_go(self)
         self.prefetched = False
-        self.state = advance(State.GATHERING, Step.ABANDON)
+        self.state = TRANSITIONS[State.GATHERING, Step.ABANDON]
         if self.recorder is not None:
             self.recorder.add(trace.RESHARD, self.name, phase, self.rank)
 
@@ -353,11 +353,12 @@ class Unit:
 
     def is_stale(self) -> bool:
         """Whether the shards were written to, or parameters frozen or thawed, since the unit was kept."""
-        if self.state is not State.UNSHARDED:
-            return False
-        return self._version() != self._kept_version or any(
-            not slot.sharded.requires_grad == slot.unsharded.requires_grad == trainable
-            for slot, trainable in zip(self.slots, self._trainable, strict=True)
+        return self.state is State.UNSHARDED and (
+            self._version() != self._kept_version
+            or any(
+                not slot.sharded.requires_grad == slot.unsharded.requires_grad == trainable
+                for slot, trainable in zip(self.slots, self._trainable, strict=True)
+            )
         )
 
     def has_stale_part(self) -> bool:

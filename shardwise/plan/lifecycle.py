@@ -36,22 +36,25 @@ class Step(Enum):
     __hash__ = object.__hash__
 
 
-TRANSITIONS = {
-    (State.SHARDED, Step.GATHER): State.GATHERING,
-    (State.SHARDED_AFTER_FORWARD, Step.GATHER): State.GATHERING,
-    (State.GATHERING, Step.ARRIVE): State.UNSHARDED,
-    (State.GATHERING, Step.ABANDON): State.SHARDED,
-    (State.UNSHARDED, Step.RESHARD): State.SHARDED,
-    (State.UNSHARDED, Step.KEEP_PART): State.SHARDED_AFTER_FORWARD,
-    (State.SHARDED_AFTER_FORWARD, Step.RESHARD): State.SHARDED,
-}
+class Transitions(dict[tuple[State, Step], State]):
+    """The state that follows from a state and a step."""
 
-
-def advance(state: State, step: Step) -> State:
-    following = TRANSITIONS.get((state, step))
-    if following is None:
+    def __missing__(self, key: tuple[State, Step]) -> State:
+        state, step = key
         raise StateError(
             f"a unit that is {state.value} cannot take the step '{step.value}'",
             fix="this is a defect of shardwise: please report it with the trace of the step",
         )
-    return following
+
+
+TRANSITIONS = Transitions(
+    {
+        (State.SHARDED, Step.GATHER): State.GATHERING,
+        (State.SHARDED_AFTER_FORWARD, Step.GATHER): State.GATHERING,
+        (State.GATHERING, Step.ARRIVE): State.UNSHARDED,
+        (State.GATHERING, Step.ABANDON): State.SHARDED,
+        (State.UNSHARDED, Step.RESHARD): State.SHARDED,
+        (State.UNSHARDED, Step.KEEP_PART): State.SHARDED_AFTER_FORWARD,
+        (State.SHARDED_AFTER_FORWARD, Step.RESHARD): State.SHARDED,
+    }
+)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardwise.errors import StateError
-from shardwise.plan.lifecycle import TRANSITIONS, State, Step, advance
+from shardwise.plan.lifecycle import TRANSITIONS, State, Step
 
 
 def test_a_training_step_with_parts_walks_the_whole_table() -> None:
@@ -18,12 +18,12 @@ def test_a_training_step_with_parts_walks_the_whole_table() -> None:
         (Step.ARRIVE, State.UNSHARDED),
         (Step.RESHARD, State.SHARDED),
     ):
-        state = advance(state, step)
+        state = TRANSITIONS[state, step]
         assert state is following
 
 
 def test_a_prefetch_can_be_called_off() -> None:
-    assert advance(State.GATHERING, Step.ABANDON) is State.SHARDED
+    assert TRANSITIONS[State.GATHERING, Step.ABANDON] is State.SHARDED
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def test_a_prefetch_can_be_called_off() -> None:
 )
 def test_every_other_step_is_refused_by_name(state: State, step: Step) -> None:
     with pytest.raises(StateError, match=f"{state.value}.*{step.value}"):
-        advance(state, step)
+        TRANSITIONS[state, step]
 
 
 def test_every_state_can_be_left_and_reached() -> None:
