@@ -211,9 +211,12 @@ def post_accumulate_hooks(param: torch.Tensor) -> Mapping[int, Callable[[torch.T
     return param._post_accumulate_grad_hooks
 
 
-def hooked_of(params: Sequence[torch.Tensor]) -> list[int]:
-    """The numbers of those that have such hooks."""
-    return [number for number, param in enumerate(params) if param._post_accumulate_grad_hooks]
+_hooks_of = cast(Any, torch.Tensor)._post_accumulate_grad_hooks.__get__
+
+
+def any_hooked(params: Iterable[torch.Tensor]) -> bool:
+    """Whether any of them has such hooks."""
+    return any(map(_hooks_of, params))
 
 
 # --- process groups ----------------------------------------------------------------------------------------------
@@ -307,6 +310,10 @@ def symmetric_memory(group: dist.ProcessGroup) -> Callable[..., torch.Tensor]:
         return made
 
     return allocate
+
+
+# A context for calls that autograd has no part in: they go past the kernels it has put in front of all operations.
+below_autograd = torch._C._AutoDispatchBelowADInplaceOrView
 
 
 @contextmanager

@@ -211,7 +211,7 @@ class Flat:
                 if isinstance(slot, FlatSlot)
             ]
         return [
-            Part(slots[section.members[0]], run, 0, (section.numel,), (1,), section.members)
+            Part(slots[section.members[0]], run, 0, (section.numel,), (1,), section.members, is_run=True)
             for run, section in enumerate(packing.sections)
         ]
 

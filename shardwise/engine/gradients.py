@@ -29,7 +29,8 @@ LEASE_ATTRIBUTE = "_shardwise_lease"
 class Part(NamedTuple):
     """Where the gradient of a sharded parameter lies in its run of the own row.
 
-    ``slot`` shows that parameter; ``members`` are the numbers of the full gradients it is made of.
+    ``slot`` shows that parameter; ``members`` are the numbers of the full gradients it is made of. ``is_run``: the run
+    is this gradient and nothing else.
     """
 
     slot: Slot
@@ -38,6 +39,7 @@ class Part(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     members: tuple[int, ...]
+    is_run: bool = False
 
 
 # Which of a reduce's gradients came; None if all did, as is usual.
@@ -112,11 +114,13 @@ class GradientBuffer:
                 return False
         return True
 
-    def lend(self, slots: list[Slot]) -> None:
-        """Gives these their gradients, and the memory with them until the last of them is dropped."""
-        gradients, last = self.gradients, slots.pop()
-        for slot in slots:
+    def lend(self, parts: list[Part]) -> None:
+        """Gives parameters their gradients, and the memory with them until the last of these is dropped."""
+        gradients = self.gradients
+        for part in parts[:-1]:
+            slot = part.slot
             slot.sharded.grad = gradients[slot]
+        last = parts[-1].slot
         last.sharded.grad = gradient = last.gradient(self._locals[last])
         gradient.__dict__[LEASE_ATTRIBUTE] = Lease(self)
         self.is_lent = True

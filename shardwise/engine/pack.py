@@ -89,7 +89,7 @@ def plan_pack(
 
 
 class LinePack:
-    """The rows of all ranks are the gradients end to end: one copy each, all in one call."""
+    """The rows of all ranks are the gradients end to end: one copy each, of zeros for gaps, all in one call."""
 
     def __init__(
         self, packing: FlatPacking, rows: Elastic, dtype: torch.dtype, shapes: list[tuple[int, ...]]
@@ -101,20 +101,27 @@ class LinePack:
         self._pads = [
             rows.tensor(dtype, pad.packed_start * dtype.itemsize, pad.shape) for pad in packing.pads()
         ]
+        self._all = [*self._targets, *self._pads]
+        self._fillers: dict[torch.dtype, list[torch.Tensor]] = {}
 
     def fill(self, gradients: list[torch.Tensor | None], is_complete: bool) -> None:
-        targets, present, blanks = self._targets, gradients, self._pads
-        if not is_complete:
-            pairs = [pair for pair in zip(targets, gradients, strict=True) if pair[1] is not None]
-            missing = [
-                target for target, gradient in zip(targets, gradients, strict=True) if gradient is None
-            ]
-            blanks = [*blanks, *missing]
-            targets, present = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        if is_complete:
+            complete: list[torch.Tensor] = gradients  # type: ignore[assignment]
+            copy_all(self._all, complete + self._zeros(complete[0].dtype) if self._pads else complete)
+            return
+        pairs = list(zip(self._targets, gradients, strict=True))
+        present = [(target, gradient) for target, gradient in pairs if gradient is not None]
+        blanks = self._pads + [target for target, gradient in pairs if gradient is None]
         if blanks:
             zero_all(blanks)
-        if targets:
-            copy_all(targets, present)  # type: ignore[arg-type]
+        if present:
+            copy_all([target for target, _ in present], [gradient for _, gradient in present])
+
+    def _zeros(self, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Of the gradients' dtype: copies of one kind are one kernel."""
+        if dtype not in self._fillers:
+            self._fillers[dtype] = [pad.new_zeros(pad.shape, dtype=dtype) for pad in self._pads]
+        return self._fillers[dtype]
 
 
 class FusedPack:

@@ -31,7 +31,7 @@ from shardwise.engine.gradients import GradientBuffer, Part, Presence
 from shardwise.engine.pack import plan_slices
 from shardwise.plan.division import Division, plan_division
 from shardwise.policies import MixedPrecisionPolicy
-from shardwise.torch_internals import add_all, hooked_of, local_of, plain_attributes, post_accumulate_hooks
+from shardwise.torch_internals import add_all, any_hooked, local_of, plain_attributes, post_accumulate_hooks
 
 
 @dataclass
@@ -408,32 +408,38 @@ class Reduction:
         return runs
 
     def _give_out(self) -> list[Slot]:
-        buffer, runs = self._buffer, self._runs
-        given: list[Slot] = []
-        held: list[torch.Tensor] = []
-        added: list[torch.Tensor] = []
+        received = self._received
         with plain_attributes():
-            for slot, run, start, shape, strides, _ in self._received:
-                existing = slot.sharded.grad
-                if existing is not None:
-                    held.append(local_of(existing) if isinstance(existing, DTensor) else existing)
-                    added.append(runs[run].as_strided(shape, strides, start))
-                elif buffer is not None:
-                    given.append(slot)
-                else:
-                    slot.sharded.grad = slot.gradient(runs[run].as_strided(shape, strides, start))
-            if buffer is not None and given:
-                buffer.lend(given)
-            hooked = hooked_of([part.slot.sharded for part in self._received])
-        if held:
-            lane = self._lanes.reduce
-            with lane:
-                if self.plan.is_offloaded:
-                    # order: the transfer before the sum, because the host adds
-                    self._lanes.host_after(lane.mark())
-                add_all(held, added)
+            given = [part for part in received if part.slot.sharded.grad is None]
+            if len(given) < len(received):
+                self._add_to_existing([part for part in received if part.slot.sharded.grad is not None])
+            if self._buffer is not None and given:
+                self._buffer.lend(given)
+            else:
+                for part in given:
+                    part.slot.sharded.grad = part.slot.gradient(self._gradient(part))
+            is_hooked = any_hooked([part.slot.sharded for part in received])
         self._runs = ()
-        return [self._received[number].slot for number in hooked]
+        return (
+            [part.slot for part in received if post_accumulate_hooks(part.slot.sharded)] if is_hooked else []
+        )
+
+    def _gradient(self, part: Part) -> torch.Tensor:
+        run = self._runs[part.run]
+        return run if part.is_run else run.as_strided(part.shape, part.strides, part.start)
+
+    def _add_to_existing(self, parts: list[Part]) -> None:
+        held: list[torch.Tensor] = []
+        for part in parts:
+            existing = part.slot.sharded.grad
+            assert existing is not None
+            held.append(local_of(existing) if isinstance(existing, DTensor) else existing)
+        lane = self._lanes.reduce
+        with lane:
+            if self.plan.is_offloaded:
+                # order: the transfer before the sum, because the host adds
+                self._lanes.host_after(lane.mark())
+            add_all(held, [self._gradient(part) for part in parts])
 
 
 def run_user_hooks(slots: list[Slot]) -> None:

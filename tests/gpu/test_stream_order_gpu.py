@@ -53,14 +53,20 @@ class LateLane:
 
     def __init__(self, lane: Any, name: str, lanes: LateLanes) -> None:
         self._lane, self._name, self._lanes = lane, name, lanes
+        self._is_entered = False
 
     def __enter__(self) -> None:
         self._lane.__enter__()
-        if self._name in self._lanes.slow:
-            sleep()
+        self._is_entered = True
+        self._dawdle()
 
     def __exit__(self, *exception: object) -> None:
+        self._is_entered = False
         self._lane.__exit__(*exception)
+
+    def _dawdle(self) -> None:
+        if self._is_entered and self._name in self._lanes.slow:
+            sleep()
 
     def after_compute(self) -> None:
         if self._lanes.hears("after_compute"):
@@ -71,7 +77,10 @@ class LateLane:
             self._lane.after(mark)
 
     def mark(self) -> Any:
-        return self._lane.mark()
+        mark = self._lane.mark()
+        # Whoever waits for the mark has not waited for what comes behind it.
+        self._dawdle()
+        return mark
 
 
 class LateLanes:
@@ -441,7 +450,7 @@ WAITS = {
         Site("_run_hooks", "host_after"), gradients_reach_the_hosts_hooks_late
     ),
     "gradients are on the host before it adds them": Wait(
-        Site("_give_out", "host_after"), gradients_reach_the_hosts_sum_late
+        Site("_add_to_existing", "host_after"), gradients_reach_the_hosts_sum_late
     ),
     "exact sums are on the host before it adds them": Wait(
         Site("_part_of", "host_after"), exact_gradients_reach_the_hosts_sum_late
