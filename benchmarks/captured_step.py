@@ -4,7 +4,7 @@
     PYTHONPATH=. python benchmarks/captured_step.py --backend nccl    # one NCCL rank instead of the fake group of 8
 
 A step is forward, backward, clipping and AdamW (fused, capturable, its learning rate a tensor). Before any timing of
-the tiny model, shardwise's captured steps are compared with its own steps as they run eagerly, bit by bit.
+the tiny model over NCCL, shardwise's captured steps are compared with its own steps as they run eagerly, bit by bit.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ def captured_by_hand(step: Callable[..., Tensor], *inputs: Tensor) -> Callable[.
         output = step(*static)
 
     def replay(*given: Tensor) -> Tensor:
+        assert step is not None  # alive: the model and the optimizer, whose memory the graph reads and writes
         for own, tensor in zip(static, given, strict=True):
             own.copy_(tensor)
         graph.replay()
@@ -102,9 +103,9 @@ def main() -> int:
     start_group(args.backend, args.world_size, DEVICE)
     size = SIZES[args.model]
     inputs = tokens_for(size, DEVICE)
-    if args.model == "tiny":
+    # A fake group's reduce leaves gradients as their memory was: there is nothing to compare there.
+    if args.model == "tiny" and args.backend == "nccl":
         check_parity(size, args.world_size, inputs)
-    # FSDP2's graph is recorded last. Recorded before ours, runs have ended in an illegal memory access.
     steps = {
         "plain": training_step("plain", size, 1),
         OURS: captured_by_shardwise(size, args.world_size, inputs),
