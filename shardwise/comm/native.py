@@ -121,7 +121,12 @@ class NativeWire(WatchedWire):
             self._abort()
 
     def _leave_path(self) -> None:
-        self._left_behind, self.to_reach = self.to_reach, None
+        mark, self.to_reach = self.to_reach, None
+        if not self._is_reached(mark):
+            # Lanes use their marks again: what the new path does would be taken for the old one's.
+            aside = torch.cuda.Stream(self.device)
+            aside.wait_event(mark)
+            self._left_behind = aside.record_event()
         super()._leave_path()
 
     def _abort(self) -> None:
