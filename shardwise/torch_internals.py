@@ -312,10 +312,6 @@ def symmetric_memory(group: dist.ProcessGroup) -> Callable[..., torch.Tensor]:
     return allocate
 
 
-# A context for calls that autograd has no part in: they go past the kernels it has put in front of all operations.
-below_autograd = torch._C._AutoDispatchBelowADInplaceOrView
-
-
 @contextmanager
 def unseen_by_modes() -> Iterator[None]:
     """Runs collectives past torch's dispatch modes, so that control traffic is not counted as the model's."""

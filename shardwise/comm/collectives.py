@@ -26,13 +26,7 @@ from shardwise.comm.native import NativeWire
 from shardwise.comm.tagged import TaggedWire
 from shardwise.comm.watch import watch_over
 from shardwise.comm.wire import UNNAMED, WatchedWire, Wire
-from shardwise.torch_internals import (
-    AllgatherOptions,
-    all_gather_call,
-    backend_name,
-    below_autograd,
-    reduce_scatter_call,
-)
+from shardwise.torch_internals import AllgatherOptions, all_gather_call, backend_name, reduce_scatter_call
 
 AllReduceHook = Callable[[torch.Tensor], None]
 
@@ -172,8 +166,7 @@ class GroupCalls:
     def _issue(self, call: Callable[..., Any], *args: Any) -> Work:
         """Makes a call of the group's own; what the group raises may come of a verdict, which says more."""
         try:
-            with below_autograd():
-                return call(*args) or DONE
+            return call(*args) or DONE
         except dist.DistBackendError as error:
             self.wire.fail(error)
 

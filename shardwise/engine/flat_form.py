@@ -9,6 +9,7 @@ Unsharded, both show each parameter whole under its own name.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -206,7 +207,7 @@ class Flat:
     def parts(self, slots: list[Slot], packing: Packing, rank: int) -> list[Part]:
         if self._holder is None:
             return [
-                part._replace(shape=slot.shown_shape, strides=contiguous_strides(slot.shown_shape))
+                replace(part, shape=slot.shown_shape, strides=contiguous_strides(slot.shown_shape))
                 for part, slot in zip(parts_by_slot(slots, packing, rank), slots, strict=True)
                 if isinstance(slot, FlatSlot)
             ]

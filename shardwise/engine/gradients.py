@@ -14,7 +14,7 @@ import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -26,7 +26,8 @@ from shardwise.torch_internals import are_over, local_of
 LEASE_ATTRIBUTE = "_shardwise_lease"
 
 
-class Part(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Part:
     """Where the gradient of a sharded parameter lies in its run of the own row.
 
     ``slot`` shows that parameter; ``members`` are the numbers of the full gradients it is made of. ``is_run``: the run
@@ -95,7 +96,6 @@ class GradientBuffer:
         self.is_full = row_numel == sum(local.numel() for local in self.locals)
         self.is_lent = False
 
-    @property
     def is_own(self) -> bool:
         """Whether nobody but the unit has memory of it, or a gradient, and gradients are as they were made."""
         # Memory that went was the unit's own.
@@ -127,7 +127,7 @@ class GradientBuffer:
 
     def take_back(self) -> None:
         self.is_lent = False
-        if self.is_own:
+        if self.is_own():
             self._memory.shrink()
 
 

@@ -247,7 +247,7 @@ class Hooks:
         for needed in unit.needs:
             needed.holders -= 1
             if needed.holders == 0:
-                if needed.keeps_after_forward:
+                if needed.keeps_after_forward():
                     needed.keep()
                 else:
                     needed.reshard(trace.IN_FORWARD, keep_part=True)

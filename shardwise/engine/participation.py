@@ -22,7 +22,7 @@ import torch
 from shardwise import trace
 from shardwise.engine.structure import map_tensors
 from shardwise.errors import StateError
-from shardwise.plan.lifecycle import State
+from shardwise.plan.lifecycle import UNSHARDED
 from shardwise.plan.schedule import KEEP
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Participation:
         self._gather(trace.IN_PRE_BACKWARD)
 
     def _gather(self, phase: str) -> None:
-        absent = [unit for unit in self._units if unit.state is not State.UNSHARDED]
+        absent = [unit for unit in self._units if unit.state is not UNSHARDED]
         # One ahead, so that no more than two of them have their rows in memory beside the full parameters.
         for unit, following in zip_longest(absent, absent[1:]):
             unit.issue_gather(phase)

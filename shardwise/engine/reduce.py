@@ -178,7 +178,7 @@ class PackedReduce:
             return None
         if self._buffer is not None and self._buffer.is_lent:
             return None
-        if self._buffer is None or not self._buffer.is_own:
+        if self._buffer is None or not self._buffer.is_own():
             self._buffer = GradientBuffer(self.parts, self.row_numel, self.dtype, self.mesh.device)
         return self._buffer
 
@@ -208,21 +208,20 @@ class Reduction:
     Where collectives take their place in a stream, all of that is issued at once and only the last stage is left.
     """
 
-    is_scattering = True
-    is_done = False
-    _work: Work | None = None
-    _gradients: Sequence[torch.Tensor | None] = ()
-    _runs: Sequence[torch.Tensor] = ()
-
     def __init__(
         self, plan: PackedReduce, settings: ReduceSettings, lanes: Lanes, codes: tuple[int, int]
     ) -> None:
         self.plan = plan
+        self.is_scattering = True
+        self.is_done = False
         self._settings = settings
         self._lanes = lanes
         self._code, self._replicas_code = codes
         self._division = plan.division(settings)
         self._puts_off = plan.mesh.replicate is not None and not settings.all_reduces
+        self._work: Work | None = None
+        self._gradients: Sequence[torch.Tensor | None] = ()
+        self._runs: Sequence[torch.Tensor] = ()
         # Set when it is issued.
         self._received: list[Part]
         self._buffer: GradientBuffer | None
@@ -310,7 +309,6 @@ class Reduction:
             self.advance()
         return self._give_out()
 
-    @property
     def listener(self) -> Callable[[Callable[[], None]], None] | None:
         """Whom to tell that gradients are in place, if any are."""
         return self._settings.listener if self._received else None

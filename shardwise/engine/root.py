@@ -31,7 +31,7 @@ from shardwise.engine.exact import check_model
 from shardwise.engine.participation import Participation
 from shardwise.engine.reduce import PackedReduce, ReduceSettings, Reduction, run_user_hooks
 from shardwise.errors import StateError
-from shardwise.plan.lifecycle import State
+from shardwise.plan.lifecycle import GATHERING, SHARDED
 from shardwise.plan.schedule import Window
 from shardwise.torch_internals import backward_passes, inside_backward, queue_end_of_backward
 
@@ -303,8 +303,8 @@ class Root:
             self._reduced.append(reduction)
         if hooked:
             self._run_hooks(reduction, hooked)
-        if self.is_last_backward and reduction.listener is not None:
-            reduction.listener(partial(self.lanes.host_after, self.lanes.reduce.mark()))
+        if self.is_last_backward and (listener := reduction.listener()) is not None:
+            listener(partial(self.lanes.host_after, self.lanes.reduce.mark()))
 
     def _run_hooks(self, reduction: Reduction, hooked: list[Slot]) -> None:
         lane = self.lanes.reduce
@@ -334,7 +334,7 @@ class Root:
                 self._finish_oldest_reduce()
             if self.is_last_backward:
                 for unit in self.units:
-                    if unit.prefetched and unit.state is State.GATHERING:
+                    if unit.prefetched and unit.state is GATHERING:
                         unit.reshard(trace.IN_POST_BACKWARD)
                 if self.participation is not None:
                     self.participation.end_backward()
@@ -370,7 +370,7 @@ class Root:
             for calls in (unit.mesh.shard, unit.mesh.replicate):
                 if calls is not None and not calls.ordered_by_stream:
                     return f"the host waits for the collectives of {calls.backend} (unit '{unit.name}')"
-            if unit.state is not State.SHARDED:
+            if unit.state is not SHARDED:
                 return (
                     f"unit '{unit.name}' stays unsharded between steps, so a step depends on the one before it; "
                     "set_reshard_after_backward(True) frees it"
@@ -412,7 +412,7 @@ class Root:
         for wire in self.accord.wires:
             wire.follow()
         for unit in self.units:
-            if unit.state is not State.SHARDED:
+            if unit.state is not SHARDED:
                 unit.reshard(trace.IDLE)
 
     # --- recovery -------------------------------------------------------------------------------------------------

@@ -22,7 +22,18 @@ from shardwise.engine.gradients import GradientBuffer, presence
 from shardwise.engine.memory import Memory
 from shardwise.engine.reduce import SUMS, PackedReduce, Sums
 from shardwise.engine.replaced import adopt_found, check_are_home
-from shardwise.plan.lifecycle import TRANSITIONS, State, Step
+from shardwise.plan.lifecycle import (
+    ABANDON,
+    ARRIVE,
+    GATHER,
+    GATHERING,
+    KEEP_PART,
+    RESHARD,
+    SHARDED,
+    SHARDED_AFTER_FORWARD,
+    TRANSITIONS,
+    UNSHARDED,
+)
 from shardwise.plan.schedule import KEEP, AfterForward
 from shardwise.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardwise.torch_internals import backward_reaches
@@ -85,7 +96,7 @@ class Unit:
 
         # Units whose parameters this unit's modules show: its own, and those a tied parameter belongs to.
         self.needs: tuple[Unit, ...] = (self,) if slots else ()
-        self.state = State.SHARDED
+        self.state = SHARDED
         self.holders = 0
         self.prefetched = False
         self.num_trainable = 0
@@ -242,7 +253,7 @@ class Unit:
     def issue_gather(self, phase: str, in_forward: bool = False, prefetch: bool = False) -> None:
         """Starts to gather the parameters, unless they are there or under way."""
         state = self.state
-        if state is State.UNSHARDED or state is State.GATHERING or not self.slots:
+        if state is UNSHARDED or state is GATHERING or not self.slots:
             return
         root = self.root
         # Between a forward and its backward nobody may replace parameters or flip what is trained.
@@ -254,15 +265,15 @@ class Unit:
             in_forward
             and self.after_forward.part_world > 0
             and root.expects_backward
-            and not self.keeps_after_forward
+            and not self.keeps_after_forward()
         )
         with lane:
             self.memory.issue_gather(
-                self.events.gather[phase], state is State.SHARDED_AFTER_FORWARD and not in_forward
+                self.events.gather[phase], state is SHARDED_AFTER_FORWARD and not in_forward
             )
             if self.gather_calls.ordered_by_stream:
                 self._finish_gather()
-        self.state = TRANSITIONS[state, Step.GATHER]
+        self.state = TRANSITIONS[state, GATHER]
         self.prefetched = prefetch
         if self.recorder is not None:
             self.recorder.add(trace.UNSHARD, self.name, phase, self.rank)
@@ -273,7 +284,7 @@ class Unit:
 
     def wait_gather(self) -> None:
         """Makes the parameters usable by what comes next on the compute stream, and shows them."""
-        if self.state is not State.GATHERING:
+        if self.state is not GATHERING:
             return
         if not self.gather_calls.ordered_by_stream:
             with self.root.lanes.gather:
@@ -281,18 +292,18 @@ class Unit:
         # order: copy-out before compute, because forward and backward read the full parameters
         self.root.lanes.compute_after(self._arrival)
         show(self._unsharded_shown)
-        self.state = TRANSITIONS[State.GATHERING, Step.ARRIVE]
+        self.state = TRANSITIONS[GATHERING, ARRIVE]
         self.prefetched = False
 
     def reshard(self, phase: str, keep_part: bool = False) -> None:
         """Frees the unsharded parameters, or calls off a gather that nobody waits for."""
         state = self.state
-        if state is State.SHARDED:
+        if state is SHARDED:
             return
-        if state is State.GATHERING:
+        if state is GATHERING:
             self._call_off_gather(phase)
             return
-        if state is State.SHARDED_AFTER_FORWARD:
+        if state is SHARDED_AFTER_FORWARD:
             self.memory.gather.drop_part()
         else:
             if self._is_kept:
@@ -304,7 +315,7 @@ class Unit:
             self.memory.gather.drop_part()
         if keep_part:
             self._kept_version = self._version()
-        self.state = TRANSITIONS[self.state, Step.KEEP_PART if keep_part else Step.RESHARD]
+        self.state = TRANSITIONS[self.state, KEEP_PART if keep_part else RESHARD]
         if self.recorder is not None:
             self.recorder.add(trace.RESHARD, self.name, phase, self.rank)
 
@@ -313,8 +324,8 @@ class Unit:
         self.holders = 0
         self._has_reduced = False
         self.hooks.forget()
-        if self.state is State.GATHERING and not self.gather_calls.ordered_by_stream:
-            self.state = TRANSITIONS[State.GATHERING, Step.ABANDON]
+        if self.state is GATHERING and not self.gather_calls.ordered_by_stream:
+            self.state = TRANSITIONS[GATHERING, ABANDON]
             self.prefetched = False
             if self.memory.gather.abandon():
                 self.root.let_go(self)
@@ -339,7 +350,7 @@ class Unit:
         self.memory.gather.drop_part()
         self.root.let_go(self)
         self.prefetched = False
-        self.state = TRANSITIONS[State.GATHERING, Step.ABANDON]
+        self.state = TRANSITIONS[GATHERING, ABANDON]
         if self.recorder is not None:
             self.recorder.add(trace.RESHARD, self.name, phase, self.rank)
 
@@ -353,7 +364,7 @@ class Unit:
 
     def is_stale(self) -> bool:
         """Whether the shards were written to, or parameters frozen or thawed, since the unit was kept."""
-        return self.state is State.UNSHARDED and (
+        return self.state is UNSHARDED and (
             self._version() != self._kept_version
             or any(
                 not slot.sharded.requires_grad == slot.unsharded.requires_grad == trainable
@@ -363,7 +374,7 @@ class Unit:
 
     def has_stale_part(self) -> bool:
         """Whether the shards were written to since a part was kept after forward."""
-        return self.state is State.SHARDED_AFTER_FORWARD and self._version() != self._kept_version
+        return self.state is SHARDED_AFTER_FORWARD and self._version() != self._kept_version
 
     def _take_over_flips(self) -> None:
         """Freezes and thaws shards as users did with the unsharded parameters while those were shown."""
@@ -373,7 +384,6 @@ class Unit:
                 slot.sharded.requires_grad_(not trainable)
                 slot.unsharded.requires_grad_(trainable)
 
-    @property
     def keeps_after_forward(self) -> bool:
         """The root's parameters are needed at once when backward begins, so it keeps them unless told otherwise.
 

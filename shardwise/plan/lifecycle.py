@@ -36,6 +36,11 @@ class Step(Enum):
     __hash__ = object.__hash__
 
 
+# Names of their own: looking a member up in its class takes longer than all that a step does with it.
+SHARDED, GATHERING, UNSHARDED, SHARDED_AFTER_FORWARD = State
+GATHER, ARRIVE, ABANDON, RESHARD, KEEP_PART = Step
+
+
 class Transitions(dict[tuple[State, Step], State]):
     """The state that follows from a state and a step."""
 
