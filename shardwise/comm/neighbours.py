@@ -1,12 +1,7 @@
 """Processes of one host that read each other's memory, and tell each other when.
 
 The kernel copies from a peer's address space into ours in one go (``process_vm_readv``), where loopback sockets take
-two copies and a protocol. What is left to say, a few bytes, goes through pipes: whoever listens sleeps until it is
-there, or until the watch ends the wait. (A message of gloo's passes a thread of its own on either side, which spins
-while the connection is in use.)
-
-    rank 0   pipe 0→1 ──▶ rank 1        opened through /proc, so the ranks need no common parent
-    rank 0 ◀── pipe 1→0   rank 1
+two copies and a protocol. What is left to say, a few bytes, goes through pipes.
 
 It takes processes that may read each other: one host, one user, and no rule against it. That is tried out, once, on
 all ranks; if it fails on any of them, nobody does it.
@@ -14,45 +9,36 @@ all ranks; if it fails on any of them, nobody does it.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import secrets
-import select
 import struct
-import weakref
 from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm.wire import WatchedWire, Wire
+from shardwise.comm.pipes import Pipes, close
+from shardwise.comm.wire import Wire
 
 __all__ = ["Neighbours", "find_neighbours"]
 
 _MAGIC_BYTES = 16
 _CARD = struct.Struct(f"<qq{_MAGIC_BYTES}s")
-_MESSAGE = struct.Struct("<qqq")
 _MASK = (1 << 61) - 1
 _MIX = 0x2545F4914F6CDD1D & _MASK
-# How often whoever listens looks whether the watch has ended the wait.
-_LOOK_SECONDS = 0.1
-
-Key = tuple[int, int]
 
 
-class Neighbours:
+class Neighbours(Pipes):
     """The ranks of a group on one host, as one of them sees the others."""
 
     def __init__(
         self, wire: Wire, pids: Sequence[int], ears: Mapping[int, int], mouths: Mapping[int, int]
     ) -> None:
-        self._wire, self._pids = wire, pids
-        self._ears, self._mouths = ears, mouths
-        self._heard: dict[int, dict[Key, int]] = {peer: {} for peer in ears}
+        super().__init__(wire, ears, mouths)
+        self._pids = pids
         self._digest, self._num_here = 0, 0
-        weakref.finalize(self, _close, [*ears.values(), *mouths.values()])
 
     def number(self) -> int:
         """For the next thing that ranks do together: the same on all that have come by the same path."""
@@ -65,40 +51,6 @@ class Neighbours:
     def read(self, peer: int, here: Tensor, there: Tensor) -> int:
         """Copies the stretches of a peer's memory ``there`` to those ``here``; the number of bytes copied."""
         return _read(self._pids[peer], here, there)
-
-    def tell(self, peer: int, key: Key, value: int = 0) -> None:
-        """Sends a number under a key; it waits at the peer until that asks for it."""
-        try:
-            os.write(self._mouths[peer], _MESSAGE.pack(*key, value))
-        except OSError:
-            raise RuntimeError(f"rank {peer} of the group has ended") from None
-
-    def hear(self, peer: int, key: Key) -> int:
-        """Waits for what a peer tells under a key.
-
-        Raises:
-            RuntimeError: it has ended, or a verdict has ended the wait.
-        """
-        heard = self._heard[peer]
-        while key not in heard:
-            *told, value = _MESSAGE.unpack(self._receive(peer))
-            heard[told[0], told[1]] = value
-        return heard.pop(key)
-
-    def _receive(self, peer: int) -> bytes:
-        ear, message = self._ears[peer], b""
-        # Not select(): its descriptors end at 1023.
-        listening = select.poll()
-        listening.register(ear, select.POLLIN)
-        while len(message) < _MESSAGE.size:
-            if listening.poll(_LOOK_SECONDS * 1000):
-                more = os.read(ear, _MESSAGE.size - len(message))
-                if not more:
-                    raise RuntimeError(f"rank {peer} of the group has ended")
-                message += more
-            elif isinstance(self._wire, WatchedWire) and self._wire.verdict is not None:
-                raise RuntimeError(f"rank {peer} of the group does not come")
-        return message
 
 
 def find_neighbours(group: dist.ProcessGroup, wire: Wire) -> Neighbours | None:
@@ -123,18 +75,12 @@ def find_neighbours(group: dist.ProcessGroup, wire: Wire) -> Neighbours | None:
                 all_read = False
     # All ranks have tried before any of them lets go of its magic, and of the ends that are theirs no more.
     agreed = all(answer == b"\1" for answer in _all_gather(bytes([all_read]), group))
-    _close([end for _, end in pipes.values()])
+    close([end for _, end in pipes.values()])
     ears = {peer: ear for peer, (ear, _) in pipes.items()}
     if agreed:
         return Neighbours(wire, pids, ears, mouths)
-    _close([*ears.values(), *mouths.values()])
+    close([*ears.values(), *mouths.values()])
     return None
-
-
-def _close(descriptors: Sequence[int]) -> None:
-    for descriptor in descriptors:
-        with contextlib.suppress(OSError):
-            os.close(descriptor)
 
 
 def _all_gather(message: bytes, group: dist.ProcessGroup) -> list[bytes]:
