@@ -84,6 +84,9 @@ class Wire:
     # Whether data travels over the wire itself; otherwise the group's own collectives carry it.
     carries = False
 
+    # Whether all ranks can read what others send where it lies, at the moment.
+    lends_rows = False
+
     # While a CUDA graph is recorded: nothing runs that one could wait for.
     is_recorded = False
 
@@ -126,11 +129,19 @@ class Wire:
     def gather(self, output: torch.Tensor, own: torch.Tensor, code: int) -> Any:
         raise NotImplementedError
 
+    def gather_lent(self, output: torch.Tensor, own: torch.Tensor, code: int) -> Any:
+        """Lets every rank read every rank's ``own``; ``output`` only stands for all of them."""
+        raise NotImplementedError
+
     def reduce_scatter(self, output: torch.Tensor, rows: torch.Tensor, code: int) -> Any:
         raise NotImplementedError
 
     def exchange(self, output: torch.Tensor, rows: torch.Tensor, code: int) -> Any:
         raise NotImplementedError
+
+    def lend(self, num_bytes: int) -> torch.Tensor | None:
+        """Memory that other ranks can read, to write there what is reduced or exchanged next; None if there is none."""
+        return None
 
     def land(self, work: Any) -> bool:
         """Whether a collective of this wire that nobody will wait for is over, so that nothing more lands."""
@@ -157,13 +168,18 @@ class WatchedWire(Wire):
         self.board = Board(store_of(group, "shardwise"), self.rank, self.world)
         # Set by the training thread, read by the watch.
         self.waiting: Waiting | None = None
-        # Set by the watch, taken by the training thread.
-        self.verdict: ShardwiseError | None = None
-        self._verdict_epoch = 0
+        # Set by the watch, taken by the training thread: an epoch, and what it ended with.
+        self._sentence: tuple[int, ShardwiseError] | None = None
         # Set by the watch when the store does not answer: whoever asked it would wait with it.
         self.is_alone = False
         # When this rank last began a new path; peers may need its help to leave the old one.
         self.left_at = -math.inf
+
+    @property
+    def verdict(self) -> ShardwiseError | None:
+        """How this epoch ended, if it has. The watch may be late with that of one which this rank has left already."""
+        sentence = self._sentence
+        return sentence[1] if sentence is not None and sentence[0] == self.path.epoch else None
 
     @contextlib.contextmanager
     def watched(self, code: int, *, looks_itself: bool = False) -> Iterator[None]:
@@ -206,8 +222,7 @@ class WatchedWire(Wire):
         error = _ERRORS[verdict["error"]](verdict["what"], where=self._where(), fix=verdict["fix"])
         if verdict["details"]:
             error.what = f"{error.what}\n{verdict['details']}"
-        self._verdict_epoch = epoch
-        self.verdict = error
+        self._sentence = (epoch, error)
 
     def end_epoch(self, epoch: int, verdict: Verdict, void: Note | None = None) -> None:
         """Ends an epoch for all ranks, unless another rank has done so already."""
@@ -221,9 +236,9 @@ class WatchedWire(Wire):
     # --- failing --------------------------------------------------------------------------------------------------
 
     def heed_verdict(self) -> None:
-        """Raises the verdict and begins a new path; one on an epoch that this rank has left already is dropped."""
-        error, self.verdict = self.verdict, None
-        if error is not None and self._verdict_epoch == self.path.epoch:
+        """Raises the verdict, if there is one, and begins a new path."""
+        error = self.verdict
+        if error is not None:
             self._save_events(error)
             if not self.is_alone:
                 with contextlib.suppress(Exception):
@@ -241,7 +256,6 @@ class WatchedWire(Wire):
             )
             with contextlib.suppress(Exception):
                 self.end_epoch(self.path.epoch, verdict)
-        self.verdict = None
         self._leave_path()
 
     def _leave_path(self) -> None:

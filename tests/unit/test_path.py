@@ -37,12 +37,13 @@ def test_a_path_that_is_merely_shorter_does_not_part():
     assert first_parting([(3, ["b", "c"]), (2, ["a", "x"])]) == 1
 
 
-def test_a_verdict_on_an_epoch_that_a_rank_has_left_is_dropped():
+def test_a_verdict_on_an_epoch_that_a_rank_has_left_is_none():
     wire = WatchedWire.__new__(WatchedWire)
-    wire.path, wire.own_rank, wire.waiting, wire.verdict = Path(), 0, None, None
+    wire.path, wire.own_rank, wire.waiting, wire._sentence = Path(), 0, None, None
     epoch = wire.path.epoch
+    wire.sentence(Verdict(PeerFailure, "in time", "").note(), epoch)
+    assert wire.verdict is not None
     wire.path.restart()
     wire.sentence(Verdict(PeerFailure, "too late", "").note(), epoch)
-    assert wire.verdict is not None
-    wire.heed_verdict()
     assert wire.verdict is None
+    wire.heed_verdict()
