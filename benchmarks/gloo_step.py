@@ -7,8 +7,9 @@ is as long as its slowest rank takes. FSDP2 and shardwise start from the same we
 losses must stay close, the first equal. After each step every parameter must show its shard again.
 
 Bytes are what the loopback interface counted while one contender made a few steps, the least of several rounds: other
-programs use that interface too. A unit's parameters are gathered twice and its gradients reduced once, and each of
-these moves (ranks - 1) / ranks of the bytes in and out of every rank; the figure is per rank.
+programs use that interface too. Ranks of one host may also read each other's memory: what shardwise read so is added,
+byte for byte. A unit's parameters are gathered twice and its gradients reduced once, and each of these moves
+(ranks - 1) / ranks of the bytes in and out of every rank; the figure is per rank.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from models import WAYS, Language, Size, fill, shard_blocks
 from torch.nn.parallel import DistributedDataParallel
 
 import shardwise
+from shardwise.comm.tagged import TaggedWire
+from shardwise.comm.watch import WATCH
 from shardwise.testing import run_ranks
 
 NAMES = ["DDP", "FSDP2", "shardwise"]
@@ -59,6 +62,11 @@ def make(name: str, size: Size) -> tuple[Contender, list[float]]:
     return Contender(name, step, before=dist.barrier, after=check), losses
 
 
+def bytes_read() -> int:
+    """What this rank has read of other ranks' memory."""
+    return sum(wire.bytes_read for wire in WATCH.wires() if isinstance(wire, TaggedWire))
+
+
 def measure(size: Size, rounds: int, iterations: int, warmup: int, threads: int) -> dict[str, Any]:
     """One rank's part."""
     warnings.simplefilter("ignore")
@@ -70,17 +78,24 @@ def measure(size: Size, rounds: int, iterations: int, warmup: int, threads: int)
             time_once(contenders[name], nothing)
     times: dict[str, list[list[Timing]]] = {name: [] for name in NAMES}
     wire: dict[str, list[float]] = {name: [] for name in NAMES}
+    read: dict[str, list[float]] = {name: [] for name in NAMES}
     for index in range(rounds):
         turn = index % len(NAMES)
         for name in NAMES[turn:] + NAMES[:turn]:
             times[name].append([time_once(contenders[name], nothing) for _ in range(iterations)])
             dist.barrier()
-            before = loopback_bytes()
+            before, read_before = loopback_bytes(), bytes_read()
             for _ in range(2):
                 contenders[name].step()
             dist.barrier()
             wire[name].append((loopback_bytes() - before) / 2)
-    return {"times": times, "wire": {name: min(seen) for name, seen in wire.items()}, "losses": losses}
+            read[name].append((bytes_read() - read_before) / 2)
+    return {
+        "times": times,
+        "wire": {name: min(seen) for name, seen in wire.items()},
+        "read": {name: max(seen) for name, seen in read.items()},
+        "losses": losses,
+    }
 
 
 def of_slowest(by_rank: list[dict[str, Any]]) -> Times:
@@ -124,8 +139,10 @@ def main() -> int:
         expect(other[-1] < other[0], "the model does not learn")
     times = of_slowest(by_rank)
     numel = sum(param.numel() for param in Language(size).parameters())
-    # What each rank sent, beside what it would have to hold unsharded.
-    wire = {name: min(rank["wire"][name] for rank in by_rank) / args.ranks for name in NAMES}
+    # What each rank received, beside what it would have to hold unsharded.
+    sent = {name: min(rank["wire"][name] for rank in by_rank) / args.ranks for name in NAMES}
+    read = {name: sum(rank["read"][name] for rank in by_rank) / args.ranks for name in NAMES}
+    moved = {name: sent[name] + read[name] for name in NAMES}
     write(
         "gloo_step",
         args,
@@ -137,11 +154,12 @@ def main() -> int:
             "shardwise / FSDP2, CPU time": times.ratio("shardwise", "FSDP2", "cpu"),
             "shardwise / DDP": times.ratio("shardwise", "DDP"),
             **{
-                f"{name}: bytes a step / parameter bytes": {"value": sent / (4 * numel)}
-                for name, sent in wire.items()
+                f"{name}: bytes a step / parameter bytes": {"value": num_bytes / (4 * numel)}
+                for name, num_bytes in moved.items()
             },
         },
-        wire_bytes_a_rank=wire,
+        loopback_bytes_a_rank=sent,
+        bytes_read_a_rank=read,
         parameter_bytes=4 * numel,
     )
     return 0

@@ -244,6 +244,18 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
     return group._get_backend(device)
 
 
+def timeout_seconds_of(group: dist.ProcessGroup, device: torch.device) -> float:
+    """How long the group waits for a rank by itself."""
+    return float(backend_of(group, device).options._timeout.total_seconds())
+
+
+def finished_work() -> Any:
+    """A collective's handle, as torch's dispatcher takes it, with nothing left to wait for."""
+    over: torch.futures.Future[list[Any]] = torch.futures.Future()
+    over.set_result([])
+    return torch._C._distributed_c10d._create_work_from_future(over).boxed()  # type: ignore[attr-defined]
+
+
 def store_of(group: dist.ProcessGroup, purpose: str) -> Any:
     """The store through which the group's ranks found each other, under a prefix of this group and purpose.
 

@@ -37,6 +37,14 @@ class Work(Protocol):
     def wait(self) -> Any: ...
 
 
+class LentRows(Work, Protocol):
+    """A gather whose rows are read where they lie: by all who have waited for it, until they let them go."""
+
+    def row(self, rank: int) -> torch.Tensor: ...
+
+    def let_go(self) -> None: ...
+
+
 class _Done:
     """A collective that has taken its place in a stream, or is over: there is nothing to wait for."""
 
@@ -126,6 +134,20 @@ class GroupCalls:
             return gathered
         wire.note(code)
         return self._issue(self._all_gather, output, own, self._gather_options)
+
+    @property
+    def lends_rows(self) -> bool:
+        """Whether ranks can read each other's rows where they lie, at the moment."""
+        return self.wire.lends_rows
+
+    def issue_all_gather_lent(self, output: torch.Tensor, own: torch.Tensor, code: int = UNNAMED) -> LentRows:
+        """Lets every rank read every rank's ``own``. ``output`` only stands for all of them."""
+        lent: LentRows = self.wire.gather_lent(output, own, code)
+        return lent
+
+    def lend(self, num_bytes: int) -> torch.Tensor | None:
+        """Memory for rows that other ranks can read there; None where they cannot."""
+        return self.wire.lend(num_bytes)
 
     def issue_all_gather_each(
         self, outputs: list[torch.Tensor], owns: list[torch.Tensor], code: int = UNNAMED

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from shardwise.torch_internals import defaults_of, passing_library
+from shardwise.torch_internals import defaults_of, finished_work, passing_library
 
 _OPS = ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_")
 
@@ -53,7 +53,7 @@ def _in_front_of(native: Any, defaults: tuple[Any, ...]) -> Callable[..., Any]:
             return native.call_boxed(keys, *args, *defaults[len(args) :])
         works = _request.works
         post()
-        return args[0], works[0].boxed()
+        return args[0], works[0].boxed() if works else finished_work()
 
     return post_or_native
 
@@ -61,7 +61,7 @@ def _in_front_of(native: Any, defaults: tuple[Any, ...]) -> Callable[..., Any]:
 def count_as(
     call: Callable[..., Any], tensors: tuple[torch.Tensor, ...], post: Callable[[], None], works: list[Any]
 ) -> None:
-    """Makes torch's ``call``, in which ``post`` does the work and leaves at least one of the group's in ``works``."""
+    """Makes torch's ``call``, in which ``post`` does the work and leaves what the group does for it in ``works``."""
     _request.post, _request.works = post, works
     try:
         with _kernels_in_front():

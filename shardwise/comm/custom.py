@@ -70,6 +70,13 @@ class StagedCalls(GroupCalls):
         self._own_all_gather = all_gather
         self._own_reduce_scatter = reduce_scatter
 
+    @property
+    def lends_rows(self) -> bool:
+        return False
+
+    def lend(self, num_bytes: int) -> torch.Tensor | None:
+        return None
+
     def issue_all_gather(self, output: torch.Tensor, own: torch.Tensor, code: int = UNNAMED) -> Work:
         sent, received = self._staged(own), self._buffer_like(output)
         if self._own_all_gather is None:
@@ -106,6 +113,9 @@ class HookedCalls(GroupCalls):
         self.__dict__.update(inner.__dict__)
         self._state = state
         self._hook = hook
+
+    def lend(self, num_bytes: int) -> torch.Tensor | None:
+        return None
 
     def issue_reduce_scatter(
         self, output: torch.Tensor, rows: torch.Tensor, average: bool, code: int = UNNAMED

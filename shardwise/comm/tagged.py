@@ -9,6 +9,8 @@ for each other, with their data unharmed, until the watch explains it; ranks tha
 Reduce-scatter is an exchange of rows, summed here in rank order: bitwise that of a loop over ranks. (gloo's own is an
 all-reduce and a slice: twice the bytes, in an order of its own.)
 
+Ranks of one host do not send each other bytes: a message says where they lie (``vicinity``).
+
 A wait in gloo cannot be called off. A rank that a verdict has ended asks its peers to take part in the collective it
 is stuck in, with bytes that nobody reads; a peer that cannot answer costs the connections.
 """
@@ -17,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -26,61 +28,24 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm.counting import count_as
+from shardwise.comm.path import code_of, words_of
+from shardwise.comm.posted import Posted, PostedRows, PostedSum
+from shardwise.comm.vicinity import Vicinity, find_vicinity
 from shardwise.comm.wire import Foreign, Waiting, WatchedWire
-from shardwise.torch_internals import all_gather_call, backend_of, modes_are_watching, reduce_scatter_call
+from shardwise.torch_internals import (
+    all_gather_call,
+    backend_of,
+    modes_are_watching,
+    reduce_scatter_call,
+    timeout_seconds_of,
+)
 
-# Above what people use for tags of their own on the same group.
-_OUR_TAGS = 1 << 30
 _MASK = (1 << 61) - 1
 _MIX = 0xBF58476D1CE4E5B
 # The watch ends a wait, not gloo: a timeout of gloo's own closes all connections.
 _UNTIL_THE_WATCH_ENDS_IT = timedelta(days=7)
 _PEERS_ANSWER_SECONDS = 1.0
 _LANDING_SECONDS = 0.2
-
-
-class Posted:
-    """Messages under way: what this rank sends and what it is to receive."""
-
-    def __init__(self, wire: TaggedWire, code: int, tag: int, message_bytes: int) -> None:
-        self.code = code
-        self.tag = tag
-        self.message_bytes = message_bytes
-        self.wire = wire
-        self.works: list[Any] = []
-        self.alive: tuple[torch.Tensor, ...] = ()  # alive: until the messages have landed
-
-    def wait(self) -> None:
-        wire = self.wire
-        wire.waiting = self
-        try:
-            for work in self.works:
-                work.wait(*wire.patience)
-        except RuntimeError as error:
-            wire.fail(error)
-        finally:
-            wire.waiting = None
-        self.works = []
-        if wire.verdict is not None:
-            # What has landed may be a peer's help to get out of here.
-            wire.heed_verdict()
-
-
-class PostedSum(Posted):
-    """Rows under way: ``wait`` sums what has arrived, in rank order."""
-
-    terms: list[torch.Tensor]
-    output: torch.Tensor
-
-    def wait(self) -> None:
-        super().wait()
-        first, *others = self.terms
-        if not others:
-            self.output.copy_(first)
-            return
-        torch.add(first, others[0], out=self.output)
-        for term in others[1:]:
-            self.output.add_(term)
 
 
 class TaggedWire(WatchedWire):
@@ -92,19 +57,46 @@ class TaggedWire(WatchedWire):
         super().__init__(group, device)
         backend = backend_of(group, device)
         self._send, self._receive = backend.send, backend.recv
-        # Each rank begins with its neighbour, so that not all of them send to the same one.
+        # Each rank begins with the one after it, so that not all of them send to the same one.
         self._peers = [(self.rank + step) % self.world for step in range(1, self.world)]
         self._rounds = [1 << power for power in range((self.world - 1).bit_length())]
         # Unwatched, a wait ends with the group's own timeout.
         self.patience = (_UNTIL_THE_WATCH_ENDS_IT,) if self.checks else ()
+        self.patience_seconds = None if self.checks else timeout_seconds_of(group, device)
         self._asked: Waiting | None = None
         self._served: set[tuple[int, int]] = set()
         # alive: for good, because messages to and from ranks that have left may still land
         self._left_behind: list[Any] = []
+        # Found out anew on every path: then nothing of the last one can be taken for this one's.
+        self._vicinity: Vicinity | None = None
+        self._far = self._peers
+        # Beside what the group has sent and received.
+        self.bytes_read = 0
 
-    def _tag(self, code: int, message_bytes: int) -> int:
+    def _mark(self, code: int, message_bytes: int) -> int:
         """The path and the size: gloo ends a process that receives more than it asked for."""
-        return _OUR_TAGS | ((self.note(code) + message_bytes * _MIX & _MASK) >> 31)
+        if self._vicinity is None:
+            self._look_around(code)
+        return _mark_of(self.note(code), message_bytes)
+
+    def _look_around(self, code: int) -> None:
+        """Finds the ranks of this host, before the first thing that is done on a path."""
+        self._vicinity = find_vicinity(self, partial(self._swap, code))
+        self._far = [peer for peer in self._peers if peer not in self._vicinity.peers]
+        self.lends_rows = not self._far
+
+    def _swap(self, code: int, messages: Mapping[int, bytes]) -> Mapping[int, bytes]:
+        """Sends each peer its message, and receives theirs, all of one length."""
+        size = len(next(iter(messages.values())))
+        # An event of its own: whoever is in it does not yet wait for what comes after.
+        code = code_of(f"find the ranks of its host, to {words_of(code)}")
+        posted = Posted(self, code, _mark_of(self.note(code), size), size)
+        received = {peer: torch.empty(size, dtype=torch.uint8) for peer in messages}
+        sent = {peer: torch.tensor([*message], dtype=torch.uint8) for peer, message in messages.items()}
+        posted.alive = (*received.values(), *sent.values())
+        self._post(posted, received, sent, messages)
+        posted.wait()
+        return {peer: bytes(message.tolist()) for peer, message in received.items()}
 
     # --- collectives ----------------------------------------------------------------------------------------------
 
@@ -114,7 +106,7 @@ class TaggedWire(WatchedWire):
     def gather(self, output: torch.Tensor, own: torch.Tensor, code: int) -> Posted:
         """Every rank's ``own`` into ``output``, in rank order."""
         size = own.nbytes
-        posted = Posted(self, code, self._tag(code, size), size)
+        posted = Posted(self, code, self._mark(code, size), size)
         posted.alive = (output, own)
         self._begin(posted, all_gather_call, self._post_gather)
         return posted
@@ -123,12 +115,24 @@ class TaggedWire(WatchedWire):
         output, own = posted.alive
         rows = output.split(own.numel())
         rows[self.rank].copy_(own)
-        self._post(posted, rows, [own] * self.world)
+        self._lend(posted, own, rows)
+        self._post(posted, rows, [own] * self.world, self._far)
+
+    def gather_lent(self, output: torch.Tensor, own: torch.Tensor, code: int) -> PostedRows:
+        size = own.nbytes
+        posted = PostedRows(self, code, self._mark(code, size), size)
+        posted.alive = (output, own)
+        self._begin(posted, all_gather_call, self._post_row)
+        return posted
+
+    def _post_row(self, posted: Posted) -> None:
+        _, own = posted.alive
+        self._lend(posted, own, ())
 
     def reduce_scatter(self, output: torch.Tensor, rows: torch.Tensor, code: int) -> Posted:
         """The sum over ranks of their rows for this one, in ``output``."""
         size = output.nbytes
-        posted = PostedSum(self, code, self._tag(code, size), size)
+        posted = PostedSum(self, code, self._mark(code, size), size)
         posted.output, posted.terms = output, [rows]
         posted.alive = (output, rows)
         self._begin(posted, reduce_scatter_call, self._post_rows)
@@ -137,17 +141,23 @@ class TaggedWire(WatchedWire):
     def _post_rows(self, posted: Posted) -> None:
         assert isinstance(posted, PostedSum)
         output, rows = posted.alive
-        received = torch.empty_like(rows)
-        posted.alive = (received, rows)
-        sent, arriving = rows.split(output.numel()), received.split(output.numel())
-        posted.terms = [*arriving]
-        posted.terms[self.rank] = sent[self.rank]
-        self._post(posted, arriving, sent)
+        sent = rows.split(output.numel())
+        posted.terms = [*sent]
+        posted.offset = self.rank * posted.message_bytes
+        self._lend(posted, rows, posted.terms)
+        for peer in self._far:
+            posted.terms[peer] = torch.empty_like(output)
+        posted.alive = (*posted.terms, rows)
+        self._post(posted, posted.terms, sent, self._far)
+
+    def lend(self, num_bytes: int) -> torch.Tensor | None:
+        near = self._vicinity
+        return near.lend(num_bytes) if near is not None and near.peers and num_bytes else None
 
     def exchange(self, output: torch.Tensor, rows: torch.Tensor, code: int) -> Posted:
         """Every rank's row for this one, in rank order, in ``output``: a reduce-scatter whose sum is the caller's."""
         size = rows.nbytes // self.world
-        posted = Posted(self, code, self._tag(code, size), size)
+        posted = Posted(self, code, self._mark(code, size), size)
         posted.alive = (output, rows)
         self._begin(posted, reduce_scatter_call, self._post_exchange)
         return posted
@@ -157,32 +167,53 @@ class TaggedWire(WatchedWire):
         row_numel = rows.numel() // self.world
         sent, arriving = rows.split(row_numel), output.split(row_numel)
         arriving[self.rank].copy_(sent[self.rank])
-        self._post(posted, arriving, sent)
+        posted.offset = self.rank * posted.message_bytes
+        self._lend(posted, rows, arriving)
+        self._post(posted, arriving, sent, self._far)
 
     def agree(self, code: int) -> None:
         """Each round doubles the number of ranks that this one knows to have come here."""
         if not self.checks:
             return
-        tag = self._tag(code, 1)
+        mark = self._mark(code, 1)
+        near = self._vicinity
+        assert near is not None
         for distance in self._rounds:
-            posted = Posted(self, code, tag, 1)
-            posted.alive = (torch.zeros(1, dtype=torch.uint8), torch.empty(1, dtype=torch.uint8))
-            sent, received = posted.alive
+            before, after = (self.rank - distance) % self.world, (self.rank + distance) % self.world
+            posted = Posted(self, code, mark, 1)
+            posted.near, posted.what = near, distance
             try:
-                posted.works = [
-                    self._receive([received], (self.rank - distance) % self.world, tag),
-                    self._send([sent], (self.rank + distance) % self.world, tag),
-                ]
+                if after in near.peers:
+                    near.tell(after, mark, distance)
+                else:
+                    posted.alive = (torch.zeros(1, dtype=torch.uint8),)
+                    posted.works.append(self._send([posted.alive[0]], after, posted.tag))
+                if before in near.peers:
+                    posted.awaited = (before,)
+                else:
+                    posted.alive = (*posted.alive, torch.empty(1, dtype=torch.uint8))
+                    posted.works.append(self._receive([posted.alive[-1]], before, posted.tag))
             except RuntimeError as error:
                 self.fail(error)
-            posted.wait()
+            posted.arrive()
 
-    def _post(self, posted: Posted, arriving: Any, sent: Any) -> None:
+    def _lend(self, posted: Posted, sent: torch.Tensor, arriving: Sequence[torch.Tensor]) -> None:
+        near = posted.near
+        assert near is not None
+        if not near.peers:
+            return
+        try:
+            posted.starts[self.rank] = near.send(sent, posted.mark)
+        except RuntimeError as error:
+            self.fail(error)
+        posted.awaited, posted.arriving = near.peers, arriving
+
+    def _post(self, posted: Posted, arriving: Any, sent: Any, peers: Iterable[int]) -> None:
         tag, works = posted.tag, posted.works
         try:
-            for peer in self._peers:
+            for peer in peers:
                 works.append(self._receive([arriving[peer]], peer, tag))
-            for peer in self._peers:
+            for peer in peers:
                 works.append(self._send([sent[peer]], peer, tag))
         except RuntimeError as error:
             self.fail(error)
@@ -195,6 +226,7 @@ class TaggedWire(WatchedWire):
     ) -> None:
         if not posted.message_bytes:
             return
+        posted.near = self._vicinity
         if not modes_are_watching():
             post(posted)
             return
@@ -205,7 +237,17 @@ class TaggedWire(WatchedWire):
 
     # --- the end of a path ----------------------------------------------------------------------------------------
 
+    def _leave_path(self) -> None:
+        super()._leave_path()
+        self._vicinity, self.lends_rows = None, False
+
+    def leave_behind(self, posted: Posted) -> None:
+        """Keeps what messages that are not over are sent from and received in."""
+        if posted.works:
+            self._left_behind.append((posted.works, posted.alive))
+
     def land(self, work: Any) -> bool:
+        # Nothing lands here that is read by this rank itself.
         if not work.works:
             return True
         landing = threading.Thread(target=_wait_for_all, args=(work.works, work.alive), daemon=True)
@@ -215,7 +257,7 @@ class TaggedWire(WatchedWire):
         return not landing.is_alive()
 
     def let_out(self, waiting: Waiting, seconds_since_verdict: float) -> None:
-        if isinstance(waiting, Foreign) and waiting.looks_itself:
+        if isinstance(waiting, (Foreign, Posted)) and waiting.looks_itself:
             return
         if not isinstance(waiting, Posted):
             # Nobody can take part in a collective that is not ours.
@@ -227,6 +269,8 @@ class TaggedWire(WatchedWire):
             self._close_connections()
 
     def let_out_alone(self, waiting: Waiting) -> None:
+        if isinstance(waiting, Posted) and waiting.looks_itself:
+            return
         self._close_connections()
 
     def serve_peers(self) -> None:
@@ -247,6 +291,10 @@ class TaggedWire(WatchedWire):
             # Connections that a peer has closed already have nothing to wait for; that to a stopped one is open.
             with contextlib.suppress(RuntimeError):
                 self._receive([torch.empty(1, dtype=torch.uint8)], peer, 0).wait(timedelta(milliseconds=1))
+
+
+def _mark_of(digest: int, message_bytes: int) -> int:
+    return digest + message_bytes * _MIX & _MASK
 
 
 def _wait_for_all(works: list[Any], alive: Any) -> None:

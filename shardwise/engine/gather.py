@@ -1,7 +1,8 @@
 """Gathering a unit: from every rank's row of shards to full parameters.
 
     shards (own row) ──cast──▶ sent row ──one all-gather──▶ rows of all ranks ──copy-out──▶ full parameters
-                                  └───────one all-gather of many tensors (NCCL, large units)───────▲
+                                  ├───────one all-gather of many tensors (NCCL, large units)───────▲
+                                  └───────lent and read where they lie (processes of one host)─────▲
 
 The cast falls away when rows are sent as they are stored, the copy-out where the rows of all ranks already are the full
 parameters end to end. All of it runs on the gather lane. With *parts*, a rank
@@ -15,9 +16,9 @@ from typing import Protocol
 
 import torch
 
-from shardwise.comm.collectives import GroupCalls, Work, land
+from shardwise.comm.collectives import GroupCalls, LentRows, Work, land
 from shardwise.engine.storage import Elastic
-from shardwise.plan.layout import Layout, Share
+from shardwise.plan.layout import Layout, Piece, Share, pieces_by_rank
 from shardwise.torch_internals import copy_all, split_rows
 
 # From here on the time of a copy-out is worth more than that of one operation for each parameter.
@@ -101,6 +102,33 @@ class CopyPieces:
             copy_all(self._targets, self._sources)
 
 
+class CopyLent:
+    """The same from rows that lie each in its rank's own memory, where all others can read it."""
+
+    def __init__(self, layout: Layout, full: Elastic, sent_dtypes: list[torch.dtype]) -> None:
+        self._targets: list[torch.Tensor] = []
+        self._pieces: list[tuple[int, torch.dtype, Piece]] = []
+        for segment, piece in layout.copy_out():
+            dtype = sent_dtypes[segment.members[0]]
+            for rank, part in pieces_by_rank(piece, layout.sent_bytes // dtype.itemsize):
+                start_bytes = part.full_start * dtype.itemsize
+                self._targets.append(full.tensor(dtype, start_bytes, part.shape, part.full_strides))
+                self._pieces.append((rank, dtype, part))
+
+    def run(self, lent: LentRows) -> None:
+        rows: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        sources = []
+        for rank, dtype, piece in self._pieces:
+            if (rank, dtype) not in rows:
+                rows[rank, dtype] = lent.row(rank).view(dtype)
+            row = rows[rank, dtype]
+            start = row.storage_offset() + piece.packed_start
+            sources.append(row.as_strided(piece.shape, piece.packed_strides, start))
+        if sources:
+            copy_all(self._targets, sources)
+        lent.let_go()
+
+
 class PackedGather:
     """The gather of one unit, with everything but the collective itself decided beforehand."""
 
@@ -150,6 +178,10 @@ class PackedGather:
                 self._casts.append((target, source))
 
         self._copy_out = None if self._rows is full else _plan_copy_out(layout, self._rows, full, sent_dtypes)
+        self._copy_lent: CopyLent | None = None
+        if self._rows is not full and device.type == "cpu" and part_calls is None:
+            self._copy_lent = CopyLent(layout, full, sent_dtypes)
+        self._lent: LentRows | None = None
         self._in_place = _plan_in_place(layout, full, self._cast_row or self._device_row or shards)
         self._part: Elastic | None = None
         if part_calls is not None:
@@ -180,6 +212,8 @@ class PackedGather:
                 target.copy_(source)
         if self._in_place is not None and self.calls.gathers_each:
             self._work = self.calls.issue_all_gather_each(*self._in_place, code)
+        elif self._copy_lent is not None and self.calls.lends_rows:
+            self._work = self._lent = self.calls.issue_all_gather_lent(self._all_rows, self._own, code)
         else:
             self._rows.grow()
             self._work = self.calls.issue_all_gather(self._all_rows, self._own, code)
@@ -189,7 +223,11 @@ class PackedGather:
         assert self._work is not None
         self._work.wait()
         self._work = None
-        if self._copy_out is not None and self._rows.is_grown:
+        if self._lent is not None:
+            assert self._copy_lent is not None
+            self._copy_lent.run(self._lent)
+            self._lent = None
+        elif self._copy_out is not None and self._rows.is_grown:
             self._copy_out.run()
         if keep_part:
             assert self._part is not None
@@ -206,7 +244,7 @@ class PackedGather:
 
     def abandon(self) -> bool:
         """Lets a gather that nobody waits for land, and drops it; False if it may still land later."""
-        work, self._work = self._work, None
+        work, self._work, self._lent = self._work, None, None
         if work is not None and not land(work):
             return False
         self.drop_part()

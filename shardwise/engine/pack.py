@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from shardwise.engine.storage import Elastic
+from shardwise.engine.storage import Elastic, Movable
 from shardwise.plan.flat import FlatPacking
 from shardwise.plan.layout import Packing, Pad, Piece
 from shardwise.plan.rows import RowsPacking
@@ -44,7 +44,7 @@ def plan_slices(
     device: torch.device,
     shapes: list[tuple[int, ...]],
     gradient_dtypes: list[torch.dtype],
-) -> tuple[Elastic, list[Slice]]:
+) -> tuple[Movable, list[Slice]]:
     """The memory of rows, and what goes through it one after another."""
     world, row_numel = packing.world, packing.row_numel
     parts: list[RowsSlice] = []
@@ -55,7 +55,7 @@ def plan_slices(
     ):
         parts = cut_into_slices(packing, _MOST_BYTES // dtype.itemsize)
     widest = max((part.row_numel for part in parts), default=row_numel)
-    rows = Elastic(world * widest * dtype.itemsize, device)
+    rows = Movable(world * widest * dtype.itemsize, device)
     if not parts:
         pack = plan_pack(packing, rows, dtype, shapes, gradient_dtypes)
         return rows, [Slice(pack, rows.tensor(dtype, 0, (world * row_numel,)), Span(0, row_numel))]

@@ -240,7 +240,8 @@ class Reduction:
             # backward(create_graph=True): the graph goes on from the gradients, not through their reduce.
             gradients = [None if gradient is None else gradient.detach() for gradient in gradients]
         # From the compute stream's memory, where backward is just letting go of activations.
-        plan.rows.grow()
+        calls, division = self._settings.calls, self._division
+        plan.rows.grow_in(calls.lend(plan.rows.size_bytes))
         plan.filled_by = self
         self._buffer = None if self._puts_off else plan.buffer_to_fill()
         if self._buffer is not None:
@@ -255,12 +256,12 @@ class Reduction:
             self._gradients = gradients
             # alive: what the lane reads after that, until compute has waited for what comes after it on the lane
             self._read_late.append(self._own_row)
-        calls, division = self._settings.calls, self._division
         with lane:
             for each in plan.slices:
                 if self._work is not None:
-                    # The next slice is packed where this one is read from.
+                    # The next slice is packed where this one is read from; by others, longer than this rank waits.
                     self._work.wait()
+                    plan.rows.grow_in(calls.lend(plan.rows.size_bytes))
                 each.pack.fill(gradients, is_complete=present is None)
                 self._packed = lane.mark()
                 if division.before != 1.0:

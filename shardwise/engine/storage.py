@@ -103,6 +103,55 @@ class Elastic:
             self.is_grown = False
 
 
+class Movable(Elastic):
+    """An elastic buffer that can stand in memory of somebody else's instead."""
+
+    def __init__(self, size_bytes: int, device: torch.device) -> None:
+        super().__init__(size_bytes, device)
+        self.size_bytes = size_bytes
+        self._made: list[tuple[torch.Tensor, int]] = []
+        self._is_away = False
+
+    def tensor(
+        self,
+        dtype: torch.dtype,
+        start_bytes: int,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...] | None = None,
+    ) -> torch.Tensor:
+        made = super().tensor(dtype, start_bytes, shape, strides)
+        self._made.append((made, start_bytes))
+        return made
+
+    def grow_in(self, lent: torch.Tensor | None) -> None:
+        """Grows in these bytes, whose owner takes care of them; None: in memory of its own."""
+        if lent is None:
+            self.grow()
+            return
+        self.shrink()
+        self.is_grown = self._is_away = True
+        self._stand_in(lent.untyped_storage(), int(lent.storage_offset()))
+
+    def _stand_in(self, storage: torch.UntypedStorage, base_bytes: int) -> None:
+        for made, start_bytes in self._made:
+            offset = (base_bytes + start_bytes) // made.itemsize
+            made.set_(storage, offset, made.shape, made.stride())
+
+    def grow(self) -> None:
+        if self._is_away:
+            self.is_grown = self._is_away = False
+            super().grow()
+            self._stand_in(self._storage, 0)
+        else:
+            super().grow()
+
+    def shrink(self) -> None:
+        if self._is_away:
+            self.is_grown = False
+        else:
+            super().shrink()
+
+
 class Permanent(Elastic):
     """Tensors over memory that is there all the time."""
 

@@ -8,7 +8,7 @@ exchange in a reduce, and says where in its own row a rank then finds those of i
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 ALIGNMENT_BYTES = 16
@@ -38,6 +38,23 @@ class Piece:
     full_strides: tuple[int, ...]
     packed_start: int
     packed_strides: tuple[int, ...]
+
+
+def pieces_by_rank(piece: Piece, row_numel: int) -> list[tuple[int, Piece]]:
+    """A piece cut up by whose row it lies in; ``packed_start`` then counts from the start of that row."""
+    rank, start = divmod(piece.packed_start, row_numel)
+    if piece.packed_strides[0] != row_numel:
+        return [(rank, replace(piece, packed_start=start))]
+    shape, full_strides, packed_strides = piece.shape[1:], piece.full_strides[1:], piece.packed_strides[1:]
+    return [
+        (
+            rank + index,
+            Piece(
+                shape, piece.full_start + index * piece.full_strides[0], full_strides, start, packed_strides
+            ),
+        )
+        for index in range(piece.shape[0])
+    ]
 
 
 @dataclass(frozen=True)

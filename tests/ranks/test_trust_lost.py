@@ -131,11 +131,14 @@ def test_a_slow_rank_is_waited_for_until_the_time_is_up_and_then_named_with_its_
     world_size, kind, tmp_path, capsys
 ):
     slow = world_size - 1
-    for told in run_ranks(slow_ranks, world_size, str(tmp_path), kind=kind, timeout_seconds=60):
+    of_ranks = run_ranks(slow_ranks, world_size, str(tmp_path), kind=kind, timeout_seconds=60)
+    for told in of_ranks:
         assert f"rank {slow} did not come to gather the root in forward within" in told["error"]
         assert f"rank {slow} is alive, the last it did was to let an optimizer use the step" in told["error"]
         assert "in dawdle" in told["error"]
         assert "PeerFailure" in told["text"]
+    # One that comes late may find what the others have left for it there, and be told in its next wait.
+    told = of_ranks[0]
     assert told["events"][-1] == "gather the root in forward"
     assert main(["trace", told["file"]]) == 0
     assert told["text"] in capsys.readouterr().out

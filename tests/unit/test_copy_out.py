@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardwise.engine.gather import CopyPieces, SplitRows
+from shardwise.engine.gather import CopyLent, CopyPieces, SplitRows
 from shardwise.engine.storage import Elastic
+from shardwise.plan.flat import plan_flat
 from shardwise.plan.layout import RowParam
 from shardwise.plan.rows import plan_rows
 
@@ -44,3 +45,53 @@ def test_columns_and_blocks_come_to_the_same(members):
         results.append(result.clone())
     assert results[0].any()
     assert torch.equal(*results)
+
+
+class Apart:
+    """Rows that lie each in memory of its own."""
+
+    def __init__(self, rows):
+        self._rows = [
+            torch.cat([torch.zeros(64 * (1 + rank), dtype=torch.uint8), row]) for rank, row in enumerate(rows)
+        ]
+        self.is_let_go = False
+
+    def row(self, rank):
+        return self._rows[rank][64 * (1 + rank) :]
+
+    def let_go(self):
+        self.is_let_go = True
+
+
+UNEVEN = [
+    RowParam((7, 3), 0, "wide", 4, 4),
+    RowParam((2, 9), 1, "wide", 4, 4),
+    RowParam((2,), 0, "narrow", 4, 2),
+    RowParam((3, 5, 2), 1, "narrow", 4, 2),
+    RowParam((9, 2), 0, "wide", 4, 4),
+]
+UNEVEN_DTYPES = [torch.float32, torch.float32, torch.bfloat16, torch.bfloat16, torch.float32]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("params", [(PARAMS, DTYPES), (UNEVEN, UNEVEN_DTYPES)], ids=["even", "uneven"])
+@pytest.mark.parametrize("plan", [plan_rows, plan_flat])
+def test_rows_that_lie_apart_come_to_the_same(plan, params, world):
+    params, dtypes = params
+    layout = plan(params, world)
+    rows, full = Elastic(world * layout.sent_bytes, CPU), Elastic(layout.full_bytes, CPU)
+    together, apart = CopyPieces(layout, rows, full, dtypes), CopyLent(layout, full, dtypes)
+    everything = rows.tensor(torch.uint8, 0, (world * layout.sent_bytes,))
+    result = full.tensor(torch.uint8, 0, (layout.full_bytes,))
+    rows.grow()
+    full.grow()
+    everything.copy_(torch.arange(everything.numel()) % 251)
+    lent = Apart(everything.split(layout.sent_bytes))
+    result.zero_()
+    together.run()
+    expected = result.clone()
+    result.zero_()
+    apart.run(lent)
+    assert expected.any()
+    assert torch.equal(result, expected)
+    assert lent.is_let_go
