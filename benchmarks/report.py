@@ -21,17 +21,20 @@ BEGIN, END = "<!-- table: written by report.py -->\n", "<!-- end of table -->\n"
 
 
 class Question(NamedTuple):
-    """What is asked, where, and which figure of which results file answers it. All figures are better when lower."""
+    """What is asked, where, and which figure of which results file answers it. All figures are better when lower.
+
+    Without a target it is there to be read, and not in the plot.
+    """
 
     asked: str
     where: str
-    target: float
+    target: float | None
     file: str
     path: tuple[str, ...]
     rounds: tuple[str, ...] = ()
 
 
-def of_figures(asked: str, where: str, target: float, file: str, name: str) -> Question:
+def of_figures(asked: str, where: str, target: float | None, file: str, name: str) -> Question:
     return Question(asked, where, target, file, ("figures", name, "value"), ("figures", name, "by_round"))
 
 
@@ -117,6 +120,16 @@ def _questions() -> list[Question]:
         ),
         of_figures("training step / FSDP2's", "CPU, 4 gloo ranks", 0.6, "gloo_step", "shardwise / FSDP2"),
         of_figures("bytes on the wire / parameter bytes", "CPU, 4 gloo ranks", 2.3, "gloo_step", wire),
+        *(
+            of_figures(
+                f"training step / {peer}",
+                "CPU, 4 gloo ranks",
+                None,
+                "gloo_step_deepspeed",
+                f"shardwise / {peer}",
+            )
+            for peer in ("DeepSpeed ZeRO-3", "DeepSpeed ZeRO-3, resharding")
+        ),
     ]
 
 
@@ -153,11 +166,13 @@ def table() -> str:
     ]
     for question in QUESTIONS:
         found = answer(question)
-        start = f"| {question.asked} | {question.where} | ≤ {question.target} |"
+        target = "none" if question.target is None else f"≤ {question.target}"
+        start = f"| {question.asked} | {question.where} | {target} |"
         if found is None:
             lines.append(f"{start} not measured yet | | |")
             continue
-        value = f"**{found.value:.3f}**" if found.value <= question.target else f"{found.value:.3f}"
+        is_met = question.target is not None and found.value <= question.target
+        value = f"**{found.value:.3f}**" if is_met else f"{found.value:.3f}"
         rounds = f"{found.rounds[0]:.3f} to {found.rounds[-1]:.3f}" if found.rounds else ""
         lines.append(f"{start} {value} | {rounds} | [{question.file}](results/{question.file}.json) |")
     hardware = {found.hardware for question in QUESTIONS if (found := answer(question)) is not None}
@@ -166,7 +181,11 @@ def table() -> str:
 
 def plot() -> str:
     """Each figure as a part of its target: a bar that stays left of the line has met it."""
-    answered = [(question, found) for question in QUESTIONS if (found := answer(question)) is not None]
+    answered = [
+        (question, question.target, found)
+        for question in QUESTIONS
+        if question.target is not None and (found := answer(question)) is not None
+    ]
     row, left, unit = 22, 420, 220
     width, height = left + 3 * unit, row * (len(answered) + 2)
     font = 'font-family="sans-serif" font-size="12"'
@@ -175,9 +194,9 @@ def plot() -> str:
         f'<rect width="{width}" height="{height}" fill="white"/>',
         f'<text x="{left + unit}" y="14" text-anchor="middle">target</text>',
     ]
-    for number, (question, found) in enumerate(answered):
+    for number, (question, target, found) in enumerate(answered):
         y = row * (number + 1)
-        part = found.value / question.target
+        part = found.value / target
         length = max(1.0, min(part, 2.6) * unit)
         colour = "#2a7f4f" if part <= 1 else "#b5532b"
         parts += [

@@ -31,6 +31,15 @@ def test_a_figure_is_found_in_its_results_file(tmp_path):
     assert report.answer(question, tmp_path) == (0.9, [0.8, 1.0], "a CPU, torch 2.11")
 
 
+def test_a_figure_without_a_target_is_told_and_not_judged(monkeypatch):
+    report = load_report()
+    question = report.Question("asked", "where", None, "file", ())
+    monkeypatch.setattr(report, "QUESTIONS", [question])
+    monkeypatch.setattr(report, "answer", lambda _: report.Answer(0.5, [0.4, 0.6], "a CPU"))
+    assert "| asked | where | none | 0.500 | 0.400 to 0.600 |" in report.table()
+    assert "asked" not in report.plot()
+
+
 def test_every_benchmark_is_on_the_page():
     page = (BENCHMARKS / "README.md").read_text()
     shared = {"models.py", "measuring.py", "report.py"}
