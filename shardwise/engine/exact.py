@@ -84,7 +84,7 @@ def check_mesh(mesh: DataMesh, where: str) -> None:
 
 def check_model(units: Iterable[Unit], where: str) -> None:
     """Raises if some units of a model are summed exactly and others are not: the result would be neither."""
-    training = [unit for unit in units if unit.num_trainable]
+    training = [unit for unit in units if unit.gradients.num_trainable]
     exact = [unit for unit in training if unit.sums.is_exact]
     others = [unit for unit in training if not unit.sums.is_exact]
     if exact and others:

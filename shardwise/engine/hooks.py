@@ -227,7 +227,7 @@ class Hooks:
         if visit.place is None and not recomputes and not self.unit.is_joint:
             visit.place = visit.window.ran(self.unit.number)
         if not visit.has_input_signal:
-            self.unit.watch_gradients(self._on_gradient)
+            self.unit.gradients.watch(self._on_gradient)
         return output
 
     def _with_backward(self, visit: Pass, output: Any) -> Any:
@@ -289,7 +289,7 @@ class Hooks:
         if not visit.is_open:
             return
         unit = self.unit
-        unit.reduce_gradients()
+        unit.gradients.reduce()
         if unit.recorder is not None:
             self._report(unit.recorder)
         if unit.prefetches_late:
@@ -302,22 +302,22 @@ class Hooks:
         A frozen sibling may still be waiting for its turn in backward; the weights then stay until backward ends.
         """
         self._arrived += 1
-        if self._arrived != self.unit.num_trainable or not self._open:
+        if self._arrived != self.unit.gradients.num_trainable or not self._open:
             return
         if any(visit.has_input_signal for visit in self._open):
             return
-        self.unit.reduce_gradients()
+        self.unit.gradients.reduce()
         self._owes_report = True
-        if not self.unit.has_frozen:
+        if not self.unit.gradients.some_are_frozen:
             for visit in tuple(self._open):
                 self._close(visit)
 
     def flush(self) -> None:
         """The end of backward: reduces, frees and reports what gave no signal."""
         unit = self.unit
-        if unit.reduce_gradients() or self._open:
+        if unit.gradients.reduce() or self._open:
             self._owes_report = True
-        unit.reduce_the_rest()
+        unit.gradients.reduce_the_rest()
         if self._owes_report and unit.recorder is not None:
             self._report(unit.recorder)
         for visit in tuple(self._open):

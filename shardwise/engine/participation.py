@@ -92,7 +92,7 @@ def set_joint(units: Iterable[Unit], is_joint: bool) -> None:
             )
     for unit in units:
         unit.reshard(trace.IDLE)
-        unit.is_joint = unit.reduce_settings.includes_unused = is_joint
+        unit.is_joint = unit.gradients.settings.includes_unused = is_joint
     for root in dict.fromkeys(unit.root for unit in units):
         root.note_joint_units()
 

@@ -258,7 +258,7 @@ class Root:
         return None if number is None else self.units[number]
 
     def _is_reached(self, number: int) -> bool:
-        return self.units[number].is_reached_by_backward()
+        return self.units[number].gradients.are_reached_by_backward()
 
     def start_reduce(
         self,
@@ -447,7 +447,7 @@ class Root:
                 self._reduced.extend(in_flight)
             for unit in self.units:
                 unit.abandon_step()
-                unit.forget_reduces(unlanded)
+                unit.gradients.forget_reduces(unlanded)
             self._take_back(0)
         if self.participation is not None:
             self.participation.forget()

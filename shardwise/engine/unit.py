@@ -1,12 +1,12 @@
 """A unit: parameters that travel together, and their way through a training step.
 
-The unit knows its memory, its gather and its reduce, and moves through the states of ``plan/lifecycle``. *When* it
-moves is not decided here: forward and backward reach it through ``hooks``, order and prefetch through ``root``.
+The unit knows its memory and its gather, and moves through the states of ``plan/lifecycle``; what becomes of its
+gradients is told in ``unit_gradients``. *When* it moves is not decided here: forward and backward reach it through
+``hooks``, order and prefetch through ``root``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,10 +18,10 @@ from shardwise.comm.mesh import DataMesh
 from shardwise.engine.binding import Shown, Slot, sharded_shown, show, tag, unsharded_shown
 from shardwise.engine.events import UnitEvents
 from shardwise.engine.form import Form
-from shardwise.engine.gradients import GradientBuffer, presence
 from shardwise.engine.memory import Memory
-from shardwise.engine.reduce import SUMS, PackedReduce, Sums
+from shardwise.engine.reduce import SUMS, Sums
 from shardwise.engine.replaced import adopt_found, check_are_home
+from shardwise.engine.unit_gradients import UnitGradients
 from shardwise.plan.lifecycle import (
     ABANDON,
     ARRIVE,
@@ -36,7 +36,6 @@ from shardwise.plan.lifecycle import (
 )
 from shardwise.plan.schedule import KEEP, AfterForward
 from shardwise.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from shardwise.torch_internals import backward_reaches
 
 if TYPE_CHECKING:
     from shardwise.engine.hooks import Hooks
@@ -82,12 +81,9 @@ class Unit:
         # What users set on the module, read in the step.
         self.after_forward = after_forward
         self.after_forward_is_explicit = False
-        self.syncs_gradients = True
         self.frees_after_backward = True
         self.gathers_in_backward = True
-        self.max_reduce_inputs = 1
         self.gather_calls: GroupCalls = mesh.shard
-        self.reduce_settings = sums.settings(mesh)
         self.forward_prefetch: tuple[Unit, ...] = ()
         self.backward_prefetch: tuple[Unit, ...] | None = None
         self.prefetches_late = False
@@ -99,22 +95,16 @@ class Unit:
         self.state = SHARDED
         self.holders = 0
         self.prefetched = False
-        self.num_trainable = 0
-        self._is_tensor_parallel = any(slot.tensor_parallel is not None for slot in slots)
-        self.holds_gradients = False
-        self._has_reduced = False
         self._gathers_part = False
         self._kept_version = 0
         self._is_kept = False
-        self._reduces: dict[tuple[bool, ...], PackedReduce | None] = {}
-        self._reduce: PackedReduce | None = None
-        self._trainable: list[bool] = []
         self._sharded_shown: Shown = []
         self._unsharded_shown: Shown = []
         self._left: list[Any] = []
-        self._shard_device = shard_device(mesh, offload)
-        self.is_offloaded = self._shard_device != mesh.device
-        self._pins = self.is_offloaded and isinstance(offload, CPUOffloadPolicy) and offload.pin_memory
+        self.shard_device = shard_device(mesh, offload)
+        self.is_offloaded = self.shard_device != mesh.device
+        self.pins = self.is_offloaded and isinstance(offload, CPUOffloadPolicy) and offload.pin_memory
+        self.gradients = UnitGradients(self, sums)
         self._build()
 
     # --- memory ---------------------------------------------------------------------------------------------------
@@ -131,14 +121,12 @@ class Unit:
                 self.form,
                 self.mesh,
                 self.precision,
-                self._shard_device,
-                self._pins,
+                self.shard_device,
+                self.pins,
                 self.gather_calls,
                 self.mesh.part(part_world) if part_world else None,
             )
-            self._watched: set[int] = set()
-            self._reduces = {}
-            self._trainable = []
+            self.gradients.forget_parameters()
             self._note_trainable()
 
     def _note_places(self) -> None:
@@ -182,7 +170,7 @@ class Unit:
         """
         if not self._is_meta or not self.slots:
             return
-        home = self._shard_device
+        home = self.shard_device
         found = [slot.found() for slot in self.slots]
         for slot, param in zip(self.slots, found, strict=True):
             if param is None or not slot.fits(param) or param.device.type != home.type:
@@ -198,28 +186,18 @@ class Unit:
         for slot in self.slots:
             tag(slot.sharded, self, slot)
         self.show_sharded()
-        check_are_home(self.slots, self._shard_device, self.is_offloaded, self.name, self.rank)
+        check_are_home(self.slots, self.shard_device, self.is_offloaded, self.name, self.rank)
         self._build()
 
     def _note_trainable(self) -> None:
         """Reads ``requires_grad``, which users may flip between steps, over to the unsharded parameters."""
         trainable = [slot.sharded.requires_grad for slot in self.slots]
-        if trainable == self._trainable:
+        if trainable == self.gradients.trainable:
             return
-        self._trainable = trainable
         self._note_places()
         for slot, requires_grad in zip(self.slots, trainable, strict=True):
             slot.unsharded.requires_grad_(requires_grad)
-        self.num_trainable = sum(trainable)
-        key = tuple(trainable)
-        if key not in self._reduces:
-            slots = [slot for slot in self.slots if slot.unsharded.requires_grad]
-            self._reduces[key] = (
-                self.sums.plan(slots, self.form, self.mesh, self.precision, self._shard_device, self._pins)
-                if slots
-                else None
-            )
-        self._reduce = self._reduces[key]
+        self.gradients.train(trainable)
 
     def is_as_left(self) -> bool:
         """Whether the modules show the parameters that the last gather left there, trained or frozen as they were."""
@@ -241,7 +219,7 @@ class Unit:
         mesh = self.mesh
         part = [mesh.part(self.after_forward.part_world)] if self.after_forward.part_world else []
         replicate = [mesh.replicate] if mesh.replicate is not None else []
-        return [self.gather_calls, self.reduce_settings.calls, *replicate, *part]
+        return [self.gather_calls, self.gradients.settings.calls, *replicate, *part]
 
     def set_gather_calls(self, calls: GroupCalls) -> None:
         self.gather_calls = calls
@@ -322,7 +300,6 @@ class Unit:
     def abandon_step(self) -> None:
         """Gives up what a broken-off step has under way, and shards the parameters again."""
         self.holders = 0
-        self._has_reduced = False
         self.hooks.forget()
         if self.state is GATHERING and not self.gather_calls.ordered_by_stream:
             self.state = TRANSITIONS[GATHERING, ABANDON]
@@ -333,14 +310,7 @@ class Unit:
                 # A peer that comes later may still write to the old memory, which goes when it has.
                 self._build()
         self.reshard(trace.IDLE)
-        self.drop_gradients()
-
-    def forget_reduces(self, plans: set[PackedReduce]) -> None:
-        """Makes reduces anew whose buffers peers may still write to."""
-        if plans.intersection(plan for plan in self._reduces.values() if plan is not None):
-            self._reduces = {}
-            self._trainable = []
-            self._note_trainable()
+        self.gradients.abandon_step()
 
     def _call_off_gather(self, phase: str) -> None:
         """Drops a gather before anyone saw it; under way on all ranks, it must land before its memory goes."""
@@ -368,7 +338,7 @@ class Unit:
             self._version() != self._kept_version
             or any(
                 not slot.sharded.requires_grad == slot.unsharded.requires_grad == trainable
-                for slot, trainable in zip(self.slots, self._trainable, strict=True)
+                for slot, trainable in zip(self.slots, self.gradients.trainable, strict=True)
             )
         )
 
@@ -379,7 +349,7 @@ class Unit:
     def _take_over_flips(self) -> None:
         """Freezes and thaws shards as users did with the unsharded parameters while those were shown."""
         self._is_kept = False
-        for slot, trainable in zip(self.slots, self._trainable, strict=True):
+        for slot, trainable in zip(self.slots, self.gradients.trainable, strict=True):
             if slot.unsharded.requires_grad != trainable:
                 slot.sharded.requires_grad_(not trainable)
                 slot.unsharded.requires_grad_(trainable)
@@ -392,102 +362,3 @@ class Unit:
         if self.root.top is self and not self.after_forward_is_explicit and self.root.expects_backward:
             return True
         return self.after_forward is KEEP
-
-    # --- gradients ------------------------------------------------------------------------------------------------
-
-    @property
-    def has_frozen(self) -> bool:
-        return self.num_trainable != len(self.slots)
-
-    def is_reached_by_backward(self) -> bool:
-        """Whether the backward that is running now will use this unit's parameters.
-
-        Trainable parameters tell by their gradients. A unit that is frozen through and through cannot tell, and is
-        taken to be used.
-        """
-        if self._reduce is None:
-            return bool(self.slots)
-        return any(map(backward_reaches, self._reduce.params))
-
-    def watch_gradients(self, arrived: Callable[[torch.Tensor], None]) -> None:
-        """Calls ``arrived`` as each trainable parameter's gradient is complete; registered once in a lifetime."""
-        for index, slot in enumerate(self.slots):
-            if slot.unsharded.requires_grad and index not in self._watched:
-                self._watched.add(index)
-                slot.unsharded.register_post_accumulate_grad_hook(arrived)
-
-    def reduce_gradients(self) -> bool:
-        """Starts to reduce the gradients that have come in, with those put by before; without sync, puts them by.
-
-        Returns whether there were any.
-        """
-        reduce = self._reduce
-        if reduce is None:
-            return False
-        if self.reduce_settings.includes_unused and not self.root.ends_backward:
-            # Ranks whose backwards pass different units can agree on an order of reduces only at the end.
-            return False
-        for param in reduce.params:
-            if param.grad is not None:
-                break
-        else:
-            return False
-        if self._is_tensor_parallel:
-            gradients = [slot.plain_gradient() for slot in reduce.slots]
-        else:
-            gradients = [param.grad for param in reduce.params]
-        if self.syncs_gradients:
-            for param in reduce.params:
-                param.grad = None
-            self._issue_reduce(reduce, gradients)
-        else:
-            self.holds_gradients = True
-            for slot in reduce.slots:
-                slot.hold_gradient(self.precision.reduce_dtype)
-        return True
-
-    def reduce_the_rest(self) -> None:
-        """At the end of a backward: what earlier micro-batches put by and nothing came to; zeros if asked."""
-        settings, reduce = self.reduce_settings, self._reduce
-        waits_for_replicas = reduce is not None and reduce.partial is not None and settings.all_reduces
-        wanted = self.holds_gradients or (
-            (settings.includes_unused or waits_for_replicas) and not self._has_reduced
-        )
-        if wanted and self.syncs_gradients and self._reduce is not None:
-            self._issue_reduce(self._reduce, [None] * len(self._reduce.slots))
-            if self.frees_after_backward and self.holders == 0 and self.root.is_last_backward:
-                # Peers whose backward came by have freed it and will gather it again: this rank must join them.
-                self.reshard(trace.IN_POST_BACKWARD)
-        self._has_reduced = False
-
-    def _issue_reduce(self, reduce: PackedReduce, gradients: list[torch.Tensor | None]) -> None:
-        reduce.is_again = self._has_reduced
-        self._has_reduced = True
-        if self.holds_gradients:
-            self.holds_gradients = False
-            gradients = [
-                slot.add_held(gradient, self.precision.reduce_dtype)
-                for slot, gradient in zip(reduce.slots, gradients, strict=True)
-            ]
-        if self.root.accord.guard is not None:
-            self.root.accord.guard.look(self.name, reduce.slots, gradients)
-        present = presence(gradients)
-        settings = self.reduce_settings
-        codes = self.events.reduce(reduce, settings, present)
-        self.root.start_reduce(reduce, settings, gradients, present, self.max_reduce_inputs, codes)
-        if self.recorder is not None:
-            self.recorder.add(trace.REDUCE, self.name, trace.IN_POST_BACKWARD, self.rank)
-
-    def lent_gradients(self) -> GradientBuffer | None:
-        """The row that holds all of the unit's gradients, if they are as the last backward left them."""
-        if self._reduce is None or self._is_tensor_parallel:
-            return None
-        return self._reduce.lent
-
-    def drop_gradients(self) -> None:
-        self.holds_gradients = False
-        for slot in self.slots:
-            slot.drop_gradient()
-        for reduce in self._reduces.values():
-            if reduce is not None:
-                reduce.partial = None

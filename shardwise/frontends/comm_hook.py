@@ -20,9 +20,9 @@ def reduce_with_hook(units: Iterable[Unit], state: object, hook: Callable[..., o
                 where=where,
                 fix="use FULL_SHARD, SHARD_GRAD_OP or NO_SHARD",
             )
-        if unit.reduce_settings.is_hooked:
+        if unit.gradients.settings.is_hooked:
             raise StateError(
                 "a communication hook is registered already", where=where, fix="register one hook, once"
             )
     for unit in flat_units:
-        unit.reduce_settings.use_hook(unit.mesh.shard, unit.mesh.replicate, state, hook)
+        unit.gradients.settings.use_hook(unit.mesh.shard, unit.mesh.replicate, state, hook)

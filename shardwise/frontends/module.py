@@ -131,7 +131,7 @@ class FSDPModule:
         if not requires_gradient_sync:
             check_not_exact(units, "set_requires_gradient_sync(False)", "sums micro-batches before ranks")
         for unit in units:
-            unit.syncs_gradients = requires_gradient_sync
+            unit.gradients.are_synced = requires_gradient_sync
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Changes what is kept after forward; said to the root itself, it holds for the root too."""
@@ -156,7 +156,7 @@ class FSDPModule:
         if not requires_all_reduce:
             check_not_exact(units, "set_requires_all_reduce(False)", "sums micro-batches before replicas")
         for unit in units:
-            unit.reduce_settings.all_reduces = requires_all_reduce
+            unit.gradients.settings.all_reduces = requires_all_reduce
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Says that backward does not need this module's parameters (an embedding's, say), so none are gathered."""
@@ -177,7 +177,7 @@ class FSDPModule:
                 units, f"set_gradient_divide_factor({factor})", "rounds: its factor is no power of two"
             )
         for unit in units:
-            unit.reduce_settings.divide_factor = factor
+            unit.gradients.settings.divide_factor = factor
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The old name of ``set_gradient_divide_factor``."""
@@ -187,7 +187,7 @@ class FSDPModule:
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Uses plain sums on the wire, divided here, even where the group could average."""
         for unit in _own_units(self):
-            unit.reduce_settings.sums_only = enable
+            unit.gradients.settings.sums_only = enable
 
     def set_all_reduce_hook(self, hook: AllReduceHook, *, stream: torch.cuda.Stream | None = None) -> None:
         """Calls ``hook`` with the reduced row (summed over replicas, if there are any) before its last division."""
@@ -199,8 +199,8 @@ class FSDPModule:
                     where=f"{type(self).__name__}.set_all_reduce_hook, rank {unit.rank}",
                     fix="leave the stream out: with replicas the hook runs on the engine's own",
                 )
-            unit.reduce_settings.hook = hook
-            unit.reduce_settings.hook_stream = stream
+            unit.gradients.settings.hook = hook
+            unit.gradients.settings.hook_stream = stream
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """The next gathers wait for ``event`` instead of everything on the current stream; used once."""
@@ -216,7 +216,7 @@ class FSDPModule:
         unit that only some backwards reach must not be gathered for them (``reshard_after_forward=False``).
         """
         for unit in _units_below(self, recurse):
-            unit.reduce_settings.includes_unused = reduce_scatter_unused_params or unit.is_joint
+            unit.gradients.settings.includes_unused = reduce_scatter_unused_params or unit.is_joint
 
     def set_safe_participation(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Lets ranks run different modules: what a rank does not run, it joins in with zeros.
@@ -238,7 +238,7 @@ class FSDPModule:
         if max_input_buffers < 1:
             raise ConfigError(f"max_input_buffers is {max_input_buffers}", where=call, fix="pass 1 or more")
         for unit in _units_below(self, recurse):
-            unit.max_reduce_inputs = max_input_buffers
+            unit.gradients.max_inputs = max_input_buffers
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Reduces over a process group of their own, so that they need not queue up behind gathers.
@@ -250,9 +250,9 @@ class FSDPModule:
             _check_reduce_is_free(units, "set_separate_reduce_scatter_group")
         for unit in units:
             if enable:
-                unit.reduce_settings.calls = unit.mesh.separate_shard_group()
-            elif _set_by(unit, unit.reduce_settings.calls) == "set_separate_reduce_scatter_group":
-                unit.reduce_settings.calls = unit.mesh.shard
+                unit.gradients.settings.calls = unit.mesh.separate_shard_group()
+            elif _set_by(unit, unit.gradients.settings.calls) == "set_separate_reduce_scatter_group":
+                unit.gradients.settings.calls = unit.mesh.shard
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
         """Gathers with ``comm`` and in buffers from its ``allocate``. Parameters travel as bytes."""
@@ -268,7 +268,7 @@ class FSDPModule:
         units = _own_units(self)
         _check_reduce_is_free(units, setter)
         for unit in units:
-            unit.reduce_settings.calls = StagedCalls(
+            unit.gradients.settings.calls = StagedCalls(
                 unit.mesh.shard, comm.allocate, reduce_scatter=comm, set_by=setter
             )
 
@@ -285,10 +285,10 @@ class FSDPModule:
             if allocate is not None:
                 staged = StagedCalls(shard, allocate, set_by=setter)
                 unit.set_gather_calls(staged)
-                unit.reduce_settings.calls = staged
+                unit.gradients.settings.calls = staged
             elif not enable and _set_by(unit, unit.gather_calls) == setter:
                 unit.set_gather_calls(shard)
-                unit.reduce_settings.calls = shard
+                unit.gradients.settings.calls = shard
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Gathers through symmetric memory, for NCCL's faster ways where the hardware has them."""
@@ -362,7 +362,7 @@ def _check_gather_is_free(units: Iterable[Unit], setter: str) -> None:
 
 def _check_reduce_is_free(units: Iterable[Unit], setter: str) -> None:
     for unit in units:
-        _check_is_free(unit, "reduces", _set_by(unit, unit.reduce_settings.calls), setter)
+        _check_is_free(unit, "reduces", _set_by(unit, unit.gradients.settings.calls), setter)
 
 
 def _check_is_free(unit: Unit, does: str, other: str, setter: str) -> None:

@@ -169,7 +169,7 @@ def _whole_rows(
             asked.setdefault(unit, []).append(param)
     rows: dict[Unit | None, GradientBuffer | None] = {}
     for unit, with_gradient in asked.items():
-        buffer = unit.lent_gradients() if unit is not None else None
+        buffer = unit.gradients.lent() if unit is not None else None
         # Padding is zero: nothing to a sum or to the largest, but not to the smallest.
         if buffer is None or not (buffer.is_full or order > 0):
             continue

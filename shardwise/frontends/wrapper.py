@@ -266,16 +266,16 @@ class FullyShardedDataParallel(ModelMethods):
         self._check_outermost("no_sync")
         units = self._units
         check_not_exact(units, "no_sync", "sums micro-batches before ranks")
-        before = [(unit.syncs_gradients, unit.frees_after_backward) for unit in units]
+        before = [(unit.gradients.are_synced, unit.frees_after_backward) for unit in units]
         for unit in units:
-            unit.syncs_gradients = False
+            unit.gradients.are_synced = False
             # What is kept after forward is kept for the next micro-batch too: nothing changes it in between.
             unit.frees_after_backward = unit.after_forward.frees
         try:
             yield
         finally:
             for unit, (syncs, frees) in zip(units, before, strict=True):
-                unit.syncs_gradients, unit.frees_after_backward = syncs, frees
+                unit.gradients.are_synced, unit.frees_after_backward = syncs, frees
 
     def set_safe_participation(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Lets ranks run different wrapped modules: what a rank does not run, it joins in with zeros.
@@ -312,7 +312,7 @@ class FullyShardedDataParallel(ModelMethods):
                 elif param.grad is not None:
                     param.grad.detach_().zero_()
         for unit in units:
-            unit.drop_gradients()
+            unit.gradients.drop()
             for slot in unit.slots:
                 # What a module shows now may be the whole parameter.
                 if set_to_none:

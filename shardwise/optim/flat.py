@@ -177,7 +177,7 @@ class FlatOptimizer(Optimizer):
                 if unit is not None and run.tensor.device.type == "cpu":
                     self._runs_of_unit.setdefault(unit, []).append((number, run))
         for unit in self._runs_of_unit:
-            unit.reduce_settings.listener = partial(_tell, told, weakref.ref(unit))
+            unit.gradients.settings.listener = partial(_tell, told, weakref.ref(unit))
 
     def _gradients_arrived(self, unit: Unit, wait: Callable[[], None]) -> None:
         assert self._early is not None

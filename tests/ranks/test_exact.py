@@ -425,7 +425,7 @@ def gradients_that_others_touch():
     for module in model.modules():
         for unit in units_of(module):
             # As after a step that broke off while messages were under way.
-            unit.forget_reduces(set(unit._reduces.values()))
+            unit.gradients.forget_reduces(set(unit.gradients._plans.values()))
     run_backward(model, 3)
     expect(sums[0, 1, 2, 3], "reduces that are made anew go on with the sum")
 

@@ -34,7 +34,7 @@ def trained(name, options, most_bytes):
                 workload.loss(model(*batch), batch).backward()
             optim.step()
             optim.zero_grad()
-    plans = [unit._reduce for module in model.modules() for unit in units_of(module)]
+    plans = [unit.gradients.plan for module in model.modules() for unit in units_of(module)]
     most = max(len(plan.slices) for plan in plans if plan is not None)
     return {key: full(param.detach()) for key, param in model.named_parameters()}, most
 

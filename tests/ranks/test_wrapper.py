@@ -279,7 +279,8 @@ def frozen(orig):
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]) != (name in trained), name
     row_numels = [
-        sum(plan.row_numel for plan in unit._reduces.values() if plan is not None) for unit in model._units
+        sum(plan.row_numel for plan in unit.gradients._plans.values() if plan is not None)
+        for unit in model._units
     ]
     gradient_numel = sum(param.grad.numel() for param in model.parameters() if param.grad is not None)
     trained_numel = sum(p.numel() for p in workload.model().parameters() if p.requires_grad)
