@@ -58,29 +58,39 @@ class Pipes:
         Raises:
             RuntimeError: it has ended, or a verdict or the time that is set has ended the wait.
         """
-        heard = self._heard[peer]
-        until = None if timeout_seconds is None else time.monotonic() + timeout_seconds
-        while key not in heard:
-            *told, value = _MESSAGE.unpack(self._receive(peer, until))
-            heard[told[0], told[1]] = value
-        return heard.pop(key)
+        return self.hear_first((peer,), key, timeout_seconds)[1]
 
-    def _receive(self, peer: int, until: float | None) -> bytes:
-        ear, message = self._ears[peer], b""
+    def hear_first(
+        self, peers: Sequence[int], key: Key, timeout_seconds: float | None = None
+    ) -> tuple[int, int]:
+        """The same of several peers: which of them was the first to tell something under the key, and what."""
+        until = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        while True:
+            for peer in peers:
+                if key in self._heard[peer]:
+                    return peer, self._heard[peer].pop(key)
+            self._listen(peers, until)
+
+    def _listen(self, peers: Sequence[int], until: float | None) -> None:
+        """Takes in a message of each peer that has something to say; waits until one has."""
         # Not select(): its descriptors end at 1023.
         listening = select.poll()
-        listening.register(ear, select.POLLIN)
-        while len(message) < _MESSAGE.size:
-            if listening.poll(_LOOK_SECONDS * 1000):
-                more = os.read(ear, _MESSAGE.size - len(message))
-                if not more:
-                    raise PipeClosed(f"rank {peer} of the group has ended")
-                message += more
-            elif isinstance(self._wire, WatchedWire) and self._wire.verdict is not None:
-                raise RuntimeError(f"rank {peer} of the group does not come")
-            elif until is not None and time.monotonic() > until:
-                raise RuntimeError(f"rank {peer} of the group did not come in the time that is set")
-        return message
+        speakers = {self._ears[peer]: peer for peer in peers}
+        for ear in speakers:
+            listening.register(ear, select.POLLIN)
+        while not (ready := listening.poll(_LOOK_SECONDS * 1000)):
+            names = ", ".join(map(str, sorted(peers)))
+            if isinstance(self._wire, WatchedWire) and self._wire.verdict is not None:
+                raise RuntimeError(f"rank {names} of the group does not come")
+            if until is not None and time.monotonic() > until:
+                raise RuntimeError(f"rank {names} of the group did not come in the time that is set")
+        for ear, _ in ready:
+            # Written in one go, and so short that it is there as a whole or not at all.
+            message = os.read(ear, _MESSAGE.size)
+            if not message:
+                raise PipeClosed(f"rank {speakers[ear]} of the group has ended")
+            *key, value = _MESSAGE.unpack(message)
+            self._heard[speakers[ear]][key[0], key[1]] = value
 
 
 def close(descriptors: Sequence[int]) -> None:

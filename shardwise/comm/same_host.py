@@ -69,8 +69,12 @@ class DirectReads:
 
     def finish(self, number: int) -> None:
         neighbours = self._neighbours
-        for peer in self._writers:
-            self._read_from(peer, neighbours.hear(peer, (number, _NOTE)))
+        waits_for = list(self._writers)
+        while waits_for:
+            # Whoever has stepped most comes last; all others are read from meanwhile.
+            peer, address = neighbours.hear_first(waits_for, (number, _NOTE))
+            waits_for.remove(peer)
+            self._read_from(peer, address)
             neighbours.tell(peer, (number, _RECEIPT))
         if len(self._own):
             # order: the last peer's read before anything here writes to these tensors again
