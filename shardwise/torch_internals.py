@@ -246,7 +246,9 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
 
 def timeout_seconds_of(group: dist.ProcessGroup, device: torch.device) -> float:
     """How long the group waits for a rank by itself."""
-    return float(backend_of(group, device).options._timeout.total_seconds())
+    options = getattr(backend_of(group, device), "options", None)
+    timeout: timedelta = getattr(options, "_timeout", dist.constants.default_pg_timeout)
+    return timeout.total_seconds()
 
 
 def finished_work() -> Any:

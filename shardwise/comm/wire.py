@@ -239,6 +239,8 @@ class WatchedWire(Wire):
         """Raises the verdict, if there is one, and begins a new path."""
         error = self.verdict
         if error is not None:
+            # It will hold on to whatever the frames that it passes hold.
+            self._sentence = None
             self._save_events(error)
             if not self.is_alone:
                 with contextlib.suppress(Exception):

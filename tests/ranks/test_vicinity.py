@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -163,6 +165,7 @@ def late_on_a_path_that_was_left():
     with timeouts_of(timeout_seconds=4.0):
         wire.agree(UNNAMED)
         gathered, own = torch.zeros(2000), torch.full((1000,), rank + 1.0)
+        lent_there = weakref.ref(wire._vicinity._arenas[rank])
         seen = None
         if rank == 0:
             calls.issue_all_gather(gathered, own)
@@ -179,6 +182,8 @@ def late_on_a_path_that_was_left():
                 seen = (seen, str(error))
         calls.issue_all_gather(gathered, torch.full((1000,), rank + 3.0)).wait()
         assert set(gathered.tolist()) == {3.0, 4.0}
+        gc.collect()
+        assert lent_there() is None, "what was lent on the path that was left is still there"
     return seen
 
 
