@@ -16,6 +16,7 @@ Who is near is tried out, pair by pair, and agreed on by both. All others are se
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import struct
@@ -32,6 +33,7 @@ _DIGEST_BYTES = 16
 # Process table, process, descriptors of the arena and of the pipe to this rank, the arena's size and first bytes.
 _CARD = struct.Struct(f"<{_DIGEST_BYTES}sqqqq{MAGIC_BYTES}s")
 _NO_CARD = bytes(_CARD.size)
+_PIPE_BYTES = 1 << 20
 _YES, _NO = b"\1\1", b"\0\0"
 # What is told under a mark: where a payload lies; anything else, that a rank is there.
 PAYLOAD = 0
@@ -127,6 +129,9 @@ def _open(world: int, peers: list[int]) -> tuple[Arena | None, dict[int, tuple[i
     try:
         for peer in peers:
             pipes[peer] = os.pipe()
+            with contextlib.suppress(OSError):
+                # Room for the word of tens of thousands of collectives that nobody has waited for yet.
+                fcntl.fcntl(pipes[peer][0], fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         return Arena(world), pipes
     except (OSError, RuntimeError, AttributeError):
         # No descriptors left, no address space left, or no files in memory on this system.

@@ -34,6 +34,7 @@ SIGHTS = {
     "all far": lambda one, other: False,
     "two hosts": lambda one, other: one // 2 == other // 2,
     "one sees nobody": lambda one, other: one != 0,
+    "one has no memory to lend": lambda one, other: 0 not in (one, other),
 }
 
 
@@ -46,8 +47,16 @@ def group_with(sight):
     def visit_some(card, table):
         return visit(card, table) if SIGHTS[sight](rank, next(peers)) else None
 
+    def no_arena(world):
+        raise OSError("Too many open files")
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vicinity, "_visit", visit_some)
+        if sight == "one has no memory to lend":
+            # Nobody has a card of rank 0's to visit it by.
+            if rank == 0:
+                patch.setattr(vicinity, "Arena", no_arena)
+        else:
+            patch.setattr(vicinity, "_visit", visit_some)
         group = dist.new_group()
         GroupCalls(group, CPU).wire.agree(UNNAMED)
     return group
@@ -191,6 +200,21 @@ def test_who_comes_late_to_a_path_that_was_left_reads_what_was_sent_there_and_is
     _, (seen, told) = run_ranks(late_on_a_path_that_was_left, 2, kind="gloo", timeout_seconds=30)
     assert seen in (None, {1.0, 2.0})
     assert "rank 0 broke off its step: it does not like this path" in told
+
+
+def say_much():
+    """More words than a pipe holds by default, before the other listens."""
+    wire, rank = wire_of(dist.group.WORLD, CPU), dist.get_rank()
+    wire.agree(UNNAMED)
+    near = wire._vicinity
+    for number in range(10_000):
+        near.tell(1 - rank, number, 7, 2 * number)
+    dist.barrier()
+    return all(near.hear(1 - rank, number, 7, None) == 2 * number for number in range(10_000))
+
+
+def test_collectives_that_nobody_has_waited_for_may_be_thousands():
+    assert all(run_ranks(say_much, 2, kind="gloo", timeout_seconds=30))
 
 
 def read_from_a_stopped_rank(folder):
