@@ -219,8 +219,8 @@ class Root:
             gone, mark = self._leaving.popleft()
             # order: compute's last use before the memory goes back to the lane, because the next gather writes it
             self.lanes.gather.after(mark)
-            with self.lanes.gather:
-                gone.memory.free()
+            # To the lane it was taken on, whatever stream is current.
+            gone.memory.free()
 
     # --- backward -------------------------------------------------------------------------------------------------
 
