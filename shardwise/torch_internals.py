@@ -164,10 +164,12 @@ def inside_backward() -> bool:
 
 def hook_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
     """``register_hook`` for a tensor that is no leaf, without the handle that would remove it: half the price."""
-    if tensor._backward_hooks is None and tensor.grad_fn is not None:
+    # Asked for once: Python's side of a node is made for whoever asks, and goes with them.
+    node = tensor.grad_fn
+    if tensor._backward_hooks is None and node is not None:
         # Handles of other hooks are numbered from 0; and they hold this dict weakly, which a plain dict forbids.
         tensor._backward_hooks = OrderedDict(((-1, hook),))
-        tensor.grad_fn._register_hook_dict(tensor)
+        node._register_hook_dict(tensor)
     else:
         tensor.register_hook(hook)
 
