@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -40,9 +41,18 @@ def start(path: Path, report: Path, log: Path) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, cwd=ROOT, stdout=log.open("wb"), stderr=subprocess.STDOUT)
 
 
-def outcome(report: Path, exit_status: int) -> dict[str, object]:
+def outcome(report: Path, log: Path, exit_status: int) -> dict[str, object]:
     if not report.exists():
-        return {"exit_status": exit_status, "note": "ended without a report"}
+        # What pytest had told by then.
+        told = log.read_text(errors="replace")
+        tests = re.search(r"collected (\d+) items", told)
+        return {
+            "exit_status": exit_status,
+            "note": "ended before its last test, without a report",
+            "passed": len(re.findall(r" PASSED +\[", told)),
+            "tests": int(tests[1]) if tests else 0,
+            "failed": re.findall(r"^(\S+) FAILED +\[", told, re.MULTILINE),
+        }
     (suite,) = ElementTree.parse(report).getroot().iter("testsuite")
     counts = {key: int(suite.get(key, 0)) for key in ("tests", "failures", "errors", "skipped")}
     passed = counts["tests"] - counts["failures"] - counts["errors"] - counts["skipped"]
@@ -69,16 +79,16 @@ def main() -> int:
     deadline = time.monotonic() + args.timeout
     running = {}
     for path in paths:
-        report = args.logs / f"{path.stem}.xml"
-        running[path.stem] = (start(path, report, args.logs / f"{path.stem}.log"), report)
+        report, log = args.logs / f"{path.stem}.xml", args.logs / f"{path.stem}.log"
+        running[path.stem] = (start(path, report, log), report, log)
     files = {}
-    for name, (process, report) in running.items():
+    for name, (process, report, log) in running.items():
         try:
             status = process.wait(max(1.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             process.kill()
             status = process.wait()
-        files[name] = outcome(report, status)
+        files[name] = outcome(report, log, status)
         print(f"{name}: {files[name]}")
     result = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -91,7 +101,7 @@ def main() -> int:
         "files": files,
     }
     args.output.write_text(json.dumps(result, indent=1) + "\n")
-    return 0 if all(entry.get("passed") and not entry.get("failed") for entry in files.values()) else 1
+    return 0 if all("note" not in entry and not entry["failed"] for entry in files.values()) else 1
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ class EarlySteps:
 
     def __init__(self, take_step: Callable[[Arrived], None]) -> None:
         self._take_step = take_step
-        self._jobs: Jobs = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._idle = threading.Condition()
         self._num_waiting = 0
         self._error: BaseException | None = None
@@ -57,7 +57,7 @@ class EarlySteps:
         self.stepped.update(run for _, run, _ in arrived.runs)
         if not self._has_thread:
             self._has_thread = True
-            start_thread(self._jobs)
+            threading.Thread(target=_work, args=(self._jobs,), name="shardwise-early", daemon=True).start()
         with self._idle:
             self._num_waiting += 1
         self._jobs.put(partial(self._do, arrived))
@@ -93,29 +93,7 @@ class EarlySteps:
         self._jobs.put(None)
 
 
-Jobs = queue.SimpleQueue[Callable[[], None] | None]
-
-
-def start_thread(jobs: Jobs) -> None:
-    """Starts a thread that does jobs until it is given none."""
-    num_threads = torch.get_num_threads()
-    is_set = threading.Event()
-
-    def work() -> None:
-        # A core is left to the thread of backward: kernels wait for the slowest of their threads, and one that had to
-        # share its core would hold up all the others.
-        torch.get_num_threads()  # A thread takes over the last number set when it first needs one.
-        torch.set_num_threads(max(1, num_threads - 1))
-        is_set.set()
-        _work(jobs)
-
-    threading.Thread(target=work, name="shardwise-early", daemon=True).start()
-    is_set.wait()
-    # That number is for that thread alone.
-    torch.set_num_threads(num_threads)
-
-
-def _work(jobs: Jobs) -> None:
+def _work(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
     while (job := jobs.get()) is not None:
         job()
         del job
