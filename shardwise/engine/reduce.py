@@ -239,8 +239,8 @@ class Reduction:
         if torch.is_grad_enabled():
             # backward(create_graph=True): the graph goes on from the gradients, not through their reduce.
             gradients = [None if gradient is None else gradient.detach() for gradient in gradients]
-        # From the compute stream's memory, where backward is just letting go of activations.
         calls, division = self._settings.calls, self._division
+        # From the compute stream's memory, where backward is just letting go of activations.
         plan.rows.grow_in(calls.lend(plan.rows.size_bytes))
         plan.filled_by = self
         self._buffer = None if self._puts_off else plan.buffer_to_fill()
@@ -259,7 +259,8 @@ class Reduction:
         with lane:
             for each in plan.slices:
                 if self._work is not None:
-                    # The next slice is packed where this one is read from; by others, longer than this rank waits.
+                    # order: a slice's reduce before the next one is packed, because both use the same rows; others may
+                    # read what they were lent for longer than that, so what comes next is lent anew
                     self._work.wait()
                     plan.rows.grow_in(calls.lend(plan.rows.size_bytes))
                 each.pack.fill(gradients, is_complete=present is None)
