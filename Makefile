@@ -55,6 +55,8 @@ BENCH_GPU = PYTHONPATH=. $(PYTHON) benchmarks
 bench: $(STAMP)
 	$(BENCH)/host_overhead.py
 	$(BENCH)/host_overhead.py --face wrapper
+	$(BENCH)/host_profile.py
+	$(BENCH)/host_profile.py --face wrapper
 	$(BENCH)/optimizer_step.py
 	$(BENCH)/clip.py
 	$(BENCH)/gloo_step.py
@@ -64,6 +66,8 @@ bench: $(STAMP)
 bench-gpu:
 	$(BENCH_GPU)/host_overhead.py --device cuda
 	$(BENCH_GPU)/host_overhead.py --device cuda --face wrapper
+	$(BENCH_GPU)/host_profile.py --device cuda
+	$(BENCH_GPU)/host_profile.py --device cuda --face wrapper
 	$(BENCH_GPU)/optimizer_step.py --device cuda
 	$(BENCH_GPU)/clip.py --device cuda
 	$(BENCH_GPU)/captured_step.py --model tiny
@@ -73,6 +77,7 @@ bench-gpu:
 		$(BENCH_GPU)/step_time.py --device cuda --model $$model $$compiled || exit 1; done; done
 	for world in 8 64; do \
 		$(BENCH_GPU)/step_time.py --device cuda --model 8b --memory --world-size $$world || exit 1; done
+	for step in 1b 8b "tiny --captured" "1b --captured"; do $(BENCH_GPU)/step_profile.py --model $$step || exit 1; done
 	$(BENCH_GPU)/offload_step.py --device cuda --model 1b
 	$(BENCH_GPU)/report.py
 

@@ -1,6 +1,6 @@
-"""The table and the plot of benchmarks/README.md, from the results files alone.
+"""The tables and the plot of benchmarks/README.md, from the results files alone.
 
-    python benchmarks/report.py            # writes both
+    python benchmarks/report.py            # writes them
     python benchmarks/report.py --check    # says whether they are current
 
 A question that no results file answers yet says so.
@@ -18,6 +18,7 @@ HERE = Path(__file__).parent
 README = HERE / "README.md"
 PLOT = HERE / "results" / "figures.svg"
 BEGIN, END = "<!-- table: written by report.py -->\n", "<!-- end of table -->\n"
+PROFILES_BEGIN, PROFILES_END = "<!-- profiles: written by report.py -->\n", "<!-- end of profiles -->\n"
 
 
 class Question(NamedTuple):
@@ -211,11 +212,73 @@ def plot() -> str:
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
+# --- profiles ---------------------------------------------------------------------------------------------------------
+
+
+def profiles(results: Path = HERE / "results") -> str:
+    """Where time goes, for the profiles that there are; nothing without any."""
+    read = {path.stem: json.loads(path.read_text()) for path in sorted(results.glob("*_profile_*.json"))}
+    hosts = {name: found for name, found in read.items() if found["benchmark"] == "host_profile"}
+    steps = {name: found for name, found in read.items() if found["benchmark"] == "step_profile"}
+    sections = [*([host_profiles(hosts)] if hosts else []), *([step_profiles(steps)] if steps else [])]
+    return "\n".join(["## Where the rest goes\n", *sections]) if sections else ""
+
+
+def host_profiles(found: dict[str, Any]) -> str:
+    kinds = next(iter(found.values()))["parts_a_unit"]
+    rows = []
+    for name, each in found.items():
+        face, where = each["settings"]["face"], "GPU" if each["settings"]["device"] == "cuda" else "CPU"
+        ratio, if_free = (figure["value"] for figure in each["figures"].values())
+        parts = [each["parts_a_unit"][kind] for kind in kinds]
+        row = [f"`{face}`, {where}, beside {each['peer']}"]
+        row += [f"{part['us']:.0f} ({part['of_peer']:.3f})" for part in parts]
+        row += [f"{each['overhead_us_a_unit']['shardwise']:.0f} ({ratio:.3f})", f"{if_free:.3f}", link(name)]
+        rows.append(row)
+    return markdown(
+        "Host time that sharding adds to a forward and backward, in µs a unit; in brackets, as a part of what the peer "
+        "adds. *If free*: the ratio that would be left if all but the group's own calls and copies took no time.",
+        ["host", *kinds, "all", "if free", "file"],
+        rows,
+    )
+
+
+def step_profiles(found: dict[str, Any]) -> str:
+    rows, reasons = [], {}
+    for name, each in found.items():
+        model = each["settings"]["model"] + (", captured" if each["settings"]["captured"] else "")
+        for who, reasons in each["longer_than_plain_ms"].items():
+            tables = [each["ms_a_step"][which] for which in ("plain", who)]
+            beside = tables[1]["beside"]
+            kinds = ", ".join(f"{kind} {taken:.2f}" for kind, taken in beside["kinds"].items())
+            row = [f"{model}: {who}", *(f"{table['compute']['from first to last']:.2f}" for table in tables)]
+            row += [f"{taken:+.2f}" for taken in reasons.values()]
+            row += [f"{beside['busy']:.2f}: {kinds}", f"{beside['while compute is busy']:.2f}", link(name)]
+            rows.append(row)
+    return markdown(
+        "A GPU's step in ms, from compute's first kernel to its last: how much longer than plain's, and by what; what "
+        "runs beside compute, and how long both run at once. Being profiled makes steps longer, most of all by gaps.",
+        ["step", "plain", "own", *reasons, "beside compute", "at once", "file"],
+        rows,
+    )
+
+
+def link(name: str) -> str:
+    return f"[{name}](results/{name}.json)"
+
+
+def markdown(about: str, columns: list[str], rows: list[list[str]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join([about, "", *(f"| {' | '.join(line)} |" for line in lines)]) + "\n"
+
+
 def page() -> str:
-    """The README with the table as it has to be."""
+    """The README with the tables as they have to be."""
     text = README.read_text()
-    before, rest = text.split(BEGIN)
-    return before + BEGIN + table() + END + rest.split(END)[1]
+    for begin, end, content in ((BEGIN, END, table()), (PROFILES_BEGIN, PROFILES_END, profiles())):
+        before, rest = text.split(begin)
+        text = before + begin + content + end + rest.split(end)[1]
+    return text
 
 
 def main() -> int:

@@ -1,0 +1,205 @@
+"""Where the host time goes that sharding adds to a forward and backward.
+
+    python benchmarks/host_profile.py                  # CPU, 24 tiny blocks, fake group of 8
+    python benchmarks/host_profile.py --device cuda    # the same model, wider, on a GPU
+    python benchmarks/host_profile.py --face wrapper   # FullyShardedDataParallel, beside torch's FSDP1
+
+The models are those of `host_overhead.py`: plain, the peer and shardwise, and shardwise a second time with the engine's
+methods counted. All four take turns. A counted method's time is its own alone, without that of counted methods it
+calls, and without what the counting itself costs, which is measured first. What is counted belongs to a kind: the
+group's calls, copies, memory that comes and goes, marks and lanes, and the Python around them. The last kind is what
+remains of the uncounted difference (shardwise - plain): torch's calling of hooks, and a model that runs slower for the
+work in between.
+
+Each kind is also given as a part of the peer's overhead, so that all of them add up to the overhead ratio of this run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import statistics
+import sys
+import warnings
+from typing import NamedTuple
+
+import host_overhead
+import torch
+import torch.distributed as dist
+from counting import Cost, Counted, counting_cost
+from measuring import Contender, Times, parser, take_turns, wait_for, write
+from models import start_group
+
+GROUP, COPIES = "the group's own calls", "copies: casts, packing, copy-out"
+MEMORY, LANES = "memory that comes and goes", "marks, waits and lanes"
+PYTHON, BESIDE = "Python of ours", "beside our hooks"
+IF_FREE = "the same, were all but the group's calls and copies free"
+
+# Where each kind's work is done. Lanes of the host do nothing, so they are counted on a GPU alone.
+METHODS = {
+    GROUP: {"shardwise.comm.collectives.GroupCalls": "_issue"},
+    COPIES: {
+        "torch.Tensor": "copy_",
+        "shardwise.engine.gather.SplitRows": "run",
+        "shardwise.engine.gather.CopyPieces": "run",
+        "shardwise.engine.pack.FusedPack": "fill",
+        "shardwise.engine.pack.LinePack": "fill",
+        "shardwise.engine.pack.PiecewisePack": "fill",
+    },
+    MEMORY: {
+        "shardwise.engine.storage.Elastic": "grow shrink",
+        "shardwise.engine.storage.Movable": "grow grow_in shrink",
+        "shardwise.engine.reduce.Reduction": "_make_own_row",
+    },
+    LANES: {
+        "shardwise.comm.streams.CudaLane": "__enter__ __exit__ after_compute after mark",
+        "shardwise.comm.streams.CudaLanes": "mark_compute compute_after host_after",
+    },
+    PYTHON: {
+        "shardwise.engine.hooks.Hooks": "pre_forward post_forward pre_backward post_backward flush",
+        "shardwise.engine.hooks.Pass": "outputs_gradient_arrives inputs_gradients_are_done",
+        "shardwise.engine.unit.Unit": "issue_gather wait_gather reshard",
+        "shardwise.engine.unit_gradients.UnitGradients": "reduce",
+        "shardwise.engine.root.Root": "begin_forward start_reduce prefetch_before end_backward",
+        "shardwise.engine.gather.PackedGather": "issue finish",
+        "shardwise.engine.reduce.Reduction": "issue finish",
+    },
+}
+
+
+def counted_methods(device_type: str) -> list[Counted]:
+    """All that is counted on such a device; an error names whatever is not where `METHODS` says."""
+    found, missing = [], []
+    for kind, owners in METHODS.items():
+        for path, names in owners.items():
+            module, _, class_name = path.rpartition(".")
+            owner = getattr(importlib.import_module(module), class_name, None)
+            for name in names.split():
+                if callable(getattr(owner, name, None)):
+                    found.append(Counted(kind, owner, name))
+                else:
+                    missing.append(f"{path}.{name}")
+    if missing:
+        raise LookupError(f"not there any more: {', '.join(missing)}; METHODS must say who does that now")
+    return [each for each in found if each.kind != LANES or device_type == "cuda"]
+
+
+class Row(NamedTuple):
+    """A method in a step: medians over steps, for each unit."""
+
+    method: str
+    kind: str
+    us: float
+    calls: float
+
+
+class Profile:
+    """Counts the methods of a model that was made while they were open, in steps that they are opened for."""
+
+    def __init__(self, device_type: str) -> None:
+        self._methods = counted_methods(device_type)
+        self.cost = counting_cost()
+        self._steps: list[list[tuple[int, float]]] = []
+
+    def open(self) -> None:
+        for method in self._methods:
+            method.open()
+
+    def close(self) -> None:
+        for method in self._methods:
+            method.close()
+
+    def end_step(self) -> None:
+        self.close()
+        self._steps.append([(method.calls, self.cost.own_ns(method)) for method in self._methods])
+
+    def rows(self, num_units: int, skip: int) -> list[Row]:
+        """The methods that were called, longest first; without the first ``skip`` steps."""
+        rows = []
+        for method, steps in zip(self._methods, zip(*self._steps[skip:], strict=True), strict=True):
+            calls, ns = (statistics.median(column) / num_units for column in zip(*steps, strict=True))
+            if calls:
+                rows.append(Row(f"{method.owner.__name__}.{method.name}", method.kind, ns / 1000, calls))
+        return sorted(rows, key=lambda row: -row.us)
+
+
+def shares(rows: list[Row], ours_us: float, peer_us: float) -> dict[str, dict[str, float]]:
+    """Each kind beside our overhead and the peer's; what was not counted is the rest of ours."""
+    kinds = {kind: sum(row.us for row in rows if row.kind == kind) for kind in METHODS}
+    kinds[BESIDE] = ours_us - sum(kinds.values())
+    return {kind: {"us": us, "of_ours": us / ours_us, "of_peer": us / peer_us} for kind, us in kinds.items()}
+
+
+def measure(args: argparse.Namespace) -> None:
+    device = torch.device(args.device)
+    start_group("fake", args.world_size, device)
+    settings = host_overhead.parse(
+        ["--device", args.device, "--face", args.face, "--world-size", str(args.world_size)]
+    )
+    profile = Profile(args.device)
+    profile.open()
+    ours = host_overhead.contenders(settings, device)[-1]
+    profile.close()
+    bare = host_overhead.contenders(settings, device)
+
+    def begin() -> None:
+        ours.model.zero_grad()
+        profile.open()
+
+    def end() -> None:
+        profile.end_step()
+        ours.check_after_step()
+
+    takers = [Contender(each.name, each.step, each.model.zero_grad, each.check_after_step) for each in bare]
+    takers.append(Contender("shardwise, counted", ours.step, begin, end))
+    times = take_turns(takers, wait_for(device), args.rounds, args.iterations, args.warmup)
+    for each in (*bare, ours):
+        each.check_counts()
+    dist.destroy_process_group()
+    num_units = settings.blocks + 1
+    write_result(args, times, profile.rows(num_units, skip=args.warmup), profile.cost, num_units)
+
+
+def write_result(args: argparse.Namespace, times: Times, rows: list[Row], cost: Cost, num_units: int) -> None:
+    peer = host_overhead.PEERS[args.face]
+    ours_us, peer_us = (
+        1000 * (times.median(name) - times.median("plain")) / num_units for name in ("shardwise", peer)
+    )
+    parts = shares(rows, ours_us, peer_us)
+    for kind, part in parts.items():
+        print(
+            f"{kind:>34}: {part['us']:7.1f} us a unit, {part['of_ours']:6.1%} of ours, "
+            f"{part['of_peer']:.3f} of {peer}'s"
+        )
+    face = "wrapper_" if args.face == "wrapper" else ""
+    write(
+        "host_profile",
+        args,
+        args.out,
+        f"host_profile_{face}{args.device}",
+        step_ms=times.summary(),
+        figures={
+            f"(shardwise - plain) / ({peer} - plain)": {"value": ours_us / peer_us},
+            IF_FREE: {"value": parts[GROUP]["of_peer"] + parts[COPIES]["of_peer"]},
+        },
+        peer=peer,
+        overhead_us_a_unit={"shardwise": ours_us, peer: peer_us},
+        parts_a_unit=parts,
+        methods_a_unit=[row._asdict() for row in rows],
+        counting_ns_a_call=cost._asdict(),
+    )
+
+
+def main() -> int:
+    options = parser(__doc__, rounds=9, iterations=8)
+    options.add_argument("--face", choices=list(host_overhead.PEERS), default="fully_shard")
+    options.add_argument("--world-size", type=int, default=8)
+    args = options.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    measure(args)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
