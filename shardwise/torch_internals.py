@@ -504,6 +504,11 @@ def cuda_stream(key: StreamKey) -> torch.cuda.Stream:
     return torch.cuda.Stream(stream_id=stream_id, device_index=device_index, device_type=device_type)
 
 
+def raw_cuda_stream(device_index: int) -> int:
+    """The current stream as CUDA itself knows it."""
+    return torch._C._cuda_getCurrentRawStream(device_index)
+
+
 # --- ZeRO --------------------------------------------------------------------------------------------------------
 
 

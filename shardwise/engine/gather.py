@@ -17,8 +17,11 @@ from typing import Protocol
 import torch
 
 from shardwise.comm.collectives import GroupCalls, LentRows, Work, land
+from shardwise.engine.kernels import plan_copy_out_kernel
 from shardwise.engine.storage import Elastic
+from shardwise.plan.strips import strips_of_layout
 from shardwise.plan.layout import Layout, Piece, Share, pieces_by_rank
+from shardwise.plan.rows import RowsLayout
 from shardwise.torch_internals import copy_all, split_rows
 
 # From here on the time of a copy-out is worth more than that of one operation for each parameter.
@@ -50,6 +53,10 @@ class CopyOut(Protocol):
 
 
 def _plan_copy_out(layout: Layout, rows: Elastic, full: Elastic, sent_dtypes: list[torch.dtype]) -> CopyOut:
+    if isinstance(layout, RowsLayout) and (strips := strips_of_layout(layout)) is not None:
+        kernel = plan_copy_out_kernel(strips, layout.world, layout.sent_bytes, rows, full)
+        if kernel is not None:
+            return kernel
     shares = layout.shares()
     if shares is not None and full.device.type == "cuda":
         return SplitRows(layout, shares, rows, full)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import NamedTuple, Protocol
 
 import torch
 
+from shardwise.engine.kernels import plan_pack_kernel
 from shardwise.engine.storage import Elastic, Movable
+from shardwise.plan.strips import Strip, strips_of_line, strips_of_packing
 from shardwise.plan.flat import FlatPacking
 from shardwise.plan.layout import Packing, Pad, Piece
 from shardwise.plan.rows import RowsPacking
@@ -59,14 +62,12 @@ def plan_slices(
     if not parts:
         pack = plan_pack(packing, rows, dtype, shapes, gradient_dtypes)
         return rows, [Slice(pack, rows.tensor(dtype, 0, (world * row_numel,)), Span(0, row_numel))]
-    return rows, [
-        Slice(
-            PiecewisePack(part, rows, dtype, len(shapes)),
-            rows.tensor(dtype, 0, (world * part.row_numel,)),
-            part.columns,
-        )
-        for part in parts
-    ]
+    slices = []
+    for part in parts:
+        kernel = _plan_kernel(packing, part.columns, rows, dtype, shapes, gradient_dtypes)
+        pack = kernel or PiecewisePack(part, rows, dtype, len(shapes))
+        slices.append(Slice(pack, rows.tensor(dtype, 0, (world * part.row_numel,)), part.columns))
+    return rows, slices
 
 
 def plan_pack(
@@ -77,6 +78,9 @@ def plan_pack(
     gradient_dtypes: list[torch.dtype],
 ) -> Pack:
     """As few kernels as the packing and the gradients' dtypes allow; else piece by piece."""
+    kernel = _plan_kernel(packing, Span(0, packing.row_numel), rows, dtype, shapes, gradient_dtypes)
+    if kernel is not None:
+        return kernel
     if isinstance(packing, FlatPacking) and packing.is_line:
         return LinePack(packing, rows, dtype, shapes)
     if (
@@ -86,6 +90,27 @@ def plan_pack(
     ):
         return FusedPack(packing, rows, dtype)
     return PiecewisePack(packing, rows, dtype, len(shapes))
+
+
+def _plan_kernel(
+    packing: Packing,
+    columns: Span,
+    rows: Elastic,
+    dtype: torch.dtype,
+    shapes: list[tuple[int, ...]],
+    gradient_dtypes: list[torch.dtype],
+) -> Pack | None:
+    """One kernel of our own for these columns of the rows, where there is one."""
+    if len(set(gradient_dtypes)) != 1:
+        return None
+    world, row_numel = packing.world, columns.numel
+    strips: list[Strip] | None = None
+    if isinstance(packing, RowsPacking):
+        strips = strips_of_packing(packing, columns)
+    elif isinstance(packing, FlatPacking) and packing.is_line:
+        strips = strips_of_line(packing, [prod(shape) for shape in shapes])
+        world, row_numel = 1, world * row_numel
+    return plan_pack_kernel(strips, world, row_numel, rows, dtype, gradient_dtypes[0]) if strips else None
 
 
 class LinePack:

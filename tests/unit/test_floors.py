@@ -16,6 +16,7 @@ PACKAGE = Path(__file__).parents[2] / "shardwise"
 FLOORS = [
     ("errors",),
     ("policies", "trace", "torch_internals", "torch_threads"),
+    ("cuda_driver",),
     ("plan", "comm"),
     ("engine",),
     ("optim",),

@@ -1,0 +1,105 @@
+"""Strips tell kernels where gradients and parameters stand in rows: the same places that pieces and pads tell."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shardwise.engine.gather import CopyPieces
+from shardwise.engine.pack import LinePack, PiecewisePack
+from shardwise.engine.storage import Elastic
+from shardwise.plan.flat import FlatPacking, plan_flat
+from shardwise.plan.layout import RowParam
+from shardwise.plan.rows import RowsPacking, plan_rows
+from shardwise.plan.slices import cut_into_slices
+from shardwise.plan.strips import strips_of_layout, strips_of_line, strips_of_packing
+
+CPU = torch.device("cpu")
+SHAPES = [(7, 3), (1,), (8, 2), (0, 4), (5,), (16,), (2, 3)]
+
+
+def rows_of(row_numel, world):
+    rows = Elastic(world * row_numel * 4, CPU)
+    rows.grow()
+    return rows, rows.tensor(torch.float32, 0, (world, row_numel)).fill_(float("nan"))
+
+
+def pack_by_strips(strips, gradients, world, row_numel):
+    """What a kernel does, told in Python."""
+    packed = torch.full((world, row_numel), float("nan"))
+    for strip in strips:
+        for rank in range(world):
+            first = rank * strip.own + strip.skip
+            there = max(0, min(strip.width, strip.numel - first))
+            columns = packed[rank, strip.start : strip.start + strip.span]
+            columns[:there] = gradients[strip.member].flatten()[first : first + there]
+            columns[there:] = 0
+    return packed
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+def test_packed_by_strips_rows_are_those_packed_by_pieces(world):
+    packing = RowsPacking(plan_rows([RowParam(shape, 0, "all", 4, 4) for shape in SHAPES], world))
+    gradients = [torch.rand(shape) + 1 for shape in SHAPES]
+    rows, found = rows_of(packing.row_numel, world)
+    PiecewisePack(packing, rows, torch.float32, len(SHAPES)).fill(list(gradients), is_complete=True)
+    strips = strips_of_packing(packing)
+    assert torch.equal(pack_by_strips(strips, gradients, world, packing.row_numel), found)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_slices_by_strips_are_those_packed_by_pieces(world):
+    shapes = [(70, 3), (1,), (8, 2), (0, 4), (50,)]
+    packing = RowsPacking(plan_rows([RowParam(shape, 0, "all", 4, 4) for shape in shapes], world))
+    gradients = [torch.rand(shape) + 1 for shape in shapes]
+    slices = cut_into_slices(packing, 32 * world)
+    assert len(slices) > 2
+    for each in slices:
+        rows, found = rows_of(each.row_numel, world)
+        PiecewisePack(each, rows, torch.float32, len(shapes)).fill(list(gradients), is_complete=True)
+        strips = strips_of_packing(packing, each.columns)
+        assert torch.equal(pack_by_strips(strips, gradients, world, each.row_numel), found)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_a_line_by_strips_is_the_line(world):
+    layout = plan_flat([RowParam(shape, 0, "all", 4, 4) for shape in SHAPES], world)
+    packing = FlatPacking(layout, range(len(SHAPES)))
+    gradients = [torch.rand(shape) + 1 for shape in SHAPES]
+    rows, found = rows_of(packing.row_numel, world)
+    LinePack(packing, rows, torch.float32, SHAPES).fill(list(gradients), is_complete=True)
+    strips = strips_of_line(packing, [gradient.numel() for gradient in gradients])
+    assert torch.equal(pack_by_strips(strips, gradients, 1, world * packing.row_numel), found.view(1, -1))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+def test_parameters_by_strips_are_those_copied_out_by_pieces(world):
+    kinds = [(torch.float32, "wide"), (torch.bfloat16, "narrow")] * 4
+    params = [
+        RowParam(shape, 0, kind, 4, dtype.itemsize)
+        for shape, (dtype, kind) in zip(SHAPES, kinds, strict=False)
+    ]
+    layout = plan_rows(params, world)
+    rows, full = Elastic(world * layout.sent_bytes, CPU), Elastic(layout.full_bytes, CPU)
+    sent = rows.tensor(torch.uint8, 0, (world, layout.sent_bytes))
+    found = full.tensor(torch.uint8, 0, (layout.full_bytes,))
+    rows.grow()
+    full.grow()
+    sent.copy_(torch.randint(1, 255, sent.shape))
+    found.zero_()
+    CopyPieces(layout, rows, full, [kinds[index][0] for index in range(len(params))]).run()
+    by_strips = torch.zeros_like(found)
+    for strip in strips_of_layout(layout):
+        for rank in range(world):
+            there = max(0, min(strip.width, strip.numel - rank * strip.own))
+            start = strip.whole_start + rank * strip.own
+            by_strips[start : start + there] = sent[rank, strip.start : strip.start + there]
+    assert found.any()
+    assert torch.equal(by_strips, found)
+
+
+def test_parameters_that_are_cut_along_another_dim_have_no_strips():
+    params = [RowParam((4, 4), 0, "all", 4, 4), RowParam((4, 4), 1, "all", 4, 4)]
+    layout = plan_rows(params, 2)
+    assert strips_of_layout(layout) is None
+    assert strips_of_packing(RowsPacking(layout)) is None
