@@ -19,9 +19,9 @@ import torch
 from shardwise.comm.collectives import GroupCalls, LentRows, Work, land
 from shardwise.engine.kernels import plan_copy_out_kernel
 from shardwise.engine.storage import Elastic
-from shardwise.plan.strips import strips_of_layout
 from shardwise.plan.layout import Layout, Piece, Share, pieces_by_rank
 from shardwise.plan.rows import RowsLayout
+from shardwise.plan.strips import strips_of_layout
 from shardwise.torch_internals import copy_all, split_rows
 
 # From here on the time of a copy-out is worth more than that of one operation for each parameter.

@@ -14,13 +14,13 @@ import torch
 
 from shardwise.cuda_driver import Kernel, compile_kernels, pointers_to
 from shardwise.engine.storage import Elastic
-from shardwise.plan.strips import Strip
 from shardwise.plan.spans import ceil_div
+from shardwise.plan.strips import Strip
 
 # As many as arguments have room for, which are 4096 bytes.
 _MOST_STRIPS = 48
 _NUM_THREADS = 256
-# Elements, or bytes, that a thread block moves at a time, and how many there are at most: compute needs room beside them.
+# What a thread block moves at a time, and how many of them there are at most: compute needs room beside them.
 _TILE = 8192
 _BYTES_TILE = 32768
 _MOST_THREAD_BLOCKS = 1056

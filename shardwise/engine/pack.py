@@ -10,12 +10,12 @@ import torch
 
 from shardwise.engine.kernels import plan_pack_kernel
 from shardwise.engine.storage import Elastic, Movable
-from shardwise.plan.strips import Strip, strips_of_line, strips_of_packing
 from shardwise.plan.flat import FlatPacking
 from shardwise.plan.layout import Packing, Pad, Piece
 from shardwise.plan.rows import RowsPacking
 from shardwise.plan.slices import RowsSlice, cut_into_slices
 from shardwise.plan.spans import Span
+from shardwise.plan.strips import Strip, strips_of_line, strips_of_packing
 from shardwise.torch_internals import chunk_cat, copy_all, zero_all
 
 # Rows that take more are packed and reduced slice by slice: freed activations, which backward leaves in pieces of their
