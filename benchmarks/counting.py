@@ -20,8 +20,16 @@ class _Stack(threading.local):
 _stack = _Stack()
 
 
+class Counts(NamedTuple):
+    """Calls of a method, counted calls that it made itself, and its own time without those."""
+
+    calls: int
+    inner_calls: int
+    own_ns: int
+
+
 class Counted:
-    """A method, with its calls counted while it is open: its own time, and how many counted ones it made itself."""
+    """A method, with its calls counted while it is open."""
 
     def __init__(self, kind: str, owner: type, name: str) -> None:
         self.kind, self.owner, self.name = kind, owner, name
@@ -34,6 +42,9 @@ class Counted:
     def open(self) -> None:
         self.calls = self.inner_calls = self.own_ns = 0
         setattr(self.owner, self.name, self._call)
+
+    def counts(self) -> Counts:
+        return Counts(self.calls, self.inner_calls, self.own_ns)
 
     def close(self) -> None:
         if self._inherits:
@@ -70,9 +81,14 @@ class Cost(NamedTuple):
     inside: float
     outside: float
 
-    def own_ns(self, method: Counted) -> float:
+    def in_place(self, ns_a_call: float) -> Cost:
+        """The cost as it was found where methods really run, which is more than in a loop that does nothing else."""
+        factor = max(1.0, ns_a_call / (self.inside + self.outside))
+        return Cost(factor * self.inside, factor * self.outside)
+
+    def own_ns(self, counts: Counts) -> float:
         """A method's own time as it would have been without counting."""
-        return method.own_ns - method.calls * self.inside - method.inner_calls * self.outside
+        return counts.own_ns - counts.calls * self.inside - counts.inner_calls * self.outside
 
 
 class _Nothing:

@@ -5,11 +5,11 @@
     python benchmarks/host_profile.py --face wrapper   # FullyShardedDataParallel, beside torch's FSDP1
 
 The models are those of `host_overhead.py`: plain, the peer and shardwise, and shardwise a second time with the engine's
-methods counted. All four take turns. A counted method's time is its own alone, without that of counted methods it
-calls, and without what the counting itself costs, which is measured first. What is counted belongs to a kind: the
-group's calls, copies, memory that comes and goes, marks and lanes, and the Python around them. The last kind is what
-remains of the uncounted difference (shardwise - plain): torch's calling of hooks, and a model that runs slower for the
-work in between.
+methods counted. All four take turns. A counted method's time is its own alone: without that of counted methods it
+calls, and without what the counting itself costs, by which the two models of shardwise differ. What is counted belongs
+to a kind: the group's calls, copies, memory that comes and goes, marks and lanes, and the Python around them. The last
+kind is what remains of the uncounted difference (shardwise - plain): torch's calling of hooks, and a model that runs
+slower for the work in between.
 
 Each kind is also given as a part of the peer's overhead, so that all of them add up to the overhead ratio of this run.
 """
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import pkgutil
 import statistics
 import sys
 import warnings
@@ -26,25 +27,24 @@ from typing import NamedTuple
 import host_overhead
 import torch
 import torch.distributed as dist
-from counting import Cost, Counted, counting_cost
+from counting import Cost, Counted, Counts, counting_cost
 from measuring import Contender, Times, parser, take_turns, wait_for, write
 from models import start_group
 
 GROUP, COPIES = "the group's own calls", "copies: casts, packing, copy-out"
 MEMORY, LANES = "memory that comes and goes", "marks, waits and lanes"
 PYTHON, BESIDE = "Python of ours", "beside our hooks"
+COUNTED = "shardwise, counted"
 IF_FREE = "the same, were all but the group's calls and copies free"
 
-# Where each kind's work is done. Lanes of the host do nothing, so they are counted on a GPU alone.
+# Where each kind's work is done; a star is any class of any module of a package. Lanes of the host do nothing, so they
+# are counted on a GPU alone.
 METHODS = {
     GROUP: {"shardwise.comm.collectives.GroupCalls": "_issue"},
     COPIES: {
         "torch.Tensor": "copy_",
-        "shardwise.engine.gather.SplitRows": "run",
-        "shardwise.engine.gather.CopyPieces": "run",
-        "shardwise.engine.pack.FusedPack": "fill",
-        "shardwise.engine.pack.LinePack": "fill",
-        "shardwise.engine.pack.PiecewisePack": "fill",
+        # As all ways to copy out and to pack are called.
+        "shardwise.engine.*": "run fill",
     },
     MEMORY: {
         "shardwise.engine.storage.Elastic": "grow shrink",
@@ -67,18 +67,32 @@ METHODS = {
 }
 
 
+def classes(path: str, method: str) -> list[type]:
+    """The class of this path; of a path that ends in a star, all those that have such a method of their own."""
+    package, _, class_name = path.rpartition(".")
+    room = importlib.import_module(package)
+    if class_name != "*":
+        return [owner] if isinstance(owner := getattr(room, class_name, None), type) else []
+    rooms = [
+        importlib.import_module(f"{package}.{each.name}") for each in pkgutil.iter_modules(room.__path__)
+    ]
+    return [
+        owner
+        for room in rooms
+        for owner in vars(room).values()
+        if isinstance(owner, type) and owner.__module__ == room.__name__ and method in vars(owner)
+    ]
+
+
 def counted_methods(device_type: str) -> list[Counted]:
     """All that is counted on such a device; an error names whatever is not where `METHODS` says."""
     found, missing = [], []
     for kind, owners in METHODS.items():
         for path, names in owners.items():
-            module, _, class_name = path.rpartition(".")
-            owner = getattr(importlib.import_module(module), class_name, None)
             for name in names.split():
-                if callable(getattr(owner, name, None)):
-                    found.append(Counted(kind, owner, name))
-                else:
-                    missing.append(f"{path}.{name}")
+                having = [owner for owner in classes(path, name) if callable(getattr(owner, name, None))]
+                found += [Counted(kind, owner, name) for owner in having]
+                missing += [] if having else [f"{path}.{name}"]
     if missing:
         raise LookupError(f"not there any more: {', '.join(missing)}; METHODS must say who does that now")
     return [each for each in found if each.kind != LANES or device_type == "cuda"]
@@ -98,8 +112,7 @@ class Profile:
 
     def __init__(self, device_type: str) -> None:
         self._methods = counted_methods(device_type)
-        self.cost = counting_cost()
-        self._steps: list[list[tuple[int, float]]] = []
+        self.steps: list[list[Counts]] = []
 
     def open(self) -> None:
         for method in self._methods:
@@ -111,15 +124,19 @@ class Profile:
 
     def end_step(self) -> None:
         self.close()
-        self._steps.append([(method.calls, self.cost.own_ns(method)) for method in self._methods])
+        self.steps.append([method.counts() for method in self._methods])
 
-    def rows(self, num_units: int, skip: int) -> list[Row]:
-        """The methods that were called, longest first; without the first ``skip`` steps."""
+    def calls_a_step(self) -> int:
+        return sum(counts.calls for counts in self.steps[-1])
+
+    def rows(self, cost: Cost, num_units: int) -> list[Row]:
+        """The methods that were called, longest first."""
         rows = []
-        for method, steps in zip(self._methods, zip(*self._steps[skip:], strict=True), strict=True):
-            calls, ns = (statistics.median(column) / num_units for column in zip(*steps, strict=True))
+        for method, steps in zip(self._methods, zip(*self.steps, strict=True), strict=True):
+            us = statistics.median(map(cost.own_ns, steps)) / (1000 * num_units)
+            calls = statistics.median(counts.calls for counts in steps) / num_units
             if calls:
-                rows.append(Row(f"{method.owner.__name__}.{method.name}", method.kind, ns / 1000, calls))
+                rows.append(Row(f"{method.owner.__name__}.{method.name}", method.kind, us, calls))
         return sorted(rows, key=lambda row: -row.us)
 
 
@@ -151,16 +168,19 @@ def measure(args: argparse.Namespace) -> None:
         ours.check_after_step()
 
     takers = [Contender(each.name, each.step, each.model.zero_grad, each.check_after_step) for each in bare]
-    takers.append(Contender("shardwise, counted", ours.step, begin, end))
+    takers.append(Contender(COUNTED, ours.step, begin, end))
     times = take_turns(takers, wait_for(device), args.rounds, args.iterations, args.warmup)
     for each in (*bare, ours):
         each.check_counts()
     dist.destroy_process_group()
-    num_units = settings.blocks + 1
-    write_result(args, times, profile.rows(num_units, skip=args.warmup), profile.cost, num_units)
+    del profile.steps[: args.warmup]
+    write_result(args, times, profile, settings.blocks + 1)
 
 
-def write_result(args: argparse.Namespace, times: Times, rows: list[Row], cost: Cost, num_units: int) -> None:
+def write_result(args: argparse.Namespace, times: Times, profile: Profile, num_units: int) -> None:
+    counting_ms = times.median(COUNTED) - times.median("shardwise")
+    cost = counting_cost().in_place(1e6 * counting_ms / profile.calls_a_step())
+    rows = profile.rows(cost, num_units)
     peer = host_overhead.PEERS[args.face]
     ours_us, peer_us = (
         1000 * (times.median(name) - times.median("plain")) / num_units for name in ("shardwise", peer)

@@ -38,8 +38,8 @@ GROUP, CAST, PACK, COPY_OUT, POINTERS = "the group's own", "casts", "packing", "
 NAMES = {
     ATTENTION: ("sdpa", "flash", "fmha", "attention", "cudnn::fusion"),
     MATMUL: ("nvjet", "gemm", "cutlass", "xmma", "cublas", "splitk"),
-    PACK: ("chunk_cat",),
-    COPY_OUT: ("split_with_sizes_copy",),
+    PACK: ("chunk_cat", "pack_bytes", "pack_bfloat16", "pack_half"),
+    COPY_OUT: ("copy_out",),
     GROUP: ("memcpy dtod", "memcpy32", "memcpy128", "nccl"),
     POINTERS: ("memcpy htod", "memcpy dtoh"),
     CAST: ("copy_kernel", "copyfunctor", "copy<"),

@@ -128,10 +128,14 @@ def test_the_cost_of_counting_is_taken_off(load):
     counting = load("counting")
     cost = counting.counting_cost(batches=5, calls=20)
     assert cost.inside + cost.outside > 0
-    parent, _ = family(Clock())
-    method = counting.Counted("a kind", parent, "outer")
-    method.calls, method.inner_calls, method.own_ns = 3, 7, 1000
-    assert counting.Cost(inside=20, outside=30).own_ns(method) == 1000 - 3 * 20 - 7 * 30
+    counts = counting.Counts(calls=3, inner_calls=7, own_ns=1000)
+    assert counting.Cost(inside=20, outside=30).own_ns(counts) == 1000 - 3 * 20 - 7 * 30
+
+
+def test_counting_costs_what_it_did_where_methods_ran_and_never_less_than_in_a_loop(load):
+    cost = load("counting").Cost(inside=20, outside=30)
+    assert cost.in_place(100) == (40, 60)
+    assert cost.in_place(10) == cost
 
 
 # --- the host ---------------------------------------------------------------------------------------------------------
@@ -141,6 +145,8 @@ def test_all_that_the_host_profile_counts_is_where_it_says(load):
     host_profile = load("host_profile")
     kinds = [method.kind for method in host_profile.counted_methods("cuda")]
     assert set(kinds) == set(host_profile.METHODS)
+    names = {f"{method.owner.__name__}.{method.name}" for method in host_profile.counted_methods("cuda")}
+    assert {"Tensor.copy_", "CopyPieces.run", "SplitRows.run", "FusedPack.fill", "LinePack.fill"} <= names
     assert host_profile.LANES not in {method.kind for method in host_profile.counted_methods("cpu")}
 
 
@@ -149,10 +155,15 @@ def test_a_method_that_has_gone_is_named_and_not_left_out(load, monkeypatch):
     monkeypatch.setitem(
         host_profile.METHODS,
         host_profile.GROUP,
-        {"shardwise.engine.unit.Unit": "reshard gone", "torch.Gone": "x"},
+        {
+            "shardwise.engine.unit.Unit": "reshard gone",
+            "torch.Gone": "x",
+            "shardwise.engine.*": "run nowhere",
+        },
     )
     with pytest.raises(
-        LookupError, match=r"shardwise\.engine\.unit\.Unit\.gone, torch\.Gone\.x; METHODS must say"
+        LookupError,
+        match=r"unit\.Unit\.gone, torch\.Gone\.x, shardwise\.engine\.\*\.nowhere; METHODS must say",
     ):
         host_profile.counted_methods("cpu")
 
@@ -183,6 +194,8 @@ def test_all_parts_add_up_to_the_overhead_ratio(load):
         ("fmha_cutlassF_bf16_aligned_64x128_rf_sm80", "ATTENTION"),
         ("void at::native::detail::chunk_cat_cuda_kernel<float, c10::BFloat16>(c10::BFloat16**)", "PACK"),
         ("at::native::detail::split_with_sizes_copy_out_contiguous_no_cast_kernel(char**)", "COPY_OUT"),
+        ("pack_bfloat16", "PACK"),
+        ("copy_out", "COPY_OUT"),
         ("Memcpy DtoD (Device -> Device)", "GROUP"),
         ("memcpy32_post", "GROUP"),
         ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "GROUP"),
