@@ -504,6 +504,11 @@ def cuda_stream(key: StreamKey) -> torch.cuda.Stream:
     return torch.cuda.Stream(stream_id=stream_id, device_index=device_index, device_type=device_type)
 
 
+def cuda_mark() -> torch.cuda.Event:
+    """An event that a host may sleep on. Of the class below ``torch.cuda.Event``, whose methods only pass on."""
+    return cast(torch.cuda.Event, torch._C._CudaEventBase(blocking=True))
+
+
 def raw_cuda_stream(device_index: int) -> int:
     """The current stream as CUDA itself knows it."""
     return torch._C._cuda_getCurrentRawStream(device_index)
