@@ -52,6 +52,7 @@ from shardwise.policies import (
     TrustPolicy,
     set_trust,
 )
+from shardwise.version import __version__
 from shardwise.zero import ZeroRedundancyOptimizer, hook_with_zero_step, hook_with_zero_step_interleaved
 
 __all__ = [
@@ -91,6 +92,7 @@ __all__ = [
     "TrustPolicy",
     "UnshardHandle",
     "ZeroRedundancyOptimizer",
+    "__version__",
     "always_wrap_policy",
     "capture",
     "clip_grad_norm_",

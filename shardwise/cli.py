@@ -17,6 +17,7 @@ from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.train.command import Request, resolve, train
 from shardwise.train.config import settings_of
 from shardwise.train.doctor import examine
+from shardwise.version import __version__
 
 __all__ = ["main", "parser", "request_of"]
 
@@ -37,6 +38,9 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="shardwise",
         description="Train models that do not fit on one device, and look after what they leave.",
+    )
+    top.add_argument(
+        "--version", action="version", version=f"shardwise {__version__}, torch {torch.__version__}"
     )
     commands = top.add_subparsers(required=True, metavar="command")
     _add_train(commands.add_parser("train", help="train a model from a recipe"))

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[2] / "shardwise"
 
 # From the ground up. Rooms on one floor do not see each other.
 FLOORS = [
-    ("errors",),
+    ("errors", "version"),
     ("policies", "trace", "torch_internals", "torch_threads"),
     ("cuda_driver",),
     ("plan", "comm"),
