@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from shardwise import policies
 from shardwise.comm.wire import UNNAMED, Foreign, Waiting, WatchedWire
-from shardwise.torch_internals import store_of
+from shardwise.torch_internals import store_of, wait_of
 
 _COUNT = 1 << 48
 _DIGEST = (1 << 32) - 1
@@ -37,6 +37,7 @@ class NativeWire(WatchedWire):
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group, device)
         self._store = store_of(group, "shardwise agreement")
+        self._wait_for_key = wait_of(self._store)
         self._checks_all = policies.trust().checks == "collective"
         self._met: deque[str] = deque(maxlen=3)
         self._is_aborted = False
@@ -70,16 +71,17 @@ class NativeWire(WatchedWire):
         path = self.path
         key = f"{path.epoch}/{path.num_events}"
         own = _COUNT + ((path.digest >> 16) & _DIGEST)
-        self._forget_agreements(key)
-        if self._store.add(key, own) == self.world * own:
+        if is_last := self._store.add(key, own) == self.world * own:
             self._store.set(f"{key}/all", "1")
+        self._forget_agreements(key)
+        if is_last:
             return
         self.waiting = waiting = _Agreement()
         waiting.code = code
         try:
             while True:
                 try:
-                    self._store.wait([f"{key}/all"], _SLICE)
+                    self._wait_for_key(f"{key}/all", _SLICE)
                     return
                 except RuntimeError:
                     # Not yet; or the store has gone, which the watch finds out.

@@ -167,6 +167,18 @@ def native_paths():
     return told
 
 
+def native_agreements():
+    """How long ten of them take when ranks come at the same time, at best."""
+    native = NativeWire(dist.group.WORLD, torch.device("cpu"))
+    code, seconds = code_of("let an optimizer use the step"), []
+    for _ in range(5):
+        started = time.monotonic()
+        for _ in range(10):
+            native.agree(code)
+        seconds.append(time.monotonic() - started)
+    return min(seconds)
+
+
 def failing_collectives():
     """What NCCL raises when it is asked for another collective after a peer was lost, here without NCCL."""
     calls = GroupCalls(dist.group.WORLD, torch.device("cpu"))
@@ -191,6 +203,11 @@ def failing_collectives():
 
 def test_a_group_that_gives_up_by_itself_raises_what_the_watch_knows():
     run_ranks(failing_collectives, 2, kind="gloo")
+
+
+def test_ranks_that_meet_through_a_file_do_not_sleep_between_looks_longer_than_they_have_waited():
+    # torch looks into the file once in 10 ms, so one of two ranks sleeps for half of that on average.
+    assert max(run_ranks(native_agreements, 2, kind="gloo")) < 10 * 0.003
 
 
 def test_paths_of_groups_that_carry_data_themselves_are_compared_before_a_step_is_used():
