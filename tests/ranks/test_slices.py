@@ -19,18 +19,18 @@ POLICIES = {
 }
 
 
-def trained(name, options, most_bytes):
+def trained(name, options, most_bytes, device):
     """Parameters after two steps of two micro-batches; and the most slices that a unit had."""
     workload = WORKLOADS[name]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pack, "_MOST_BYTES", most_bytes)
-        model = workload.model("cpu")
+        model = workload.model(device)
         for unit in (*workload.units(model), model):
             fully_shard(unit, **options)
         optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         for step in range(2):
             for micro_batch in range(2):
-                batch = workload.data(step, micro_batch, dist.get_rank())
+                batch = workload.data(step, micro_batch, dist.get_rank(), device)
                 workload.loss(model(*batch), batch).backward()
             optim.step()
             optim.zero_grad()
@@ -39,14 +39,14 @@ def trained(name, options, most_bytes):
     return {key: full(param.detach()) for key, param in model.named_parameters()}, most
 
 
-def compare(names):
+def compare(names, policies=POLICIES, device="cpu"):
     for name in names:
-        for policy, options in POLICIES.items():
+        for policy, options in policies.items():
             if policy == "exact" and dist.get_world_size() == 3:
                 continue  # Exact sums are made in pairs.
-            at_once, num_slices = trained(name, options, 1 << 30)
+            at_once, num_slices = trained(name, options, 1 << 30, device)
             assert num_slices == 1
-            in_slices, num_slices = trained(name, options, 200)
+            in_slices, num_slices = trained(name, options, 200, device)
             assert num_slices > 1, (name, policy)
             for key, value in at_once.items():
                 assert torch.equal(value, in_slices[key]), (name, policy, key)
