@@ -81,11 +81,6 @@ class Cost(NamedTuple):
     inside: float
     outside: float
 
-    def in_place(self, ns_a_call: float) -> Cost:
-        """The cost as it was found where methods really run, which is more than in a loop that does nothing else."""
-        factor = max(1.0, ns_a_call / (self.inside + self.outside))
-        return Cost(factor * self.inside, factor * self.outside)
-
     def own_ns(self, counts: Counts) -> float:
         """A method's own time as it would have been without counting."""
         return counts.own_ns - counts.calls * self.inside - counts.inner_calls * self.outside

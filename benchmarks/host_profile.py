@@ -6,10 +6,10 @@
 
 The models are those of `host_overhead.py`: plain, the peer and shardwise, and shardwise a second time with the engine's
 methods counted. All four take turns. A counted method's time is its own alone: without that of counted methods it
-calls, and without what the counting itself costs, by which the two models of shardwise differ. What is counted belongs
-to a kind: the group's calls, copies, memory that comes and goes, marks and lanes, and the Python around them. The last
-kind is what remains of the uncounted difference (shardwise - plain): torch's calling of hooks, and a model that runs
-slower for the work in between.
+calls, and without what counting costs, as measured on a method that does nothing. In the midst of other work counting
+costs more than that; how much is left of it is in the results. What is counted belongs to a kind: the group's calls,
+copies, memory that comes and goes, marks and lanes, and the Python around them. The last kind is what remains of the
+uncounted difference (shardwise - plain): torch's calling of hooks, and a model slower for the work in between.
 
 Each kind is also given as a part of the peer's overhead, so that all of them add up to the overhead ratio of this run.
 """
@@ -28,7 +28,7 @@ import host_overhead
 import torch
 import torch.distributed as dist
 from counting import Cost, Counted, Counts, counting_cost
-from measuring import Contender, Times, parser, take_turns, wait_for, write
+from measuring import Contender, Times, expect, parser, take_turns, wait_for, write
 from models import start_group
 
 GROUP, COPIES = "the group's own calls", "copies: casts, packing, copy-out"
@@ -126,17 +126,15 @@ class Profile:
         self.close()
         self.steps.append([method.counts() for method in self._methods])
 
-    def calls_a_step(self) -> int:
-        return sum(counts.calls for counts in self.steps[-1])
-
     def rows(self, cost: Cost, num_units: int) -> list[Row]:
-        """The methods that were called, longest first."""
+        """All methods, longest first. Some may not be called on this device; of a kind, all may not."""
         rows = []
         for method, steps in zip(self._methods, zip(*self.steps, strict=True), strict=True):
             us = statistics.median(map(cost.own_ns, steps)) / (1000 * num_units)
             calls = statistics.median(counts.calls for counts in steps) / num_units
-            if calls:
-                rows.append(Row(f"{method.owner.__name__}.{method.name}", method.kind, us, calls))
+            rows.append(Row(f"{method.owner.__name__}.{method.name}", method.kind, us, calls))
+        idle = {row.kind for row in rows} - {row.kind for row in rows if row.calls}
+        expect(not idle, f"no method of these was called: {idle}; METHODS must say who does that now")
         return sorted(rows, key=lambda row: -row.us)
 
 
@@ -178,9 +176,10 @@ def measure(args: argparse.Namespace) -> None:
 
 
 def write_result(args: argparse.Namespace, times: Times, profile: Profile, num_units: int) -> None:
-    counting_ms = times.median(COUNTED) - times.median("shardwise")
-    cost = counting_cost().in_place(1e6 * counting_ms / profile.calls_a_step())
+    cost = counting_cost()
     rows = profile.rows(cost, num_units)
+    counting_us = 1000 * (times.median(COUNTED) - times.median("shardwise")) / num_units
+    taken_off_us = sum(row.calls for row in rows) * sum(cost) / 1000
     peer = host_overhead.PEERS[args.face]
     ours_us, peer_us = (
         1000 * (times.median(name) - times.median("plain")) / num_units for name in ("shardwise", peer)
@@ -207,6 +206,7 @@ def write_result(args: argparse.Namespace, times: Times, profile: Profile, num_u
         parts_a_unit=parts,
         methods_a_unit=[row._asdict() for row in rows],
         counting_ns_a_call=cost._asdict(),
+        counting_left_us_a_unit=counting_us - taken_off_us,
     )
 
 

@@ -132,12 +132,6 @@ def test_the_cost_of_counting_is_taken_off(load):
     assert counting.Cost(inside=20, outside=30).own_ns(counts) == 1000 - 3 * 20 - 7 * 30
 
 
-def test_counting_costs_what_it_did_where_methods_ran_and_never_less_than_in_a_loop(load):
-    cost = load("counting").Cost(inside=20, outside=30)
-    assert cost.in_place(100) == (40, 60)
-    assert cost.in_place(10) == cost
-
-
 # --- the host ---------------------------------------------------------------------------------------------------------
 
 
@@ -166,6 +160,24 @@ def test_a_method_that_has_gone_is_named_and_not_left_out(load, monkeypatch):
         match=r"unit\.Unit\.gone, torch\.Gone\.x, shardwise\.engine\.\*\.nowhere; METHODS must say",
     ):
         host_profile.counted_methods("cpu")
+
+
+def test_rows_are_medians_for_each_unit_and_every_kind_must_have_been_called(load):
+    host_profile, counting = load("host_profile"), load("counting")
+    profile = host_profile.Profile("cpu")
+    kinds = [method.kind for method in profile._methods]
+    for own_ns in (9000, 5000, 7000):
+        profile.steps.append([counting.Counts(calls=4, inner_calls=1, own_ns=own_ns) for _ in kinds])
+    rows = profile.rows(counting.Cost(inside=100, outside=200), num_units=2)
+    assert {row.kind for row in rows} == set(kinds)
+    assert {(row.us, row.calls) for row in rows} == {((7000 - 4 * 100 - 200) / 2000, 2.0)}
+    nobody = counting.Counts(0, 0, 0)
+    profile.steps = [
+        [nobody if kind == host_profile.MEMORY else counts for kind, counts in zip(kinds, step, strict=True)]
+        for step in profile.steps
+    ]
+    with pytest.raises(AssertionError, match=r"was called: \{'memory that comes and goes'\}"):
+        profile.rows(counting.Cost(inside=100, outside=200), num_units=2)
 
 
 def test_all_parts_add_up_to_the_overhead_ratio(load):
