@@ -20,15 +20,16 @@ from shardwise.plan.strips import Strip
 # As many as arguments have room for, which are 4096 bytes.
 _MOST_STRIPS = 48
 _NUM_THREADS = 256
-# What a thread block moves at a time, and how many of them there are at most: compute needs room beside them.
-_TILE = 8192
-_BYTES_TILE = 32768
+# Compute needs room beside them. Small units are shared out among as many, large ones in tiles that are worth finding.
 _MOST_THREAD_BLOCKS = 1056
+# What each thread of a thread block moves at a time, and how often for a tile at most.
+_BYTES_A_THREAD = 16
+_NUM_TURNS = 8
 
 # A thread block takes tile after tile; a tile is a part of one rank's share of one parameter.
 _SOURCE = """
-struct Strip { long long start, span, width, own, numel, skip, whole_start, first_tile; };
-struct Strips { long long row_numel, num_strips, num_tiles, tile; Strip all[48]; };
+struct Strip { long long start, span, width, own, numel, skip, whole_start; unsigned first_tile, tiles_each; };
+struct Strips { long long row_numel; unsigned num_strips, num_tiles, tile; Strip all[48]; };
 struct Addresses { long long of[48]; };
 struct Bfloat16 { unsigned short bits; };
 struct Half { unsigned short bits; };
@@ -60,18 +61,18 @@ __device__ void move(const From* __restrict__ from, To* __restrict__ to, long lo
     for (long long i = done + threadIdx.x; i < numel; i += blockDim.x) convert(from[i], to[i]);
 }
 
-struct Tile { int strip; long long rank, begin, numel, there; };
+struct Tile { unsigned strip; long long rank, begin, numel, there; };
 
 // Which columns of which rank's row a tile is, and how many of them the parameter has elements for.
-__device__ inline Tile find(const Strips& strips, long long number) {
+__device__ inline Tile find(const Strips& strips, unsigned number) {
     Tile tile;
     tile.strip = 0;
     while (tile.strip + 1 < strips.num_strips && number >= strips.all[tile.strip + 1].first_tile) ++tile.strip;
     const Strip& strip = strips.all[tile.strip];
-    const long long tiles_each = (strip.span + strips.tile - 1) / strips.tile;
-    tile.rank = (number - strip.first_tile) / tiles_each;
-    tile.begin = (number - strip.first_tile - tile.rank * tiles_each) * strips.tile;
-    tile.numel = min(strips.tile, strip.span - tile.begin);
+    const unsigned rank = (number - strip.first_tile) / strip.tiles_each;
+    tile.rank = rank;
+    tile.begin = (long long)(number - strip.first_tile - rank * strip.tiles_each) * strips.tile;
+    tile.numel = min((long long)strips.tile, strip.span - tile.begin);
     const long long left = min(strip.width, strip.numel - tile.rank * strip.own - strip.skip) - tile.begin;
     tile.there = max(0LL, min(left, tile.numel));
     return tile;
@@ -79,7 +80,7 @@ __device__ inline Tile find(const Strips& strips, long long number) {
 
 template <typename From, typename To>
 __device__ void pack(To* rows, const Addresses& gradients, const Strips& strips) {
-    for (long long number = blockIdx.x; number < strips.num_tiles; number += gridDim.x) {
+    for (unsigned number = blockIdx.x; number < strips.num_tiles; number += gridDim.x) {
         const Tile tile = find(strips, number);
         const Strip& strip = strips.all[tile.strip];
         const From* from = (const From*)gradients.of[tile.strip];
@@ -99,7 +100,7 @@ extern "C" __global__ void pack_bfloat16(ARGUMENTS) { pack<Bfloat16, float>((flo
 extern "C" __global__ void pack_half(ARGUMENTS) { pack<Half, float>((float*)rows, addresses, strips); }
 
 extern "C" __global__ void copy_out(ARGUMENTS) {
-    for (long long number = blockIdx.x; number < strips.num_tiles; number += gridDim.x) {
+    for (unsigned number = blockIdx.x; number < strips.num_tiles; number += gridDim.x) {
         const Tile tile = find(strips, number);
         const Strip& strip = strips.all[tile.strip];
         const unsigned char* row = (const unsigned char*)rows + tile.rank * strips.row_numel;
@@ -113,14 +114,18 @@ _NAMES = ("pack_bytes", "pack_bfloat16", "pack_half", "copy_out")
 
 class _Strip(ctypes.Structure):
     _fields_ = [
-        (name, ctypes.c_int64)
-        for name in ("start", "span", "width", "own", "numel", "skip", "whole_start", "first_tile")
+        *(
+            (name, ctypes.c_int64)
+            for name in ("start", "span", "width", "own", "numel", "skip", "whole_start")
+        ),
+        *((name, ctypes.c_uint32) for name in ("first_tile", "tiles_each")),
     ]
 
 
 class _Strips(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_int64) for name in ("row_numel", "num_strips", "num_tiles", "tile")),
+        ("row_numel", ctypes.c_int64),
+        *((name, ctypes.c_uint32) for name in ("num_strips", "num_tiles", "tile")),
         ("all", _Strip * _MOST_STRIPS),
     ]
 
@@ -129,24 +134,28 @@ _Addresses = ctypes.c_int64 * _MOST_STRIPS
 
 
 class _Launch:
-    """One launch for up to as many strips as its arguments have room for."""
+    """One launch for up to as many strips as its arguments have room for.
+
+    ``itemsize`` is that of the elements which the kernel moves, the larger one where it casts.
+    """
 
     def __init__(
-        self, kernel: Kernel, strips: Sequence[Strip], world: int, row_numel: int, tile: int, scale: int
+        self, kernel: Kernel, strips: Sequence[Strip], world: int, row_numel: int, itemsize: int
     ) -> None:
         self._kernel = kernel
         self._rows = ctypes.c_int64()
         self.addresses = _Addresses()
         self.members = [strip.member for strip in strips]
-        self._strips = _Strips(row_numel * scale, len(strips), 0, tile)
-        num_tiles = 0
-        for number, strip in enumerate(strips):
+        turn = _NUM_THREADS * _BYTES_A_THREAD // itemsize
+        turns = ceil_div(world * sum(strip.span for strip in strips), _MOST_THREAD_BLOCKS * turn)
+        tile = turn * min(turns, _NUM_TURNS)
+        made, num_tiles = [], 0
+        for strip in strips:
             numbers = (strip.start, strip.span, strip.width, strip.own, strip.numel, strip.skip)
-            self._strips.all[number] = _Strip(
-                *(value * scale for value in numbers), strip.whole_start * scale, num_tiles
-            )
-            num_tiles += world * ceil_div(strip.span * scale, tile)
-        self._strips.num_tiles = num_tiles
+            tiles_each = ceil_div(strip.span, tile)
+            made.append(_Strip(*numbers, strip.whole_start, num_tiles, tiles_each))
+            num_tiles += world * tiles_each
+        self._strips = _Strips(row_numel, len(strips), num_tiles, tile, (_Strip * _MOST_STRIPS)(*made))
         self._num_thread_blocks = min(num_tiles, _MOST_THREAD_BLOCKS)
         self._arguments = pointers_to(self._rows, self.addresses, self._strips)
 
@@ -161,10 +170,10 @@ def _kernels(device: torch.device) -> dict[str, Kernel] | None:
 
 
 def _launches(
-    kernel: Kernel, strips: Sequence[Strip], world: int, row_numel: int, tile: int, scale: int = 1
+    kernel: Kernel, strips: Sequence[Strip], world: int, row_numel: int, itemsize: int
 ) -> list[_Launch]:
     return [
-        _Launch(kernel, strips[start : start + _MOST_STRIPS], world, row_numel, tile, scale)
+        _Launch(kernel, strips[start : start + _MOST_STRIPS], world, row_numel, itemsize)
         for start in range(0, len(strips), _MOST_STRIPS)
     ]
 
@@ -208,9 +217,10 @@ def plan_pack_kernel(
     if kernels is None:
         return None
     if dtype == gradient_dtype:
-        launches = _launches(kernels["pack_bytes"], strips, world, row_numel, _BYTES_TILE, dtype.itemsize)
+        in_bytes = [strip.scaled(dtype.itemsize) for strip in strips]
+        launches = _launches(kernels["pack_bytes"], in_bytes, world, row_numel * dtype.itemsize, itemsize=1)
     elif dtype == torch.float32 and gradient_dtype in _CASTS:
-        launches = _launches(kernels[_CASTS[gradient_dtype]], strips, world, row_numel, _TILE)
+        launches = _launches(kernels[_CASTS[gradient_dtype]], strips, world, row_numel, dtype.itemsize)
     else:
         return None
     return PackKernel(launches, rows, dtype, gradient_dtype)
@@ -242,4 +252,4 @@ def plan_copy_out_kernel(
     kernels = _kernels(rows.device) if strips and rows.device.type == "cuda" else None
     if kernels is None:
         return None
-    return CopyOutKernel(_launches(kernels["copy_out"], strips, world, row_bytes, _BYTES_TILE), rows, full)
+    return CopyOutKernel(_launches(kernels["copy_out"], strips, world, row_bytes, itemsize=1), rows, full)

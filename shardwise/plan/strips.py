@@ -10,15 +10,15 @@ In a slice of rows (``plan/slices``) the first ``skip`` elements of each share s
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from shardwise.plan.flat import FlatPacking
 from shardwise.plan.rows import RowCut, RowsLayout, RowsPacking
 from shardwise.plan.spans import Span
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Strip:
     """One parameter's place in rows; all numbers in elements, or all in bytes.
 
@@ -34,6 +34,13 @@ class Strip:
     numel: int
     skip: int = 0
     whole_start: int = 0
+
+    def scaled(self, itemsize: int) -> Strip:
+        """The same in bytes."""
+        places = {
+            name: value * itemsize for name, value in dataclasses.asdict(self).items() if name != "member"
+        }
+        return Strip(self.member, **places)
 
 
 def _are_cut_in_runs(cuts: Sequence[RowCut]) -> bool:
