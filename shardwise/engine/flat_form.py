@@ -130,6 +130,7 @@ class Flat:
     """
 
     lends_gradients = False
+    uses_whole_shards = True
 
     def __init__(
         self, holder: nn.Module | None, as_stored: Sequence[nn.Module] = (), keeps_reduced: bool = False

@@ -42,6 +42,8 @@ class Form(Protocol):
 
     # Whether gradients of shards may lie in memory that is used again in every backward.
     lends_gradients: bool
+    # Whether what is sharded over one rank, and computed with as it is stored, may be used where it is.
+    uses_whole_shards: bool
 
     def make_slots(
         self,
@@ -78,6 +80,7 @@ class Rows:
     """Each parameter is cut along one dim, and shown as a DTensor."""
 
     lends_gradients = True
+    uses_whole_shards = False
 
     def __init__(self, placement_fn: PlacementFn | None) -> None:
         self._placement_fn = placement_fn

@@ -5,9 +5,9 @@
                                   └───────lent and read where they lie (processes of one host)─────▲
 
 The cast falls away when rows are sent as they are stored, the copy-out where the rows of all ranks already are the full
-parameters end to end. All of it runs on the gather lane. With *parts*, a rank
-keeps a run of neighbouring rows after forward; the gather in backward then fetches only the others' runs, over a
-smaller group, and arrives at the very same rows.
+parameters end to end; on CUDA the cast then goes right to its place among them. All of it runs on the gather lane. With
+*parts*, a rank keeps a run of neighbouring rows after forward; the gather in backward then fetches only the others'
+runs, over a smaller group, and arrives at the very same rows.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _plan_in_place(
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
     """Outputs and inputs of a gather that receives each parameter in its place, where that pays."""
     shares = layout.shares()
-    if shares is None or layout.full_bytes < _IN_PLACE_BYTES:
+    if layout.is_in_place or shares is None or layout.full_bytes < _IN_PLACE_BYTES:
         return None
     outputs, owns = [], []
     for share in shares:
@@ -169,12 +169,17 @@ class PackedGather:
         self._casts: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._cast_row: Elastic | None = None
         if sent_dtypes != stored_dtypes:
-            self._cast_row = Elastic(layout.sent_bytes, device)
-            self._own = self._cast_row.tensor(torch.uint8, 0, (layout.sent_bytes,))
+            if self._rows is full and device.type == "cuda" and part_calls is None:
+                # Right to where this rank's row is received: NCCL knows that it is there already.
+                row, start = full, calls.rank * layout.sent_bytes
+            else:
+                row, start = Elastic(layout.sent_bytes, device), 0
+                self._cast_row = row
+            self._own = row.tensor(torch.uint8, start, (layout.sent_bytes,))
             for segment in layout.segments:
                 stored_dtype, sent_dtype = stored_dtypes[segment.members[0]], sent_dtypes[segment.members[0]]
                 stored_bytes = segment.numel * segment.stored_itemsize
-                target = self._cast_row.tensor(sent_dtype, segment.sent_start_bytes, (segment.numel,))
+                target = row.tensor(sent_dtype, start + segment.sent_start_bytes, (segment.numel,))
                 if self._device_row is not None:
                     source = self._device_row.tensor(
                         stored_dtype, segment.stored_start_bytes, (segment.numel,)
@@ -215,8 +220,8 @@ class PackedGather:
             self._on_device.copy_(self._shards, non_blocking=True)
         if self._cast_row is not None:
             self._cast_row.grow()
-            for target, source in self._casts:
-                target.copy_(source)
+        for target, source in self._casts:
+            target.copy_(source)
         if self._in_place is not None and self.calls.gathers_each:
             self._work = self.calls.issue_all_gather_each(*self._in_place, code)
         elif self._copy_lent is not None and self.calls.lends_rows:

@@ -59,8 +59,13 @@ class Memory:
             slot.settle(part)
         form.settle(shards, layout)
 
-        # What is sharded over one rank, and computed with as it is stored, is whole where it is.
-        is_whole = world == 1 and layout.is_in_place and stored == sent and shards.device == mesh.device
+        is_whole = (
+            form.uses_whole_shards
+            and world == 1
+            and layout.is_in_place
+            and stored == sent
+            and shards.device == mesh.device
+        )
         self._full = Permanent(shards) if is_whole else Elastic(layout.full_bytes, mesh.device)
         self.gather = PackedGather(
             layout, shards, stored, sent, self._full, mesh.device, gather_calls, part_calls

@@ -81,7 +81,14 @@ class RowsLayout:
     full_starts_bytes: tuple[int, ...]
     full_bytes: int
 
-    is_in_place = False
+    @property
+    def is_in_place(self) -> bool:
+        # With one rank whose row begins and ends as the full buffer does.
+        return (
+            self.world == 1
+            and self.sent_starts_bytes == self.full_starts_bytes
+            and self.sent_bytes == self.full_bytes
+        )
 
     @property
     def sent_as_stored(self) -> bool:
