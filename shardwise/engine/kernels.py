@@ -182,26 +182,41 @@ class PackKernel:
     """Packs gradients into rows: cast, cut and padded. A gradient that is missing is zeros."""
 
     def __init__(
-        self, launches: list[_Launch], rows: Elastic, dtype: torch.dtype, gradient_dtype: torch.dtype
+        self,
+        launches: dict[torch.dtype, list[_Launch]],
+        rows: Elastic,
+        dtype: torch.dtype,
+        gradient_dtype: torch.dtype,
     ) -> None:
         self._launches = launches
         self._rows = rows.tensor(dtype, 0, (1,))
-        self._dtype = gradient_dtype
+        self._dtype = dtype
+        # What gradients usually have. Those put by from earlier backwards come in the rows' own dtype.
+        self._gradient_dtype = gradient_dtype
 
     def fill(self, gradients: list[torch.Tensor | None], is_complete: bool) -> None:
+        dtype = self._gradient_dtype
+        if dtype not in self._launches or not _all_have(dtype, gradients):
+            dtype = self._dtype
         rows_address = self._rows.data_ptr()
-        for launch in self._launches:
+        for launch in self._launches[dtype]:
             # alive: copies of gradients that lie otherwise than their parameters, until the kernel is launched
-            packed = [self._as_planned(gradients[member]) for member in launch.members]
+            packed = [_in_order(gradients[member], dtype) for member in launch.members]
             launch.addresses[: len(packed)] = [
                 0 if gradient is None else gradient.data_ptr() for gradient in packed
             ]
             launch.run(rows_address)
 
-    def _as_planned(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        if gradient is None or (gradient.dtype is self._dtype and gradient.is_contiguous()):
-            return gradient
-        return gradient.to(self._dtype).contiguous()
+
+def _all_have(dtype: torch.dtype, gradients: list[torch.Tensor | None]) -> bool:
+    return all(gradient is None or gradient.dtype is dtype for gradient in gradients)
+
+
+def _in_order(gradient: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """The gradient, element after element in memory, in ``dtype``."""
+    if gradient is None or (gradient.dtype is dtype and gradient.is_contiguous()):
+        return gradient
+    return gradient.to(dtype).contiguous()
 
 
 def plan_pack_kernel(
@@ -212,17 +227,17 @@ def plan_pack_kernel(
     dtype: torch.dtype,
     gradient_dtype: torch.dtype,
 ) -> PackKernel | None:
-    """None where there is no kernel for it."""
+    """None where there are no kernels."""
     kernels = _kernels(rows.device) if strips and rows.device.type == "cuda" else None
     if kernels is None:
         return None
-    if dtype == gradient_dtype:
-        in_bytes = [strip.scaled(dtype.itemsize) for strip in strips]
-        launches = _launches(kernels["pack_bytes"], in_bytes, world, row_numel * dtype.itemsize, itemsize=1)
-    elif dtype == torch.float32 and gradient_dtype in _CASTS:
-        launches = _launches(kernels[_CASTS[gradient_dtype]], strips, world, row_numel, dtype.itemsize)
-    else:
-        return None
+    in_bytes = [strip.scaled(dtype.itemsize) for strip in strips]
+    launches = {
+        dtype: _launches(kernels["pack_bytes"], in_bytes, world, row_numel * dtype.itemsize, itemsize=1)
+    }
+    if dtype == torch.float32 and gradient_dtype in _CASTS:
+        cast = kernels[_CASTS[gradient_dtype]]
+        launches[gradient_dtype] = _launches(cast, strips, world, row_numel, dtype.itemsize)
     return PackKernel(launches, rows, dtype, gradient_dtype)
 
 
@@ -248,7 +263,7 @@ class CopyOutKernel:
 def plan_copy_out_kernel(
     strips: Sequence[Strip], world: int, row_bytes: int, rows: Elastic, full: Elastic
 ) -> CopyOutKernel | None:
-    """None where there is no kernel for it."""
+    """None where there are no kernels."""
     kernels = _kernels(rows.device) if strips and rows.device.type == "cuda" else None
     if kernels is None:
         return None

@@ -29,6 +29,7 @@ DTYPES = [
     (torch.float16, torch.float32),
     (torch.float32, torch.float32),
     (torch.bfloat16, torch.bfloat16),
+    (torch.float32, torch.bfloat16),
 ]
 
 
@@ -70,7 +71,10 @@ def test_gradients_are_packed_as_piece_by_piece(name, gradient_dtype, dtype):
             gradient.t().contiguous().t() if gradient.dim() == 2 else gradient for gradient in gradients
         ]
         some = [None if index % 3 == 1 else gradient for index, gradient in enumerate(gradients)]
-        for given in (gradients, transposed, some):
+        # As those that were put by come: wider than what backward gives, all or some of them.
+        wider = random_gradients(shapes, torch.float32)
+        mixed = [wider[index] if index % 2 else gradient for index, gradient in enumerate(some)]
+        for given in (gradients, transposed, some, wider, mixed):
             assert torch.equal(packed_by(kernel, found, given), packed_by(pieces, found, given)), world
 
 
