@@ -27,8 +27,8 @@ from shardwise.comm.path import code_of
 from shardwise.comm.wire import Wire
 from shardwise.engine.stepping import last_checkpoint
 from shardwise.errors import ConfigError, StateError
-from shardwise.optim.blocks import BlockedStep
 from shardwise.optim.elementwise import is_elementwise, is_torchs_own
+from shardwise.optim.joined import JoinedStep
 from shardwise.plan.ownership import Piece
 from shardwise.torch_internals import (
     join_is_watching,
@@ -105,7 +105,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             as_views=parameters_as_bucket_view and not overlap_with_ddp,
         )
         self.optim = optimizer_class(self._local_groups(), **defaults)
-        self._blocked = BlockedStep(self.optim) if is_torchs_own(optimizer_class) else None
+        self._joined = JoinedStep(self.optim) if is_torchs_own(optimizer_class) else None
 
         self._show_local_optimizer()
         self._step_codes: dict[tuple[bool, ...] | None, int] = {}
@@ -191,12 +191,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _step_own(self, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
         _copy_options(self.param_groups, self.optim.param_groups)
         self.partition.bind_gradients()
-        if closure is None:
-            loss = self.optim.step(**kwargs) if self._blocked is None else self._blocked(**kwargs)
-        else:
+        if closure is not None:
             if callable(closure):
                 closure = self.partition.with_gradients(closure)
             loss = self.optim.step(closure=closure, **kwargs)
+        elif self._joined is not None:
+            loss = self._joined(self._sync.buffers, **kwargs)
+        else:
+            loss = self.optim.step(**kwargs)
         self.partition.release_gradients()
         _copy_options(self.optim.param_groups, self.param_groups)
         return loss

@@ -39,6 +39,8 @@ class ParameterSync:
         self._num_runs_seen = 0
         self._planned_revision = -1
         self._exchanges: list[Exchange] = []
+        self.buffers: list[Tensor] = []
+        """Where parameters lie, with views; another list once they have moved."""
         self.refresh()
 
     def refresh(self) -> None:
@@ -53,6 +55,7 @@ class ParameterSync:
         self._resting = [run for run in self._resting if run not in woken]
         self._active += woken
         if self._as_views:
+            self.buffers = []
             self._exchanges = [self._plan_buffer(run) for run in self._active]
             partition.follow()
         else:
@@ -92,6 +95,7 @@ class ParameterSync:
             alias = from_dlpack(memory).as_strided(param.size(), param.stride())
             alias.copy_(param.detach())
             param.data = alias
+        self.buffers.append(buffer)
         sections = [[buffer[section.start : section.stop]] for section in layout.sections]
         return plan_exchange(
             sections, self._group, buffer=buffer if layout.is_even else None, neighbours=self._neighbours

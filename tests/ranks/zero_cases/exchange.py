@@ -164,7 +164,7 @@ def ends_waits_for_ranks_that_stall_or_raise_and_goes_on_with_them() -> None:
         set_trust(timeout_seconds=1.5)
         # The owner is rank 0: the others wait for what it steps.
         if rank == 0:
-            optimizer._blocked, optimizer.optim.step = None, stall  # type: ignore[method-assign]
+            optimizer._joined, optimizer.optim.step = None, stall  # type: ignore[method-assign]
         with (
             pytest.raises(PeerFailure, match="rank 0")
             if rank

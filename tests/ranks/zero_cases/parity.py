@@ -122,6 +122,42 @@ def steps_large_parameters_block_by_block(name: str, *, balanced: bool) -> None:
         assert_same_state(ours.state_dict(), theirs.state_dict())
 
 
+def steps_small_neighbours_in_a_buffer_as_one_tensor(name: str, *, balanced: bool) -> None:
+    """To the bits of each by itself, state included; one has no gradient for a while, and the state is loaded once."""
+    optimizer_class, options = OPTIMIZERS[name]
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        layers = [nn.Linear(11, 11) for _ in range(9)] + [nn.Conv2d(3, 4, 3)]
+        return nn.Sequential(*layers).to(memory_format=torch.channels_last)
+
+    model, reference = build(), build()
+    ours = ZeroRedundancyOptimizer(
+        grouped(model, 2), optimizer_class, parameters_as_bucket_view=True, balanced=balanced, **options
+    )
+    theirs = optimizer_class(grouped(reference, 2), **options)
+    num_stepped: list[int] = []
+    ours.optim.register_step_pre_hook(
+        lambda it, *_: num_stepped.append(sum(len(group["params"]) for group in it.param_groups))
+    )
+    num_owned = sum(len(group["params"]) for group in ours.optim.param_groups)
+    for step in range(6):
+        set_gradients([model, reference], step)
+        if step in (2, 3):
+            model[4].weight.grad = reference[4].weight.grad = None
+        ours.step()
+        theirs.step()
+        assert_same(model, reference)
+        if step == 4:
+            ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    # One for each group at first; then its owner steps the one that had no gradient alone, and those around it.
+    assert num_stepped[0] <= 2, num_stepped
+    assert max(num_stepped) <= 4 < num_owned, f"{num_stepped} of {num_owned}"
+    ours.consolidate_state_dict(to=0)
+    if dist.get_rank() == 0:
+        assert_same_state(ours.state_dict(), theirs.state_dict())
+
+
 def steps_parameters_of_several_dtypes(*, as_views: bool, balanced: bool) -> None:
     dtypes = (torch.float32, torch.bfloat16, torch.float32)
     model, reference = small_model(dtypes), small_model(dtypes)

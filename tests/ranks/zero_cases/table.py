@@ -76,6 +76,11 @@ OPTIMIZER = (
         [*cases_of(name=list(OPTIMIZERS), balanced=[False]), *cases_of(name=["adam"], balanced=[True])],
         nccl=(2,),
     ),
+    Claim(
+        parity.steps_small_neighbours_in_a_buffer_as_one_tensor,
+        cases_of(name=list(OPTIMIZERS), balanced=[False, True]),
+        gloo=(2,),
+    ),
     Claim(parity.steps_parameters_of_several_dtypes, LAYOUTS, gloo=(3,), nccl=(2, 4), threads=(3,)),
     Claim(parity.reduced_gradients_give_the_local_optimizers_step, nccl=(2, 4), threads=(2,)),
     Claim(
