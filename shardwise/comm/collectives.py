@@ -133,7 +133,10 @@ class GroupCalls:
             gathered: Work = wire.gather(output, own, code)
             return gathered
         wire.note(code)
-        return self._issue(self._all_gather, output, own, self._gather_options)
+        try:
+            return self._all_gather(output, own, self._gather_options) or DONE
+        except dist.DistBackendError as error:
+            wire.fail(error)
 
     @property
     def lends_rows(self) -> bool:
@@ -166,7 +169,10 @@ class GroupCalls:
             return reduced
         wire.note(code)
         options = self._average_options if average else self._sum_options
-        return self._issue(self._reduce_scatter, output, rows, options)
+        try:
+            return self._reduce_scatter(output, rows, options) or DONE
+        except dist.DistBackendError as error:
+            wire.fail(error)
 
     def issue_exchange(self, output: torch.Tensor, rows: torch.Tensor, code: int = UNNAMED) -> Work:
         """Sends each rank its row; the rows of all ranks for this one arrive in ``output``, in rank order."""
@@ -186,7 +192,10 @@ class GroupCalls:
         return work
 
     def _issue(self, call: Callable[..., Any], *args: Any) -> Work:
-        """Makes a call of the group's own; what the group raises may come of a verdict, which says more."""
+        """Makes a call of the group's own; what the group raises may come of a verdict, which says more.
+
+        The two calls that every unit makes in every step do so themselves.
+        """
         try:
             return call(*args) or DONE
         except dist.DistBackendError as error:

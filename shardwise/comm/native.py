@@ -48,7 +48,7 @@ class NativeWire(WatchedWire):
         self._left_behind: Any = None
 
     def note(self, code: int) -> int:
-        if self.verdict is not None:
+        if self._sentence is not None:
             self.heed_verdict()
         digest = self.path.note(code)
         if self._checks_all:

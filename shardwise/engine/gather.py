@@ -227,7 +227,8 @@ class PackedGather:
         elif self._copy_lent is not None and self.calls.lends_rows:
             self._work = self._lent = self.calls.issue_all_gather_lent(self._all_rows, self._own, code)
         else:
-            self._rows.grow()
+            if self._rows is not self._full:
+                self._rows.grow()
             self._work = self.calls.issue_all_gather(self._all_rows, self._own, code)
 
     def finish(self, keep_part: bool) -> None:

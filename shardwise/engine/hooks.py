@@ -28,6 +28,7 @@ from shardwise import trace
 from shardwise.engine.participation import with_backward
 from shardwise.engine.structure import map_tensors, tensors_in
 from shardwise.engine.unit import Unit
+from shardwise.plan.lifecycle import UNSHARDED
 from shardwise.plan.schedule import Window
 from shardwise.torch_internals import hook_gradient, hook_of_gradient, inside_backward, untraced
 
@@ -130,7 +131,7 @@ class Hooks:
         if unit.needs or root.top is unit:
             self._visit = Pass(self, root.window)
         for needed in unit.needs:
-            if needed.holders == 0 and needed.is_stale():
+            if needed.state is UNSHARDED and needed.holders == 0 and needed.is_stale():
                 needed.reshard(trace.IN_FORWARD)
             needed.holders += 1
             needed.issue_gather(trace.IN_FORWARD, in_forward=True)
@@ -217,7 +218,7 @@ class Hooks:
         return output
 
     def _signal_outputs(self, visit: Pass, output: Any, recomputes: bool) -> Any:
-        for tensor in tensors_in(output):
+        for tensor in (output,) if isinstance(output, torch.Tensor) else tensors_in(output):
             if tensor.requires_grad:
                 hook_gradient(tensor, visit.outputs_gradient_arrives)
                 visit.num_outputs += 1

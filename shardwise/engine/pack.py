@@ -33,12 +33,12 @@ class Slice(NamedTuple):
 
     pack: Pack
     rows: torch.Tensor
-    columns: Span
+    # None: all of them.
+    columns: Span | None
 
     def of(self, own_row: torch.Tensor) -> torch.Tensor:
         """This rank's sums of it."""
-        start, stop = self.columns.start, self.columns.stop
-        return own_row if stop - start == own_row.numel() else own_row[start:stop]
+        return own_row if self.columns is None else own_row[self.columns.start : self.columns.stop]
 
 
 def plan_slices(
@@ -61,7 +61,7 @@ def plan_slices(
     rows = Movable(world * widest * dtype.itemsize, device)
     if not parts:
         pack = plan_pack(packing, rows, dtype, shapes, gradient_dtypes)
-        return rows, [Slice(pack, rows.tensor(dtype, 0, (world * row_numel,)), Span(0, row_numel))]
+        return rows, [Slice(pack, rows.tensor(dtype, 0, (world * row_numel,)), None)]
     slices = []
     for part in parts:
         kernel = _plan_kernel(packing, part.columns, rows, dtype, shapes, gradient_dtypes)

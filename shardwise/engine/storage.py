@@ -125,31 +125,21 @@ class Movable(Elastic):
 
     def grow_in(self, lent: torch.Tensor | None) -> None:
         """Grows in these bytes, whose owner takes care of them; None: in memory of its own."""
-        if lent is None:
+        if lent is not None:
+            self.shrink()
+            self.is_grown = self._is_away = True
+            self._stand_in(lent.untyped_storage(), int(lent.storage_offset()))
+        elif self._is_away:
+            self.is_grown = self._is_away = False
             self.grow()
-            return
-        self.shrink()
-        self.is_grown = self._is_away = True
-        self._stand_in(lent.untyped_storage(), int(lent.storage_offset()))
+            self._stand_in(self._storage, 0)
+        else:
+            self.grow()
 
     def _stand_in(self, storage: torch.UntypedStorage, base_bytes: int) -> None:
         for made, start_bytes in self._made:
             offset = (base_bytes + start_bytes) // made.itemsize
             made.set_(storage, offset, made.shape, made.stride())
-
-    def grow(self) -> None:
-        if self._is_away:
-            self.is_grown = self._is_away = False
-            super().grow()
-            self._stand_in(self._storage, 0)
-        else:
-            super().grow()
-
-    def shrink(self) -> None:
-        if self._is_away:
-            self.is_grown = False
-        else:
-            super().shrink()
 
 
 class Permanent(Elastic):

@@ -264,11 +264,12 @@ class Unit:
         """Makes the parameters usable by what comes next on the compute stream, and shows them."""
         if self.state is not GATHERING:
             return
+        lanes = self.root.lanes
         if not self.gather_calls.ordered_by_stream:
-            with self.root.lanes.gather:
+            with lanes.gather:
                 self._finish_gather()
         # order: copy-out before compute, because forward and backward read the full parameters
-        self.root.lanes.compute_after(self._arrival)
+        lanes.compute_after(self._arrival)
         show(self._unsharded_shown)
         self.state = TRANSITIONS[GATHERING, ARRIVE]
         self.prefetched = False
@@ -288,12 +289,14 @@ class Unit:
                 self._take_over_flips()
             show(self._sharded_shown)
             self.root.let_go(self)
-        keep_part = keep_part and self._gathers_part
-        if not keep_part and self._gathers_part:
-            self.memory.gather.drop_part()
-        if keep_part:
-            self._kept_version = self._version()
-        self.state = TRANSITIONS[self.state, KEEP_PART if keep_part else RESHARD]
+        step = RESHARD
+        if self._gathers_part:
+            if keep_part:
+                step = KEEP_PART
+                self._kept_version = self._version()
+            else:
+                self.memory.gather.drop_part()
+        self.state = TRANSITIONS[state, step]
         if self.recorder is not None:
             self.recorder.add(trace.RESHARD, self.name, phase, self.rank)
 
