@@ -12,10 +12,7 @@ has passed it, and the gather lane takes that memory back before it gathers the 
 
 from __future__ import annotations
 
-import threading
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -26,12 +23,13 @@ from shardwise.comm.agreement import check_same_model
 from shardwise.comm.streams import Mark, lanes_for, take_workspaces
 from shardwise.engine.accord import Accord
 from shardwise.engine.binding import Slot, clean_name, units_of
-from shardwise.engine.events import REPLAY, UnitEvents
+from shardwise.engine.events import UnitEvents
 from shardwise.engine.exact import check_model
 from shardwise.engine.participation import Participation
+from shardwise.engine.recorded import note_root
 from shardwise.engine.reduce import PackedReduce, ReduceSettings, Reduction, run_user_hooks
 from shardwise.errors import StateError
-from shardwise.plan.lifecycle import GATHERING, SHARDED
+from shardwise.plan.lifecycle import GATHERING
 from shardwise.plan.schedule import Window
 from shardwise.torch_internals import backward_passes, inside_backward, queue_end_of_backward
 
@@ -59,25 +57,6 @@ class _EndOfBackward:
     def __del__(self) -> None:
         if self._root is not None:
             self._root.break_off("its backward raised")
-
-
-class _Watch(threading.local):
-    """Who wants to know which roots run on this thread."""
-
-    seen: list[Root] | None = None
-
-
-_watch = _Watch()
-
-
-@contextmanager
-def watch_roots(seen: list[Root]) -> Iterator[None]:
-    """While it is open, roots whose forward begins on this thread are added to ``seen``, in that order."""
-    outer, _watch.seen = _watch.seen, seen
-    try:
-        yield
-    finally:
-        _watch.seen = outer
 
 
 class Root:
@@ -168,8 +147,7 @@ class Root:
         self.recover()
         self.accord.check_not_torn()
         self.settle()
-        if _watch.seen is not None and self not in _watch.seen:
-            _watch.seen.append(self)
+        note_root(self)
         self.in_forward = True
         self.accord.begin_forward()
         self.expects_backward = torch.is_grad_enabled()
@@ -357,63 +335,6 @@ class Root:
 
     def after_optimizer(self) -> None:
         self.accord.after_optimizer()
-
-    # --- captured steps -------------------------------------------------------------------------------------------
-
-    def obstacle_to_capture(self) -> str | None:
-        """Why a CUDA graph cannot hold a step of this model, if it cannot."""
-        if not self.lanes.host_runs_ahead:
-            return f"the model is sharded over {self.top.mesh.device}"
-        for unit in self.units:
-            if unit.is_offloaded:
-                return f"the shards of unit '{unit.name}' live on the host, which takes part in every step"
-            for calls in (unit.mesh.shard, unit.mesh.replicate):
-                if calls is not None and not calls.ordered_by_stream:
-                    return f"the host waits for the collectives of {calls.backend} (unit '{unit.name}')"
-            if unit.state is not SHARDED:
-                return (
-                    f"unit '{unit.name}' stays unsharded between steps, so a step depends on the one before it; "
-                    "set_reshard_after_backward(True) frees it"
-                )
-        return None
-
-    def join_lanes(self) -> None:
-        """Makes the compute stream wait for every lane that takes part in a capture, which must end in one stream."""
-        for lane in (self.lanes.gather, self.lanes.reduce, self.lanes.replicate):
-            with lane:
-                takes_part = torch.cuda.is_current_stream_capturing()
-            if takes_part:
-                # order: the lane's work before the end of the capture, because a graph has one end
-                self.lanes.compute_after(lane.mark())
-
-    @contextmanager
-    def recorded(self) -> Iterator[None]:
-        """While it is open, what is issued is recorded and does not run."""
-        for wire in self.accord.wires:
-            wire.is_recorded = True
-        try:
-            yield
-        finally:
-            for wire in self.accord.wires:
-                wire.to_reach = None
-                wire.is_recorded = False
-
-    def is_as_left(self) -> bool:
-        """Whether parameters are the ones that the last gathers found, trained or frozen as they were."""
-        return all(unit.is_as_left() for unit in self.units)
-
-    def begin_replay(self) -> None:
-        """Lets a recorded step run once all ranks have come to it alike: it holds the optimizer's step, too."""
-        for wire in self.accord.wires:
-            wire.agree(REPLAY)
-
-    def end_replay(self) -> None:
-        """Watches the recorded step, and reshards units left unsharded: the shards have changed unseen."""
-        for wire in self.accord.wires:
-            wire.follow()
-        for unit in self.units:
-            if unit.state is not SHARDED:
-                unit.reshard(trace.IDLE)
 
     # --- recovery -------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,16 @@ from typing import Any
 
 import torch
 
-from shardwise.engine.root import Root, watch_roots
+from shardwise.engine.recorded import (
+    begin_replay,
+    end_replay,
+    is_as_left,
+    join_lanes,
+    obstacle_to_capture,
+    recorded,
+    watch_roots,
+)
+from shardwise.engine.root import Root
 from shardwise.engine.structure import map_tensors, tensors_in
 from shardwise.errors import ShardwiseError
 from shardwise.frontends.capturable import Optimizers
@@ -96,7 +105,7 @@ class CapturedStep:
 
     def _record(self, inputs: tuple[Any, ...]) -> _Recording | None:
         for root in self._roots:
-            if (obstacle := root.obstacle_to_capture()) is not None:
+            if (obstacle := obstacle_to_capture(root)) is not None:
                 self._give_up(obstacle)
                 return None
         gradients = self._optimizers.gradients()
@@ -149,13 +158,13 @@ class _Recording:
         # Other threads, such as NCCL's watchdog, may go on talking to the device meanwhile.
         with ExitStack() as stack:
             for root in roots:
-                stack.enter_context(root.recorded())
+                stack.enter_context(recorded(root))
             stack.enter_context(
                 torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local")
             )
             output = step(*self._inputs)
             for root in roots:
-                root.join_lanes()
+                join_lanes(root)
         self._output = map_tensors(torch.Tensor.detach, output)
         self._options = optimizers.options()
         # alive: the gradients a replay writes, so that code after the step finds them
@@ -163,18 +172,18 @@ class _Recording:
 
     def still_holds(self, optimizers: Optimizers) -> bool:
         optimizers.take_over_rates()
-        return all(root.is_as_left() for root in self._roots) and optimizers.options() == self._options
+        return all(is_as_left(root) for root in self._roots) and optimizers.options() == self._options
 
     def replay(self, inputs: tuple[Any, ...]) -> Any:
         for static, tensor in zip(self._input_tensors, tensors_in(inputs), strict=True):
             static.copy_(tensor, non_blocking=True)
         for root in self._roots:
-            root.begin_replay()
+            begin_replay(root)
         self._graph.replay()
         for param, gradient in self._gradients:
             param.grad = gradient
         for root in self._roots:
-            root.end_replay()
+            end_replay(root)
         return map_tensors(torch.Tensor.clone, self._output)
 
 

@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise
 from shardwise import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
-from shardwise.engine.root import Root
 from shardwise.testing import run_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]
@@ -251,7 +250,7 @@ def capture_without_the_join() -> str | None:
     run = Run(gathering_ahead_in_vain)
     with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("ignore")
-        patch.setattr(Root, "join_lanes", lambda root: None)
+        patch.setattr("shardwise.frontends.capture.join_lanes", lambda root: None)
         step = shardwise.capture(run.step, *batches(1)[0])
         for x, y in batches():
             step(x, y)
