@@ -115,7 +115,7 @@ class Hooks:
         elif not self._still_to_run:
             self._begin_forward()
         if self._input_dtype is not None:
-            args, kwargs = map_tensors(self._cast_input, (args, kwargs))
+            args, kwargs = self._cast_inputs(args, kwargs)
         visit = self._visit
         if visit is not None and not visit.has_input_signal and torch.is_grad_enabled():
             args, kwargs = self._signal_inputs(visit, args, kwargs)
@@ -149,6 +149,12 @@ class Hooks:
         for needed in unit.needs:
             needed.issue_gather(trace.IN_PRE_BACKWARD)
             needed.wait_gather()
+
+    def _cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not kwargs and len(args) == 1 and isinstance(args[0], torch.Tensor):
+            # What most blocks take, and most often from a block before it that computed in the same dtype.
+            return (args if args[0].dtype is self._input_dtype else (self._cast_input(args[0]),)), kwargs
+        return map_tensors(self._cast_input, (args, kwargs))
 
     def _cast_input(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self._input_dtype) if tensor.is_floating_point() else tensor
