@@ -210,17 +210,10 @@ def unchanged_to_autograd(tensor: torch.Tensor) -> Any:
     return torch.autograd._unsafe_preserve_version_counter(tensor)  # type: ignore[attr-defined]
 
 
-def post_accumulate_hooks(param: torch.Tensor) -> Mapping[int, Callable[[torch.Tensor], None]] | None:
-    """The hooks a user registered with ``register_post_accumulate_grad_hook``."""
-    return param._post_accumulate_grad_hooks
-
-
-_hooks_of = cast(Any, torch.Tensor)._post_accumulate_grad_hooks.__get__
-
-
-def any_hooked(params: Iterable[torch.Tensor]) -> bool:
-    """Whether any of them has such hooks."""
-    return any(map(_hooks_of, params))
+# The hooks a user registered with ``register_post_accumulate_grad_hook``.
+post_accumulate_hooks: Callable[[torch.Tensor], Mapping[int, Callable[[torch.Tensor], None]] | None] = cast(
+    Any, torch.Tensor
+)._post_accumulate_grad_hooks.__get__
 
 
 # --- process groups ----------------------------------------------------------------------------------------------

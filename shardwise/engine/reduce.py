@@ -31,7 +31,7 @@ from shardwise.engine.gradients import GradientBuffer, Part, Presence
 from shardwise.engine.pack import plan_slices
 from shardwise.plan.division import Division, plan_division
 from shardwise.policies import MixedPrecisionPolicy
-from shardwise.torch_internals import add_all, any_hooked, local_of, plain_attributes, post_accumulate_hooks
+from shardwise.torch_internals import add_all, local_of, plain_attributes, post_accumulate_hooks
 
 
 @dataclass
@@ -408,21 +408,24 @@ class Reduction:
         return runs
 
     def _give_out(self) -> list[Slot]:
-        received = self._received
+        given: list[Part] = []
+        added: list[Part] = []
+        hooked: list[Slot] = []
         with plain_attributes():
-            given = [part for part in received if part.slot.sharded.grad is None]
-            if len(given) < len(received):
-                self._add_to_existing([part for part in received if part.slot.sharded.grad is not None])
+            for part in self._received:
+                param = part.slot.sharded
+                (given if param.grad is None else added).append(part)
+                if post_accumulate_hooks(param):
+                    hooked.append(part.slot)
+            if added:
+                self._add_to_existing(added)
             if self._buffer is not None and given:
                 self._buffer.lend(given)
             else:
                 for part in given:
                     part.slot.sharded.grad = part.slot.gradient(self._gradient(part))
-            is_hooked = any_hooked([part.slot.sharded for part in received])
         self._runs = ()
-        return (
-            [part.slot for part in received if post_accumulate_hooks(part.slot.sharded)] if is_hooked else []
-        )
+        return hooked
 
     def _gradient(self, part: Part) -> torch.Tensor:
         run = self._runs[part.run]

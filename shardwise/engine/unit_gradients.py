@@ -124,11 +124,12 @@ class UnitGradients:
 
     def reduce_the_rest(self) -> None:
         """At the end of a backward: what earlier micro-batches put by and nothing came to; zeros if asked."""
+        if self._has_reduced and not self._are_held:
+            self._has_reduced = False
+            return
         unit, settings, plan = self._unit, self.settings, self.plan
         waits_for_replicas = plan is not None and plan.partial is not None and settings.all_reduces
-        wanted = self._are_held or (
-            (settings.includes_unused or waits_for_replicas) and not self._has_reduced
-        )
+        wanted = self._are_held or settings.includes_unused or waits_for_replicas
         if wanted and self.are_synced and plan is not None:
             self._issue(plan, [None] * len(plan.slots))
             if unit.frees_after_backward and unit.holders == 0 and unit.root.is_last_backward:
