@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only
 
@@ -554,6 +555,12 @@ def issue_grouped_broadcasts(
 def note_optimizer_step(optimizer: torch.optim.Optimizer) -> None:
     """Tells learning-rate schedulers that a step was made without a call of ``step()``."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether anything of somebody else's runs in its ``step()``."""
+    hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    return any(hooks) or any((_global_optimizer_pre_hooks, _global_optimizer_post_hooks))
 
 
 def join_is_watching(joinable: Joinable) -> bool:

@@ -8,7 +8,7 @@ An exchange is planned once, for tensors that stay where they are, and issued as
 goes is decided by what the group can do:
 
     gloo, CPU                   point to point: small tensors packed into one message, large ones as they lie
-    the same, on one host       large tensors are read from the peers' memory, see `same_host`
+    the same, on one host       tensors are read from the peers' memory, see `same_host`
     NCCL, equal sections        one all-gather in place
     NCCL                        one group of broadcasts, the small tensors of a rank packed into one
     a device without a backend  the same through a copy on a device that has one
@@ -35,10 +35,6 @@ __all__ = ["Exchange", "Pending", "all_gather_bytes", "carrier_device", "neighbo
 
 # Below this a message costs more than copying its bytes there and back.
 _PACKED_BYTES = 128 * 1024
-# Tensors are read from a peer's memory if they are this large on average, or if all of a rank's are; less costs less as
-# one message.
-_READ_BYTES_EACH = 32 * 1024
-_READ_BYTES = 4 * 1024 * 1024
 # Ours alone, so that a user's own send with the default tag 0 is not taken for one of these.
 _TAG = 0x5A45
 
@@ -84,17 +80,12 @@ def plan_exchange(
         return _ThroughCarrier(wires, group, carrier)
     backend = _backends(group)[device.type]
     if backend == "gloo" and device.type == "cpu":
-        if neighbours is not None and _are_worth_reading(wires):
+        if neighbours is not None:
             return DirectReads(wires, group.rank(), neighbours)
         return _PointToPoint(wires, group)
     if backend == "nccl":
         return _GroupedBroadcasts(wires, group) if buffer is None else _GatherInPlace(buffer, group)
     return _GatherPadded(wires, group)
-
-
-def _are_worth_reading(wires: Sequence[Sequence[Tensor]]) -> bool:
-    of_rank = [sum(wire.numel() for wire in section) for section in wires]
-    return max(of_rank) >= _READ_BYTES or sum(of_rank) >= _READ_BYTES_EACH * sum(map(len, wires))
 
 
 def carrier_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:

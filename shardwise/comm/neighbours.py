@@ -98,20 +98,16 @@ def _peek(pid: int, address: int) -> bytes:
 
 def _read(pid: int, here: Tensor, there: Tensor) -> int:
     """A table of (address, length) rows is what the kernel takes, as it lies in memory."""
-    return int(
-        _libc.process_vm_readv(
-            pid,
-            ctypes.c_void_p(here.data_ptr()),
-            ctypes.c_ulong(len(here)),
-            ctypes.c_void_p(there.data_ptr()),
-            ctypes.c_ulong(len(there)),
-            ctypes.c_ulong(0),
-        )
+    copied: int = _libc.process_vm_readv(
+        pid, here.data_ptr(), here.size(0), there.data_ptr(), there.size(0), 0
     )
+    return copied
 
 
 def _load_libc() -> ctypes.CDLL:
     libc = ctypes.CDLL(None, use_errno=True)
+    table = (ctypes.c_void_p, ctypes.c_ulong)
+    libc.process_vm_readv.argtypes = (ctypes.c_int, *table, *table, ctypes.c_ulong)
     libc.process_vm_readv.restype = ctypes.c_ssize_t
     return libc
 

@@ -15,7 +15,7 @@ import select
 import struct
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from shardwise.comm.wire import WatchedWire, Wire
 
@@ -37,6 +37,7 @@ class Pipes:
         self._wire = wire
         self._ears, self._mouths = ears, mouths
         self._heard: dict[int, dict[Key, int]] = {peer: {} for peer in ears}
+        self._listening = {peer: _listening_to([ear]) for peer, ear in ears.items()}
         weakref.finalize(self, close, [*ears.values(), *mouths.values()])
 
     def tell(self, peer: int, key: Key, value: int = 0) -> None:
@@ -73,11 +74,8 @@ class Pipes:
 
     def _listen(self, peers: Sequence[int], until: float | None) -> None:
         """Takes in a message of each peer that has something to say; waits until one has."""
-        # Not select(): its descriptors end at 1023.
-        listening = select.poll()
         speakers = {self._ears[peer]: peer for peer in peers}
-        for ear in speakers:
-            listening.register(ear, select.POLLIN)
+        listening = self._listening[peers[0]] if len(peers) == 1 else _listening_to(speakers)
         while not (ready := listening.poll(_LOOK_SECONDS * 1000)):
             names = ", ".join(map(str, sorted(peers)))
             if isinstance(self._wire, WatchedWire) and self._wire.verdict is not None:
@@ -91,6 +89,14 @@ class Pipes:
                 raise PipeClosed(f"rank {speakers[ear]} of the group has ended")
             *key, value = _MESSAGE.unpack(message)
             self._heard[speakers[ear]][key[0], key[1]] = value
+
+
+def _listening_to(ears: Iterable[int]) -> select.poll:
+    # Not select(): its descriptors end at 1023.
+    listening = select.poll()
+    for ear in ears:
+        listening.register(ear, select.POLLIN)
+    return listening
 
 
 def close(descriptors: Sequence[int]) -> None:

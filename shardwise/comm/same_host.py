@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Sequence
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -21,6 +22,9 @@ _NOTE, _RECEIPT = 0, 1
 # The kernel's limits for one call: 1024 stretches of memory, and a little less than 2 GiB.
 _MAX_STRETCHES = 1024
 _MAX_BYTES = 1 << 30
+# A note names a table of where things lie: its address, and above that a number that the next ones do not have.
+_ADDRESS_BITS = 48
+_numbers = count()
 _HUGE_PAGE_BYTES = 2 * 1024 * 1024
 _MADV_HUGEPAGE = 14
 
@@ -54,6 +58,9 @@ class DirectReads:
         self._tables = [_table(section) for section in sections]
         self._calls = [_calls(table[:, 1].tolist()) for table in self._tables]
         self._own = self._tables[rank]
+        self._note = self._own.data_ptr() | (next(_numbers) & 0x7FFF) << _ADDRESS_BITS
+        # By peer, the note of its that was followed last, and the table that was read there.
+        self._followed: dict[int, tuple[int, Tensor]] = {}
         # Each rank begins with its neighbour, so that not all of them read from the same one.
         world = len(sections)
         self._peers = [(rank + step) % world for step in range(1, world)]
@@ -64,7 +71,7 @@ class DirectReads:
         if len(self._own):
             # Told anew each time: a peer cannot know that our memory was replaced.
             for peer in self._peers:
-                self._neighbours.tell(peer, (number, _NOTE), self._own.data_ptr())
+                self._neighbours.tell(peer, (number, _NOTE), self._note)
         return _Reading(self, number)
 
     def finish(self, number: int) -> None:
@@ -72,16 +79,25 @@ class DirectReads:
         waits_for = list(self._writers)
         while waits_for:
             # Whoever has stepped most comes last; all others are read from meanwhile.
-            peer, address = neighbours.hear_first(waits_for, (number, _NOTE))
+            peer, note = neighbours.hear_first(waits_for, (number, _NOTE))
             waits_for.remove(peer)
-            self._read_from(peer, address)
+            self._read_from(peer, note)
             neighbours.tell(peer, (number, _RECEIPT))
         if len(self._own):
             # order: the last peer's read before anything here writes to these tensors again
             for peer in self._peers:
                 neighbours.hear(peer, (number, _RECEIPT))
 
-    def _read_from(self, peer: int, address: int) -> None:
+    def _read_from(self, peer: int, note: int) -> None:
+        here = self._tables[peer]
+        followed, there = self._followed.get(peer, (None, here))
+        if followed != note:
+            there = self._table_at(peer, note & (1 << _ADDRESS_BITS) - 1)
+            self._followed[peer] = (note, there)
+        for begin, end, num_bytes in self._calls[peer]:
+            self._copy(peer, here[begin:end], there[begin:end], num_bytes)
+
+    def _table_at(self, peer: int, address: int) -> Tensor:
         here = self._tables[peer]
         there = torch.empty_like(here)
         self._copy(peer, _row(there), torch.tensor([[address, there.nbytes]]), there.nbytes)
@@ -91,8 +107,7 @@ class DirectReads:
                 where=self._where,
                 fix="build the same model on every rank",
             )
-        for begin, end, num_bytes in self._calls[peer]:
-            self._copy(peer, here[begin:end], there[begin:end], num_bytes)
+        return there
 
     def _copy(self, peer: int, here: Tensor, there: Tensor, num_bytes: int) -> None:
         if self._neighbours.read(peer, here, there) != num_bytes:

@@ -31,6 +31,7 @@ from shardwise.optim.elementwise import is_elementwise, is_torchs_own
 from shardwise.optim.joined import JoinedStep
 from shardwise.plan.ownership import Piece
 from shardwise.torch_internals import (
+    has_step_hooks,
     join_is_watching,
     run_after_load_state_dict,
     run_after_state_dict,
@@ -108,9 +109,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._joined = JoinedStep(self.optim) if is_torchs_own(optimizer_class) else None
 
         self._show_local_optimizer()
-        self._step_codes: dict[tuple[bool, ...] | None, int] = {}
+        self._step_codes: dict[tuple[int, ...] | None, int] = {}
         # Watched from here on: ranks that wait in their first step can see where this one is.
-        _ = self._wire
+        self._known_wire = self._find_wire()
         self._consolidated: dict[int, dict[str, Any]] | None = None
         self._under_join = False
         self._hooked = False
@@ -177,14 +178,17 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if not joined:
             Join.notify_join_context(self)
         self._agree(has_closure=closure is not None)
-        self._sync.refresh()
         if self._under_join and join_is_watching(self):
             share_gradients(self.partition, self.process_group, joined=joined)
+        self._sync.refresh()
         try:
             loss = self._step_own(closure, kwargs)
         except BaseException as error:
             self._tear(error, has_closure=closure is not None)
             raise
+        if closure is not None or self._joined is None or has_step_hooks(self.optim):
+            # They may have replaced a parameter's memory, or stepped a frozen one by a gradient of theirs.
+            self._sync.refresh()
         self._exchange()
         return loss
 
@@ -204,9 +208,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return loss
 
     def _exchange(self) -> None:
-        # The local optimizer may have replaced a parameter's memory, or stepped a frozen one by a gradient set by hand:
-        # both show only now.
-        self._sync.refresh()
         with self._wire.watched(_EXCHANGE, looks_itself=self._sync.looks_for_verdicts):
             self._sync.run()
 
@@ -215,6 +216,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if not has_closure:
             # All of them come to the exchange; inside a closure they may be anywhere.
             with contextlib.suppress(Exception):
+                self._sync.refresh()
                 self._exchange()
         checkpoint = f" ({last_checkpoint()})" if last_checkpoint() else ""
         self._wire.break_off(
@@ -224,6 +226,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     @property
     def _wire(self) -> Wire:
+        if self._known_wire.device.type != self.partition.params[0].device.type:
+            self._known_wire = self._find_wire()
+        return self._known_wire
+
+    def _find_wire(self) -> Wire:
         return wire_of(self.process_group, self.partition.params[0].device)
 
     def _agree(self, has_closure: bool) -> None:
@@ -231,18 +238,17 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         params = self.partition.params
         if has_closure or self._under_join:
             # The closure brings the gradients; ranks that have run out of inputs have none.
-            present = None
+            absent = None
         else:
-            present = tuple(param.grad is not None for param in params)
-        code = self._step_codes.get(present)
+            absent = tuple([number for number, param in enumerate(params) if param.grad is None])
+        code = self._step_codes.get(absent)
         if code is None:
             words = "step a ZeroRedundancyOptimizer"
-            if present is not None:
-                absent = [number for number, is_here in enumerate(present) if not is_here]
-                words += f" of {len(params)} parameters" + (
-                    f", without gradients of {absent}" if absent else ""
-                )
-            code = self._step_codes[present] = code_of(words)
+            if absent is not None:
+                words += f" of {len(params)} parameters"
+            if absent:
+                words += f", without gradients of {[*absent]}"
+            code = self._step_codes[absent] = code_of(words)
         self._wire.agree(code)
 
     def _skip_step(self) -> None:

@@ -23,9 +23,11 @@ def test_a_parameter_in_a_buffer_still_saves_only_itself(tmp_path: Path) -> None
 
 
 def test_a_step_sends_a_message_a_peer_however_many_parameters_there_are() -> None:
-    # One to the peer and one from it; torch makes a broadcast for each of the 40 parameters.
-    for messages in run_cases(interface.sends_few_messages, 2, LAYOUTS, kind="gloo"):
-        assert dict(zip(map(str, LAYOUTS), messages, strict=True)) == {str(layout): 2 for layout in LAYOUTS}
+    # One to the peer and one from it; torch makes a broadcast for each of the 40 parameters. On one host, none.
+    cases = [{**layout, "on_one_host": near} for layout in LAYOUTS for near in (False, True)]
+    for messages in run_cases(interface.sends_few_messages, 2, cases, kind="gloo"):
+        for case, sent in zip(cases, messages, strict=True):
+            assert sent == (0 if case["on_one_host"] else 2), case
 
 
 def test_one_rank_alone_needs_no_communication() -> None:

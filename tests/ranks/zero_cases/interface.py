@@ -3,13 +3,14 @@
 import copy
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable
 from torch.optim import SGD, Adam, AdamW
 
-from shardwise.zero import ZeroRedundancyOptimizer
+from shardwise.zero import ZeroRedundancyOptimizer, sync
 from tests.ranks.zero_cases.models import (
     assert_same,
     assert_same_state,
@@ -280,10 +281,17 @@ def follows_parameters_whose_memory_was_replaced(*, as_views: bool, balanced: bo
         model.parameters(), Adam, parameters_as_bucket_view=as_views, balanced=balanced, lr=0.01
     )
     theirs = Adam(reference.parameters(), lr=0.01)
-    for step in range(3):
+
+    def replace(*_: object) -> None:
         for param in model.parameters():
             param.data = param.data.clone()
+
+    for step in range(3):
+        replace()
         train_both(model, ours, reference, theirs, range(step, step + 1))
+    # Between the local step and the exchange.
+    ours.optim.register_step_post_hook(replace)
+    train_both(model, ours, reference, theirs, range(3, 5))
 
 
 def keeps_the_memory_format_of_parameters(*, as_views: bool, balanced: bool) -> None:
@@ -340,12 +348,15 @@ def shares_out_state_evenly(*, dominating: int) -> None:
     assert state_bytes <= 1.02 * total / dist.get_world_size()
 
 
-def sends_few_messages(*, as_views: bool, balanced: bool) -> int:
+def sends_few_messages(*, as_views: bool, balanced: bool, on_one_host: bool = True) -> int:
     """How many operations of the group a step makes."""
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(20))).to(device())
-    optimizer = ZeroRedundancyOptimizer(
-        model.parameters(), SGD, parameters_as_bucket_view=as_views, balanced=balanced, lr=0.1
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        if not on_one_host:
+            patch.setattr(sync, "neighbours_of", lambda *_: None)
+        optimizer = ZeroRedundancyOptimizer(
+            model.parameters(), SGD, parameters_as_bucket_view=as_views, balanced=balanced, lr=0.1
+        )
     set_gradients([model], 0)
     with torch.profiler.profile() as profile:
         optimizer.step()
