@@ -164,6 +164,11 @@ class _Launch:
         self._kernel.launch(self._num_thread_blocks, _NUM_THREADS, self._arguments)
 
 
+def can_compile(device: torch.device) -> bool:
+    """Whether there are kernels for this device."""
+    return _kernels(device) is not None
+
+
 def _kernels(device: torch.device) -> dict[str, Kernel] | None:
     index = torch.cuda.current_device() if device.index is None else device.index
     return compile_kernels(_SOURCE, _NAMES, index)

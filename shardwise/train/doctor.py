@@ -11,6 +11,7 @@ import resource
 import shutil
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from shardwise.engine.kernels import can_compile
 from shardwise.train.display import in_bytes
 from shardwise.train.launch import run_own_ranks
 
@@ -54,6 +56,7 @@ def examine(*, ranks: int = 2, timeout_seconds: float = 60.0) -> Iterator[Findin
     yield _talk(ranks, "cpu", timeout_seconds)
     if torch.cuda.is_available():
         yield _talk(torch.cuda.device_count(), "cuda", timeout_seconds)
+        yield _kernels()
     yield _compiler()
     for package, purpose in _EXTRAS.items():
         yield _package(package, purpose)
@@ -142,6 +145,17 @@ def _talk(ranks: int, kind: str, timeout_seconds: float) -> Finding:
     reason = said.getvalue().strip().splitlines()
     fix = "bring lo up and let no firewall stop it; then read the error of: shardwise train tiny --ranks 2"
     return Finding(name, False, reason[-1] if reason else "did not meet", fix)
+
+
+def _kernels() -> Finding:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        if can_compile(torch.device("cuda", torch.cuda.current_device())):
+            return Finding("CUDA kernels", True, "NVIDIA's run-time compiler makes them")
+    reason = (
+        str(said[-1].message) if said else "they could not be compiled before; steps take a little longer"
+    )
+    return Finding("CUDA kernels", None, reason, "pip install the nvidia-cuda-nvrtc of torch's CUDA version")
 
 
 def _compiler() -> Finding:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from shardwise import cuda_driver
 from shardwise.engine import kernels
 from shardwise.engine.gather import CopyPieces
 from shardwise.engine.kernels import CopyOutKernel, PackKernel, plan_copy_out_kernel, plan_pack_kernel
@@ -15,6 +16,7 @@ from shardwise.plan.layout import RowParam
 from shardwise.plan.rows import RowsPacking, plan_rows
 from shardwise.plan.slices import cut_into_slices
 from shardwise.plan.strips import strips_of_layout, strips_of_line, strips_of_packing
+from shardwise.train import doctor
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(60)]
 
@@ -159,3 +161,23 @@ def test_a_launch_that_cannot_be_made_says_so():
     launch = kernels._kernels(cuda())["copy_out"]
     with pytest.raises(RuntimeError, match="CUDA error"):
         launch.launch(1, 100_000, None)
+
+
+def test_without_a_compiler_torchs_operations_do_the_work(monkeypatch):
+    def missing():
+        raise OSError("libnvrtc is not there")
+
+    monkeypatch.setattr(cuda_driver, "_compiler", missing)
+    cuda_driver.compile_kernels.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match="libnvrtc is not there"):
+            assert not kernels.can_compile(cuda())
+        layout = plan_rows([RowParam((8, 3), 0, "all", 4, 4)], 2)
+        rows, _ = rows_of(2 * layout.sent_bytes)
+        assert plan_copy_out_kernel(strips_of_layout(layout), 2, layout.sent_bytes, rows, rows) is None
+        found = doctor._kernels()
+        assert found.good is None
+        assert found.fix is not None
+    finally:
+        cuda_driver.compile_kernels.cache_clear()
+    assert doctor._kernels().good
