@@ -90,9 +90,8 @@ class HostLane:
 
 
 class HostLanes:
-    host_runs_ahead = False
-
     def __init__(self) -> None:
+        self.host_runs_ahead = False
         self.gather: Lane = HostLane()
         self.reduce: Lane = self.gather
         self.replicate: Lane = self.gather
@@ -175,9 +174,8 @@ class CudaLane:
 
 
 class CudaLanes:
-    host_runs_ahead = True
-
     def __init__(self, device: torch.device) -> None:
+        self.host_runs_ahead = True
         index = torch.cuda.current_device() if device.index is None else device.index
         self._compute = _Compute(index)
         # Communication is on the critical path of the units to come: it goes before compute where both could run.

@@ -22,7 +22,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+
+# By their own names, because every unit asks for them in every step: ``torch`` may make names up, which is why Python
+# searches all of it each time.
+from torch import Tensor, is_grad_enabled, nn
 
 from shardwise import trace
 from shardwise.engine.participation import with_backward
@@ -62,7 +65,7 @@ class Pass:
         self.before: Pass | None = None
         self.input_node: Any = None
 
-    def outputs_gradient_arrives(self, gradient: torch.Tensor) -> None:
+    def outputs_gradient_arrives(self, gradient: Tensor) -> None:
         follower = self.follower() if self.follower is not None else None
         if follower is not None:
             follower.hooks.post_backward(follower)
@@ -72,7 +75,7 @@ class Pass:
         self.hooks.post_backward(self)
 
 
-def _held_weakly(method: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
+def _held_weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
     """A hook that does not keep its owner alive.
 
     torch holds a parameter's hooks where Python's garbage collector cannot look: a hook that leads back to the
@@ -80,7 +83,7 @@ def _held_weakly(method: Callable[[torch.Tensor], None]) -> Callable[[torch.Tens
     """
     reference = weakref.WeakMethod(method)
 
-    def call(param: torch.Tensor) -> None:
+    def call(param: Tensor) -> None:
         alive = reference()
         if alive is not None:
             alive(param)
@@ -117,7 +120,7 @@ class Hooks:
         if self._input_dtype is not None:
             args, kwargs = self._cast_inputs(args, kwargs)
         visit = self._visit
-        if visit is not None and not visit.has_input_signal and torch.is_grad_enabled():
+        if visit is not None and not visit.has_input_signal and is_grad_enabled():
             args, kwargs = self._signal_inputs(visit, args, kwargs)
         return args, kwargs
 
@@ -151,20 +154,20 @@ class Hooks:
             needed.wait_gather()
 
     def _cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not kwargs and len(args) == 1 and isinstance(args[0], torch.Tensor):
+        if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):
             # What most blocks take, and most often from a block before it that computed in the same dtype.
             return (args if args[0].dtype is self._input_dtype else (self._cast_input(args[0]),)), kwargs
         return map_tensors(self._cast_input, (args, kwargs))
 
-    def _cast_input(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _cast_input(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._input_dtype) if tensor.is_floating_point() else tensor
 
-    def _cast_output(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _cast_output(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._output_dtype) if tensor.is_floating_point() else tensor
 
     def _signal_inputs(self, visit: Pass, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Passes the inputs on as views of themselves that tell when all their gradients are done."""
-        if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
+        if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
             # What most blocks take: nothing to walk, nothing to rebuild.
             if not args[0].requires_grad:
                 return args, kwargs
@@ -174,7 +177,7 @@ class Hooks:
             view = args[0].view_as(args[0])
             hook_gradient(view, visit.inputs_gradients_are_done)
             return (view,), kwargs
-        views: dict[int, torch.Tensor] = {}
+        views: dict[int, Tensor] = {}
         for tensor in tensors_in((args, kwargs) if kwargs else args):
             if tensor.requires_grad and id(tensor) not in views:
                 views[id(tensor)] = tensor.view_as(tensor)
@@ -190,7 +193,7 @@ class Hooks:
             )
         return map_tensors(lambda tensor: views.get(id(tensor), tensor), (args, kwargs))
 
-    def _follows(self, tensor: torch.Tensor, visit: Pass) -> bool:
+    def _follows(self, tensor: Tensor, visit: Pass) -> bool:
         """Whether another pass's first signal can serve as this one's second.
 
         For the first that takes the tensor in: backward comes to it last, when the gradient is complete.
@@ -214,7 +217,7 @@ class Hooks:
         recomputes = unit.root.in_backward and inside_backward()
         if self._output_dtype is not None:
             output = map_tensors(self._cast_output, output)
-        if visit is not None and torch.is_grad_enabled():
+        if visit is not None and is_grad_enabled():
             output = self._signal_outputs(visit, output, recomputes)
         if recomputes:
             return output
@@ -224,7 +227,7 @@ class Hooks:
         return output
 
     def _signal_outputs(self, visit: Pass, output: Any, recomputes: bool) -> Any:
-        for tensor in (output,) if isinstance(output, torch.Tensor) else tensors_in(output):
+        for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
             if tensor.requires_grad:
                 hook_gradient(tensor, visit.outputs_gradient_arrives)
                 visit.num_outputs += 1
@@ -303,7 +306,7 @@ class Hooks:
             unit.root.prefetch_before(unit, visit)
         self._close(visit)
 
-    def _gradient_arrived(self, param: torch.Tensor) -> None:
+    def _gradient_arrived(self, param: Tensor) -> None:
         """Counts complete gradients: all of them let the reduce start where no input gives a signal.
 
         A frozen sibling may still be waiting for its turn in backward; the weights then stay until backward ends.

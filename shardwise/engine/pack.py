@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
@@ -28,7 +29,8 @@ class Pack(Protocol):
         """Writes all of the rows: gradients where there are any, zeros for those missing and for padding."""
 
 
-class Slice(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Slice:
     """What is packed and reduced at once: all of the rows, or some columns of them."""
 
     pack: Pack

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch import is_grad_enabled
 from torch.distributed.tensor import DTensor
 
 from shardwise.comm.collectives import AllReduceHook, GroupCalls, Work, land
@@ -236,7 +237,7 @@ class Reduction:
             self._received = plan.parts
         else:
             self._received = [part for part in plan.parts if any(present[member] for member in part.members)]
-        if torch.is_grad_enabled():
+        if is_grad_enabled():
             # backward(create_graph=True): the graph goes on from the gradients, not through their reduce.
             gradients = [None if gradient is None else gradient.detach() for gradient in gradients]
         calls, division = self._settings.calls, self._division

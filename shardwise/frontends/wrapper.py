@@ -190,7 +190,7 @@ class FullyShardedDataParallel(ModelMethods):
                 for watcher in watchers:
                     watcher.passes(unit)
             args, kwargs = hooks.pre_forward(self, args, kwargs)
-            output = self._modules[WRAPPED_NAME](*args, **kwargs)  # type: ignore[misc]
+            output = attributes["_modules"][WRAPPED_NAME](*args, **kwargs)
             if watchers and is_top:
                 for watcher in watchers:
                     watcher.end()
