@@ -23,10 +23,10 @@ from torch.optim import Optimizer
 
 __all__ = ["BlockedStep"]
 
-# A block's parameter, gradient and two states come to 2 MB, the second cache of many CPUs. Below the least size a
-# tensor stays in the third cache by itself, and more calls would cost what fewer misses save.
+# A block's parameter, gradient and two states come to 2 MB, the second cache of many CPUs. What is no larger than a
+# block or two misses it less often, and more calls would cost what is saved.
 _BLOCK_BYTES = 512 * 1024
-_LEAST_BYTES = 4 * _BLOCK_BYTES
+_LEAST_BYTES = 2 * _BLOCK_BYTES
 
 
 class BlockedStep:
