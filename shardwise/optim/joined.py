@@ -49,6 +49,7 @@ class JoinedStep:
         self._optim = optim
         self._in_blocks = BlockedStep(optim)
         self._buffers: Sequence[Tensor] = ()
+        self._kernels: list[tuple[Any, ...]] = []
         self._runs: list[_Run] | None = None
         self._others: list[list[Tensor]] = []
         # Those that had a gradient in a step in which the one before had none, or the other way round.
@@ -61,8 +62,9 @@ class JoinedStep:
             buffers: where its tensors lie, with nothing but each other between them; the same object until they move.
             **kwargs: handed to the optimizer.
         """
-        if buffers is not self._buffers:
-            self._buffers, self._runs = buffers, None
+        kernels = [(group.get("fused"), group.get("differentiable")) for group in self._optim.param_groups]
+        if buffers is not self._buffers or kernels != self._kernels:
+            self._buffers, self._kernels, self._runs = buffers, kernels, None
             self._seams.clear()
         if not buffers:
             return self._in_blocks(**kwargs)

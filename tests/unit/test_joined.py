@@ -194,6 +194,16 @@ def test_tensors_that_move_are_joined_where_they_lie_then() -> None:
     assert set(twins.num_seen) == {3}
 
 
+def test_kernels_that_are_changed_join_what_they_may() -> None:
+    twins = Twins("SGD", fused=False)
+    twins.step()
+    for group in (*twins.optim.param_groups, *twins.reference.param_groups):
+        group["fused"] = True
+    twins.step()
+    twins.assert_equal()
+    assert twins.num_seen == [3, 8]
+
+
 def test_state_of_one_saves_no_more_than_itself() -> None:
     twins = Twins("AdamW")
     twins.step()
