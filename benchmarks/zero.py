@@ -11,7 +11,7 @@ that interface too. State is what the local optimizer holds, on the rank that ho
 
 `local step alone` is a rank's share of the unsharded optimizer, stepped as torch steps it, with nothing sent. `floor`
 is that share's part of torch's step: what would be left of it if sending cost nothing. Ours can come below it where
-it steps large parameters block by block.
+it steps large parameters block by block, and with views small ones together.
 
 After every round all contenders must have the parameters of an unsharded optimizer: bit by bit where parameters
 are stepped whole, within one ulp a step where they are split.
