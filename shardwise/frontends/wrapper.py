@@ -307,10 +307,13 @@ class FullyShardedDataParallel(ModelMethods):
         for module in self.modules():
             units.update(dict.fromkeys(units_of(module)))
             for param in module.parameters(recurse=False):
-                if param.grad is not None and set_to_none:
+                gradient = param.grad
+                if gradient is not None and set_to_none:
                     param.grad = None
-                elif param.grad is not None:
-                    param.grad.detach_().zero_()
+                elif gradient is not None:
+                    if gradient.grad_fn is not None:
+                        gradient.detach_()
+                    gradient.requires_grad_(False).zero_()
         for unit in units:
             unit.gradients.drop()
             for slot in unit.slots:

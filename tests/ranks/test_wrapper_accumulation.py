@@ -211,6 +211,26 @@ def test_gradients_are_held_sharded_outside_no_sync_and_whole_inside(orig):
             assert inside == full
 
 
+def zeroed_in_place():
+    """Gradients that were there before, and their sums after zeros were written into them; both ways to show shards."""
+    found = []
+    for orig in (False, True):
+        model = FullyShardedDataParallel(nn.Linear(32, 32), use_orig_params=orig)
+        model(torch.ones(1, 32)).sum().backward()
+        before = [param.grad for param in model.parameters()]
+        model.zero_grad(set_to_none=False)
+        after = [param.grad for param in model.parameters()]
+        found.append(
+            all(one is other for one, other in zip(before, after, strict=True))
+            and not any(gradient.any() for gradient in after if gradient is not None)
+        )
+    return found
+
+
+def test_zero_grad_can_keep_the_gradients_and_fill_them_with_zeros():
+    assert run_ranks(zeroed_in_place, 2, kind="threads") == [[True, True]] * 2
+
+
 def no_sync_on_a_child():
     model = wrapped()
     with (
