@@ -113,6 +113,20 @@ class Partial(NamedTuple):
     parts: list[Part]
 
 
+def _numels_end_to_end(parts: list[Part], runs: list[_Run]) -> list[int] | None:
+    """The lengths to cut the one run into, if parts lie there end to end; the last may be of padding."""
+    end = 0
+    numels = []
+    for part in parts:
+        if part.is_run or part.start != end or len(part.shape) != 1:
+            return None
+        numels.append(part.shape[0])
+        end += part.shape[0]
+    if len(runs) > 1:
+        return None
+    return numels if end == runs[0].numel else [*numels, runs[0].numel - end]
+
+
 class PackedReduce:
     """The reduce of one set of trainable slots, decided beforehand."""
 
@@ -152,6 +166,7 @@ class PackedReduce:
             for section in packing.sections
         ]
         self.parts = form.parts(slots, packing, mesh.shard.rank)
+        self.part_numels = _numels_end_to_end(self.parts, self.runs)
         # The own row serves as the gradient buffer as it is.
         self.is_one_run = (
             len(self.runs) == 1 and self.runs[0].dtype == self.sum_dtype and shard_device == mesh.device
@@ -423,10 +438,17 @@ class Reduction:
             if self._buffer is not None and given:
                 self._buffer.lend(given)
             else:
-                for part in given:
-                    part.slot.sharded.grad = part.slot.gradient(self._gradient(part))
+                for part, gradient in zip(given, self._cut(given), strict=False):
+                    part.slot.sharded.grad = part.slot.gradient(gradient)
         self._runs = ()
         return hooked
+
+    def _cut(self, parts: list[Part]) -> Sequence[torch.Tensor]:
+        """The gradients of these parts, in their order."""
+        numels = self.plan.part_numels
+        if numels is not None and len(parts) == len(self.plan.parts):
+            return self._runs[0].split_with_sizes(numels)
+        return [self._gradient(part) for part in parts]
 
     def _gradient(self, part: Part) -> torch.Tensor:
         run = self._runs[part.run]
