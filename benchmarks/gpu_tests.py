@@ -75,6 +75,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("no GPU here: nothing to run", file=sys.stderr)
         return 2
+    args.logs.mkdir(parents=True, exist_ok=True)
     paths = sorted((ROOT / "tests" / "gpu").glob("test_*.py"))
     deadline = time.monotonic() + args.timeout
     running = {}

@@ -163,13 +163,13 @@ def test_a_launch_that_cannot_be_made_says_so():
         launch.launch(1, 100_000, None)
 
 
-def test_without_a_compiler_torchs_operations_do_the_work(monkeypatch):
+def test_without_a_compiler_torchs_operations_do_the_work():
     def missing():
         raise OSError("libnvrtc is not there")
 
-    monkeypatch.setattr(cuda_driver, "_compiler", missing)
     cuda_driver.compile_kernels.cache_clear()
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda_driver, "_compiler", missing)
         with pytest.warns(UserWarning, match="libnvrtc is not there"):
             assert not kernels.can_compile(cuda())
         layout = plan_rows([RowParam((8, 3), 0, "all", 4, 4)], 2)
@@ -178,6 +178,5 @@ def test_without_a_compiler_torchs_operations_do_the_work(monkeypatch):
         found = doctor._kernels()
         assert found.good is None
         assert found.fix is not None
-    finally:
-        cuda_driver.compile_kernels.cache_clear()
+    cuda_driver.compile_kernels.cache_clear()
     assert doctor._kernels().good
