@@ -40,7 +40,9 @@ IF_FREE = "the same, were all but the group's calls and copies free"
 # Where each kind's work is done; a star is any class of any module of a package. Lanes of the host do nothing, so they
 # are counted on a GPU alone.
 METHODS = {
-    GROUP: {"shardwise.comm.collectives.GroupCalls": "_issue"},
+    GROUP: {
+        "shardwise.comm.collectives.GroupCalls": "issue_all_gather issue_all_gather_each issue_reduce_scatter"
+    },
     COPIES: {
         "torch.Tensor": "copy_",
         # As all ways to copy out and to pack are called.
@@ -62,6 +64,7 @@ METHODS = {
         "shardwise.engine.unit_gradients.UnitGradients": "reduce",
         "shardwise.engine.root.Root": "begin_forward start_reduce prefetch_before end_backward",
         "shardwise.engine.gather.PackedGather": "issue finish",
+        "shardwise.comm.wire.Wire": "note",
         "shardwise.engine.reduce.Reduction": "issue finish",
     },
 }

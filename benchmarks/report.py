@@ -71,6 +71,12 @@ def _questions() -> list[Question]:
         ),
         host(
             "host overhead of the wrapper, of FSDP1's",
+            "CPU, fake 8, `use_orig_params`, 30 rounds",
+            0.2,
+            "host_overhead_wrapper_orig_cpu_long",
+        ),
+        host(
+            "host overhead of the wrapper, of FSDP1's",
             "GPU, tiny, fake 8",
             0.2,
             "host_overhead_wrapper_cuda",
