@@ -59,7 +59,7 @@ METHODS = {
     },
     PYTHON: {
         "shardwise.engine.hooks.Hooks": "pre_forward post_forward pre_backward post_backward flush",
-        "shardwise.engine.hooks.Pass": "outputs_gradient_arrives inputs_gradients_are_done",
+        "shardwise.engine.passes.Pass": "outputs_gradient_arrives inputs_gradients_are_done",
         "shardwise.engine.unit.Unit": "issue_gather wait_gather reshard",
         "shardwise.engine.unit_gradients.UnitGradients": "reduce",
         "shardwise.engine.root.Root": "begin_forward start_reduce prefetch_before end_backward",

@@ -1,18 +1,6 @@
-"""Where forward and backward touch a unit.
+"""Where forward and backward touch a unit: its modules' forwards, its parameters' gradients, and its passes' signals.
 
-A *pass* is one forward of a unit and the backward through it. Its signals:
-
-    outputs' gradient arrives   the weights are needed: gather them, and prefetch the next
-    inputs' gradients are done  the weights are no longer needed: reduce what has come in, free
-
-The second signal is a hook on views of the inputs, which are passed on in their place; a module that writes to its
-input in place keeps working (it loses the signal, and is served at the end of backward). In a chain of units no view is
-needed: what one unit gives out and the next takes in has a hook already, the first signal of the one before. Where no
-input needs a gradient, complete gradients of all parameters are the signal instead. Whatever gave no signal is flushed
-when backward ends.
-
-The graph holds the pass (through its hooks) and the pass holds its window. A pass holds nothing of the graph that leads
-back to itself: at most the node that its input came from, which backward reaches later.
+Whatever gave no signal is flushed when backward ends.
 """
 
 from __future__ import annotations
@@ -21,58 +9,16 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 # By their own names, because every unit asks for them in every step: ``torch`` may make names up, which is why Python
 # searches all of it each time.
 from torch import Tensor, is_grad_enabled, nn
 
 from shardwise import trace
-from shardwise.engine.participation import with_backward
-from shardwise.engine.structure import map_tensors, tensors_in
+from shardwise.engine.passes import Pass
+from shardwise.engine.structure import map_tensors
 from shardwise.engine.unit import Unit
 from shardwise.plan.lifecycle import UNSHARDED
-from shardwise.plan.schedule import Window
-from shardwise.torch_internals import hook_gradient, hook_of_gradient, inside_backward, untraced
-
-
-class Pass:
-    """One forward of a unit, as its backward will find it."""
-
-    __slots__ = (
-        "__weakref__",
-        "before",
-        "follower",
-        "has_input_signal",
-        "hooks",
-        "input_node",
-        "is_open",
-        "num_outputs",
-        "place",
-        "window",
-    )
-
-    def __init__(self, hooks: Hooks, window: Window) -> None:
-        self.hooks = hooks
-        self.window = window
-        self.place: int | None = None
-        self.is_open = False
-        self.has_input_signal = False
-        self.num_outputs = 0
-        # The pass whose one input is this one's one output: that gradient arrives when the follower is done.
-        self.follower: weakref.ref[Pass] | None = None
-        # The pass that this one follows, and the node of what it gave out.
-        self.before: Pass | None = None
-        self.input_node: Any = None
-
-    def outputs_gradient_arrives(self, gradient: Tensor) -> None:
-        follower = self.follower() if self.follower is not None else None
-        if follower is not None:
-            follower.hooks.post_backward(follower)
-        self.hooks.pre_backward(self)
-
-    def inputs_gradients_are_done(self, gradients: Any) -> None:
-        self.hooks.post_backward(self)
+from shardwise.torch_internals import inside_backward, untraced
 
 
 def _held_weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
@@ -102,7 +48,7 @@ class Hooks:
         self._owes_report = False
         # Modules of a unit that still have to run in this forward: a unit of several frees after the last.
         self._still_to_run: set[nn.Module] = set()
-        self._on_gradient = _held_weakly(self._gradient_arrived)
+        self.on_gradient = _held_weakly(self._gradient_arrived)
         precision = unit.precision
         self._input_dtype = precision.param_dtype if precision.cast_forward_inputs else None
         self._output_dtype = precision.output_dtype
@@ -121,7 +67,7 @@ class Hooks:
             args, kwargs = self._cast_inputs(args, kwargs)
         visit = self._visit
         if visit is not None and not visit.has_input_signal and is_grad_enabled():
-            args, kwargs = self._signal_inputs(visit, args, kwargs)
+            args, kwargs = visit.signal_inputs(args, kwargs)
         return args, kwargs
 
     def _begin_forward(self) -> None:
@@ -165,52 +111,6 @@ class Hooks:
     def _cast_output(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._output_dtype) if tensor.is_floating_point() else tensor
 
-    def _signal_inputs(self, visit: Pass, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Passes the inputs on as views of themselves that tell when all their gradients are done."""
-        if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
-            # What most blocks take: nothing to walk, nothing to rebuild.
-            if not args[0].requires_grad:
-                return args, kwargs
-            visit.has_input_signal = True
-            if self._follows(args[0], visit):
-                return args, kwargs
-            view = args[0].view_as(args[0])
-            hook_gradient(view, visit.inputs_gradients_are_done)
-            return (view,), kwargs
-        views: dict[int, Tensor] = {}
-        for tensor in tensors_in((args, kwargs) if kwargs else args):
-            if tensor.requires_grad and id(tensor) not in views:
-                views[id(tensor)] = tensor.view_as(tensor)
-        if not views:
-            return args, kwargs
-        visit.has_input_signal = True
-        signals = list(views.values())
-        if len(signals) == 1:
-            hook_gradient(signals[0], visit.inputs_gradients_are_done)
-        else:
-            torch.autograd.graph.register_multi_grad_hook(
-                signals, visit.inputs_gradients_are_done, mode="all"
-            )
-        return map_tensors(lambda tensor: views.get(id(tensor), tensor), (args, kwargs))
-
-    def _follows(self, tensor: Tensor, visit: Pass) -> bool:
-        """Whether another pass's first signal can serve as this one's second.
-
-        For the first that takes the tensor in: backward comes to it last, when the gradient is complete.
-        """
-        signal = hook_of_gradient(tensor)
-        before = getattr(signal, "__self__", None)
-        if not isinstance(before, Pass) or before.window is not visit.window:
-            return False
-        if before.num_outputs != 1 or before.follower is not None or len(before.hooks.unit.modules) > 1:
-            return False
-        if self.unit.root.in_backward:
-            # A forward that is run again: its graph is not the one that backward goes through.
-            return False
-        before.follower = weakref.ref(visit)
-        visit.before, visit.input_node = before, tensor.grad_fn
-        return True
-
     @untraced
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         unit, visit = self.unit, self._visit
@@ -218,35 +118,12 @@ class Hooks:
         if self._output_dtype is not None:
             output = map_tensors(self._cast_output, output)
         if visit is not None and is_grad_enabled():
-            output = self._signal_outputs(visit, output, recomputes)
+            output = visit.signal_outputs(output, recomputes)
         if recomputes:
             return output
         self._still_to_run.discard(module)
         if not self._still_to_run:
             self._end_forward()
-        return output
-
-    def _signal_outputs(self, visit: Pass, output: Any, recomputes: bool) -> Any:
-        for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
-            if tensor.requires_grad:
-                hook_gradient(tensor, visit.outputs_gradient_arrives)
-                visit.num_outputs += 1
-        if not visit.num_outputs:
-            return self._with_backward(visit, output) if self.unit.root.participation is not None else output
-        # Joint units have no place in the order: they are there, and ranks may run different ones.
-        if visit.place is None and not recomputes and not self.unit.is_joint:
-            visit.place = visit.window.ran(self.unit.number)
-        if not visit.has_input_signal:
-            self.unit.gradients.watch(self._on_gradient)
-        return output
-
-    def _with_backward(self, visit: Pass, output: Any) -> Any:
-        """A rank that has run nothing that is trained takes part in backward all the same, if the root may part."""
-        if self.unit.root.top is self.unit:
-            output = with_backward(output)
-            for tensor in tensors_in(output):
-                if tensor.requires_grad:
-                    hook_gradient(tensor, visit.outputs_gradient_arrives)
         return output
 
     def _end_forward(self) -> None:

@@ -35,7 +35,7 @@ from shardwise.torch_internals import backward_passes, inside_backward, queue_en
 
 if TYPE_CHECKING:
     from shardwise.engine.gradients import Presence
-    from shardwise.engine.hooks import Pass
+    from shardwise.engine.passes import Pass
     from shardwise.engine.unit import Unit
 
 

@@ -1,0 +1,142 @@
+"""A *pass* is one forward of a unit and the backward through it. Its signals:
+
+    outputs' gradient arrives   the weights are needed: gather them, and prefetch the next
+    inputs' gradients are done  the weights are no longer needed: reduce what has come in, free
+
+The second signal is a hook on views of the inputs, which are passed on in their place; a module that writes to its
+input in place keeps working (it loses the signal, and is served at the end of backward). In a chain of units no view is
+needed: what one unit gives out and the next takes in has a hook already, the first signal of the one before. Where no
+input needs a gradient, complete gradients of all parameters are the signal instead.
+
+The graph holds the pass (through its hooks) and the pass holds its window. A pass holds nothing of the graph that leads
+back to itself: at most the node that its input came from, which backward reaches later.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.autograd.graph import register_multi_grad_hook
+
+from shardwise.engine.participation import with_backward
+from shardwise.engine.structure import map_tensors, tensors_in
+from shardwise.plan.schedule import Window
+from shardwise.torch_internals import hook_gradient, hook_of_gradient
+
+if TYPE_CHECKING:
+    from shardwise.engine.hooks import Hooks
+
+
+class Pass:
+    """One forward of a unit, as its backward will find it."""
+
+    __slots__ = (
+        "__weakref__",
+        "before",
+        "follower",
+        "has_input_signal",
+        "hooks",
+        "input_node",
+        "is_open",
+        "num_outputs",
+        "place",
+        "window",
+    )
+
+    def __init__(self, hooks: Hooks, window: Window) -> None:
+        self.hooks = hooks
+        self.window = window
+        self.place: int | None = None
+        self.is_open = False
+        self.has_input_signal = False
+        self.num_outputs = 0
+        # The pass whose one input is this one's one output: that gradient arrives when the follower is done.
+        self.follower: weakref.ref[Pass] | None = None
+        # The pass that this one follows, and the node of what it gave out.
+        self.before: Pass | None = None
+        self.input_node: Any = None
+
+    # --- forward --------------------------------------------------------------------------------------------------
+
+    def signal_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Passes the inputs on as views of themselves that tell when all their gradients are done."""
+        if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
+            # What most blocks take: nothing to walk, nothing to rebuild.
+            if not args[0].requires_grad:
+                return args, kwargs
+            self.has_input_signal = True
+            if self._follows(args[0]):
+                return args, kwargs
+            view = args[0].view_as(args[0])
+            hook_gradient(view, self.inputs_gradients_are_done)
+            return (view,), kwargs
+        views: dict[int, Tensor] = {}
+        for tensor in tensors_in((args, kwargs) if kwargs else args):
+            if tensor.requires_grad and id(tensor) not in views:
+                views[id(tensor)] = tensor.view_as(tensor)
+        if not views:
+            return args, kwargs
+        self.has_input_signal = True
+        signals = list(views.values())
+        if len(signals) == 1:
+            hook_gradient(signals[0], self.inputs_gradients_are_done)
+        else:
+            register_multi_grad_hook(signals, self.inputs_gradients_are_done, mode="all")
+        return map_tensors(lambda tensor: views.get(id(tensor), tensor), (args, kwargs))
+
+    def _follows(self, tensor: Tensor) -> bool:
+        """Whether another pass's first signal can serve as this one's second.
+
+        For the first that takes the tensor in: backward comes to it last, when the gradient is complete.
+        """
+        signal = hook_of_gradient(tensor)
+        before = getattr(signal, "__self__", None)
+        if not isinstance(before, Pass) or before.window is not self.window:
+            return False
+        if before.num_outputs != 1 or before.follower is not None or len(before.hooks.unit.modules) > 1:
+            return False
+        if self.hooks.unit.root.in_backward:
+            # A forward that is run again: its graph is not the one that backward goes through.
+            return False
+        before.follower = weakref.ref(self)
+        self.before, self.input_node = before, tensor.grad_fn
+        return True
+
+    def signal_outputs(self, output: Any, recomputes: bool) -> Any:
+        """Hooks the outputs, whose gradient tells that backward has come to this pass."""
+        for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
+            if tensor.requires_grad:
+                hook_gradient(tensor, self.outputs_gradient_arrives)
+                self.num_outputs += 1
+        unit = self.hooks.unit
+        if not self.num_outputs:
+            return self._with_backward(output) if unit.root.participation is not None else output
+        # Joint units have no place in the order: they are there, and ranks may run different ones.
+        if self.place is None and not recomputes and not unit.is_joint:
+            self.place = self.window.ran(unit.number)
+        if not self.has_input_signal:
+            unit.gradients.watch(self.hooks.on_gradient)
+        return output
+
+    def _with_backward(self, output: Any) -> Any:
+        """A rank that has run nothing that is trained takes part in backward all the same, if the root may part."""
+        unit = self.hooks.unit
+        if unit.root.top is unit:
+            output = with_backward(output)
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    hook_gradient(tensor, self.outputs_gradient_arrives)
+        return output
+
+    # --- backward -------------------------------------------------------------------------------------------------
+
+    def outputs_gradient_arrives(self, gradient: Tensor) -> None:
+        follower = self.follower() if self.follower is not None else None
+        if follower is not None:
+            follower.hooks.post_backward(follower)
+        self.hooks.pre_backward(self)
+
+    def inputs_gradients_are_done(self, gradients: Any) -> None:
+        self.hooks.post_backward(self)
