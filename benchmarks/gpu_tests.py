@@ -1,6 +1,7 @@
 """Runs ``tests/gpu`` and writes what passed, on which hardware, to a results file.
 
     PYTHONPATH=. python benchmarks/gpu_tests.py                 # on a machine with a GPU, straight from the source tree
+    PYTHONPATH=. python benchmarks/gpu_tests.py wrapper_gpu     # some files alone; what was written of others stays
 
 Files run beside each other, each in a process of its own: ranks share the GPU, so a second rank costs no second one.
 """
@@ -66,6 +67,7 @@ def outcome(report: Path, log: Path, exit_status: int) -> dict[str, object]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("files", nargs="*", help="by name, without test_ and .py; default: all")
     parser.add_argument("--output", type=Path, default=RESULTS / "gpu_tests.json")
     parser.add_argument(
         "--logs", type=Path, default=Path(tempfile.mkdtemp()), help="folder for pytest's output"
@@ -76,23 +78,24 @@ def main() -> int:
         print("no GPU here: nothing to run", file=sys.stderr)
         return 2
     args.logs.mkdir(parents=True, exist_ok=True)
-    paths = sorted((ROOT / "tests" / "gpu").glob("test_*.py"))
+    folder = ROOT / "tests" / "gpu"
+    paths = [folder / f"test_{name}.py" for name in args.files] or sorted(folder.glob("test_*.py"))
     deadline = time.monotonic() + args.timeout
     running = {}
     for path in paths:
         report, log = args.logs / f"{path.stem}.xml", args.logs / f"{path.stem}.log"
         running[path.stem] = (start(path, report, log), report, log)
-    files = {}
+    files = json.loads(args.output.read_text())["files"] if args.files and args.output.exists() else {}
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     for name, (process, report, log) in running.items():
         try:
             status = process.wait(max(1.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             process.kill()
             status = process.wait()
-        files[name] = outcome(report, log, status)
+        files[name] = {"date": now, **outcome(report, log, status)}
         print(f"{name}: {files[name]}")
     result = {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
@@ -102,7 +105,8 @@ def main() -> int:
         "files": files,
     }
     args.output.write_text(json.dumps(result, indent=1) + "\n")
-    return 0 if all("note" not in entry and not entry["failed"] for entry in files.values()) else 1
+    ran = [files[name] for name in running]
+    return 0 if all("note" not in entry and not entry["failed"] for entry in ran) else 1
 
 
 if __name__ == "__main__":
