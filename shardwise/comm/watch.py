@@ -28,6 +28,8 @@ _TICK_SECONDS = 0.05
 _MOMENT_SECONDS = 0.4
 _MOMENTS_IN_TIMEOUT = 20.0
 _LONGEST_SILENCE_SECONDS = 5.0
+# The part of the time that others wait for it after which a rank tells where it is.
+_LATE = 4.0
 # How long peers are helped out after a verdict.
 _AFTERMATH_SECONDS = 15.0
 _LAST_LOOK_SECONDS = 1.0
@@ -44,7 +46,7 @@ _DEBUGGERS = ("pdb.py", "bdb.py", "pydevd", "debugpy", "ipdb")
 class _Sight:
     """What the watch saw of one wire."""
 
-    position: tuple[int, int, int] = (-1, -1, -1)
+    position: tuple[int, ...] = ()
     still_since: float = 0.0
     last_status: float = 0.0
     num_statuses: int = 0
@@ -58,7 +60,7 @@ class _Sight:
     # Until when the store is left alone, because it has failed.
     alone_until: float = 0.0
 
-    def still_seconds(self, position: tuple[int, int, int], now: float) -> float:
+    def still_seconds(self, position: tuple[int, ...], now: float) -> float:
         """For how long the rank has been where it is."""
         if position != self.position:
             self.position, self.still_since = position, now
@@ -143,7 +145,7 @@ class Watch:
         waiting = wire.stuck_on()
         if now < max(sight.aftermath_until, wire.left_at + _AFTERMATH_SECONDS):
             wire.serve_peers()
-        still_seconds = sight.still_seconds((epoch, wire.path.num_events, id(waiting)), now)
+        still_seconds = sight.still_seconds((epoch, wire.path.num_events, wire.num_moves, id(waiting)), now)
         moment_seconds = min(_MOMENT_SECONDS, policies.trust().timeout_seconds / _MOMENTS_IN_TIMEOUT)
         if still_seconds < moment_seconds:
             return
@@ -195,7 +197,7 @@ class Watch:
         epoch = wire.path.epoch
         waiting = wire.stuck_on()
         now = time.monotonic()
-        still_seconds = sight.still_seconds((epoch, wire.path.num_events, id(waiting)), now)
+        still_seconds = sight.still_seconds((epoch, wire.path.num_events, wire.num_moves, id(waiting)), now)
         if waiting is None or still_seconds < policies.trust().timeout_seconds:
             return
         if wire.verdict is None:
@@ -211,7 +213,10 @@ class Watch:
 
 
 def _status(wire: WatchedWire, waiting: Waiting | None, beat: int, still_seconds: float) -> Note:
-    stack = stack_of(wire.thread)
+    # Stacks are asked for late: threads of torch's own that come and go while they are read can crash the process, and
+    # nobody needs to know where a rank is that is merely busy.
+    is_late = still_seconds >= policies.trust().timeout_seconds / _LATE
+    stack = stack_of(wire.thread) if is_late else []
     story = wire.path.story()
     return {
         "beat": beat,

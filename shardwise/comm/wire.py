@@ -102,6 +102,8 @@ class Wire:
         self.rank = group.rank() if group is not None else 0
         self.path = Path()
         self.num_models = 0
+        # Counts what shows that this rank is getting on, though it takes no place in the path.
+        self.num_moves = 0
 
     def note(self, code: int) -> int:
         """Adds an event to the path."""

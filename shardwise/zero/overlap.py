@@ -32,6 +32,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.comm.coalesced import Exchange, Pending, all_gather_bytes, carrier_device
+from shardwise.comm.collectives import wire_of
 from shardwise.comm.streams import Mark, lanes_for
 from shardwise.errors import ConfigError
 from shardwise.plan.ownership import Piece
@@ -173,7 +174,9 @@ class _SteppingBackward:
         self._planned_revision = zero.partition.revision
         self._waiting: deque[_WaitingBucket] = deque()
         self._sending: list[Pending] = []
-        self._lanes = lanes_for(zero.partition.params[0].device)
+        device = zero.partition.params[0].device
+        self._lanes = lanes_for(device)
+        self._wire = wire_of(zero.process_group, device)
 
     @torch.no_grad()
     def take(self, state: Any, bucket: GradBucket) -> Future[Tensor]:
@@ -203,6 +206,7 @@ class _SteppingBackward:
         self._waiting.clear()
         self._sending.clear()
         partition = self._zero.partition
+        self._wire.num_moves += 1
         partition.follow()
         if partition.revision != self._planned_revision:
             self._plans.clear()

@@ -1,0 +1,24 @@
+"""What the watch tells of a rank: where it is, but only once others have waited for it long enough to want to know."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+
+from shardwise import policies
+from shardwise.comm import watch
+from shardwise.comm.path import Path
+
+
+def test_stacks_are_read_late():
+    wire = SimpleNamespace(path=Path(), thread=threading.get_ident())
+    timeout_seconds = policies.trust().timeout_seconds
+    assert watch._status(wire, None, 1, timeout_seconds / 10)["stack"] == []
+    assert any("in _status" in line for line in watch._status(wire, None, 2, timeout_seconds / 2)["stack"])
+
+
+def test_a_rank_that_gets_on_without_collectives_is_not_still():
+    sight = watch._Sight()
+    sight.still_seconds((0, 5, 1, 0), now=10.0)
+    assert sight.still_seconds((0, 5, 1, 0), now=13.0) == 3.0
+    assert sight.still_seconds((0, 5, 2, 0), now=14.0) == 0.0
