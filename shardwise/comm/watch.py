@@ -213,8 +213,7 @@ class Watch:
 
 
 def _status(wire: WatchedWire, waiting: Waiting | None, beat: int, still_seconds: float) -> Note:
-    # Stacks are asked for late: threads of torch's own that come and go while they are read can crash the process, and
-    # nobody needs to know where a rank is that is merely busy.
+    # Late, because to read stacks is not without danger, and nobody needs to know where a rank is that is merely busy.
     is_late = still_seconds >= policies.trust().timeout_seconds / _LATE
     stack = stack_of(wire.thread) if is_late else []
     story = wire.path.story()

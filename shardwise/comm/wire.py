@@ -311,8 +311,9 @@ def stack_of(thread: int) -> list[str]:
     """Where a thread is, innermost call last.
 
     Not by its frames as objects: it goes on running, and has crashed the interpreter by leaving a frame that was just
-    looked at. What dumps the stacks of a crashed process lets no thread run until it is through; it tells of a
-    process's 100 newest threads alone.
+    looked at. What dumps the stacks of a crashed process lets no thread of Python's run until it is through; it tells
+    of a process's 100 newest threads alone. Threads of torch's own that begin or end meanwhile can crash it: so this is
+    for ranks that are late, or have failed, not for those that are getting on.
     """
     with tempfile.TemporaryFile("w+") as file:
         faulthandler.dump_traceback(file, all_threads=True)
