@@ -51,7 +51,7 @@ METHODS = {
     MEMORY: {
         "shardwise.engine.storage.Elastic": "grow shrink",
         "shardwise.engine.storage.Movable": "grow grow_in shrink",
-        "shardwise.engine.reduce.Reduction": "_make_own_row",
+        "shardwise.engine.reduction.Reduction": "_make_own_row",
     },
     LANES: {
         "shardwise.comm.streams.CudaLane": "__enter__ __exit__ after_compute after mark",
@@ -65,7 +65,7 @@ METHODS = {
         "shardwise.engine.root.Root": "begin_forward start_reduce prefetch_before end_backward",
         "shardwise.engine.gather.PackedGather": "issue finish",
         "shardwise.comm.wire.Wire": "note",
-        "shardwise.engine.reduce.Reduction": "issue finish",
+        "shardwise.engine.reduction.Reduction": "issue finish",
     },
 }
 

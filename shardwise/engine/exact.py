@@ -28,7 +28,8 @@ from shardwise.comm.streams import Lanes
 from shardwise.engine.binding import Slot
 from shardwise.engine.form import Form
 from shardwise.engine.gradients import Part, gradient_version
-from shardwise.engine.reduce import PackedReduce, ReduceSettings, Reduction, Sums, computed_dtype
+from shardwise.engine.reduce import PackedReduce, ReduceSettings, Sums, computed_dtype
+from shardwise.engine.reduction import Reduction
 from shardwise.engine.tree_calls import TreeCalls
 from shardwise.errors import ConfigError
 from shardwise.plan.tree import is_power_of_two, total, with_term

@@ -27,7 +27,8 @@ from shardwise.engine.events import UnitEvents
 from shardwise.engine.exact import check_model
 from shardwise.engine.participation import Participation
 from shardwise.engine.recorded import note_root
-from shardwise.engine.reduce import PackedReduce, ReduceSettings, Reduction, run_user_hooks
+from shardwise.engine.reduce import PackedReduce, ReduceSettings
+from shardwise.engine.reduction import Reduction, run_user_hooks
 from shardwise.errors import StateError
 from shardwise.plan.lifecycle import GATHERING
 from shardwise.plan.schedule import Window
