@@ -20,7 +20,8 @@ from shardwise.comm.board import Note
 from shardwise.comm.judge import Evidence, judge
 from shardwise.comm.path import Story, words_of
 from shardwise.comm.patience import asked_by
-from shardwise.comm.wire import Verdict, Waiting, WatchedWire, stack_of
+from shardwise.comm.stacks import stack_of
+from shardwise.comm.wire import Verdict, Waiting, WatchedWire
 from shardwise.errors import PeerFailure
 
 _TICK_SECONDS = 0.05
@@ -213,7 +214,7 @@ class Watch:
 
 
 def _status(wire: WatchedWire, waiting: Waiting | None, beat: int, still_seconds: float) -> Note:
-    # Late, because to read stacks is not without danger, and nobody needs to know where a rank is that is merely busy.
+    # Late, because it interrupts the rank, and nobody needs to know where one is that is merely busy.
     is_late = still_seconds >= policies.trust().timeout_seconds / _LATE
     stack = stack_of(wire.thread) if is_late else []
     story = wire.path.story()

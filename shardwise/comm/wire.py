@@ -15,11 +15,7 @@ raise. Then they begin a new path, and the group can be used again if no rank wa
 from __future__ import annotations
 
 import contextlib
-import faulthandler
-import linecache
 import math
-import re
-import tempfile
 import threading
 import time
 import weakref
@@ -32,6 +28,7 @@ import torch.distributed as dist
 from shardwise import policies, trace
 from shardwise.comm.board import Board, Note
 from shardwise.comm.path import Path, code_of, words_of
+from shardwise.comm.stacks import stack_of
 from shardwise.errors import PeerFailure, RankDisagreement, ShardwiseError
 from shardwise.torch_internals import is_destroyed, store_of
 
@@ -301,35 +298,3 @@ class WatchedWire(Wire):
         )
         if file is not None:
             error.where = f"{error.where}; its last events are in {file}"
-
-
-_THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
-_CALL = re.compile(r'  File "(.*)", line (\d+) in (.*)')
-
-
-def stack_of(thread: int) -> list[str]:
-    """Where a thread is, innermost call last.
-
-    Not by its frames as objects: it goes on running, and has crashed the interpreter by leaving a frame that was just
-    looked at. What dumps the stacks of a crashed process lets no thread of Python's run until it is through; it tells
-    of a process's 100 newest threads alone. Threads of torch's own that begin or end meanwhile can crash it: so this is
-    for ranks that are late, or have failed, not for those that are getting on.
-    """
-    with tempfile.TemporaryFile("w+") as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-        file.seek(0)
-        dumped = file.read()
-    calls: list[str] = []
-    is_it = False
-    for line in dumped.splitlines():
-        if (begins := _THREAD.match(line)) is not None:
-            is_it = int(begins[1], 16) == thread
-        elif is_it and (call := _CALL.match(line)) is not None:
-            path, number, function = call[1], int(call[2]), call[3]
-            source = linecache.getline(path, number).strip()
-            calls.append(
-                f'  File "{path}", line {number}, in {function}' + (f"\n    {source}" if source else "")
-            )
-    if not calls and dumped.endswith("...\n"):
-        return ["  a place that cannot be told: its process has more than 100 threads"]
-    return calls[::-1]

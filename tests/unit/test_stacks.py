@@ -1,0 +1,158 @@
+"""Telling where a thread is, whatever it does."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from shardwise.comm.stacks import UNKNOWN, stack_of
+
+
+@contextmanager
+def thread_in(work: Callable[[threading.Event], object]) -> Iterator[int]:
+    begun, over = threading.Event(), threading.Event()
+
+    def run() -> None:
+        begun.set()
+        work(over)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    begun.wait()
+    try:
+        assert thread.ident is not None
+        yield thread.ident
+    finally:
+        over.set()
+        thread.join()
+
+
+def wait_for_it(over: threading.Event) -> None:
+    over.wait()
+
+
+def compute(over: threading.Event) -> None:
+    while not over.is_set():
+        sum(range(100))
+
+
+def dive(over: threading.Event, depth: int = 0) -> None:
+    if depth < 150:
+        dive(over, depth + 1)
+    else:
+        over.wait()
+
+
+def sleep_on(over: threading.Event, slept: list[float]) -> None:
+    start = time.monotonic()
+    time.sleep(0.5)
+    slept.append(time.monotonic() - start)
+
+
+def come_and_go(over: threading.Event) -> None:
+    while not over.is_set():
+        short = threading.Thread(target=int)
+        short.start()
+        short.join()
+
+
+@pytest.mark.parametrize("work", [wait_for_it, compute])
+def test_a_thread_that_waits_or_runs_is_found_where_it_is(work):
+    with thread_in(work) as thread:
+        for _ in range(20):
+            stack = stack_of(thread)
+            assert "in _bootstrap\n" in stack[0]
+            assert any(f"in {work.__name__}\n" in call for call in stack)
+
+
+def test_the_innermost_call_comes_last_with_its_source():
+    stack = stack_of(threading.get_ident())
+    here = next(
+        number for number, call in enumerate(stack) if "in test_the_innermost_call_comes_last" in call
+    )
+    assert "stack = stack_of(threading.get_ident())" in stack[here]
+    assert "in stack_of" in stack[here + 1]
+
+
+def test_of_very_deep_stacks_the_inner_part_is_told():
+    with thread_in(dive) as thread:
+        stack = stack_of(thread)
+        assert len(stack) == 100
+        assert "in wait" in stack[-1]
+
+
+def test_sleeping_is_taken_up_again():
+    slept: list[float] = []
+    with thread_in(lambda over: sleep_on(over, slept)) as thread:
+        time.sleep(0.05)
+        assert any("in sleep_on" in call for call in stack_of(thread))
+    assert slept[0] >= 0.5
+
+
+def test_threads_that_come_and_go_meanwhile_do_no_harm():
+    with thread_in(come_and_go), thread_in(wait_for_it) as thread:
+        for _ in range(200):
+            assert any("in wait_for_it" in call for call in stack_of(thread))
+
+
+def test_many_can_ask_at_once():
+    with thread_in(wait_for_it) as first, thread_in(compute) as second:
+        found: list[bool] = []
+
+        def ask(thread: int, name: str) -> None:
+            found.extend(any(f"in {name}\n" in call for call in stack_of(thread)) for _ in range(20))
+
+        asking = [
+            threading.Thread(target=ask, args=(thread, name))
+            for thread, name in ((first, "wait_for_it"), (second, "compute")) * 2
+        ]
+        for each in asking:
+            each.start()
+        for each in asking:
+            each.join()
+        assert found == [True] * 80
+
+
+def test_a_thread_that_has_ended_is_nowhere():
+    with thread_in(lambda over: None) as thread:
+        pass
+    assert stack_of(thread) == [UNKNOWN]
+
+
+def test_a_thread_that_takes_no_signals_is_told_of_as_such():
+    def refuse(over: threading.Event) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGURG})
+        over.wait()
+
+    with thread_in(refuse) as thread:
+        time.sleep(0.05)
+        assert stack_of(thread) == [UNKNOWN]
+    assert any("in test_a_thread_that_takes_no" in call for call in stack_of(threading.get_ident()))
+
+
+def test_a_forked_process_tells_its_own():
+    code = """
+import os, threading
+from shardwise.comm.stacks import stack_of
+
+def child():
+    return stack_of(threading.get_ident())
+
+def parent():
+    return stack_of(threading.get_ident())
+
+parent()
+pid = os.fork()
+if pid == 0:
+    os._exit(0 if any("in child" in call for call in child()) else 1)
+assert os.waitpid(pid, 0)[1] == 0
+assert any("in parent" in call for call in parent())
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
