@@ -1,4 +1,8 @@
-"""How calls of methods are counted: each one's own time, without what it calls and without what counting costs."""
+"""Methods in whose place something else is called for a while, to find out what they cost.
+
+Counted, each one's own time is known, without what it calls and without what counting costs. Stilled, it does nothing,
+and what a step takes less is its own time and all that comes of it.
+"""
 
 from __future__ import annotations
 
@@ -28,23 +32,18 @@ class Counts(NamedTuple):
     own_ns: int
 
 
-class Counted:
-    """A method, with its calls counted while it is open."""
+class Replaced:
+    """A method, and what is called in its place while it is open."""
 
-    def __init__(self, kind: str, owner: type, name: str) -> None:
-        self.kind, self.owner, self.name = kind, owner, name
+    def __init__(self, owner: type, name: str) -> None:
+        self.owner, self.name = owner, name
         self._inherits = name not in vars(owner)
         self._function = getattr(owner, name)
         # Models bind methods when they are made, and hold some weakly: this one is theirs for good.
-        self._call = self._counting(self._function)
-        self.calls = self.inner_calls = self.own_ns = 0
+        self._call = self._replacement(self._function)
 
     def open(self) -> None:
-        self.calls = self.inner_calls = self.own_ns = 0
         setattr(self.owner, self.name, self._call)
-
-    def counts(self) -> Counts:
-        return Counts(self.calls, self.inner_calls, self.own_ns)
 
     def close(self) -> None:
         if self._inherits:
@@ -52,7 +51,42 @@ class Counted:
         else:
             setattr(self.owner, self.name, self._function)
 
-    def _counting(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _replacement(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        raise NotImplementedError
+
+
+class Stilled(Replaced):
+    """A method that does nothing and gives back ``result``, from when it is still."""
+
+    def __init__(self, owner: type, name: str, result: object) -> None:
+        self.is_still = False
+        self._result = result
+        super().__init__(owner, name)
+
+    def _replacement(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return self._result if self.is_still else function(*args, **kwargs)
+
+        return call
+
+
+class Counted(Replaced):
+    """A method, with its calls counted while it is open."""
+
+    def __init__(self, kind: str, owner: type, name: str) -> None:
+        self.kind = kind
+        self.calls = self.inner_calls = self.own_ns = 0
+        super().__init__(owner, name)
+
+    def open(self) -> None:
+        self.calls = self.inner_calls = self.own_ns = 0
+        super().open()
+
+    def counts(self) -> Counts:
+        return Counts(self.calls, self.inner_calls, self.own_ns)
+
+    def _replacement(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             inner = [0, 0]

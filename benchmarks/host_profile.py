@@ -4,14 +4,19 @@
     python benchmarks/host_profile.py --device cuda    # the same model, wider, on a GPU
     python benchmarks/host_profile.py --face wrapper   # FullyShardedDataParallel, beside torch's FSDP1
 
-The models are those of `host_overhead.py`: plain, the peer and shardwise, and shardwise a second time with the engine's
-methods counted. All four take turns. A counted method's time is its own alone: without that of counted methods it
-calls, and without what counting costs, as measured on a method that does nothing. In the midst of other work counting
-costs more than that; how much is left of it is in the results. What is counted belongs to a kind: the group's calls,
-copies, memory that comes and goes, marks and lanes, and the Python around them. The last kind is what remains of the
-uncounted difference (shardwise - plain): torch's calling of hooks, and a model slower for the work in between.
+The models are those of `host_overhead.py`: plain, the peer and shardwise; shardwise a second time with the engine's
+methods counted, and a third time *still*: it does all but the work itself. All five take turns. A counted method's time
+is its own alone: without that of counted methods it calls, and without what counting costs, as measured on a method
+that does nothing. In the midst of other work counting costs more than that; how much is left of it is in the results.
+What is counted belongs to a kind: the group's calls, copies, memory that comes and goes, marks and lanes, and the
+Python around them. The last kind is what remains of the uncounted difference (shardwise - plain): torch's calling of
+hooks, and a model slower for the work in between.
 
 Each kind is also given as a part of the peer's overhead, so that all of them add up to the overhead ratio of this run.
+
+A still model calls no collective, copies nothing and keeps its memory. What it takes less than shardwise is what any
+library must take that makes the same calls and copies, with the room that these leave in the caches for the model: the
+*floor* of the ratio.
 """
 
 from __future__ import annotations
@@ -27,15 +32,16 @@ from typing import NamedTuple
 import host_overhead
 import torch
 import torch.distributed as dist
-from counting import Cost, Counted, Counts, counting_cost
+from counting import Cost, Counted, Counts, Stilled, counting_cost
 from measuring import Contender, Times, expect, parser, take_turns, wait_for, write
 from models import start_group
+
+from shardwise.comm.collectives import DONE
 
 GROUP, COPIES = "the group's own calls", "copies: casts, packing, copy-out"
 MEMORY, LANES = "memory that comes and goes", "marks, waits and lanes"
 PYTHON, BESIDE = "Python of ours", "beside our hooks"
-COUNTED = "shardwise, counted"
-IF_FREE = "the same, were all but the group's calls and copies free"
+COUNTED, STILL = "shardwise, counted", "shardwise, still"
 
 # Where each kind's work is done; a star is any class of any module of a package. Lanes of the host do nothing, so they
 # are counted on a GPU alone.
@@ -101,6 +107,15 @@ def counted_methods(device_type: str) -> list[Counted]:
     return [each for each in found if each.kind != LANES or device_type == "cuda"]
 
 
+def stilled_methods(device_type: str) -> list[Stilled]:
+    """What does the work: the group's calls, copies, and what gives memory back."""
+    return [
+        Stilled(each.owner, each.name, DONE if each.kind == GROUP else None)
+        for each in counted_methods(device_type)
+        if each.kind in (GROUP, COPIES) or (each.kind == MEMORY and each.name == "shrink")
+    ]
+
+
 class Row(NamedTuple):
     """A method in a step: medians over steps, for each unit."""
 
@@ -158,6 +173,7 @@ def measure(args: argparse.Namespace) -> None:
     profile.open()
     ours = host_overhead.contenders(settings, device)[-1]
     profile.close()
+    still = still_contender(settings, device)
     bare = host_overhead.contenders(settings, device)
 
     def begin() -> None:
@@ -169,7 +185,7 @@ def measure(args: argparse.Namespace) -> None:
         ours.check_after_step()
 
     takers = [Contender(each.name, each.step, each.model.zero_grad, each.check_after_step) for each in bare]
-    takers.append(Contender(COUNTED, ours.step, begin, end))
+    takers += [Contender(COUNTED, ours.step, begin, end), still]
     times = take_turns(takers, wait_for(device), args.rounds, args.iterations, args.warmup)
     for each in (*bare, ours):
         each.check_counts()
@@ -178,14 +194,38 @@ def measure(args: argparse.Namespace) -> None:
     write_result(args, times, profile, settings.blocks + 1)
 
 
+def still_contender(settings: argparse.Namespace, device: torch.device) -> Contender:
+    """Ours, without the work; it computes with what its memory holds from a step that did all of it."""
+    methods = stilled_methods(device.type)
+    for method in methods:
+        method.open()
+    ours = host_overhead.contenders(settings, device)[-1]
+    for method in methods:
+        method.close()
+    ours.step()
+
+    def begin() -> None:
+        ours.model.zero_grad()
+        for method in methods:
+            method.is_still = True
+            method.open()
+
+    def end() -> None:
+        for method in methods:
+            method.is_still = False
+            method.close()
+
+    return Contender(STILL, ours.step, begin, end)
+
+
 def write_result(args: argparse.Namespace, times: Times, profile: Profile, num_units: int) -> None:
     cost = counting_cost()
     rows = profile.rows(cost, num_units)
     counting_us = 1000 * (times.median(COUNTED) - times.median("shardwise")) / num_units
     taken_off_us = sum(row.calls for row in rows) * sum(cost) / 1000
     peer = host_overhead.PEERS[args.face]
-    ours_us, peer_us = (
-        1000 * (times.median(name) - times.median("plain")) / num_units for name in ("shardwise", peer)
+    ours_us, still_us, peer_us = (
+        1000 * (times.median(name) - times.median("plain")) / num_units for name in ("shardwise", STILL, peer)
     )
     parts = shares(rows, ours_us, peer_us)
     for kind, part in parts.items():
@@ -193,6 +233,7 @@ def write_result(args: argparse.Namespace, times: Times, profile: Profile, num_u
             f"{kind:>34}: {part['us']:7.1f} us a unit, {part['of_ours']:6.1%} of ours, "
             f"{part['of_peer']:.3f} of {peer}'s"
         )
+    print(f"{'floor: calls, copies and memory':>34}: {ours_us - still_us:7.1f} us a unit")
     face = "wrapper_" if args.face == "wrapper" else ""
     write(
         "host_profile",
@@ -202,10 +243,10 @@ def write_result(args: argparse.Namespace, times: Times, profile: Profile, num_u
         step_ms=times.summary(),
         figures={
             f"(shardwise - plain) / ({peer} - plain)": {"value": ours_us / peer_us},
-            IF_FREE: {"value": parts[GROUP]["of_peer"] + parts[COPIES]["of_peer"]},
+            f"(shardwise - still) / ({peer} - plain)": {"value": (ours_us - still_us) / peer_us},
         },
         peer=peer,
-        overhead_us_a_unit={"shardwise": ours_us, peer: peer_us},
+        overhead_us_a_unit={"shardwise": ours_us, "still": still_us, peer: peer_us},
         parts_a_unit=parts,
         methods_a_unit=[row._asdict() for row in rows],
         counting_ns_a_call=cost._asdict(),

@@ -235,16 +235,17 @@ def host_profiles(found: dict[str, Any]) -> str:
     rows = []
     for name, each in found.items():
         face, where = each["settings"]["face"], "GPU" if each["settings"]["device"] == "cuda" else "CPU"
-        ratio, if_free = (figure["value"] for figure in each["figures"].values())
+        ratio, floor = (figure["value"] for figure in each["figures"].values())
         parts = [each["parts_a_unit"][kind] for kind in kinds]
         row = [f"`{face}`, {where}, beside {each['peer']}"]
         row += [f"{part['us']:.0f} ({part['of_peer']:.3f})" for part in parts]
-        row += [f"{each['overhead_us_a_unit']['shardwise']:.0f} ({ratio:.3f})", f"{if_free:.3f}", link(name)]
+        row += [f"{each['overhead_us_a_unit']['shardwise']:.0f} ({ratio:.3f})", f"{floor:.3f}", link(name)]
         rows.append(row)
     return markdown(
         "Host time that sharding adds to a forward and backward, in µs a unit; in brackets, as a part of what the peer "
-        "adds. *If free*: the ratio that would be left if all but the group's own calls and copies took no time.",
-        ["host", *kinds, "all", "if free", "file"],
+        "adds. *Floor*: the ratio of a library that makes the same calls and copies and does nothing else, by what a "
+        "step of ours takes less without them; the model around them then runs faster, too.",
+        ["host", *kinds, "all", "floor", "file"],
         rows,
     )
 

@@ -180,6 +180,30 @@ def test_rows_are_medians_for_each_unit_and_every_kind_must_have_been_called(loa
         profile.rows(counting.Cost(inside=100, outside=200), num_units=2)
 
 
+class Bell:
+    def ring(self) -> str:
+        return "ding"
+
+
+def test_a_stilled_method_works_until_it_is_still_and_after_it_was_closed(load):
+    stilled = load("counting").Stilled(Bell, "ring", "hush")
+    stilled.open()
+    bound = Bell().ring
+    assert bound() == "ding"
+    stilled.is_still = True
+    assert (bound(), Bell().ring()) == ("hush", "hush")
+    stilled.close()
+    assert Bell().ring() == "ding"
+
+
+def test_a_still_model_sends_and_copies_nothing_and_keeps_its_memory(load):
+    host_profile = load("host_profile")
+    names = {f"{method.owner.__name__}.{method.name}" for method in host_profile.stilled_methods("cpu")}
+    assert {"GroupCalls.issue_all_gather", "GroupCalls.issue_reduce_scatter", "Elastic.shrink"} <= names
+    assert {"LinePack.fill", "FusedPack.fill", "CopyPieces.run"} <= names
+    assert "Elastic.grow" not in names
+
+
 def test_all_parts_add_up_to_the_overhead_ratio(load):
     host_profile = load("host_profile")
     rows = [
@@ -303,7 +327,7 @@ def test_the_page_tells_of_profiles_where_there_are_any(load, tmp_path):
     host = {
         "benchmark": "host_profile",
         "settings": {"face": "fully_shard", "device": "cpu"},
-        "figures": {"the ratio": {"value": 0.25}, "if free": {"value": 0.075}},
+        "figures": {"the ratio": {"value": 0.25}, "floor": {"value": 0.075}},
         "peer": "FSDP2",
         "overhead_us_a_unit": {"shardwise": 100.0, "FSDP2": 400.0},
         "parts_a_unit": host_profile.shares(rows, 100.0, 400.0),
