@@ -3,8 +3,8 @@
     make demo                                  # or, with shardwise installed:
     python examples/demo.py --steps 200
 
-Every line that begins with $ is a command you can type yourself. The text it learns is the source of Python's own
-standard library, so nothing is downloaded.
+Every line that begins with $ is a command you can type yourself; what they make is left in ``runs/demo``. The text it
+learns is the source of Python's own standard library, so nothing is downloaded.
 
 Why the two runs must be equal: a run's batches, first weights and learning rates do not depend on the number of ranks.
 Two ranks take half of each batch and average their gradients, added in rank order; one process takes the same halves
@@ -15,24 +15,34 @@ one after the other. The same arithmetic in the same order, so every weight must
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
+import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import torch
 
 from shardwise.checkpoint.weights import open_weights
 from shardwise.train.records import read_metrics
+from shardwise.train.resume import new_folder
 
 
-def run(*arguments: str) -> None:
-    """Runs a command, as it is shown."""
-    print("\n$ shardwise " + shlex.join(arguments), flush=True)
+def as_typed() -> str:
+    """The command as a user here would type it."""
+    installed = Path(sys.executable).with_name("shardwise")
+    if shutil.which("shardwise") is None and installed.exists():
+        return os.path.relpath(installed)
+    return "shardwise"
+
+
+def run(why: str, *arguments: str) -> None:
+    """Says what a command is for, shows it and runs it."""
+    print(f"\n{why}\n$ {as_typed()} {shlex.join(arguments)}", flush=True)
     done = subprocess.run([sys.executable, "-m", "shardwise", *arguments], check=False)
     if done.returncode:
-        print("the demo ends here; 'shardwise doctor' says what this machine is missing", file=sys.stderr)
+        print(f"the demo ends here; '{as_typed()} doctor' says what this machine is missing", file=sys.stderr)
         sys.exit(done.returncode)
 
 
@@ -52,12 +62,12 @@ def compare(left: Path, right: Path) -> bool:
     same = losses[0] == losses[1] and all(
         torch.equal(value, weights[1][name]) for name, value in weights[0].items()
     )
-    print(f"\n  losses              {len(losses[0])} steps, {losses[0][0]:.4f} → {losses[0][-1]:.4f}")
-    print(f"  weights             {len(weights[0])} tensors, at most {apart:g} apart")
+    print(f"  losses    {len(losses[0])} steps, {losses[0][0]:.4f} → {losses[0][-1]:.4f}")
+    print(f"  weights   {len(weights[0])} tensors, at most {apart:g} apart")
     if same:
-        print("  two ranks and one   equal, bit for bit")
+        print("  so two ranks and one process are equal, bit for bit")
     else:
-        print("  two ranks and one   NOT EQUAL: sharding changed the arithmetic", file=sys.stderr)
+        print("  NOT EQUAL: sharding changed the arithmetic", file=sys.stderr)
     return same
 
 
@@ -66,33 +76,28 @@ def main() -> int:
     arguments.add_argument("--steps", type=int, default=80, help="training steps (default: 80)")
     num_steps = max(2, arguments.parse_args().steps)
 
-    with tempfile.TemporaryDirectory(prefix="shardwise-demo-") as folder:
-        two, one = Path(folder) / "two", Path(folder) / "one"
-        settings = ["--set", f"train.steps={num_steps}", "--set", "optimizer.clip=0"]
-        settings += ["--set", f"checkpoint.every={max(1, num_steps // 4)}"]
-        lines = ["--set", f"output.every={max(1, num_steps // 10)}"]
-        run(
-            "train",
-            "tiny",
-            "--ranks",
-            "2",
-            *settings,
-            *lines,
-            "--stop-after",
-            str(num_steps // 2),
-            "--out",
-            str(two),
-        )
-        run("train", "--resume", str(two), "--ranks", "2")
-        # The same batches in the same halves, one after the other, in a single process.
-        halves = ["--set", "train.accumulate=2"]
-        run("train", "tiny", "--ranks", "1", *settings, *halves, "--out", str(one), "--quiet")
-        same = compare(two, one)
-        run("convert", str(two), str(Path(folder) / "model"))
-        curve = Path("runs") / "demo-loss.png"
-        curve.parent.mkdir(exist_ok=True)
-        curve.write_bytes((two / "loss.png").read_bytes())
-        print(f"\n  the loss curve is in {curve.resolve()}")
+    folder = Path(os.path.relpath(new_folder("", "demo")))
+    two, one, model = folder / "two", folder / "one", folder / "model"
+    settings = ["--set", f"train.steps={num_steps}", "--set", "optimizer.clip=0"]
+    lines = ["--set", f"output.every={max(1, num_steps // 10)}"]
+    half = ["--stop-after", str(num_steps // 2)]
+
+    print("A small Llama on two CPU ranks, each with half of every parameter, gradient and optimizer state.")
+    run(
+        "1. Train, and stop half way:",
+        *("train", "tiny", "--ranks", "2", *settings, *lines, *half, "--out", str(two)),
+    )
+    run("2. Go on from the checkpoint:", "train", "--resume", str(two), "--ranks", "2")
+    run(
+        "3. Take the same steps in one process, each rank's half of a batch after the other:",
+        *("train", "tiny", "--ranks", "1", *settings, "--set", "train.accumulate=2"),
+        *("--out", str(one), "--quiet"),
+    )
+    print("\n4. Compare the two runs:")
+    same = compare(two, one)
+    run("5. Export the weights, in Hugging Face's layout:", "convert", str(two), str(model))
+    print(f"\nAll of it is in {folder}: {two / 'loss.png'} is the loss curve.")
+    print(f"Next: '{as_typed()} train tiny' with your own settings, README.md, docs/tutorial.md.")
     return 0 if same else 1
 
 

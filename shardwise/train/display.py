@@ -167,11 +167,17 @@ def headline(facts: RunFacts) -> list[str]:
 
 
 def summary_rows(summary: Summary) -> list[tuple[str, str]]:
+    ended = f"{summary.ended} at step {summary.step} of {summary.num_steps}"
+    speed = f"{in_thousands(summary.tokens_per_second)} tokens/s, {in_time(summary.seconds)} in all"
+    if not summary.tokens:
+        speed = ""
+        if summary.step >= summary.num_steps:
+            ended += ": there was no step left; --set train.steps=N for more"
     rows = [
-        ("ended", f"{summary.ended} at step {summary.step} of {summary.num_steps}"),
+        ("ended", ended),
         ("loss", _change(summary.first_loss, summary.last_loss)),
         ("eval loss", "" if summary.eval_loss is None else f"{summary.eval_loss:.4f}"),
-        ("speed", f"{in_thousands(summary.tokens_per_second)} tokens/s, {in_time(summary.seconds)} in all"),
+        ("speed", speed),
         ("memory", f"{in_bytes(summary.memory_bytes)} a rank at most"),
         ("checkpoint", summary.checkpoint or "none"),
         ("curve", summary.curve or ""),

@@ -41,7 +41,8 @@ def test_the_demo_trains_resumes_finds_the_runs_equal_and_exports(tmp_path):
     ):
         assert words in done.stdout, words
     assert done.stderr == ""
-    assert (tmp_path / "runs" / "demo-loss.png").exists()
+    for left in ("two/loss.png", "two/checkpoints/latest", "one/metrics.jsonl", "model/model.safetensors"):
+        assert (tmp_path / "runs" / "demo" / left).exists(), left
 
 
 def test_the_demo_notices_a_single_bit(tmp_path, capsys):

@@ -7,6 +7,7 @@ example's line numbers in a traceback are those of its page.
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib
 import os
 import re
@@ -17,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import shardwise
 from shardwise.testing import run_ranks
 
 REPOSITORY = Path(__file__).parents[2]
@@ -93,16 +95,21 @@ def test_the_guides_examples_run(example, tmp_path):
         example.code()
 
 
-def run_wrapper_examples(first, rest, folder):
-    """All of them in turn, each with a namespace of its own."""
-    for example in rest:
-        run_example(first, example, folder)
+def run_pages(pages, folder):
+    """Their examples in turn, each after its page's first lines and with a namespace of its own."""
+    trusted = shardwise.set_trust()
+    try:
+        for first, *rest in pages:
+            for example in rest:
+                run_example(first, example, folder)
+    finally:
+        shardwise.set_trust(**dataclasses.asdict(trusted))
 
 
-def test_the_wrappers_examples_run(tmp_path):
-    first, *rest = examples(REPOSITORY / "docs" / "wrapper.md")
-    assert len(rest) > 5
-    run_ranks(run_wrapper_examples, 2, first, rest, tmp_path, kind="gloo")
+def test_the_other_guides_examples_run(tmp_path):
+    pages = [examples(REPOSITORY / "docs" / name) for name in ("wrapper.md", "zero.md", "trust.md")]
+    assert all(len(page) > 5 for page in pages)
+    run_ranks(run_pages, 2, pages, tmp_path, kind="gloo")
 
 
 def run_readme(folder):
@@ -111,7 +118,9 @@ def run_readme(folder):
     namespace = {"__name__": "example"}
     # The group is there already, as it must be for whatever comes after.
     exec(
-        example_under("A first model").code("dist.init_process_group"),
+        example_under("In a program of your own").code(
+            "dist.init_process_group", "dist.destroy_process_group"
+        ),
         namespace,
     )
     loss = namespace["loss"].detach()
@@ -138,17 +147,29 @@ def test_the_readmes_test_passes(tmp_path, monkeypatch):
     module.test_every_rank_computes_the_same()
 
 
+def prose_of(page):
+    return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors_of(page):
+    """What a link may name on a page: its headings in lower case, words joined by hyphens, without other signs."""
+    headings = re.findall(r"^#+ (.+)$", prose_of(page), flags=re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 def test_links_between_pages_lead_somewhere():
-    pages = [*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/**/*.md")]
+    pages = [path for place in ("*.md", "docs/**/*.md", "benchmarks/*.md") for path in REPOSITORY.glob(place)]
     links = [
-        (page, target.split("#")[0])
+        (page, *target.partition("#")[::2])
         for page in pages
-        for target in re.findall(r"\]\(([^)]+)\)", page.read_text())
-        if not target.startswith(("http:", "https:", "#"))
+        for target in re.findall(r"\]\(([^)]+)\)", prose_of(page))
+        if not target.startswith(("http:", "https:"))
     ]
-    assert len(links) > 10
-    missing = [f"{page.name}: {target}" for page, target in links if not (page.parent / target).exists()]
-    assert not missing, missing
+    assert len(links) > 50
+    for page, target, anchor in links:
+        path = page.parent / target if target else page
+        assert path.exists(), f"{page.name}: {target}"
+        assert not anchor or anchor in anchors_of(path), f"{page.name}: {target}#{anchor}"
 
 
 def test_files_that_the_architecture_names_exist():
@@ -206,3 +227,18 @@ def test_names_that_the_architecture_uses_are_defined():
     used = {name for name in quoted if re.match(r"[A-Z]\w+\.\w+$", name)}
     assert len(used) > 30
     assert not used - names, used - names
+
+
+def test_rooms_hold_what_the_architecture_says_they_hold():
+    quoted = re.findall(r"`(?:\w+/)?([a-z_]+)\.(?!py`)(\w+)`", (REPOSITORY / "ARCHITECTURE.md").read_text())
+    rooms = {}
+    for path in (REPOSITORY / "shardwise").rglob("*.py"):
+        rooms[path.stem] = rooms.get(path.stem, "") + path.read_text()
+    named = {(room, name) for room, name in quoted if room in rooms}
+    assert len(named) > 20
+    missing = {
+        f"{room}.{name}"
+        for room, name in named
+        if not re.search(rf"^\s*(?:def|class) {name}\b|^{name}\b", rooms[room], re.MULTILINE)
+    }
+    assert not missing, missing

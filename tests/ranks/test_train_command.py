@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import json
 import os
@@ -293,6 +294,15 @@ def test_a_log_has_a_line_for_every_nth_step_and_the_last():
     assert [line.split("/")[0] for line in shown] == ["step  8", "step 16", "step 20"]
     assert "eval 2.5000" in shown[-1]
     assert "mfu 2.0%" in shown[-1]
+
+
+def test_a_run_that_had_no_step_left_says_how_to_go_on():
+    stream = io.StringIO()
+    Lines(stream, every=8).end(dataclasses.replace(SUMMARY, tokens=0, tokens_per_second=0.0))
+    assert (
+        "finished at step 20 of 20: there was no step left; --set train.steps=N for more" in stream.getvalue()
+    )
+    assert "tokens/s" not in stream.getvalue()
 
 
 def test_the_doctor_names_what_is_missing_with_the_command_that_fixes_it(monkeypatch, capsys):
