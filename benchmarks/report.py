@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -183,7 +184,8 @@ def table() -> str:
         rounds = f"{found.rounds[0]:.3f} to {found.rounds[-1]:.3f}" if found.rounds else ""
         lines.append(f"{start} {value} | {rounds} | [{question.file}](results/{question.file}.json) |")
     hardware = {found.hardware for question in QUESTIONS if (found := answer(question)) is not None}
-    return "\n".join([*lines, "", f"Measured on: {'; '.join(sorted(hardware))}."]) + "\n"
+    measured_on = textwrap.fill(f"Measured on: {'; '.join(sorted(hardware))}.", 118)
+    return "\n".join([*lines, "", measured_on]) + "\n"
 
 
 def plot() -> str:
@@ -276,7 +278,7 @@ def link(name: str) -> str:
 
 def markdown(about: str, columns: list[str], rows: list[list[str]]) -> str:
     lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join([about, "", *(f"| {' | '.join(line)} |" for line in lines)]) + "\n"
+    return "\n".join([textwrap.fill(about, 118), "", *(f"| {' | '.join(line)} |" for line in lines)]) + "\n"
 
 
 def page() -> str:

@@ -76,24 +76,39 @@ def _entry(name: str, value: Any) -> str:
     else:
         lines.append(f"\n`{value!r}`\n")
     if inspect.isclass(value):
-        for method, function in vars(value).items():
-            if inspect.isfunction(function) and not method.startswith("_") and function.__doc__:
-                first = inspect.cleandoc(function.__doc__).split("\n\n")[0].replace("\n", " ")
-                lines.append(f"\n- `{_signature(method, function)}`: {_code(first)}")
-        if lines[-1].startswith("\n- "):
-            lines.append("\n")
+        lines += _members(value)
     return "".join(lines)
+
+
+def _members(owner: type) -> list[str]:
+    lines = []
+    ours = [cls for cls in reversed(owner.__mro__) if cls.__module__.startswith("shardwise.")]
+    for name, member in {name: member for cls in ours for name, member in vars(cls).items()}.items():
+        function = getattr(owner, name) if isinstance(member, staticmethod | classmethod) else member
+        is_told = inspect.isfunction(function) or inspect.ismethod(function) or isinstance(member, property)
+        if name.startswith("_") or not is_told or not function.__doc__:
+            continue
+        called = name if isinstance(member, property) else " ".join(_signature(name, function).split())
+        first = inspect.cleandoc(function.__doc__).split("\n\n")[0].replace("\n", " ")
+        # Written as lines of a page: a signature is one piece of code, however long.
+        text = textwrap.fill(
+            f"- `{called}`: {_code(first)}", 118, subsequent_indent="  ", break_on_hyphens=False
+        )
+        lines.append(f"\n{text}")
+    return [*lines, "\n"] if lines else []
 
 
 def _signature(name: str, value: Any) -> str:
     if inspect.isclass(value) and issubclass(value, enum.Enum):
         return f"{name}: {', '.join(value.__members__)}"
     try:
-        signature = str(inspect.signature(value))
+        found = inspect.signature(value)
     except (TypeError, ValueError):
         return name
-    # Without the quotes, module paths and addresses that only Python needs.
-    for noise in ("shardwise.train.config.", "shardwise.train.model.", "torch.nn.modules.module.", "'"):
+    bare = [param.replace(annotation=_bare(param.annotation)) for param in found.parameters.values()]
+    signature = str(found.replace(parameters=bare, return_annotation=_bare(found.return_annotation)))
+    # Without the module paths that only Python needs.
+    for noise in _NOISE:
         signature = signature.replace(noise, "")
     signature = signature.replace("(self, ", "(").replace("(self)", "()")
     return (
@@ -101,24 +116,48 @@ def _signature(name: str, value: Any) -> str:
     )
 
 
+_NOISE = (
+    "shardwise.train.config.",
+    "shardwise.train.model.",
+    "shardwise.zero.optimizer.",
+    "torch.nn.modules.module.",
+    "torch.nn.parallel.distributed.",
+    "torch._C._distributed_c10d.",
+    "collections.abc.",
+    "typing.",
+)
+
+
+class _Words(str):
+    """An annotation that is printed without quotes."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _bare(annotation: Any) -> Any:
+    return _Words(annotation) if isinstance(annotation, str) else annotation
+
+
 def _prose(value: Any) -> str:
     """A docstring as Markdown: its list of arguments becomes a list."""
     lines: list[str] = []
-    in_list = False
+    section = ""
     if (value.__doc__ or "").startswith(f"{getattr(value, '__name__', '')}("):
         return ""  # a dataclass's own words, which are its signature
     for line in inspect.cleandoc(value.__doc__ or "").split("\n"):
+        is_inside = section and (line.startswith("    ") or not line)
         if line in ("Args:", "Attributes:", "Returns:", "Raises:"):
-            lines += [f"**{line.rstrip(':')}**", ""]
-            in_list = True
-        elif in_list and line.startswith("    ") and not line.startswith("     ") and ":" in line:
+            section = line.rstrip(":")
+            lines += [f"**{section}**", ""]
+        elif not is_inside or section == "Returns":
+            section = section if is_inside else ""
+            lines.append(line.strip() if is_inside else line)
+        elif line and not line.startswith("     ") and ":" in line:
             name, _, text = line.strip().partition(":")
             lines.append(f"- `{name}`:{text}")
-        elif in_list and line.startswith("    "):
-            lines.append("  " + line.strip())
         else:
-            in_list = in_list and not line.strip()
-            lines.append(line)
+            lines.append(f"  {line.strip()}".rstrip())
     return _code("\n".join(lines))
 
 

@@ -25,6 +25,8 @@ from typing import Any, Protocol
 
 from shardwise.errors import ConfigError
 
+__all__ = ["KINDS", "Event", "Failure", "Recorder", "read_failure", "record"]
+
 UNSHARD = "unshard"
 RESHARD = "reshard"
 REDUCE = "reduce"

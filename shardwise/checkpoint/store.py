@@ -24,6 +24,8 @@ _NAME = re.compile(r"step-(\d{8,})")
 
 
 class Store:
+    """The checkpoints of one run, in ``folder``."""
+
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
 
@@ -41,6 +43,7 @@ class Store:
         return sorted(found, key=self.step_of, reverse=True)
 
     def latest(self) -> Path | None:
+        """The one saved last, or None."""
         try:
             name = (self.folder / "latest").read_text().strip()
         except (OSError, UnicodeDecodeError):

@@ -139,10 +139,13 @@ class Llama(ModelSource):
     """Of the feed-forward part."""
     vocabulary: int = 256
     context: int = 128
+    """Tokens in a sequence."""
     tied: bool = False
     """Whether the embedding is the output layer too."""
     theta: float = 10000.0
+    """Of the rotary embedding: the base of its wavelengths."""
     eps: float = 1e-5
+    """Of the norms."""
 
     builds_on_meta = True
 

@@ -172,6 +172,17 @@ def test_links_between_pages_lead_somewhere():
         assert not anchor or anchor in anchors_of(path), f"{page.name}: {target}#{anchor}"
 
 
+def test_paragraphs_are_wrapped():
+    pages = [path for place in ("*.md", "docs/**/*.md", "benchmarks/*.md") for path in REPOSITORY.glob(place)]
+    long = [
+        f"{page.name}: {line}"
+        for page in pages
+        for line in prose_of(page).split("\n")
+        if len(line) > 120 and not line.startswith(("|", "!["))
+    ]
+    assert not long, long
+
+
 def test_files_that_the_architecture_names_exist():
     text = (REPOSITORY / "ARCHITECTURE.md").read_text()
     rooms = set(
