@@ -40,6 +40,16 @@ class DataMesh:
         """This process's rank in the whole job: what messages to users name."""
         return dist.get_rank()
 
+    @property
+    def axes(self) -> list[GroupCalls]:
+        """The groups this rank talks to others on, outermost first."""
+        return [calls for calls in (self.replicate, self.shard) if calls is not None and calls.world > 1]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first of the mesh's own ranks, which need not be the job's."""
+        return all(calls.rank == 0 for calls in self.axes)
+
     def placements(self, dim: int) -> tuple[Placement, ...]:
         return (Shard(dim),) if self.replicate is None else (Replicate(), Shard(dim))
 

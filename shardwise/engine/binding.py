@@ -62,11 +62,12 @@ class Place:
 
 @dataclass
 class Found:
-    """A parameter with every place that shows it."""
+    """A parameter with every place that shows it, and the unit and slot that have taken it already, if any have."""
 
     name: str
     param: nn.Parameter
     places: list[Place]
+    taken: tuple[Unit, Slot] | None = None
 
 
 class Slot:
@@ -211,6 +212,7 @@ def _in_wider(gradient: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor
 
 
 MEMBERSHIP_ATTRIBUTE = "_shardwise_membership"
+_HIDDEN_ATTRIBUTE = "_shardwise_hidden"
 
 
 class Membership:
@@ -230,17 +232,32 @@ class Membership:
         # What is saved must load without shardwise, and with torch.load(weights_only=True).
         return (OrderedDict, ())
 
+    def owner(self) -> tuple[Unit, Slot] | None:
+        if self.unit is None or self.slot is None:
+            return None
+        unit = self.unit()
+        return None if unit is None else (unit, self.slot)
+
 
 def membership(param: torch.Tensor) -> tuple[Unit, Slot] | None:
     tag = param.__dict__.get(MEMBERSHIP_ATTRIBUTE)
-    if not isinstance(tag, Membership) or tag.unit is None or tag.slot is None:
-        return None
-    unit = tag.unit()
-    return None if unit is None else (unit, tag.slot)
+    return tag.owner() if isinstance(tag, Membership) else None
 
 
 def tag(param: torch.Tensor, unit: Unit, slot: Slot) -> None:
     param.__dict__[MEMBERSHIP_ATTRIBUTE] = Membership(unit, slot)
+
+
+def tag_hidden(unit: Unit, slot: Slot) -> None:
+    """Leaves word in modules whose names show nothing while the unit is sharded: others may hold those modules too."""
+    for place in slot.places if not slot.is_shown else ():
+        place.module.__dict__.setdefault(_HIDDEN_ATTRIBUTE, {})[place.name] = Membership(unit, slot)
+
+
+def hidden(module: nn.Module, name: str) -> tuple[Unit, Slot] | None:
+    """Whose parameter a module's name stands for that shows nothing."""
+    tag = module.__dict__.get(_HIDDEN_ATTRIBUTE, {}).get(name)
+    return None if tag is None else tag.owner()
 
 
 UNITS_ATTRIBUTE = "_shardwise_units"

@@ -15,8 +15,10 @@ from shardwise.engine.binding import (
     Place,
     Slot,
     clean_name,
+    hidden,
     membership,
     tag,
+    tag_hidden,
     units_of,
 )
 from shardwise.engine.form import Form, PlacementFn, chosen_dim
@@ -64,9 +66,15 @@ def _find_below(
         return
     seen.add(module)
     for name, param in parameters_of(module).items():
+        taken = hidden(module, name) if param is None else membership(param)
+        if param is None and taken is not None:
+            param = taken[1].sharded
         if param is None or param in ignored:
             continue
-        entry = found.setdefault(id(param), Found(clean_name(prefix + name), param, []))
+        # One flat parameter may stand for several slots.
+        entry = found.setdefault(
+            id(param if taken is None else taken[1]), Found(clean_name(prefix + name), param, [], taken)
+        )
         entry.places.append(Place(module, name))
     for name, child in module.named_children():
         _find_below(child, f"{prefix}{name}.", tops, ignored, seen, found)
@@ -131,7 +139,7 @@ def check_unit(
 ) -> None:
     """Raises if any parameter of ``modules`` cannot be sharded; changes nothing."""
     for found in find_parameters(modules, ignored):
-        if membership(found.param) is None:
+        if found.taken is None:
             check_parameter(found, chosen_dim(found, placement_fn, where), mesh, where)
 
 
@@ -150,9 +158,8 @@ def make_unit(
     own: list[Found] = []
     tied: list[tuple[Found, Unit, Slot]] = []
     for found in find_parameters(modules, ignored):
-        taken = membership(found.param)
-        if taken is not None:
-            tied.append((found, *taken))
+        if found.taken is not None:
+            tied.append((found, *found.taken))
         else:
             own.append(found)
 
@@ -165,9 +172,11 @@ def make_unit(
     for found, slot in zip(own, slots, strict=True):
         tag(found.param, unit, slot)
         tag(slot.sharded, unit, slot)
+        tag_hidden(unit, slot)
     for found, owner, slot in tied:
         known = {(place.module, place.name) for place in slot.places}
         slot.places.extend(place for place in found.places if (place.module, place.name) not in known)
+        tag_hidden(owner, slot)
         if owner not in unit.needs:
             unit.needs = (*unit.needs, owner)
     for owner in {*unit.needs, unit}:

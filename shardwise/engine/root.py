@@ -102,7 +102,12 @@ class Root:
                 for unit in units_of(child):
                     names.setdefault(unit, clean_name(name))
         for unit in names:
-            if unit.root is not self and unit.root.is_busy:
+            if unit.root is self or not unit.root.is_busy:
+                continue
+            if unit.root.accord.is_broken:
+                # It ran alone and raised: that step has ended all the same.
+                unit.root.reset()
+            else:
                 raise StateError(
                     f"unit '{unit.name}' is in the middle of a step of its own",
                     where=f"first forward of the model around it, rank {unit.rank}",

@@ -275,7 +275,7 @@ def _check_precision_fits(
     modules: tuple[nn.Module, ...], ignored: set[nn.Parameter], precision: MixedPrecisionPolicy, where: str
 ) -> None:
     for found in find_parameters(modules, ignored):
-        taken = membership(found.param)
+        taken = found.taken
         if taken is not None and taken[0].precision.param_dtype != precision.param_dtype:
             raise ConfigError(
                 f"parameter '{found.name}' is tied to unit '{taken[0].name}', which computes in "

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardwise.comm.mesh import DataMesh
 from shardwise.engine.binding import clean_name, units_of
 from shardwise.engine.flat_form import FlatSlot, Line
 from shardwise.engine.unit import Unit
@@ -107,6 +108,17 @@ def _held_by(model: nn.Module, params: Iterable[torch.Tensor]) -> list[_Held]:
     return found
 
 
+def mesh_of(model: nn.Module) -> DataMesh | None:
+    """The ranks that share the outermost wrapped module."""
+    return next((unit.mesh for unit in _flat_units(model)), None)
+
+
+def is_first_rank(model: nn.Module) -> bool:
+    """Whether this is the first of the ranks that share the model; of all, if nothing of it is wrapped."""
+    mesh = mesh_of(model)
+    return dist.get_rank() == 0 if mesh is None else mesh.is_first
+
+
 def _params_of(optim: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [param for group in optim.param_groups for param in group["params"]]
 
@@ -136,7 +148,7 @@ def named_state(model: nn.Module, optim: torch.optim.Optimizer, settings: StateD
         }
         for group in optim.param_groups
     ]
-    if isinstance(config, FullOptimStateDictConfig) and config.rank0_only and dist.get_rank() != 0:
+    if isinstance(config, FullOptimStateDictConfig) and config.rank0_only and not is_first_rank(model):
         return {}
     return {"state": ordered, "param_groups": groups}
 

@@ -150,7 +150,6 @@ def move(modules: Iterable[nn.Module], device: torch.device, ignored: set[nn.Par
 
 def send_from_first_rank(tensors: list[torch.Tensor], mesh: DataMesh) -> None:
     """Gives every rank the first rank's values; tensors may lie on the host while the group talks for a device."""
-    groups = [calls.group for calls in (mesh.replicate, mesh.shard) if calls is not None and calls.world > 1]
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in {id(tensor): tensor for tensor in tensors}.values():
         by_dtype.setdefault(tensor.dtype, []).append(tensor.detach())
@@ -158,8 +157,8 @@ def send_from_first_rank(tensors: list[torch.Tensor], mesh: DataMesh) -> None:
         for alike in by_dtype.values():
             for few in _in_batches(alike):
                 flat = torch.cat([tensor.reshape(-1).to(mesh.device) for tensor in few])
-                for group in groups:
-                    dist.broadcast(flat, dist.get_process_group_ranks(group)[0], group=group)
+                for calls in mesh.axes:
+                    dist.broadcast(flat, group=calls.group, group_src=0)
                 start = 0
                 for tensor in few:
                     tensor.copy_(flat[start : start + tensor.numel()].view(tensor.shape))

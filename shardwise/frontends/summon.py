@@ -1,16 +1,17 @@
 """Whole parameters between steps: ``summon_full_params``, and what state dicts are read from.
 
 While a unit is shown whole, its modules hold whole parameters under their own names, in memory of their own, and no
-flat parameters. Shards take over this rank's elements afterwards, if asked to.
+flat parameters. Forwards compute with them as they stand, without communication. Shards take over this rank's elements
+afterwards, if asked to; gradients that no shard would take over are refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from shardwise import trace
@@ -19,6 +20,7 @@ from shardwise.engine.flat_form import FlatSlot
 from shardwise.engine.unit import Unit
 from shardwise.engine.whole import (
     flat_form,
+    flat_slots,
     gather_gradients,
     gather_parameters,
     is_flat,
@@ -29,7 +31,8 @@ from shardwise.engine.whole import (
 from shardwise.errors import ConfigError, StateError
 from shardwise.torch_internals import inside_backward
 
-_ATTRIBUTE = "_shardwise_whole"
+# Set on a wrapper while its unit is shown whole: whether this rank is among those that show it.
+WHOLE_ATTRIBUTE = "_shardwise_whole"
 
 
 @contextmanager
@@ -67,9 +70,10 @@ def shown_whole(
                     writeback,
                     offload_to_cpu,
                     with_grads,
-                    materializes=not rank0_only or dist.get_rank() == 0,
+                    materializes=not rank0_only or unit.mesh.is_first,
                 )
             )
+            _refuse_gradients(unit, writeback)
         yield
 
 
@@ -96,7 +100,7 @@ def has_broken_off(top: Unit) -> bool:
 
 
 def is_shown_whole(unit: Unit) -> bool:
-    return _ATTRIBUTE in unit.modules[0].__dict__
+    return WHOLE_ATTRIBUTE in unit.modules[0].__dict__
 
 
 @contextmanager
@@ -120,16 +124,46 @@ def one_shown_whole(
     for slot, gradient in gradients.items():
         params[slot].grad = gradient
     marks = unit.modules[0].__dict__
-    marks[_ATTRIBUTE] = True
+    marks[WHOLE_ATTRIBUTE] = materializes
     _show(unit, params)
     try:
         yield wholes
     finally:
-        del marks[_ATTRIBUTE]
+        del marks[WHOLE_ATTRIBUTE]
         unit.show_sharded()
         show_flats(unit)
         if writeback:
             _write_back(params, gradients)
+
+
+def check_shows_whole(unit: Unit) -> None:
+    """Raises where a unit that is shown whole cannot run, because other ranks show it."""
+    if not unit.modules[0].__dict__[WHOLE_ATTRIBUTE]:
+        raise StateError(
+            "a model was called that only the first rank shows whole",
+            where=f"summon_full_params(rank0_only=True), unit '{unit.name}', rank {unit.rank}",
+            fix="call it on the first rank alone, or leave rank0_only out",
+        )
+
+
+def _refuse_gradients(unit: Unit, writeback: bool) -> None:
+    """Has backward raise at a whole parameter whose gradient would end with it."""
+    for slot in flat_slots(unit):
+        place = slot.places[0]
+        param = place.params[place.name]
+        if param is None or param is slot.sharded or not param.requires_grad or param.is_inference():
+            continue
+        if param.grad is None or not writeback:
+            param.register_post_accumulate_grad_hook(partial(_refuse_gradient, unit, slot.name))
+
+
+def _refuse_gradient(unit: Unit, name: str, param: torch.Tensor) -> None:
+    param.grad = None
+    raise StateError(
+        f"backward reached parameter '{name}' as summon_full_params shows it: its gradient would get to no shard",
+        where=f"unit '{unit.name}', rank {unit.rank}",
+        fix="run forward and backward outside of summon_full_params; within it, forward under torch.no_grad()",
+    )
 
 
 def _show(unit: Unit, params: dict[FlatSlot, nn.Parameter]) -> None:

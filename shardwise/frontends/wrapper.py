@@ -32,7 +32,13 @@ from shardwise.frontends.options import BackwardPrefetch, CPUOffload, MixedPreci
 from shardwise.frontends.order import watchers_of
 from shardwise.frontends.precision import cast_floats
 from shardwise.frontends.state_dicts import not_copied
-from shardwise.frontends.summon import BROKEN_OFF_ATTRIBUTE, is_shown_whole, shown_whole
+from shardwise.frontends.summon import (
+    BROKEN_OFF_ATTRIBUTE,
+    WHOLE_ATTRIBUTE,
+    check_shows_whole,
+    is_shown_whole,
+    shown_whole,
+)
 from shardwise.frontends.torch_state_dicts import names_in
 from shardwise.frontends.wrapper_methods import ModelMethods
 from shardwise.frontends.wrapper_state import LoadHooks
@@ -180,10 +186,16 @@ class FullyShardedDataParallel(ModelMethods):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         attributes = self.__dict__
         unit: Unit = attributes["_unit"]
+        if WHOLE_ATTRIBUTE in attributes:
+            check_shows_whole(unit)
+            return attributes["_modules"][WRAPPED_NAME](*args, **kwargs)
         root, hooks = unit.root, unit.hooks
         is_top = root.top is unit
         if is_top:
             args, kwargs = self._begin(args, kwargs)
+        elif attributes["_root_dtype"] is not None and not root.is_busy:
+            # Run alone, it is the outermost for once.
+            args, kwargs = cast_floats(attributes["_root_dtype"], (args, kwargs))
         watchers = attributes["_watchers"]
         try:
             if watchers and (is_top or root.in_forward):

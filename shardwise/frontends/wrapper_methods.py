@@ -17,7 +17,7 @@ from shardwise.engine.accord import forget_torn_steps
 from shardwise.engine.binding import units_of
 from shardwise.engine.whole import flat_slots
 from shardwise.errors import ConfigError
-from shardwise.frontends.optim_state import OptimStateKeyType, named_state, rekeyed, state_to_load
+from shardwise.frontends.optim_state import OptimStateKeyType, mesh_of, named_state, rekeyed, state_to_load
 from shardwise.frontends.state_types import (
     FullOptimStateDictConfig,
     OptimStateDictConfig,
@@ -50,7 +50,8 @@ class ModelMethods(nn.Module):
         try:
             return super().load_state_dict(state_dict, strict)
         finally:
-            for module in self.fsdp_modules(self):
+            # Where loading broke off: inner ones first.
+            for module in reversed(self.fsdp_modules(self)):
                 module.__dict__["_load_hooks"].after(module)
 
     def check_is_root(self) -> bool:
@@ -187,7 +188,7 @@ class ModelMethods(nn.Module):
         """
         config = ModelMethods.get_state_dict_type(model).optim_state_dict_config
         if isinstance(config, FullOptimStateDictConfig) and config.rank0_only:
-            optim_state_dict = _from_first_rank(optim_state_dict, group)
+            optim_state_dict = _from_first_rank(optim_state_dict, model, group)
         state = state_to_load(model, _groups(model, None, optim), optim_state_dict)
         if load_directly:
             optim.load_state_dict(state)
@@ -219,7 +220,7 @@ class ModelMethods(nn.Module):
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
         """What ``optim.load_state_dict`` takes, of a whole state that the first rank alone has."""
-        state = _from_first_rank(full_optim_state_dict, group)
+        state = _from_first_rank(full_optim_state_dict, model, group)
         return state_to_load(model, _groups(model, optim_input, optim), state)
 
     @staticmethod
@@ -234,9 +235,15 @@ class ModelMethods(nn.Module):
         return rekeyed(optim_state_dict, optim_state_key_type, model, _groups(model, optim_input, optim))
 
 
-def _from_first_rank(state: dict[str, Any] | None, group: dist.ProcessGroup | None) -> dict[str, Any]:
-    sent = [state if dist.get_rank(group) == 0 else None]
-    dist.broadcast_object_list(sent, 0 if group is None else dist.get_global_rank(group, 0), group=group)
+def _from_first_rank(
+    state: dict[str, Any] | None, model: nn.Module, group: dist.ProcessGroup | None
+) -> dict[str, Any]:
+    """What the first of ``group`` has; by default of the ranks that share the model."""
+    mesh = mesh_of(model)
+    groups = [group] if group is not None or mesh is None else [calls.group for calls in mesh.axes]
+    sent = [state]
+    for one in groups:
+        dist.broadcast_object_list(sent, group=one, group_src=0)
     assert sent[0] is not None
     return sent[0]
 

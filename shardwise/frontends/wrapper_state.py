@@ -12,7 +12,6 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -73,7 +72,7 @@ def give_state(
             state[prefix + key[len(prefix) :].removeprefix(f"{WRAPPED_NAME}.")] = value
     _restore_buffers(wrapper, state, prefix)
     config = settings.state_dict_config
-    if isinstance(config, FullStateDictConfig) and config.rank0_only and dist.get_rank() != 0:
+    if isinstance(config, FullStateDictConfig) and config.rank0_only and not unit.mesh.is_first:
         for key in _last_with(prefix, state):
             del state[key]
     return state
@@ -129,7 +128,8 @@ class LoadHooks:
     """What a wrapper does before and after its part of a state dict is loaded, whoever calls for it."""
 
     def __init__(self) -> None:
-        self._places: list[Place] = []
+        # With what they showed before: a module that several wrappers hold is filled for one inside another.
+        self._filled: list[tuple[Place, nn.Parameter | None]] = []
 
     def before(self, wrapper: nn.Module, state: State, prefix: str, *_: Any) -> None:
         (unit,) = units_of(wrapper)
@@ -154,8 +154,8 @@ class LoadHooks:
             if not slot.is_shown:
                 # In the place of the flat parameter: a view of its elements, for torch to copy into.
                 part = shown_part(slot, slot.sharded.detach()).view(slot.shown_shape)
+                self._filled.append((place, place.params[place.name]))
                 place.params[place.name] = nn.Parameter(part, slot.sharded.requires_grad)
-                self._places.append(place)
             if isinstance(value, torch.Tensor):
                 whole = whole_of(value)
                 if tuple(whole.shape) == slot.shape:
@@ -163,9 +163,9 @@ class LoadHooks:
 
     def after(self, wrapper: nn.Module, incompatible: Any = None) -> None:
         (unit,) = units_of(wrapper)
-        for place in self._places:
-            place.params[place.name] = None
-        self._places = []
+        for place, before in self._filled:
+            place.params[place.name] = before
+        self._filled = []
         show_flats(unit)
         if incompatible is not None:
             for keys in incompatible:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.comm.mesh import DataMesh
-from shardwise.engine.binding import Found, is_wrapper, membership, units_of
+from shardwise.engine.binding import Found, is_wrapper, units_of
 from shardwise.engine.exact import EXACT, check_mesh
 from shardwise.engine.making import find_parameters
 from shardwise.engine.reduce import SUMS, Sums
@@ -220,7 +220,7 @@ def _check_none_wrapped(module: nn.Module, where: str) -> None:
 
 
 def _managed(module: nn.Module, ignored: set[nn.Parameter]) -> list[Found]:
-    return [found for found in find_parameters((module,), ignored) if membership(found.param) is None]
+    return [found for found in find_parameters((module,), ignored) if found.taken is None]
 
 
 def _check_parameter(found: Found, where: str) -> None:

@@ -1,0 +1,207 @@
+"""What programs written for torch's wrapper bring along: modules held twice, forwards in odd places, groups of some ranks."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwise import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    StateDictType,
+    fully_shard,
+)
+from shardwise.errors import StateError
+from shardwise.testing import run_ranks
+from shardwise.testing.workloads import seeded
+from tests.ranks.models import Layers, average_gradients, data, full, same
+from tests.ranks.wrapped import ONE_AXIS, whole_gradients, wrap
+
+FSDP = FullyShardedDataParallel
+
+
+def every_option():
+    return [
+        {"sharding_strategy": strategy, "use_orig_params": orig}
+        for strategy, orig in itertools.product(ONE_AXIS, (False, True))
+    ]
+
+
+# --- a module that several wrapped ones hold ------------------------------------------------------------------------
+
+
+def sharing():
+    """The first layer's module is held by the last layer too, and by the root; one of its tensors by a plain module."""
+    model = seeded(Layers())
+    model.layers[2].out_proj = model.layers[0].out_proj
+    model.again = model.layers[0].out_proj
+    model.last.bias = model.layers[0].out_proj.bias
+    return model
+
+
+def shares():
+    for options in every_option():
+        model, plain = sharing(), sharing()
+        model = wrap(model, model.layers, **options)
+        optims = [torch.optim.Adam(each.parameters(), lr=0.01) for each in (model, plain)]
+        for step in range(2):
+            model(data(step, dist.get_rank(), 2, 6)).square().sum().backward()
+            losses = lambda rank: plain(data(step, rank, 2, 6)).square().sum()  # noqa: B023, E731
+            average_gradients(plain, losses, dist.get_world_size())
+            got = whole_gradients(model)
+            assert list(got) == [name for name, _ in plain.named_parameters()]
+            for name, param in plain.named_parameters():
+                same(got[name], param.grad, name, 1e-5)
+            for optim in optims:
+                optim.step()
+                optim.zero_grad()
+        for kind in StateDictType:
+            with FSDP.state_dict_type(model, kind):
+                model.load_state_dict(model.state_dict())
+                named = FSDP.optim_state_dict(model, optims[0])
+                optims[0].load_state_dict(FSDP.optim_state_dict_to_load(model, optims[0], named))
+        state, want = model.state_dict(), plain.state_dict()
+        assert list(state) == list(want)
+        for name, value in want.items():
+            same(state[name], value, name, 1e-5)
+
+
+def test_a_module_that_several_wrapped_ones_hold_is_sharded_once_and_shown_in_all():
+    run_ranks(shares, 2)
+
+
+# --- whole parameters and forwards ----------------------------------------------------------------------------------
+
+
+def forwards_while_whole():
+    rank = dist.get_rank()
+    x = data(0, rank, 2, 6)
+    for options in every_option():
+        model, plain = seeded(Layers()), seeded(Layers())
+        model = wrap(model, model.layers, **options)
+        with torch.no_grad():
+            want, twice = plain(x), plain.requires_grad_(False).apply(double)(x)
+        for trained in (False, True):
+            for recurse in (True, False):
+                with FSDP.summon_full_params(model, recurse=recurse, writeback=False), torch.no_grad():
+                    same(model(x), want, f"{options}, {recurse}, {trained}")
+                    same(model.module(x), want, f"{options}, {recurse}, {trained}, the module inside")
+            with FSDP.summon_full_params(model, writeback=False), torch.no_grad():
+                for param in model.parameters():
+                    param.mul_(2)
+                same(model(x), twice, "with what is shown")
+            with FSDP.summon_full_params(model, writeback=False, rank0_only=True), torch.no_grad():
+                if rank == 0:
+                    same(model(x), want, "on the first rank alone")
+                else:
+                    with pytest.raises(StateError, match="only the first rank shows whole"):
+                        model(x)
+            same(model(x).detach(), want, "afterwards")
+            model(x).sum().backward()
+            model.zero_grad()
+    return True
+
+
+def double(module):
+    with torch.no_grad():
+        for param in module.parameters(recurse=False):
+            param.mul_(2)
+
+
+def test_a_model_that_is_shown_whole_computes_with_what_it_shows():
+    run_ranks(forwards_while_whole, 2)
+
+
+def loses_no_gradient():
+    for orig in (False, True):
+        model = seeded(Layers())
+        model = wrap(model, model.layers, use_orig_params=orig)
+        x = data(0, 0, 2, 6)
+        with FSDP.summon_full_params(model):
+            loss = model(x).sum()
+            with pytest.raises(StateError, match="its gradient would get to no shard"):
+                loss.backward()
+            # What asks for gradients itself gets them.
+            assert len(torch.autograd.grad(model(x).sum(), list(model.parameters()))) == 16
+            late = model(x).sum()
+        with pytest.raises(StateError, match="its gradient would get to no shard"):
+            late.backward()
+        model(x).sum().backward()
+        before = whole_gradients(model)
+        with FSDP.summon_full_params(model, with_grads=True):
+            sum(param.sum() for param in model.parameters()).backward()
+        for name, gradient in whole_gradients(model).items():
+            same(gradient, before[name] + 1, name)
+
+
+def test_backward_through_parameters_shown_for_a_while_loses_no_gradient_in_silence():
+    run_ranks(loses_no_gradient, 2)
+
+
+# --- units that run alone -------------------------------------------------------------------------------------------
+
+
+def alone():
+    x = data(0, dist.get_rank(), 2, 6)
+    for face in ("wrapper", "fully_shard"):
+        model, plain = seeded(Layers()), seeded(Layers())
+        if face == "wrapper":
+            model = wrap(model, model.layers)
+        else:
+            for layer in model.layers:
+                fully_shard(layer)
+            fully_shard(model)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+                model.layers[1](torch.ones(2, 9))
+            same(full(model(x)).detach(), plain(x).detach(), face)
+            model(x).sum().backward()
+    half = seeded(Layers())
+    half = wrap(half, half.layers, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
+    for _ in range(2):
+        # Before the model around it has run, and after: it is the outermost one that runs.
+        assert half.layers[0](x).dtype == torch.bfloat16
+        half(x)
+
+
+def test_a_unit_that_ran_alone_and_raised_keeps_no_model_around_it_from_running():
+    run_ranks(alone, 2)
+
+
+# --- groups of some ranks -------------------------------------------------------------------------------------------
+
+
+def first_of_a_group():
+    """Two models, each over half of the ranks: each has a first rank."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    half, rank = divmod(dist.get_rank(), 2)
+    for options in every_option():
+        model = FSDP(nn.Linear(3, 2), process_group=groups[half], **options)
+        optim = torch.optim.Adam(model.parameters(), lr=0.1 * (1 + half))
+        (model(torch.ones(1, 3)) * (1 + half)).sum().backward()
+        optim.step()
+        configs = FullStateDictConfig(rank0_only=True), FullOptimStateDictConfig(rank0_only=True)
+        with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, *configs):
+            assert list(model.state_dict()) == ([] if rank else ["weight", "bias"])
+            named = FSDP.optim_state_dict(model, optim)
+            assert bool(named) == (rank == 0)
+            loaded = FSDP.optim_state_dict_to_load(model, optim, named)
+        assert bool(FSDP.full_optim_state_dict(model, optim)) == (rank == 0)
+        for taken in (loaded, FSDP.scatter_full_optim_state_dict(named, model, optim=optim)):
+            optim.load_state_dict(taken)
+            assert optim.param_groups[0]["lr"] == 0.1 * (1 + half), "another group's"
+        with FSDP.summon_full_params(model, writeback=False, rank0_only=True):
+            assert (model.module.weight is not None and model.module.weight.shape == (2, 3)) == (
+                rank == 0 or "NO_SHARD" in str(options) and options["use_orig_params"]
+            )
+    dist.barrier()
+
+
+def test_the_first_rank_is_the_first_of_those_that_share_the_model():
+    run_ranks(first_of_a_group, 4)
