@@ -128,9 +128,12 @@ def refused_summons():
         FSDP.summon_full_params(model, rank0_only=True),
     ):
         pass
-    with FSDP.summon_full_params(model):
-        with pytest.raises(StateError, match="shown whole already"), FSDP.summon_full_params(model):
-            pass
+    with (
+        FSDP.summon_full_params(model),
+        pytest.raises(StateError, match="shown whole already"),
+        FSDP.summon_full_params(model),
+    ):
+        pass
     caught = []
 
     def summon(*_):

@@ -1,4 +1,4 @@
-"""What programs written for torch's wrapper bring along: modules held twice, forwards in odd places, groups of some ranks."""
+"""What programs written for torch's wrapper bring along: shared modules, forwards while whole, groups."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def first_of_a_group():
             assert optim.param_groups[0]["lr"] == 0.1 * (1 + half), "another group's"
         with FSDP.summon_full_params(model, writeback=False, rank0_only=True):
             assert (model.module.weight is not None and model.module.weight.shape == (2, 3)) == (
-                rank == 0 or "NO_SHARD" in str(options) and options["use_orig_params"]
+                rank == 0 or ("NO_SHARD" in str(options) and options["use_orig_params"])
             )
     dist.barrier()
 
