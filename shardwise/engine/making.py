@@ -120,14 +120,6 @@ def _check_tensor_parallel(found: Found, param: DTensor, dim: int, mesh: DataMes
             fix="slice both from one mesh: mesh = init_device_mesh(..., mesh_dim_names=('dp', 'tp')), parallelize with "
             "mesh['tp'] and shard with mesh['dp']",
         )
-    uneven = local_of(param).shape[dim] % mesh.shard.world if -param.dim() <= dim < param.dim() else 0
-    if uneven and any(isinstance(p, Shard) and p.dim == dim % param.dim() for p in param.placements):
-        raise ConfigError(
-            f"parameter '{found.name}' of shape {tuple(param.shape)} has {local_of(param).shape[dim]} rows left on dim "
-            f"{dim} after tensor parallelism, which {mesh.shard.world} ranks cannot share evenly",
-            where=where,
-            fix="return another dim from shard_placement_fn, or choose sizes that divide",
-        )
 
 
 def check_unit(

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -173,14 +173,32 @@ def test_a_tensor_parallel_mesh_apart_from_the_data_parallel_one_is_refused():
     run_ranks(misplaced_mesh, 4, kind="gloo")
 
 
-def uneven_after_tensor_parallel():
-    model = nn.Linear(8, 6)
+def rows_that_do_not_divide(num_rows):
+    """What tensor parallelism leaves of ``num_rows`` differs by rank, and is cut again into shards that differ."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, num_rows))
+    model = copy.deepcopy(plain)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    parallelize_module(model, mesh["tp"], ColwiseParallel())
-    with pytest.raises(shardwise.ConfigError, match="3 rows left on dim 0"):
-        fully_shard(model, mesh=mesh["dp"])
-    assert type(model) is nn.Linear
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(output_layouts=Replicate())})
+    fully_shard(model, mesh=mesh["dp"])
+    batches = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(1))
+    sum(plain(batch).pow(3).sum() for batch in batches).backward()
+    model(batches[mesh["dp"].get_local_rank()]).pow(3).sum().backward()
+    for expected, param in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(param.full_tensor(), expected)
+        torch.testing.assert_close(param.grad.full_tensor(), expected.grad / 2)
+    for own, expected in zip(model.state_dict().values(), plain.state_dict().values(), strict=True):
+        own.zero_()
+        assert expected.any()
+    model.load_state_dict(plain.state_dict())
+    for expected, param in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(param.full_tensor(), expected)
 
 
-def test_rows_that_both_axes_cannot_share_evenly_are_refused():
-    run_ranks(uneven_after_tensor_parallel, 4, kind="gloo")
+def odd_rows():
+    for num_rows in (19, 6, 3):
+        rows_that_do_not_divide(num_rows)
+
+
+def test_rows_need_not_divide_on_either_axis():
+    run_ranks(odd_rows, 4, kind="gloo")
