@@ -46,7 +46,7 @@ class Hooks:
         self._open: list[Pass] = []
         self._arrived = 0
         self._owes_report = False
-        # Modules of a unit that still have to run in this forward: a unit of several frees after the last.
+        # Modules that still have to run in this forward of the model: a unit of several frees after the last.
         self._still_to_run: set[nn.Module] = set()
         self.on_gradient = _held_weakly(self._gradient_arrived)
         precision = unit.precision
@@ -62,7 +62,7 @@ class Hooks:
         if unit.root.in_backward and inside_backward():
             self._gather_for_recompute()
         elif not self._still_to_run:
-            self._begin_forward()
+            self._begin_forward(module)
         if self._input_dtype is not None:
             args, kwargs = self._cast_inputs(args, kwargs)
         visit = self._visit
@@ -70,12 +70,13 @@ class Hooks:
             args, kwargs = visit.signal_inputs(args, kwargs)
         return args, kwargs
 
-    def _begin_forward(self) -> None:
+    def _begin_forward(self, module: nn.Module) -> None:
         unit = self.unit
+        if len(unit.modules) > 1:
+            # Its other modules follow within the forward of a model around them; a call outside it is for itself.
+            self._still_to_run = set(unit.modules) if unit.root.in_forward else {module}
         if unit.root.top is unit:
             unit.root.begin_forward()
-        if len(unit.modules) > 1:
-            self._still_to_run = set(unit.modules)
         root = unit.root
         if unit.needs or root.top is unit:
             self._visit = Pass(self, root.window)
@@ -140,6 +141,12 @@ class Hooks:
                     needed.reshard(trace.IN_FORWARD, keep_part=True)
         if unit.root.top is unit:
             unit.root.end_forward()
+
+    def end_without_the_rest(self) -> None:
+        """The model's forward is over, and some modules of the unit were not in it: they may come by themselves."""
+        if self._still_to_run:
+            self._still_to_run.clear()
+            self._end_forward()
 
     def broke_off(self, error: BaseException) -> None:
         """A forward of the unit raised: if it was the whole model's, peers are told."""

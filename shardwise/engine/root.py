@@ -73,6 +73,8 @@ class Root:
         self.is_last_backward = True
         self.window = Window()
         self.units: list[Unit] = []
+        # Units of several modules, of which a forward of the model need not run all.
+        self._of_several: list[Unit] = []
         self._is_settled = False
         self._leaving: deque[tuple[Unit, Mark]] = deque()
         self._in_flight: deque[Reduction] = deque()
@@ -119,6 +121,7 @@ class Root:
             unit.name = name
             unit.events = UnitEvents(name, len(unit.slots), model)
             self._adopt(unit)
+        self._of_several = [unit for unit in self.units if len(unit.modules) > 1]
         check_model(self.units, f"first forward, rank {self.top.rank}")
         self._check_agreement()
         self._is_offloaded = any(unit.is_offloaded for unit in self.units)
@@ -168,6 +171,8 @@ class Root:
             self.participation.begin_forward()
 
     def end_forward(self) -> None:
+        for unit in self._of_several:
+            unit.hooks.end_without_the_rest()
         self.in_forward = False
         if self.participation is not None and not self.expects_backward:
             self.participation.end_forward()

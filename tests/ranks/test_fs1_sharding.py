@@ -287,6 +287,58 @@ def test_a_list_of_modules_is_one_unit():
     run_ranks(two_modules_one_unit, 2, kind="gloo")
 
 
+class Hidden(nn.Module):
+    """A model whose forward ends before its head, which is then called on parts of what came out."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(6, 6)
+        self.norm = nn.LayerNorm(6)
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, x):
+        return self.norm(self.body(x))
+
+    def loss(self, x):
+        return sum(self.head(part).square().mean() for part in self(x).chunk(2))
+
+
+def head_after_the_forward():
+    def shard(model):
+        fully_shard([model.norm, model.head])
+        fully_shard(model)
+
+    model = match_plain(
+        Hidden,
+        shard,
+        lambda model, step, rank: model.loss(data(step, rank, 4, 6)),
+        steps=3,
+        tolerance=1e-6,  # each part's gradients are summed over ranks by themselves
+    )
+    with torch.no_grad():
+        model(data(0, 0, 4, 6))
+    assert is_sharded(model.norm)
+
+
+def test_modules_of_a_list_need_not_all_run_in_the_forward_of_the_model():
+    run_ranks(head_after_the_forward, 2, kind="gloo")
+
+
+def halves_without_a_model():
+    """A unit of two modules and no model around them: a step may use either."""
+    match_plain(
+        lambda: nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)]),
+        lambda model: fully_shard(list(model)),
+        lambda model, step, rank: model[step % 2](data(step, rank, 4, 6)).square().mean(),
+        steps=4,
+    )
+
+
+@beyond_torch
+def test_modules_of_a_list_may_run_one_by_one_without_a_model_around_them():
+    run_ranks(halves_without_a_model, 2, kind="gloo")
+
+
 def ignored_stay_plain():
     model = seeded(DoubleLinear())
     ignored = {model.lin2.weight}
