@@ -216,6 +216,36 @@ def test_activations_may_travel_in_containers(container):
 # --- several forwards, several backwards ----------------------------------------------------------------------
 
 
+class Noting(nn.Module):
+    """A layer that writes to what it is given: to a cache, and to a list inside a record."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+
+    def forward(self, x, notes, cache):
+        x = self.layer(x)
+        notes.first.append(x.shape[-1])
+        cache[len(cache)] = x.detach()
+        return x
+
+
+def written_to(**policy):
+    model = nn.Sequential(Noting(6), Noting(6))
+    for layer in model:
+        fully_shard(layer, mp_policy=MixedPrecisionPolicy(**policy))
+    notes, cache, x = Record([], None), {}, torch.ones(2, 6, requires_grad=True)
+    for layer in model:
+        x = layer(x, notes, cache=cache)
+    assert notes.first == [6, 6]
+    assert list(cache) == [0, 1]
+
+
+@beyond_torch
+def test_what_a_module_writes_into_its_arguments_reaches_the_caller():
+    run_cases(written_to, 2, cases_of(param_dtype=[None, torch.bfloat16]))
+
+
 def several_forwards(reshard, num_forwards):
     def loss_of(model, step, rank):
         outputs = [model(data(step, rank + 10 * index, 2, 6)) for index in range(num_forwards)]
