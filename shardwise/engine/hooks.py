@@ -52,6 +52,9 @@ class Hooks:
         precision = unit.precision
         self._input_dtype = precision.param_dtype if precision.cast_forward_inputs else None
         self._output_dtype = precision.output_dtype
+        device = unit.mesh.device
+        # On a CPU they are there already.
+        self._input_device = None if device.type == "cpu" else device
 
     # --- forward --------------------------------------------------------------------------------------------------
     # A face calls these around each forward of a module of the unit, outside of what torch.compile traces.
@@ -62,6 +65,8 @@ class Hooks:
         if unit.root.in_backward and inside_backward():
             self._gather_for_recompute()
         elif not self._still_to_run:
+            if self._input_device is not None and (unit.root.top is unit or not unit.root.in_forward):
+                args, kwargs = self._move_inputs(args, kwargs)
             self._begin_forward(module)
         if self._input_dtype is not None:
             args, kwargs = self._cast_inputs(args, kwargs)
@@ -99,6 +104,15 @@ class Hooks:
         for needed in unit.needs:
             needed.issue_gather(trace.IN_PRE_BACKWARD)
             needed.wait_gather()
+
+    def _move_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What enters the model comes from wherever batches are made."""
+        if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):
+            return (args[0].to(self._input_device),), kwargs
+        return map_tensors(self._move_input, (args, kwargs))
+
+    def _move_input(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._input_device)
 
     def _cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from shardwise.comm.mesh import DataMesh
 from shardwise.engine.binding import (
@@ -84,7 +84,7 @@ def check_parameter(found: Found, dim: int, mesh: DataMesh, where: str) -> None:
     param = found.param
     where = f"parameter '{found.name}', {where}"
     if isinstance(param, DTensor):
-        _check_tensor_parallel(found, param, dim, mesh, where)
+        _check_tensor_parallel(found, param, mesh, where)
     if param.layout is not torch.strided:
         raise ConfigError(
             f"parameter '{found.name}' is sparse ({param.layout}), and shards are dense",
@@ -111,7 +111,7 @@ def check_parameter(found: Found, dim: int, mesh: DataMesh, where: str) -> None:
         )
 
 
-def _check_tensor_parallel(found: Found, param: DTensor, dim: int, mesh: DataMesh, where: str) -> None:
+def _check_tensor_parallel(found: Found, param: DTensor, mesh: DataMesh, where: str) -> None:
     if root_mesh(param.device_mesh) != root_mesh(mesh.mesh) or param.device_mesh == mesh.mesh:
         raise ConfigError(
             f"parameter '{found.name}' is a DTensor on the mesh {param.device_mesh}, which is no other axis of the "

@@ -14,7 +14,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
-from shardwise import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from shardwise import (
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from shardwise.engine import gather
 from shardwise.testing import run_ranks
 from shardwise.testing.parity import (
@@ -447,3 +453,36 @@ def reductions_asked_for(forces_sums):
 def test_the_group_averages_unless_sums_are_forced():
     assert run_ranks(reductions_asked_for, 2, False, kind="nccl", timeout_seconds=120) == [{"average"}] * 2
     assert run_ranks(reductions_asked_for, 2, True, kind="nccl", timeout_seconds=120) == [{"sum"}] * 2
+
+
+class FromAnywhere(torch.nn.Module):
+    """Takes a tensor and a dict of them, from whatever device."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Linear(6, 6))
+
+    def forward(self, x, *, more=None):
+        assert x.device.type == "cuda"
+        x = self.layers(x)
+        return x if more is None else x + more["offset"]
+
+
+def inputs_on_the_host(make):
+    model: Any = seeded(FromAnywhere()).to("cuda")
+    model = make(model)
+    x, more = torch.randn(4, 6), {"offset": torch.randn(6)}
+    assert torch.equal(model(x), model(x.to("cuda")))
+    on_device = model(x.to("cuda"), more={"offset": more["offset"].to("cuda")})
+    assert torch.equal(model(x, more=more), on_device)
+    model(x, more=more).sum().backward()
+    assert more["offset"].device.type == "cpu", "the caller's own dict must stay as it is"
+
+
+def sharded(model):
+    return fully_shard(model, wrap=torch.nn.Linear)
+
+
+@pytest.mark.parametrize("make", [sharded, FullyShardedDataParallel])
+def test_what_enters_a_model_is_moved_to_its_device(make):
+    run_ranks(inputs_on_the_host, 1, make, kind="nccl", timeout_seconds=120)
