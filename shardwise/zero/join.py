@@ -7,7 +7,7 @@ that still run hold the same reduced gradients; the first of them gives the join
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -20,23 +20,18 @@ from shardwise.zero.partition import Partition
 __all__ = ["ZeroJoinHook", "share_gradients"]
 
 
-class Steps(Protocol):
-    def step_joined(self) -> None: ...
-
-    def leave_join(self) -> None: ...
-
-
 class ZeroJoinHook(JoinHook):
     """Steps along with the ranks that still have inputs."""
 
-    def __init__(self, optimizer: Steps) -> None:
-        self._optimizer = optimizer
+    def __init__(self, *, step: Callable[[], object], leave: Callable[[], object]) -> None:
+        self._step = step
+        self._leave = leave
 
     def main_hook(self) -> None:
-        self._optimizer.step_joined()
+        self._step()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        self._optimizer.leave_join()
+        self._leave()
 
 
 def share_gradients(partition: Partition, group: dist.ProcessGroup, *, joined: bool) -> None:

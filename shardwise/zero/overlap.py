@@ -98,7 +98,7 @@ def _overlapping(
     _check_match(ddp, zero)
     whole_buckets = not shard_buckets and not zero.partition.balanced
     backward = _SteppingBackward(hook, ddp, zero, whole_buckets=whole_buckets, interleaved=interleaved)
-    zero.expect_steps_in_backward()
+    zero.is_stepped_in_backward = True
 
     def reduce_and_step(state: Any, bucket: GradBucket) -> Future[Tensor]:
         return backward.take(state, bucket)
@@ -243,7 +243,7 @@ class _SteppingBackward:
             used = bucket.plan.used if bucket.usage is None else bucket.usage.of_all_ranks()
             bucket.plan.used = used
             partition = self._zero.partition
-            self._zero.step_pieces(
+            self._zero.local.step_pieces(
                 {
                     piece: _part(partition, piece, bucket.gradients[position])
                     for position, piece in bucket.plan.owned
@@ -279,10 +279,10 @@ class _SteppingBackward:
         partition, group = self._zero.partition, self._zero.process_group
         moving = [index for index in indices if partition.pieces[index][0].owner != owner]
         if moving:
-            given = all_gather_bytes(pickle.dumps(self._zero.give_up(moving, owner)), group)
+            given = all_gather_bytes(pickle.dumps(self._zero.local.give_up(moving, owner)), group)
             if partition.rank == owner:
                 for states in given:
-                    self._zero.take_over(pickle.loads(states))
+                    self._zero.local.take_over(pickle.loads(states))
 
     # --- parameters nobody used ------------------------------------------------------------------------------
 
