@@ -7,12 +7,10 @@ file that changes; what makes threads into ranks has a door of its own, ``torch_
 from __future__ import annotations
 
 import sys
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -268,30 +266,6 @@ def store_of(group: dist.ProcessGroup, purpose: str) -> Any:
     # Nobody waits for a note that is not there; this is for a store that has gone.
     store.set_timeout(timedelta(seconds=3))
     return store
-
-
-def wait_of(store: Any) -> Callable[[str, timedelta], None]:
-    """How to wait for a key of a store; it raises ``RuntimeError`` when the time is up.
-
-    A store in a file is looked into by torch once in 10 ms, though a look takes microseconds: there, more often.
-    """
-    kept = store
-    while isinstance(kept, dist.PrefixStore):  # type: ignore[attr-defined]
-        kept = kept.underlying_store
-    if isinstance(kept, dist.FileStore):  # type: ignore[attr-defined]
-        return partial(_look_for_key, store)
-    return lambda key, timeout: store.wait([key], timeout)
-
-
-def _look_for_key(store: Any, key: str, timeout: timedelta) -> None:
-    until = time.monotonic() + timeout.total_seconds()
-    nap_seconds = 20e-6
-    while not store.check([key]):
-        if time.monotonic() > until:
-            raise RuntimeError(f"{key} did not come into the store in {timeout}")
-        time.sleep(nap_seconds)
-        # The longer it has taken, the longer one look more may take.
-        nap_seconds = min(1.5 * nap_seconds, 0.005)
 
 
 def is_destroyed(group: dist.ProcessGroup) -> bool:

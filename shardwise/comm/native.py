@@ -10,7 +10,9 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ import torch.distributed as dist
 
 from shardwise import policies
 from shardwise.comm.wire import UNNAMED, Foreign, Waiting, WatchedWire
-from shardwise.torch_internals import store_of, wait_of
+from shardwise.torch_internals import store_of
 
 _COUNT = 1 << 48
 _DIGEST = (1 << 32) - 1
@@ -37,7 +39,7 @@ class NativeWire(WatchedWire):
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group, device)
         self._store = store_of(group, "shardwise agreement")
-        self._wait_for_key = wait_of(self._store)
+        self._wait_for_key = _wait_of(self._store)
         self._checks_all = policies.trust().checks == "collective"
         self._met: deque[str] = deque(maxlen=3)
         self._is_aborted = False
@@ -150,3 +152,27 @@ class _OnDevice:
         wire = self._wire()
         events = () if wire is None else tuple(wire.path.events)
         return events[-1][1] if events else UNNAMED
+
+
+def _wait_of(store: Any) -> Callable[[str, timedelta], None]:
+    """How to wait for a key of a store; it raises ``RuntimeError`` when the time is up.
+
+    A store in a file is looked into by torch once in 10 ms, though a look takes microseconds: there, more often.
+    """
+    kept = store
+    while isinstance(kept, dist.PrefixStore):  # type: ignore[attr-defined]
+        kept = kept.underlying_store
+    if isinstance(kept, dist.FileStore):  # type: ignore[attr-defined]
+        return partial(_look_for_key, store)
+    return lambda key, timeout: store.wait([key], timeout)
+
+
+def _look_for_key(store: Any, key: str, timeout: timedelta) -> None:
+    until = time.monotonic() + timeout.total_seconds()
+    nap_seconds = 20e-6
+    while not store.check([key]):
+        if time.monotonic() > until:
+            raise RuntimeError(f"{key} did not come into the store in {timeout}")
+        time.sleep(nap_seconds)
+        # The longer it has taken, the longer one look more may take.
+        nap_seconds = min(1.5 * nap_seconds, 0.005)
