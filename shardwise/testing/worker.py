@@ -137,6 +137,8 @@ def _load(job: Job) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]
     known = set(sys.path)
     sys.path.extend(entry for entry in job.import_path if entry not in known)
     if job.warning_filters:
+        # Forgets which warnings were shown, too: one that an earlier call has shown must not be silent in this one.
+        warnings.resetwarnings()
         warnings.filters[:] = pickle.loads(job.warning_filters)  # type: ignore[index]
     function, args, kwargs = pickle.loads(job.function)
     return function, args, kwargs

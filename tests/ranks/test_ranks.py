@@ -94,8 +94,9 @@ def fail_on(failing_rank):
 
 
 def fail_everywhere_rank_2_first():
+    dist.barrier()
     if dist.get_rank() != 2:
-        time.sleep(0.15)
+        time.sleep(0.5)
     raise KeyError(f"key {dist.get_rank()}")
 
 
@@ -151,6 +152,10 @@ def warn_as_configured():
     return len(caught)
 
 
+def warn_plainly():
+    warnings.warn("tell", UserWarning, stacklevel=1)
+
+
 def run_ranks_on_a_rank(kind):
     run_ranks(process_id, 2, kind=kind)
 
@@ -197,7 +202,7 @@ def test_rank_threads_are_reused():
 
 def test_nobody_watches_over_ranks_that_have_ended():
     run_ranks(shard_a_layer, 20)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while any(wire.world == 20 for wire in WATCH.wires()) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(wire.world == 20 for wire in WATCH.wires())
@@ -251,6 +256,15 @@ def test_warning_filters_of_the_caller_hold_on_process_ranks():
         assert run_ranks(warn_as_configured, 2, kind="gloo") == [0, 0]
 
 
+def test_a_warning_that_an_earlier_call_has_shown_is_not_silent_in_the_next():
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        run_ranks(warn_plainly, 2, kind="gloo")
+        warnings.simplefilter("error")
+        with pytest.raises(RankFailure, match="UserWarning: tell"):
+            run_ranks(warn_plainly, 2, kind="gloo")
+
+
 # --- the pool -----------------------------------------------------------------------------------------------
 
 
@@ -275,7 +289,7 @@ def test_closing_the_pools_ends_the_processes_and_the_next_call_starts_new_ones(
 def test_a_worker_that_died_while_idle_is_replaced():
     before = run_ranks(process_id, 2, kind="gloo")
     os.kill(before[1], signal.SIGKILL)
-    for _ in range(100):
+    for _ in range(1000):
         try:
             os.kill(before[1], 0)
         except ProcessLookupError:
@@ -307,7 +321,7 @@ def test_peers_that_wait_are_told_as_torn_down_and_hold_nothing_up(kind):
     began = time.monotonic()
     with pytest.raises(RankFailure) as caught:
         run_ranks(fail_on, 3, 1, kind=kind)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 40
     message = str(caught.value)
     assert "rank 0 torn down because rank 1 failed" in message
     assert "rank 2 torn down because rank 1 failed" in message
@@ -340,7 +354,7 @@ def test_a_process_that_sleeps_while_a_peer_fails_is_ended_after_a_short_grace()
     began = time.monotonic()
     with pytest.raises(RankFailure, match="rank 1 torn down because rank 0 failed"):
         run_ranks(fail_while_peers_sleep, 2, kind="gloo")
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 40
     with pytest.raises(ProcessLookupError):
         os.kill(pids[1], 0)
 
@@ -371,15 +385,18 @@ def test_a_failure_survives_a_process_pipe():
 
 # --- hangs --------------------------------------------------------------------------------------------------
 
+# Long enough for ranks to find each other and come to where they hang, on a machine with other work too.
+COMES_THERE_SECONDS = {"threads": 1.0, "gloo": 2.5}
+
 
 def test_a_hang_of_processes_ends_at_the_timeout_with_every_ranks_stack():
     pids = run_ranks(process_id, 3, kind="gloo")
     began = time.monotonic()
     with pytest.raises(RankTimeout) as caught:
-        run_ranks(hang_on_rank_1, 3, kind="gloo", timeout_seconds=1.5)
-    assert 1.5 <= time.monotonic() - began < 10
+        run_ranks(hang_on_rank_1, 3, kind="gloo", timeout_seconds=COMES_THERE_SECONDS["gloo"])
+    assert COMES_THERE_SECONDS["gloo"] <= time.monotonic() - began < 40
     message = str(caught.value)
-    assert message.startswith("ranks 0, 1, 2 of 3 still running after 1.5 seconds")
+    assert message.startswith("ranks 0, 1, 2 of 3 still running after 2.5 seconds")
     stacks = message.split("--- rank ")[1:]
     assert [stack[0] for stack in stacks] == ["0", "1", "2"]
     assert "in barrier" in stacks[0]
@@ -392,9 +409,9 @@ def test_a_hang_of_threads_ends_at_the_timeout_with_every_ranks_stack():
     release = threading.Event()
     began = time.monotonic()
     with pytest.raises(RankTimeout) as caught:
-        run_ranks(hang_on_rank_1, 3, release, timeout_seconds=0.5)
+        run_ranks(hang_on_rank_1, 3, release, timeout_seconds=COMES_THERE_SECONDS["threads"])
     release.set()
-    assert 0.5 <= time.monotonic() - began < 10
+    assert COMES_THERE_SECONDS["threads"] <= time.monotonic() - began < 40
     stacks = str(caught.value).split("--- rank ")[1:]
     assert [stack[0] for stack in stacks] == ["0", "1", "2"]
     assert "in hang_on_rank_1" in stacks[0]
@@ -407,7 +424,7 @@ def test_a_hang_of_threads_ends_at_the_timeout_with_every_ranks_stack():
 def test_ranks_that_compute_forever_are_stopped(kind):
     ids = run_ranks(thread_id, 2, kind=kind)
     with pytest.raises(RankTimeout, match="in spin_forever"):
-        run_ranks(spin_forever, 2, kind=kind, timeout_seconds=0.5)
+        run_ranks(spin_forever, 2, kind=kind, timeout_seconds=COMES_THERE_SECONDS[kind])
     if kind == "threads":
         # They came back to be used again: none is left spinning.
         assert run_ranks(thread_id, 2, kind=kind) == ids
@@ -417,7 +434,7 @@ def test_ranks_that_compute_forever_are_stopped(kind):
 @every_cpu_kind
 def test_a_rank_that_finished_before_the_hang_is_told_as_finished(kind):
     with pytest.raises(RankTimeout) as caught:
-        run_ranks(hang_unless_rank_0, 2, kind=kind, timeout_seconds=0.5)
+        run_ranks(hang_unless_rank_0, 2, kind=kind, timeout_seconds=COMES_THERE_SECONDS[kind])
     assert str(caught.value).startswith("rank 1 of 2 still running")
     assert "rank 0 finished" in str(caught.value)
 

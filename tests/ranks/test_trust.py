@@ -5,13 +5,16 @@ Many cases share one set of ranks: a case that left anything behind would fail t
 
 from __future__ import annotations
 
+import itertools
 import time
+from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise import PeerFailure, RankDisagreement
+from shardwise import PeerFailure, RankDisagreement, torch_internals
 from shardwise.comm import wire
 from shardwise.comm.collectives import GroupCalls
 from shardwise.comm.native import NativeWire
@@ -168,15 +171,25 @@ def native_paths():
 
 
 def native_agreements():
-    """How long ten of them take when ranks come at the same time, at best."""
-    native = NativeWire(dist.group.WORLD, torch.device("cpu"))
-    code, seconds = code_of("let an optimizer use the step"), []
-    for _ in range(5):
-        started = time.monotonic()
-        for _ in range(10):
-            native.agree(code)
-        seconds.append(time.monotonic() - started)
-    return min(seconds)
+    """How long rank 0 naps between looks, while rank 1 waits until it has done so for a while."""
+    native, store = (
+        NativeWire(dist.group.WORLD, torch.device("cpu")),
+        dist.distributed_c10d._get_default_store(),
+    )
+    naps = []
+
+    def nap(seconds):
+        naps.append(seconds)
+        time.sleep(seconds)
+        if sum(naps) > 0.02:
+            store.set("napped", "1")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_internals, "time", SimpleNamespace(monotonic=time.monotonic, sleep=nap))
+        if dist.get_rank() == 1:
+            store.wait(["napped"], timedelta(seconds=30))
+        native.agree(code_of("let an optimizer use the step"))
+    return naps
 
 
 def failing_collectives():
@@ -206,8 +219,10 @@ def test_a_group_that_gives_up_by_itself_raises_what_the_watch_knows():
 
 
 def test_ranks_that_meet_through_a_file_do_not_sleep_between_looks_longer_than_they_have_waited():
-    # torch looks into the file once in 10 ms, so one of two ranks sleeps for half of that on average.
-    assert max(run_ranks(native_agreements, 2, kind="gloo")) < 10 * 0.003
+    # torch looks into the file once in 10 ms, so one of two ranks would sleep for half of that on average.
+    naps, _ = run_ranks(native_agreements, 2, kind="gloo")
+    waited = itertools.accumulate(naps, initial=0.0001)
+    assert all(nap <= before for nap, before in zip(naps, waited, strict=False))
 
 
 def test_paths_of_groups_that_carry_data_themselves_are_compared_before_a_step_is_used():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -20,6 +21,8 @@ from tests.ranks.subject import beyond_torch
 pytestmark = beyond_torch
 
 TIMEOUT_SECONDS = 1.5
+LONGEST_SECONDS = 40.0
+"""What nobody waits for where all is well."""
 
 
 def keep_the_store(who, file):
@@ -40,12 +43,12 @@ def keep_the_store(who, file):
 
 def lose_a_rank(who, signal_number, folder, keeps_store):
     """Trains; then rank `who` is struck in forward. The others hand on what they were told."""
-    set_trust(timeout_seconds=TIMEOUT_SECONDS)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if keeps_store:
         keep_the_store(who, folder / "port")
     run = Run()
     run.good_step()
+    set_trust(timeout_seconds=TIMEOUT_SECONDS)
     if dist.get_rank() == who:
         run.model.blocks[2].register_forward_pre_hook(Struck(signal_number, 60.0))
     begun = time.monotonic()
@@ -54,7 +57,8 @@ def lose_a_rank(who, signal_number, folder, keeps_store):
     except PeerFailure as error:
         # The pool keeps the story of a rank that raised, not of one that returned; and the first to raise ends all.
         (folder / str(dist.get_rank())).touch()
-        while len(list(folder.glob("[0-9]"))) < dist.get_world_size() - 1 and time.monotonic() < begun + 12:
+        num_others, until = dist.get_world_size() - 1, begun + LONGEST_SECONDS
+        while len(list(folder.glob("[0-9]"))) < num_others and time.monotonic() < until:
             time.sleep(0.02)
         raise AssertionError(f"TOLD in {time.monotonic() - begun:.1f} s: {error}") from None
 
@@ -62,7 +66,7 @@ def lose_a_rank(who, signal_number, folder, keeps_store):
 def stories(world_size, who, signal_number, folder, keeps_store=False):
     with pytest.raises(RankFailure) as failure:
         run_ranks(
-            lose_a_rank, world_size, who, signal_number, folder, keeps_store, kind="gloo", timeout_seconds=30
+            lose_a_rank, world_size, who, signal_number, folder, keeps_store, kind="gloo", timeout_seconds=60
         )
     return {report.rank: report.details for report in failure.value.reports if report.rank != who}
 
@@ -95,30 +99,37 @@ def dawdle(seconds):
     time.sleep(seconds)
 
 
+def dawdle_until_told(file):
+    while not file.exists():
+        dawdle(0.02)
+
+
 def slow_ranks(folder):
     """The last rank comes late, dawdles, sits in a debugger, works alone; steps that nobody gave up must be right."""
     is_slow = dist.get_rank() == dist.get_world_size() - 1
     told = {}
-    with timeouts_of(timeout_seconds=1.5, debugger_grace_seconds=30.0, trace_dir=folder):
+    with timeouts_of(timeout_seconds=LONGEST_SECONDS, debugger_grace_seconds=30.0, trace_dir=folder):
         if is_slow:
-            dawdle(0.7)
+            dawdle(0.4)
         run = Run()
         run.good_step()
         if is_slow:
-            dawdle(0.7)
+            dawdle(0.4)
         run.good_step()
+        set_trust(timeout_seconds=2.0)
         if is_slow:
-            in_a_debugger(2.2)
+            in_a_debugger(2.6)
         run.good_step()
         with patience(30.0):
             if is_slow:
-                dawdle(2.2)
+                dawdle(2.6)
         run.good_step()
         try:
             if is_slow:
-                dawdle(3.0)
+                dawdle_until_told(Path(folder, "told"))
             run.loss().backward()
         except PeerFailure as error:
+            Path(folder, "told").touch()
             told = {"error": str(error), "file": re.search(r"events are in (\S+)", str(error)).group(1)}
             told["events"] = [event for event, _ in trace.read_failure(told["file"]).events]
             told["text"] = trace.read_failure(told["file"]).text()

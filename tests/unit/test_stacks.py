@@ -50,9 +50,10 @@ def dive(over: threading.Event, depth: int = 0) -> None:
         over.wait()
 
 
-def sleep_on(over: threading.Event, slept: list[float]) -> None:
+def sleep_on(begun: threading.Event, slept: list[float]) -> None:
     start = time.monotonic()
-    time.sleep(0.5)
+    begun.set()
+    time.sleep(1.0)
     slept.append(time.monotonic() - start)
 
 
@@ -89,11 +90,11 @@ def test_of_very_deep_stacks_the_inner_part_is_told():
 
 
 def test_sleeping_is_taken_up_again():
-    slept: list[float] = []
-    with thread_in(lambda over: sleep_on(over, slept)) as thread:
-        time.sleep(0.05)
+    begun, slept = threading.Event(), list[float]()
+    with thread_in(lambda over: sleep_on(begun, slept)) as thread:
+        begun.wait()
         assert any("in sleep_on" in call for call in stack_of(thread))
-    assert slept[0] >= 0.5
+    assert slept[0] >= 1.0
 
 
 def test_threads_that_come_and_go_meanwhile_do_no_harm():
@@ -127,12 +128,15 @@ def test_a_thread_that_has_ended_is_nowhere():
 
 
 def test_a_thread_that_takes_no_signals_is_told_of_as_such():
+    refuses = threading.Event()
+
     def refuse(over: threading.Event) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGURG})
+        refuses.set()
         over.wait()
 
     with thread_in(refuse) as thread:
-        time.sleep(0.05)
+        refuses.wait()
         assert stack_of(thread) == [UNKNOWN]
     assert any("in test_a_thread_that_takes_no" in call for call in stack_of(threading.get_ident()))
 

@@ -1,7 +1,7 @@
 """Exchanges of tensors that know nothing of optimizers."""
 
-import time
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -148,7 +148,7 @@ def may_write_as_soon_as_the_exchange_is_over() -> None:
 
 def ends_waits_for_ranks_that_stall_or_raise_and_goes_on_with_them() -> None:
     """Of a model so large that ranks read each other's memory: all raise, and step together again."""
-    rank = dist.get_rank()
+    rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
     torch.manual_seed(0)
     param = torch.nn.Parameter(torch.randn(2_000_000))
     optimizer = ZeroRedundancyOptimizer([param], torch.optim.SGD, lr=1.0)
@@ -156,7 +156,8 @@ def ends_waits_for_ranks_that_stall_or_raise_and_goes_on_with_them() -> None:
     own_step = optimizer.optim.step
 
     def stall(**_kwargs: Any) -> None:
-        time.sleep(4)
+        """Until all others have been told."""
+        store.wait([f"told {other}" for other in range(1, dist.get_world_size())], timedelta(seconds=40))
 
     def raise_it() -> None:
         raise ArithmeticError("a closure of its own")
@@ -181,6 +182,7 @@ def ends_waits_for_ranks_that_stall_or_raise_and_goes_on_with_them() -> None:
             else pytest.raises((PeerFailure, AssertionError))
         ):
             step()
+        store.set(f"told {rank}", "1")
         # From here on ranks come, sooner or later.
         set_trust(timeout_seconds=before.timeout_seconds)
         optimizer.optim.step = own_step  # type: ignore[method-assign]
