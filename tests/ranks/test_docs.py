@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import dataclasses
 import importlib
-import os
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -78,10 +77,11 @@ def names_of(guide):
 
 
 def run_example(first, example, folder):
-    os.chdir(folder)
     namespace = {"__name__": "example"}
-    exec(first.code(), namespace)
-    exec(example.code(), namespace)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        exec(first.code(), namespace)
+        exec(example.code(), namespace)
 
 
 FIRST, *GUIDE_EXAMPLES = examples(GUIDE)
@@ -114,7 +114,6 @@ def test_the_other_guides_examples_run(tmp_path):
 
 def run_readme(folder):
     """The training example, then what the page says about the model it leaves behind."""
-    os.chdir(folder)
     namespace = {"__name__": "example"}
     # The group is there already, as it must be for whatever comes after.
     exec(
@@ -125,7 +124,9 @@ def run_readme(folder):
     )
     loss = namespace["loss"].detach()
     dist.all_reduce(loss)
-    exec(example_under("See what a step does").code(), namespace)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        exec(example_under("See what a step does").code(), namespace)
     gathers = namespace["recorder"].of("unshard")
     namespace["model"] = torch.nn.Linear(8, 8)
     exec(example_under("ZeroRedundancyOptimizer").code(), namespace)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import os
 import re
 import shlex
 from pathlib import Path
@@ -70,9 +69,9 @@ def commands_of(block):
             yield words[words.index("shardwise") + 1 :]
 
 
-def run_page(blocks, folder):
+def run_page(blocks, folder, patch):
     folder.mkdir(exist_ok=True)
-    os.chdir(folder)
+    patch.chdir(folder)
     (folder / "my_texts").mkdir(exist_ok=True)
     (folder / "my_texts" / "a.txt").write_text("Some text of my own. " * 200)
     namespace = {"__name__": "example"}
@@ -102,8 +101,9 @@ def run_command(words):
 
 
 def run_pages(pages, folder):
-    for path in pages:
-        run_page(blocks_of(path), Path(folder) / path.stem)
+    with pytest.MonkeyPatch.context() as patch:
+        for path in pages:
+            run_page(blocks_of(path), Path(folder) / path.stem, patch)
 
 
 @pytest.mark.timeout(150)

@@ -180,6 +180,7 @@ BRANCHES = {"covers": "branches"}
 SCHEDULES = (one, accumulated, put_by, together, one_behind, after_others)
 
 
+@pytest.mark.timeout(110)
 def test_ranks_that_take_different_branches_train_to_the_average_over_ranks():
     cases = [{**SHARDED, "schedule": schedule} for schedule in SCHEDULES]
     cases += [{**SHARDED, **BRANCHES, "schedule": schedule} for schedule in SCHEDULES]

@@ -108,6 +108,7 @@ CELLS = [
 ]
 
 
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize(("face", "world_size", "who", "kind"), CELLS)
 def test_ranks_that_part_or_break_off_are_told_and_train_on(face, world_size, who, kind):
     check(world_size, who, face, kind)

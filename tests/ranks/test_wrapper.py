@@ -129,6 +129,7 @@ def hybrid():
     return wrong
 
 
+@pytest.mark.timeout(170)
 def test_hybrid_strategies_match_the_oracle():
     # Not bitwise: pairs of ranks are added first.
     assert run_ranks(hybrid, 4, kind="gloo", timeout_seconds=150) == [[]] * 4
