@@ -15,9 +15,10 @@ from torch import Tensor, is_grad_enabled, nn
 
 from shardwise import trace
 from shardwise.engine.passes import Pass
-from shardwise.engine.structure import map_tensors
+from shardwise.engine.structure import map_tensors, tensors_in
 from shardwise.engine.unit import Unit
 from shardwise.plan.lifecycle import UNSHARDED
+from shardwise.plan.schedule import KEEP
 from shardwise.torch_internals import inside_backward, untraced
 
 
@@ -35,6 +36,22 @@ def _held_weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
             alive(param)
 
     return call
+
+
+def _without_parameters(unit: Unit, output: Any) -> Any:
+    """Copies outputs that are parameters of the unit, or views of them: their memory goes when it is freed."""
+    goes = unit.memory.takes_along
+    if type(output) is Tensor:
+        return output.clone() if goes(output) else output
+    if any(_is_plain(tensor) and goes(tensor) for tensor in tensors_in(output)):
+        return map_tensors(
+            lambda tensor: tensor.clone() if _is_plain(tensor) and goes(tensor) else tensor, output
+        )
+    return output
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) is Tensor or type(tensor) is nn.Parameter
 
 
 class Hooks:
@@ -86,7 +103,7 @@ class Hooks:
         if unit.needs or root.top is unit:
             self._visit = Pass(self, root.window)
         for needed in unit.needs:
-            if needed.state is UNSHARDED and needed.holders == 0 and needed.is_stale():
+            if needed.state is UNSHARDED and needed.holders == 0 and (needed.is_unseen or needed.is_stale()):
                 needed.reshard(trace.IN_FORWARD)
             needed.holders += 1
             needed.issue_gather(trace.IN_FORWARD, in_forward=True)
@@ -132,6 +149,9 @@ class Hooks:
         recomputes = unit.root.in_backward and inside_backward()
         if self._output_dtype is not None:
             output = map_tensors(self._cast_output, output)
+        for needed in unit.needs:
+            if needed.after_forward is not KEEP:
+                output = _without_parameters(needed, output)
         if visit is not None and is_grad_enabled():
             output = visit.signal_outputs(output, recomputes)
         if recomputes:
@@ -142,14 +162,16 @@ class Hooks:
         return output
 
     def _end_forward(self) -> None:
-        unit = self.unit
+        unit, visit = self.unit, self._visit
         self._visit = None
         if unit.recorder is not None and unit.slots:
             unit.recorder.add(trace.POST_FORWARD, unit.name, trace.IN_FORWARD, unit.rank)
+        is_unseen = visit is not None and visit.is_unseen
         for needed in unit.needs:
             needed.holders -= 1
+            needed.is_unseen |= is_unseen
             if needed.holders == 0:
-                if needed.keeps_after_forward():
+                if needed.is_unseen or needed.keeps_after_forward():
                     needed.keep()
                 else:
                     needed.reshard(trace.IN_FORWARD, keep_part=True)
@@ -209,6 +231,8 @@ class Hooks:
 
         A frozen sibling may still be waiting for its turn in backward; the weights then stay until backward ends.
         """
+        if not self.unit.root.in_backward:
+            self.unit.root.begin_backward()
         self._arrived += 1
         if self._arrived != self.unit.gradients.num_trainable or not self._open:
             return

@@ -67,6 +67,7 @@ class Memory:
             and shards.device == mesh.device
         )
         self._full = Permanent(shards) if is_whole else Elastic(layout.full_bytes, mesh.device)
+        self.takes_along = self._full.takes_along
         self.gather = PackedGather(
             layout, shards, stored, sent, self._full, mesh.device, gather_calls, part_calls
         )

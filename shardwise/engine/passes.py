@@ -40,6 +40,7 @@ class Pass:
         "hooks",
         "input_node",
         "is_open",
+        "is_unseen",
         "num_outputs",
         "place",
         "window",
@@ -52,6 +53,8 @@ class Pass:
         self.is_open = False
         self.has_input_signal = False
         self.num_outputs = 0
+        # Whether there may be a backward through it that no output of it will announce.
+        self.is_unseen = False
         # The pass whose one input is this one's one output: that gradient arrives when the follower is done.
         self.follower: weakref.ref[Pass] | None = None
         # The pass that this one follows, and the node of what it gave out.
@@ -112,6 +115,7 @@ class Pass:
                 self.num_outputs += 1
         unit = self.hooks.unit
         if not self.num_outputs:
+            self._expect_unseen_backward()
             return self._with_backward(output) if unit.root.participation is not None else output
         # Joint units have no place in the order: they are there, and ranks may run different ones.
         if self.place is None and not recomputes and not unit.is_joint:
@@ -119,6 +123,15 @@ class Pass:
         if not self.has_input_signal:
             unit.gradients.watch(self.hooks.on_gradient)
         return output
+
+    def _expect_unseen_backward(self) -> None:
+        """What was computed may have left in an object that we cannot look into, or as somebody's attribute.
+
+        Its backward then finds the parameters where they are, and their gradients tell that it has begun.
+        """
+        gradients = self.hooks.unit.gradients
+        self.is_unseen = self.has_input_signal or gradients.num_trainable > 0
+        gradients.watch(self.hooks.on_gradient)
 
     def _with_backward(self, output: Any) -> Any:
         """A rank that has run nothing that is trained takes part in backward all the same, if the root may part."""

@@ -17,6 +17,8 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from shardwise.errors import StateError
+
 if TYPE_CHECKING:
     from shardwise.engine.root import Root
     from shardwise.engine.unit import Unit
@@ -65,14 +67,18 @@ class Stepping:
                 register_optimizer_step_post_hook(self._after)
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for root in self._roots_of(optimizer):
+        units = self._units_of(optimizer)
+        for unit in units:
+            if unit.gradients.are_held and not unit.root.in_backward:
+                raise _left_out(optimizer, unit)
+        for root in _roots_of(units):
             root.before_optimizer(optimizer)
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for root in self._roots_of(optimizer):
+        for root in _roots_of(self._units_of(optimizer)):
             root.after_optimizer()
 
-    def _roots_of(self, optimizer: Optimizer) -> list[Root]:
+    def _units_of(self, optimizer: Optimizer) -> list[Unit]:
         num_params = sum(len(group["params"]) for group in optimizer.param_groups)
         known = self._units.get(optimizer)
         if known is None or known[0] != num_params:
@@ -84,8 +90,20 @@ class Stepping:
                 if (unit := self._unit_of(param)) is not None
             )
             known = self._units[optimizer] = (num_params, [weakref.ref(unit) for unit in units])
-        alive = [unit for reference in known[1] if (unit := reference()) is not None]
-        return list(dict.fromkeys(unit.root for unit in alive))
+        return [unit for reference in known[1] if (unit := reference()) is not None]
+
+
+def _roots_of(units: list[Unit]) -> list[Root]:
+    return list(dict.fromkeys(unit.root for unit in units))
+
+
+def _left_out(optimizer: Optimizer, unit: Unit) -> StateError:
+    return StateError(
+        f"{type(optimizer).__name__} would step without gradients that unit '{unit.name}' has kept back: no backward "
+        "has reduced them yet",
+        where=f"{type(optimizer).__name__}.step(), rank {unit.rank}",
+        fix="run the last backward before a step outside of no_sync(), or with set_requires_gradient_sync(True)",
+    )
 
 
 STEPPING = Stepping()

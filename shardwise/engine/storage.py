@@ -88,6 +88,14 @@ class Elastic:
             and list(map(sys.getrefcount, self._watched)) == self._own_refs
         )
 
+    def takes_along(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` stands in memory that goes when the buffer shrinks."""
+        try:
+            return 0 <= tensor.data_ptr() - self._storage.data_ptr() < self._size_bytes
+        except RuntimeError:
+            # A sparse tensor, say: it has no memory in one piece.
+            return False
+
     @property
     def device(self) -> torch.device:
         return self._storage.device
@@ -148,6 +156,9 @@ class Permanent(Elastic):
     def __init__(self, buffer: torch.Tensor) -> None:
         self._storage = buffer.untyped_storage()
         self.is_grown = True
+
+    def takes_along(self, tensor: torch.Tensor) -> bool:
+        return False
 
     def shrink(self) -> None:
         pass

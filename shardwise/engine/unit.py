@@ -98,6 +98,8 @@ class Unit:
         self._gathers_part = False
         self._kept_version = 0
         self._is_kept = False
+        # Kept only because nothing will tell when a backward comes to it.
+        self.is_unseen = False
         self._sharded_shown: Shown = []
         self._unsharded_shown: Shown = []
         self._left: list[Any] = []
@@ -287,6 +289,7 @@ class Unit:
         else:
             if self._is_kept:
                 self._take_over_flips()
+            self.is_unseen = False
             show(self._sharded_shown)
             self.root.let_go(self)
         step = RESHARD

@@ -38,7 +38,7 @@ class UnitGradients:
         self.plan: PackedReduce | None = None
         self._watched: set[int] = set()
         # Whether some were put by, and whether this backward has reduced any.
-        self._are_held = False
+        self.are_held = False
         self._has_reduced = False
 
     # --- which parameters are trained -----------------------------------------------------------------------------
@@ -109,7 +109,7 @@ class UnitGradients:
         else:
             return False
         if not self.are_synced:
-            self._are_held = True
+            self.are_held = True
             for slot in plan.slots:
                 slot.hold_gradient(self._unit.precision.reduce_dtype)
             return True
@@ -124,12 +124,12 @@ class UnitGradients:
 
     def reduce_the_rest(self) -> None:
         """At the end of a backward: what earlier micro-batches put by and nothing came to; zeros if asked."""
-        if self._has_reduced and not self._are_held:
+        if self._has_reduced and not self.are_held:
             self._has_reduced = False
             return
         unit, settings, plan = self._unit, self.settings, self.plan
         waits_for_replicas = plan is not None and plan.partial is not None and settings.all_reduces
-        wanted = self._are_held or settings.includes_unused or waits_for_replicas
+        wanted = self.are_held or settings.includes_unused or waits_for_replicas
         if wanted and self.are_synced and plan is not None:
             self._issue(plan, [None] * len(plan.slots))
             if unit.frees_after_backward and unit.holders == 0 and unit.root.is_last_backward:
@@ -141,8 +141,8 @@ class UnitGradients:
         unit = self._unit
         plan.is_again = self._has_reduced
         self._has_reduced = True
-        if self._are_held:
-            self._are_held = False
+        if self.are_held:
+            self.are_held = False
             gradients = [
                 slot.add_held(gradient, unit.precision.reduce_dtype)
                 for slot, gradient in zip(plan.slots, gradients, strict=True)
@@ -169,7 +169,7 @@ class UnitGradients:
 
     def drop(self) -> None:
         """Drops what has come in or was put by."""
-        self._are_held = False
+        self.are_held = False
         for slot in self._unit.slots:
             slot.drop_gradient()
         for plan in self._plans.values():

@@ -75,7 +75,7 @@ class CustomPolicy:
 
 
 def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
-    """Wraps every module."""
+    """Wraps every module that has a forward."""
     return True
 
 
@@ -159,22 +159,35 @@ def choose(
             fix="pass ModuleWrapPolicy({Block}), CustomPolicy(fn), or a callable that takes "
             "(module, recurse, nonwrapped_numel)",
         )
-    if not chosen:
-        raise ConfigError(
-            f"auto_wrap_policy={policy!r} chooses no module of {type(root).__name__}: it would be one unit",
-            where=where,
-            fix="choose a class that the model contains or a smaller size, or leave auto_wrap_policy out",
-        )
-    for module in chosen:
-        if not has_forward(module):
+    # A container has nothing to gather where all that it holds is wrapped.
+    containers = [module for module in chosen if not has_forward(module)]
+    for module in containers:
+        del chosen[module]
+    for module in containers:
+        if _has_parameters_outside(module, chosen, ignored_params):
             raise ConfigError(
                 f"auto_wrap_policy={policy!r} chooses a {type(module).__name__}, which only holds modules: nothing "
                 f"calls it, so nothing would gather its parameters",
                 where=where,
                 fix=f"choose the modules inside the {type(module).__name__}",
             )
+    if not chosen:
+        raise ConfigError(
+            f"auto_wrap_policy={policy!r} chooses no module of {type(root).__name__}: it would be one unit",
+            where=where,
+            fix="choose a class that the model contains or a smaller size, or leave auto_wrap_policy out",
+        )
     depth_first = list(root.modules())
     return [(module, chosen[module]) for module in reversed(depth_first) if module in chosen]
+
+
+def _has_parameters_outside(module: nn.Module, chosen: Chosen, ignored_params: set[nn.Parameter]) -> bool:
+    """Whether some parameters below ``module`` are in no chosen module."""
+    if module in chosen:
+        return False
+    if any(param not in ignored_params for param in module.parameters(recurse=False)):
+        return True
+    return any(_has_parameters_outside(child, chosen, ignored_params) for child in module.children())
 
 
 def _ask(

@@ -10,14 +10,16 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise import (
+    CustomPolicy,
     FullOptimStateDictConfig,
     FullStateDictConfig,
     FullyShardedDataParallel,
     MixedPrecision,
     StateDictType,
+    always_wrap_policy,
     fully_shard,
 )
-from shardwise.errors import StateError
+from shardwise.errors import ConfigError, StateError
 from shardwise.testing import run_ranks
 from shardwise.testing.workloads import seeded
 from tests.ranks.models import Layers, average_gradients, data, full, same
@@ -172,6 +174,135 @@ def alone():
 
 def test_a_unit_that_ran_alone_and_raised_keeps_no_model_around_it_from_running():
     run_ranks(alone, 2)
+
+
+# --- outputs that nobody can look into, or that are parameters ------------------------------------------------------
+
+
+class Parcel:
+    """No container that is known."""
+
+    def __init__(self, content):
+        self.content = content
+
+
+class Hiding(nn.Module):
+    """Gives a result out in an object, or keeps it as an attribute; and one of its parameters, or a view of it."""
+
+    def __init__(self, keeps, inner):
+        super().__init__()
+        self.keeps, self.inner = keeps, inner
+        self.place = nn.Parameter(torch.linspace(-1, 1, 60).view(10, 6))
+
+    def forward(self, x):
+        result = self.inner(x)
+        if self.keeps:
+            self.result = result
+            return None
+        return Parcel(result)
+
+
+class Giving(Hiding):
+    def forward(self, x):
+        return self.inner(x), {"all": self.place, "some": self.place[: x.shape[0]]}
+
+
+class Receiving(nn.Module):
+    def __init__(self, keeps):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.hiding, self.giving = Hiding(keeps, nn.Linear(6, 6)), Giving(keeps, nn.Linear(6, 6))
+
+    def forward(self, x):
+        parcel = self.hiding(self.first(x))
+        result = self.hiding.result if parcel is None else parcel.content
+        y, places = self.giving(result)
+        return self.last(y * places["all"].sum() + places["some"])
+
+
+def looks_away(module):
+    return Hiding(False, module)
+
+
+def train_alike(model, plain, get, what):
+    optims = [torch.optim.Adam(each.parameters(), lr=0.01) for each in (model, plain)]
+    for step in range(3):
+        get(model(data(step, dist.get_rank(), 2, 6))).square().sum().backward()
+        loss = lambda rank: get(plain(data(step, rank, 2, 6))).square().sum()  # noqa: B023, E731
+        average_gradients(plain, loss, dist.get_world_size())
+        for optim in optims:
+            optim.step()
+            optim.zero_grad()
+        with torch.no_grad():
+            same(get(model(data(9, 0, 2, 6))), get(plain(data(9, 0, 2, 6))), f"{what}, step {step}", 1e-4)
+
+
+def hides():
+    for keeps in (False, True):
+        for options in every_option():
+            model, plain = seeded(Receiving(keeps)), seeded(Receiving(keeps))
+            model = wrap(model, [model.hiding, model.giving], **options)
+            train_alike(model, plain, lambda output: output, f"{options}, {keeps}")
+        model, plain = seeded(Receiving(keeps)), seeded(Receiving(keeps))
+        for part in (model.hiding, model.giving, model):
+            fully_shard(part)
+        train_alike(model, plain, full, f"fully_shard, {keeps}")
+    for options in every_option():
+        model, plain = looks_away(seeded(Layers())), looks_away(seeded(Layers()))
+        train_alike(FSDP(model, **options), plain, lambda output: output.content, f"as one, {options}")
+    model, plain = fully_shard(looks_away(seeded(Layers()))), looks_away(seeded(Layers()))
+    train_alike(model, plain, lambda output: output.content, "as one, fully_shard")
+
+
+def test_outputs_that_are_hidden_or_parameters_train_as_any_others():
+    # In processes: memory that is used after it has gone ends one.
+    run_ranks(hides, 2, kind="gloo")
+
+
+# --- steps without gradients ----------------------------------------------------------------------------------------
+
+
+def steps_too_early():
+    for options in every_option():
+        model = seeded(Layers())
+        model = wrap(model, model.layers, **options)
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        before = model.state_dict()
+        with model.no_sync():
+            model(data(0, 0, 2, 6)).sum().backward()
+        with pytest.raises(StateError, match="would step without gradients that unit"):
+            optim.step()
+        for name, value in model.state_dict().items():
+            same(value, before[name], name)
+        model(data(1, 0, 2, 6)).sum().backward()
+        optim.step()
+        with model.no_sync():
+            model(data(0, 0, 2, 6)).sum().backward()
+        model.zero_grad()
+        optim.step()
+
+
+def test_a_step_that_would_leave_out_gradients_of_no_sync_is_refused():
+    run_ranks(steps_too_early, 2)
+
+
+# --- policies -------------------------------------------------------------------------------------------------------
+
+
+def wraps_all():
+    model = FSDP(seeded(Layers()), auto_wrap_policy=always_wrap_policy)
+    assert [type(each.module) for each in FSDP.fsdp_modules(model)].count(nn.ModuleList) == 0
+    assert len(FSDP.fsdp_modules(model)) == 12
+    same(model(data(0, 0, 2, 6)).detach(), seeded(Layers())(data(0, 0, 2, 6)).detach(), "output")
+    only = CustomPolicy(lambda module: isinstance(module, (nn.ModuleList, nn.Linear)) and module.training)
+    trained = seeded(Layers())
+    trained.layers[1].in_proj.eval()
+    with pytest.raises(ConfigError, match="chooses a ModuleList"):
+        FSDP(trained, auto_wrap_policy=only)
+
+
+def test_every_module_can_be_wrapped_where_containers_keep_nothing_for_themselves():
+    run_ranks(wraps_all, 2)
 
 
 # --- groups of some ranks -------------------------------------------------------------------------------------------
