@@ -14,7 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise import PeerFailure, RankDisagreement, torch_internals
+from shardwise import PeerFailure, RankDisagreement
+from shardwise.comm import native as native_wires
 from shardwise.comm import wire
 from shardwise.comm.collectives import GroupCalls
 from shardwise.comm.native import NativeWire
@@ -186,7 +187,7 @@ def native_agreements():
             store.set("napped", "1")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_internals, "time", SimpleNamespace(monotonic=time.monotonic, sleep=nap))
+        patch.setattr(native_wires, "time", SimpleNamespace(monotonic=time.monotonic, sleep=nap))
         if dist.get_rank() == 1:
             store.wait(["napped"], timedelta(seconds=30))
         native.agree(code_of("let an optimizer use the step"))

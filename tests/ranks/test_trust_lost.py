@@ -99,8 +99,8 @@ def dawdle(seconds):
     time.sleep(seconds)
 
 
-def dawdle_until_told(file):
-    while not file.exists():
+def dawdle_until_all_are_told(folder):
+    while len(list(folder.glob("told-*"))) < dist.get_world_size() - 1:
         dawdle(0.02)
 
 
@@ -126,10 +126,10 @@ def slow_ranks(folder):
         run.good_step()
         try:
             if is_slow:
-                dawdle_until_told(Path(folder, "told"))
+                dawdle_until_all_are_told(Path(folder))
             run.loss().backward()
         except PeerFailure as error:
-            Path(folder, "told").touch()
+            Path(folder, f"told-{dist.get_rank()}").touch()
             told = {"error": str(error), "file": re.search(r"events are in (\S+)", str(error)).group(1)}
             told["events"] = [event for event, _ in trace.read_failure(told["file"]).events]
             told["text"] = trace.read_failure(told["file"]).text()
