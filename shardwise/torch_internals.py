@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from types import FrameType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -478,6 +479,19 @@ def _untraced(function: F, below: _FrameAction) -> F:
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = "shardwise gathers and reduces here"  # type: ignore[attr-defined]
     return function
+
+
+def is_within_compiled() -> bool:
+    """Whether this thread is inside a call of something that was given to torch.compile."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    if dynamo is None:
+        return False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == dynamo.__file__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 # --- CUDA streams ------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.engine.binding import Slot
 from shardwise.engine.storage import Elastic
-from shardwise.torch_internals import are_over, local_of
+from shardwise.torch_internals import are_over, dtensor, local_of, spec_of
 
 LEASE_ATTRIBUTE = "_shardwise_lease"
 
@@ -129,6 +129,19 @@ class GradientBuffer:
         self.is_lent = False
         if self.is_own():
             self._memory.shrink()
+
+
+def make_traceable(params: Iterable[torch.Tensor]) -> None:
+    """Gives parameters gradients that torch.compile can take in, over the same memory.
+
+    It expects a DTensor to have the storage offset of its local tensor, with which torch cannot copy or save one.
+    """
+    for param in params:
+        gradient = param.grad
+        if isinstance(gradient, DTensor) and local_of(gradient).storage_offset():
+            made = dtensor(local_of(gradient), spec_of(gradient))
+            made.__dict__.update(gradient.__dict__)
+            param.grad = made
 
 
 def gradient_version(gradient: torch.Tensor) -> int:

@@ -17,7 +17,9 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from shardwise.engine.gradients import make_traceable
 from shardwise.errors import StateError
+from shardwise.torch_internals import is_within_compiled, untraced
 
 if TYPE_CHECKING:
     from shardwise.engine.root import Root
@@ -66,7 +68,10 @@ class Stepping:
                 register_optimizer_step_pre_hook(self._before)
                 register_optimizer_step_post_hook(self._after)
 
+    @untraced
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if is_within_compiled():
+            make_traceable(param for group in optimizer.param_groups for param in group["params"])
         units = self._units_of(optimizer)
         for unit in units:
             if unit.gradients.are_held and not unit.root.in_backward:
@@ -74,6 +79,7 @@ class Stepping:
         for root in _roots_of(units):
             root.before_optimizer(optimizer)
 
+    @untraced
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for root in _roots_of(self._units_of(optimizer)):
             root.after_optimizer()

@@ -306,6 +306,26 @@ def test_blocks_compiled_by_inductor_match_the_plain_model():
     run_ranks(by_inductor, 2, kind="gloo", timeout_seconds=180)
 
 
+def optimizer_compiled():
+    model, plain = seeded(nn.Linear(4, 3)), seeded(nn.Linear(4, 3))
+    fully_shard(model)
+    optim, plain_optim = sgd(model.parameters()), sgd(plain.parameters())
+    step_compiled = torch.compile(optim.step, backend="eager")
+    for step in range(3):
+        model(data(step, dist.get_rank(), 2, 4)).square().mean().backward()
+        average_gradients(plain, lambda r: plain(data(step, r, 2, 4)).square().mean(), 2)  # noqa: B023
+        step_compiled()
+        plain_optim.step()
+        same_shards(model, plain, f"step {step}: ")
+        optim.zero_grad()
+        plain_optim.zero_grad()
+    torch._dynamo.reset()
+
+
+def test_an_optimizers_step_may_be_compiled():
+    run_ranks(optimizer_compiled, 2, kind="gloo")
+
+
 def hooks_of_users(where):
     """A user's own forward hooks run inside the module's call, with the parameters unsharded."""
     model = seeded(Blocks())
