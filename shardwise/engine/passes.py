@@ -8,6 +8,9 @@ input in place keeps working (it loses the signal, and is served at the end of b
 needed: what one unit gives out and the next takes in has a hook already, the first signal of the one before. Where no
 input needs a gradient, complete gradients of all parameters are the signal instead.
 
+A backward that builds a graph (``create_graph``) may be followed by one through it: it comes to a pass by the gradients
+of its inputs, before it comes to its outputs.
+
 The graph holds the pass (through its hooks) and the pass holds its window. A pass holds nothing of the graph that leads
 back to itself: at most the node that its input came from, which backward reaches later.
 """
@@ -17,7 +20,7 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 from torch.autograd.graph import register_multi_grad_hook
 
 from shardwise.engine.participation import with_backward
@@ -148,8 +151,19 @@ class Pass:
     def outputs_gradient_arrives(self, gradient: Tensor) -> None:
         follower = self.follower() if self.follower is not None else None
         if follower is not None:
-            follower.hooks.post_backward(follower)
+            follower.inputs_gradients_are_done(gradient)
         self.hooks.pre_backward(self)
 
     def inputs_gradients_are_done(self, gradients: Any) -> None:
+        if is_grad_enabled():
+            self._await_second_backward(gradients)
         self.hooks.post_backward(self)
+
+    def _await_second_backward(self, gradients: Any) -> None:
+        """With ``create_graph``: a backward through these gradients needs the weights that they were computed with."""
+        for gradient in tensors_in(gradients):
+            if gradient.requires_grad:
+                hook_gradient(gradient, self._gradients_gradient_arrives)
+
+    def _gradients_gradient_arrives(self, gradient: Tensor) -> None:
+        self.hooks.pre_backward(self)

@@ -342,6 +342,55 @@ def test_one_graph_may_be_run_backward_twice():
     run_ranks(backward_in_pieces, 2, kind="gloo")
 
 
+class Critic(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 7), nn.Linear(7, 1)
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x)))
+
+
+class Energy(nn.Module):
+    """Gives out an energy and its forces: a backward within its forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.critic = Critic()
+
+    def forward(self, x):
+        energy = self.critic(x).sum()
+        return energy, torch.autograd.grad(energy, x, create_graph=True)[0]
+
+
+def gradient_penalty(model, step, rank):
+    x = data(step, rank, 3, 6).requires_grad_()
+    out = model(x)
+    (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    return out.mean() + (slope.norm(dim=1) - 1).square().mean()
+
+
+def energy_and_forces(model, step, rank):
+    energy, forces = model(data(step, rank, 3, 6).requires_grad_())
+    return energy.square() + forces.square().sum()
+
+
+def gradients_of_gradients(names, reshard):
+    in_energy = [f"critic.{name}" for name in names]
+    for build, shard, loss_of in (
+        (Critic, units(*names, reshard=reshard), gradient_penalty),
+        (Energy, units(*in_energy, reshard=reshard), energy_and_forces),
+    ):
+        model = match_plain(build, shard, loss_of, steps=3)
+        assert all(isinstance(param, DTensor) for param in model.parameters()), "something was not let go"
+
+
+@beyond_torch
+def test_a_loss_may_be_made_of_gradients():
+    cases = cases_of(names=[[], ["first", "second"]], reshard=[True, False])
+    run_cases(gradients_of_gradients, 2, cases, kind="gloo")
+
+
 def eval_between_steps(reshard):
     def loss_of(model, step, rank):
         with torch.no_grad():
