@@ -111,7 +111,7 @@ def test_a_recipe_of_ones_own_is_a_function_in_a_file(tmp_path):
 # --- the order of samples -----------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 400), st.integers(0, 2**64))
 def test_shuffling_is_a_permutation(length, key):
     assert sorted(shuffled(index, length, key) for index in range(length)) == list(range(length))
@@ -127,7 +127,7 @@ def test_epochs_and_seeds_shuffle_differently():
     assert SampleOrder(100, 10, seed=None).sample(117) == 17
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(1, 50), st.integers(0, 1000))
 def test_a_steps_samples_do_not_depend_on_ranks_or_micro_batches(num_samples, seen):
     def of_step(world_size, accumulate):
@@ -145,7 +145,7 @@ def test_a_steps_samples_do_not_depend_on_ranks_or_micro_batches(num_samples, se
         assert of_step(world_size, accumulate) == alone
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(1, 50), st.integers(0, 1000))
 def test_with_exact_sums_a_micro_batch_is_the_same_whichever_rank_takes_it_in_its_turn(num_samples, seen):
     train = Training(batch_size=24, exact_micro_batches=8)
