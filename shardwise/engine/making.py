@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from shardwise.comm.mesh import DataMesh
 from shardwise.engine.binding import (
@@ -80,17 +81,36 @@ def _find_below(
         _find_below(child, f"{prefix}{name}.", tops, ignored, seen, found)
 
 
+def check_is_dense(found: Found, ignoring: str, where: str) -> None:
+    """Raises unless a parameter has a shape, and dense elements and gradients; ``ignoring`` is what leaves it out."""
+    param = found.param
+    where = f"parameter '{found.name}', {where}"
+    if is_lazy(param):
+        raise ConfigError(
+            f"parameter '{found.name}' has no shape yet: its module takes it from the first input",
+            where=where,
+            fix="run one forward of the model before it is sharded",
+        )
+    if param.layout is not torch.strided:
+        raise ConfigError(
+            f"parameter '{found.name}' is sparse ({param.layout}), and shards are dense",
+            where=where,
+            fix=f"make it dense with .to_dense(), or put it into {ignoring}",
+        )
+    for place in found.places:
+        if isinstance(place.module, (nn.Embedding, nn.EmbeddingBag)) and place.module.sparse:
+            raise ConfigError(
+                f"parameter '{found.name}' gets sparse gradients, and those of shards are dense",
+                where=where,
+                fix=f"make the {type(place.module).__name__} with sparse=False, or put it into {ignoring}",
+            )
+
+
 def check_parameter(found: Found, dim: int, mesh: DataMesh, where: str) -> None:
     param = found.param
     where = f"parameter '{found.name}', {where}"
     if isinstance(param, DTensor):
         _check_tensor_parallel(found, param, mesh, where)
-    if param.layout is not torch.strided:
-        raise ConfigError(
-            f"parameter '{found.name}' is sparse ({param.layout}), and shards are dense",
-            where=where,
-            fix="make it dense with .to_dense(), or put it into ignored_params",
-        )
     if param.requires_grad and not (param.is_floating_point() or param.is_complex()):
         raise ConfigError(
             f"parameter '{found.name}' is of {param.dtype} and needs grad, which only floating point can have",
@@ -132,6 +152,7 @@ def check_unit(
     """Raises if any parameter of ``modules`` cannot be sharded; changes nothing."""
     for found in find_parameters(modules, ignored):
         if found.taken is None:
+            check_is_dense(found, "ignored_params", where)
             check_parameter(found, chosen_dim(found, placement_fn, where), mesh, where)
 
 

@@ -11,14 +11,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.comm.mesh import DataMesh
 from shardwise.engine.binding import Found, is_wrapper, units_of
 from shardwise.engine.exact import EXACT, check_mesh
-from shardwise.engine.making import find_parameters
+from shardwise.engine.making import check_is_dense, find_parameters
 from shardwise.engine.reduce import SUMS, Sums
 from shardwise.engine.unit import Unit
 from shardwise.errors import ConfigError, ConfigTypeError
@@ -113,6 +112,9 @@ def plan_wrapping(
         )
     modules, params = _ignored(module, ignored_modules, ignored_states, where)
     _check_module(module, where)
+    for found in _managed(module, params):
+        check_is_dense(found, "ignored_states", where)
+        _check_is_plain(found, where)
     chosen: list[tuple[nn.Module, dict[str, Any]]] = []
     if policy is not None:
         _check_none_wrapped(module, where)
@@ -122,8 +124,6 @@ def plan_wrapping(
     for wrapping in wrappings[:-1]:
         wrapping.places = _places(module, wrapping.module)
     _share_out(wrappings, modules)
-    for found in _managed(module, params):
-        _check_parameter(found, where)
     _prepare(module, modules, params, wrappings[-1], options, where)
     return wrappings
 
@@ -223,19 +223,12 @@ def _managed(module: nn.Module, ignored: set[nn.Parameter]) -> list[Found]:
     return [found for found in find_parameters((module,), ignored) if found.taken is None]
 
 
-def _check_parameter(found: Found, where: str) -> None:
-    param = found.param
-    if isinstance(param, DTensor):
+def _check_is_plain(found: Found, where: str) -> None:
+    if isinstance(found.param, DTensor):
         raise ConfigError(
             f"parameter '{found.name}' is a DTensor already",
             where=where,
             fix="combine tensor parallelism with fully_shard, or put the parameter into ignored_states",
-        )
-    if param.layout is not torch.strided:
-        raise ConfigError(
-            f"parameter '{found.name}' is sparse ({param.layout}), and shards are dense",
-            where=where,
-            fix="make it dense with .to_dense(), or put it into ignored_states",
         )
 
 

@@ -9,7 +9,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from shardwise import ConfigError, FSDPModule, RankDisagreement, ShardwiseError, StateError, fully_shard
+from shardwise import (
+    ConfigError,
+    FSDPModule,
+    FullyShardedDataParallel,
+    RankDisagreement,
+    ShardwiseError,
+    StateError,
+    fully_shard,
+)
 from shardwise.testing import run_ranks
 from shardwise.testing.workloads import seeded
 from tests.ranks.models import (
@@ -148,6 +156,20 @@ def sparse():
 
 def test_a_sparse_parameter_is_refused_by_name():
     run_ranks(sparse, 2)
+
+
+def shapeless():
+    for shard in (fully_shard, FullyShardedDataParallel):
+        lazy = nn.Sequential(nn.Linear(3, 3), nn.LazyLinear(3))
+        refused(ConfigError, lambda: shard(lazy), "1.weight", "no shape yet")  # noqa: B023
+        lazy(torch.ones(1, 3))
+        shard(lazy)(torch.ones(1, 3)).sum().backward()
+        table = nn.Sequential(nn.Embedding(4, 3, sparse=True), nn.Linear(3, 3))
+        refused(ConfigError, lambda: shard(table), "0.weight", "sparse gradients", "sparse=False")  # noqa: B023
+
+
+def test_a_parameter_without_a_shape_or_with_sparse_gradients_is_refused_by_name():
+    run_ranks(shapeless, 2)
 
 
 class Quantised(nn.Module):
