@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from shardwise.plan.spans import Span, aligned, ceil_div
 
-__all__ = ["BufferLayout", "Extent", "Piece", "even_pieces", "loads_of", "whole_layout", "whole_pieces"]
+__all__ = ["BufferLayout", "Extent", "Piece", "even_pieces", "loads_of", "owned_layout", "whole_pieces"]
 
 # Kernels take memory in steps of up to 128 bytes, and finish what is left over one by one. A parameter that is
 # large enough for the gap not to matter starts on such a step, and so does every section: a parameter cut where
@@ -107,17 +107,26 @@ def loads_of(pieces: Sequence[Piece], world: int) -> list[int]:
     return loads
 
 
-def whole_layout(extents: Sequence[Extent], owners: Sequence[int], world: int) -> BufferLayout:
-    """Parameters side by side with those of the same owner; sections are as large as what is owned."""
+def owned_layout(extents: Sequence[Extent], pieces: Sequence[Piece], world: int) -> BufferLayout:
+    """Pieces side by side with those of the same owner; sections are as large as what is owned.
+
+    Args:
+        extents: the parameters.
+        pieces: all of them, in the order of the parameters. One that is cut lies across the sections of its owners.
+        world: how many ranks.
+    """
     starts = [0] * len(extents)
     sections = []
     end = 0
     for rank in range(world):
-        begin = end = aligned(end, _STEP_BYTES)
-        for param, extent in enumerate(extents):
-            if owners[param] == rank:
-                starts[param] = aligned(end, _alignment(extent))
-                end = starts[param] + extent.bytes
+        owned = [piece for piece in pieces if piece.owner == rank]
+        goes_on = bool(owned) and owned[0].start > 0
+        begin = end = end if goes_on else aligned(end, _STEP_BYTES)
+        for piece in owned:
+            extent = extents[piece.param]
+            if piece.start == 0:
+                starts[piece.param] = aligned(end, _alignment(extent))
+            end = starts[piece.param] + piece.stop * extent.itemsize
         sections.append(Span(begin, end))
     return BufferLayout(tuple(starts), tuple(sections))
 

@@ -74,9 +74,17 @@ def _kind(item: Any) -> str:
 
 
 def check_parameters(params: Sequence[Tensor], *, first: int = 0) -> None:
-    """Raises unless every parameter is dense in memory."""
+    """Raises unless every parameter is there once, and dense in memory."""
+    places: dict[Tensor, int] = {}
     for index, param in enumerate(params, first):
         where = f"ZeroRedundancyOptimizer(), parameter {index}"
+        if places.setdefault(param, index) != index:
+            raise ConfigError(
+                f"a parameter of shape {tuple(param.shape)} comes twice, as {places[param]} and {index}: it would have "
+                "two owners",
+                where=where,
+                fix="pass each parameter once; a shared one is listed once by model.parameters()",
+            )
         if param.layout is not torch.strided:
             raise ConfigError(
                 f"a parameter of shape {tuple(param.shape)} is sparse ({param.layout})",

@@ -10,7 +10,7 @@ it. Nothing here communicates.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -26,6 +26,9 @@ from shardwise.zero.partition import Partition
 __all__ = ["LocalOptimizer"]
 
 Groups = list[dict[str, Any]]
+
+# What a group says of each parameter, in their order; all else are options.
+_MEMBERS = ("params", "param_names")
 
 
 class LocalOptimizer:
@@ -66,13 +69,16 @@ class LocalOptimizer:
 
     def _own_groups(self) -> Groups:
         partition = self._partition
-        stepped: list[list[Tensor]] = [[] for _ in self._groups]
-        for piece in partition.owned:
-            stepped[partition.group_of[piece.param]].append(partition.stepped(piece))
-        return [
-            {**_options(group), "params": tensors}
-            for group, tensors in zip(self._groups, stepped, strict=True)
+        own: Groups = [{**_options(group), **{key: [] for key in _members(group)}} for group in self._groups]
+        names = [
+            dict(zip(group["params"], group.get("param_names", ()), strict=False)) for group in self._groups
         ]
+        for piece in partition.owned:
+            number = partition.group_of[piece.param]
+            own[number]["params"].append(partition.stepped(piece))
+            if names[number]:
+                own[number]["param_names"].append(names[number][partition.params[piece.param]])
+        return own
 
     # --- steps ---------------------------------------------------------------------------------------------------
 
@@ -84,7 +90,7 @@ class LocalOptimizer:
             if callable(closure):
                 closure = self._partition.with_gradients(closure)
             loss = self.optim.step(closure=closure, **kwargs)
-        elif self._joined is not None:
+        elif self._joined is not None and not has_step_hooks(self.optim):
             loss = self._joined(buffers, **kwargs)
         else:
             loss = self.optim.step(**kwargs)
@@ -99,17 +105,16 @@ class LocalOptimizer:
         self.take_options()
         chosen = {self._partition.stepped(piece): grad for piece, grad in gradients.items()}
         held = [(tensor, tensor.grad) for tensor in chosen]
-        all_tensors = [group["params"] for group in self.optim.param_groups]
+        all_members = [_members(group) for group in self.optim.param_groups]
         try:
             for tensor, grad in chosen.items():
                 tensor.grad = grad
-            # Tensors hash by identity, so this finds the chosen ones without comparing elements.
             for group in self.optim.param_groups:
-                group["params"] = [tensor for tensor in group["params"] if tensor in chosen]
+                group.update(_chosen_members(group, chosen))
             self.optim.step()
         finally:
-            for group, tensors in zip(self.optim.param_groups, all_tensors, strict=True):
-                group["params"] = tensors
+            for group, members in zip(self.optim.param_groups, all_members, strict=True):
+                group.update(members)
             for tensor, own_grad in held:
                 tensor.grad = own_grad
         self.show_options()
@@ -123,7 +128,7 @@ class LocalOptimizer:
             self.optim.state.pop(self._partition.params[index], None)
             self._partition.give(index, owner)
         for group, own in zip(self.optim.param_groups, self._own_groups(), strict=True):
-            group["params"] = own["params"]
+            group.update(_members(own))
         return given
 
     def take_over(self, given: list[PieceState]) -> None:
@@ -169,4 +174,14 @@ def _copy_options(source: Groups, target: Groups) -> None:
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    return {key: value for key, value in group.items() if key not in _MEMBERS}
+
+
+def _members(group: Mapping[str, Any]) -> dict[str, list[Any]]:
+    return {key: group[key] for key in _MEMBERS if key in group}
+
+
+def _chosen_members(group: Mapping[str, Any], chosen: Container[Tensor]) -> dict[str, list[Any]]:
+    # Tensors hash by identity, so this finds the chosen ones without comparing elements.
+    kept = [number for number, tensor in enumerate(group["params"]) if tensor in chosen]
+    return {key: [values[number] for number in kept] for key, values in _members(group).items()}

@@ -103,6 +103,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.local = LocalOptimizer(optimizer_class, defaults, self.param_groups, self.partition)
         self.optim = self.local.optim
         self.state = self.optim.state
+        # Those of the class too: schedulers look here for a momentum that they can change.
+        self.defaults = self.optim.defaults
 
         self.accord = Accord(self.partition, self.process_group)
         self._consolidated: dict[int, dict[str, Any]] | None = None
@@ -157,6 +159,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.accord.agree(has_gradients=closure is None and not self._under_join)
         if self._under_join and join_is_watching(self):
             share_gradients(self.partition, self.process_group, joined=joined)
+        self.partition.check_gradients()
         self._sync.refresh()
         try:
             loss = self.local.step(closure, kwargs, self._sync.buffers)

@@ -26,7 +26,7 @@ from shardwise.plan.ownership import (
     Piece,
     even_pieces,
     loads_of,
-    whole_layout,
+    owned_layout,
     whole_pieces,
 )
 
@@ -56,8 +56,10 @@ class Partition:
         self.index_of: dict[Tensor, int] = {}
         self.revision = 0
         """Grows when parameters are added or move in memory: whatever was planned for them is out of date."""
+        self._cut: list[int] = []
         self._slices: dict[Piece, Tensor] = {}
         self._addresses: list[int] = []
+        self._kinds: list[tuple[torch.dtype, torch.device]] = []
 
     # --- who owns what ---------------------------------------------------------------------------------------
 
@@ -87,10 +89,7 @@ class Partition:
             for piece in whole_pieces([self.params[index].numel() for index in indices], loads):
                 index = indices[piece.param]
                 self.pieces[index] = [piece._replace(param=index)]
-        for indices in self._by_run(added):
-            owners = [self.pieces[index][0].owner for index in indices]
-            extents = [self._extent(index) for index in indices]
-            self.runs.append(Run(tuple(indices), whole_layout(extents, owners, self.world)))
+        self.runs += [self._run_of(indices) for indices in self._by_run(added)]
 
     def _share_out_evenly(self, added: Iterable[int]) -> None:
         for indices in self._by_run(added):
@@ -110,6 +109,16 @@ class Partition:
     def _extent(self, index: int) -> Extent:
         param = self.params[index]
         return Extent(param.numel(), param.element_size())
+
+    def _run_of(self, indices: Sequence[int]) -> Run:
+        """Parameters in one buffer, laid out for the owners they have."""
+        pieces = [
+            piece._replace(param=position)
+            for position, index in enumerate(indices)
+            for piece in self.pieces[index]
+        ]
+        extents = [self._extent(index) for index in indices]
+        return Run(tuple(indices), owned_layout(extents, pieces, self.world))
 
     def give(self, index: int, owner: int) -> None:
         """Makes one rank the owner of a whole parameter, whoever owned it before."""
@@ -135,9 +144,13 @@ class Partition:
 
     def _slice_split_parameters(self, added: Iterable[int]) -> None:
         for index in added:
+            if len(self.pieces[index]) > 1:
+                self._cut.append(index)
             for piece in self.pieces[index]:
                 if piece.owner == self.rank and not self.is_whole(piece):
-                    self._slices[piece] = self.memory_of(piece)
+                    tensor = self._slices[piece] = self.memory_of(piece)
+                    # Whatever gradient the parameter may have, the slice may.
+                    tensor.grad_dtype = None
 
     def bind_gradients(self) -> None:
         """Shows each slice its part of the parameter's gradient."""
@@ -145,17 +158,27 @@ class Partition:
             grad = self.params[piece.param].grad
             tensor.grad = None if grad is None else self.gradient_of(piece, grad)
 
-    def gradient_of(self, piece: Piece, grad: Tensor) -> Tensor:
-        """A piece's part of its parameter's gradient, flat."""
-        param = self.params[piece.param]
+    def check_gradients(self) -> None:
+        """Raises if a parameter that is cut has a gradient that cannot be: on every rank, whoever owns its pieces."""
+        for index in self._cut:
+            grad = self.params[index].grad
+            if grad is not None:
+                self._check_dense(index, grad)
+
+    def _check_dense(self, index: int, grad: Tensor) -> None:
         if grad.layout is not torch.strided:
             raise StateError(
-                f"parameter {piece.param} has a sparse gradient, which cannot be cut or handed on",
+                f"parameter {index} has a sparse gradient, which cannot be cut or handed on",
                 where=f"ZeroRedundancyOptimizer(balanced=True).step(), rank {self.rank}",
                 fix="build the optimizer with balanced=False, or make the gradient dense",
             )
+
+    def gradient_of(self, piece: Piece, grad: Tensor) -> Tensor:
+        """A piece's part of its parameter's gradient, flat."""
+        param = self.params[piece.param]
+        self._check_dense(piece.param, grad)
         if grad.stride() != param.stride():
-            grad = torch.empty_like(param).copy_(grad)
+            grad = torch.empty_like(param, dtype=grad.dtype).copy_(grad)
         return in_memory_order(grad)[piece.start : piece.stop]
 
     def release_gradients(self) -> None:
@@ -191,6 +214,11 @@ class Partition:
                 )
         self._addresses = addresses
         self.revision += 1
+        kinds = [(param.dtype, param.device) for param in self.params]
+        if kinds[: len(self._kinds)] != self._kinds:
+            # Elements of other sizes do not fit where these lay, nor do those of another device.
+            self.runs = [self._run_of(indices) for run in self.runs for indices in self._by_run(run.params)]
+        self._kinds = kinds
         for piece, tensor in self._slices.items():
             tensor.data = self.memory_of(piece)
 

@@ -34,6 +34,7 @@ class ParameterSync:
         self._group = group
         self._as_views = as_views
         self._neighbours = neighbours_of(group, wire_of(group, partition.params[0].device))
+        self._runs = partition.runs
         self._resting: list[Run] = []
         self._active: list[Run] = []
         self._num_runs_seen = 0
@@ -47,8 +48,11 @@ class ParameterSync:
         """Plans again, if what travels is not what was planned: parameters were added, moved, or unfrozen."""
         partition = self._partition
         partition.follow()
-        self._resting += partition.runs[self._num_runs_seen :]
-        self._num_runs_seen = len(partition.runs)
+        if partition.runs is not self._runs:
+            self._runs, self._num_runs_seen = partition.runs, 0
+            self._resting, self._active = [], []
+        self._resting += self._runs[self._num_runs_seen :]
+        self._num_runs_seen = len(self._runs)
         woken = [run for run in self._resting if self._takes_part(run)]
         if not woken and partition.revision == self._planned_revision:
             return

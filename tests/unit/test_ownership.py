@@ -11,7 +11,7 @@ from shardwise.plan.ownership import (
     Piece,
     even_pieces,
     loads_of,
-    whole_layout,
+    owned_layout,
     whole_pieces,
 )
 
@@ -29,6 +29,17 @@ def assert_each_element_has_one_owner(pieces: list[Piece], sizes: list[int], wor
         assert bounds[-1][1] == numel
         assert all(before[1] == after[0] for before, after in pairwise(bounds))
     assert all(0 <= piece.owner < world for piece in pieces)
+
+
+def assert_pieces_lie_in_their_owners_sections(
+    layout: BufferLayout, pieces: list[Piece], sizes: list[Extent]
+) -> None:
+    for piece in pieces:
+        start = layout.starts[piece.param] + piece.start * sizes[piece.param].itemsize
+        stop = layout.starts[piece.param] + piece.stop * sizes[piece.param].itemsize
+        if piece.numel:
+            assert layout.sections[piece.owner].start <= start
+            assert stop <= layout.sections[piece.owner].stop
 
 
 def assert_parameters_do_not_overlap(layout: BufferLayout, sizes: list[Extent]) -> None:
@@ -70,16 +81,26 @@ def test_no_rank_is_ahead_of_another_by_more_than_the_largest_parameter(sizes: l
 
 
 @given(extents, worlds)
-def test_the_sections_of_a_whole_layout_hold_exactly_their_owners_parameters(
+def test_the_sections_of_an_owned_layout_hold_exactly_their_owners_parameters(
     sizes: list[Extent], world: int
 ) -> None:
-    owners = [piece.owner for piece in whole_pieces([extent.numel for extent in sizes], [0] * world)]
-    layout = whole_layout(sizes, owners, world)
+    pieces = whole_pieces([extent.numel for extent in sizes], [0] * world)
+    layout = owned_layout(sizes, pieces, world)
     assert_parameters_do_not_overlap(layout, sizes)
-    for start, extent, owner in zip(layout.starts, sizes, owners, strict=True):
-        section = layout.sections[owner]
-        assert section.start <= start
-        assert start + extent.bytes <= section.stop
+    assert_pieces_lie_in_their_owners_sections(layout, pieces, sizes)
+
+
+@given(extents, worlds, st.sampled_from([1, 2, 8]))
+def test_pieces_keep_their_owners_when_their_elements_take_more_or_less_memory(
+    sizes: list[Extent], world: int, itemsize: int
+) -> None:
+    pieces, _ = even_pieces(sizes, world)
+    resized = [Extent(extent.numel, itemsize) for extent in sizes]
+    layout = owned_layout(resized, pieces, world)
+    assert_parameters_do_not_overlap(layout, resized)
+    assert_pieces_lie_in_their_owners_sections(layout, pieces, resized)
+    assert all(before.stop <= after.start for before, after in pairwise(layout.sections))
+    assert all(start % itemsize == 0 for start in layout.starts)
 
 
 @given(extents, worlds)
@@ -88,12 +109,7 @@ def test_even_pieces_lie_in_the_section_of_their_owner(sizes: list[Extent], worl
     assert layout.is_even
     assert_each_element_has_one_owner(pieces, [extent.numel for extent in sizes], world)
     assert_parameters_do_not_overlap(layout, sizes)
-    for piece in pieces:
-        start = layout.starts[piece.param] + piece.start * sizes[piece.param].itemsize
-        stop = layout.starts[piece.param] + piece.stop * sizes[piece.param].itemsize
-        if piece.numel:
-            assert layout.sections[piece.owner].start <= start
-            assert stop <= layout.sections[piece.owner].stop
+    assert_pieces_lie_in_their_owners_sections(layout, pieces, sizes)
 
 
 @given(extents, worlds)
@@ -119,7 +135,7 @@ def test_even_pieces_are_fair_to_two_percent_whatever_dominates(
 
 
 def test_equal_sections_with_gaps_between_them_are_not_even() -> None:
-    layout = whole_layout([Extent(5, 4), Extent(5, 4)], [0, 1], 2)
+    layout = owned_layout([Extent(5, 4), Extent(5, 4)], [Piece(0, 0, 5, 0), Piece(1, 0, 5, 1)], 2)
     assert len({section.numel for section in layout.sections}) == 1
     assert not layout.is_even
 

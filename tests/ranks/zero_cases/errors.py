@@ -20,6 +20,7 @@ from tests.ranks.zero_cases.models import (
     assert_same_on_all_ranks,
     ddp_of,
     device,
+    fill,
     owned_numel,
     set_gradients,
     small_model,
@@ -145,6 +146,11 @@ def refuses_options_that_cannot_work() -> None:
     ZeroRedundancyOptimizer(params, Declared, balanced=True, lr=0.1)
     with pytest.raises(ConfigError, match=r"LBFGS.step\(\) needs a closure"):
         ZeroRedundancyOptimizer(params, torch.optim.LBFGS, overlap_with_ddp=True)
+    with (
+        pytest.warns(UserWarning, match="duplicate"),
+        pytest.raises(ConfigError, match=r"\(37, 12\) comes twice, as 0 and 7"),
+    ):
+        ZeroRedundancyOptimizer([*params, params[0]], SGD, lr=0.1)
     plain = ZeroRedundancyOptimizer(params, SGD, lr=0.1)
     with pytest.raises(StateError, match="cannot be copied"):
         copy.deepcopy(plain)
@@ -186,11 +192,20 @@ def refuses_memory_with_gaps_that_a_parameter_was_given() -> None:
 
 def refuses_a_sparse_gradient_only_where_it_would_be_split() -> None:
     for balanced in (False, True):
-        embedding = nn.Embedding(4000, 3, sparse=True).to(device())
-        optimizer = ZeroRedundancyOptimizer(embedding.parameters(), SGD, balanced=balanced, lr=0.1)
-        embedding(torch.tensor([1, 5], device=device())).sum().backward()
-        if balanced:
-            with pytest.raises(StateError, match="parameter 0 has a sparse gradient"):
+        embedding = fill(nn.Embedding(4000, 3, sparse=True)).to(device())
+        # The last of three ranks has no piece of the embedding.
+        others = torch.ones(8000, device=device(), requires_grad=True)
+        before = embedding.weight.detach().clone()
+        optimizer = ZeroRedundancyOptimizer([embedding.weight, others], SGD, balanced=balanced, lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            embedding(torch.tensor([1, 5], device=device())).sum().backward()
+            others.grad = torch.ones_like(others)
+            if balanced:
+                with pytest.raises(StateError, match="parameter 0 has a sparse gradient"):
+                    optimizer.step()
+                assert torch.equal(embedding.weight, before)
+                assert torch.equal(others, torch.ones_like(others))
+            else:
                 optimizer.step()
-        else:
-            optimizer.step()
+                assert not torch.equal(embedding.weight, before)

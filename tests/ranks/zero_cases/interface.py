@@ -1,6 +1,7 @@
 """A sharded optimizer is an optimizer like any other."""
 
 import copy
+import operator
 from typing import Any
 
 import pytest
@@ -70,6 +71,25 @@ def follows_a_learning_rate_scheduler() -> None:
             schedule.step()
         assert torch.equal(x, y)
     assert ours.optim.param_groups[0]["lr"] == theirs.param_groups[0]["lr"] / 0.1
+
+
+def lets_a_scheduler_cycle_momentum() -> None:
+    """It asks the optimizer's defaults, also for options that nobody passed, whether there is a momentum to change."""
+    model, reference = small_model(), small_model()
+    ours, theirs = (
+        ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=0.01),
+        AdamW(reference.parameters(), lr=0.01),
+    )
+    assert ours.defaults == theirs.defaults
+    schedules = [
+        torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=9)
+        for optimizer in (ours, theirs)
+    ]
+    for step in range(4):
+        train_both(model, ours, reference, theirs, range(step, step + 1))
+        for schedule in schedules:
+            schedule.step()
+    assert ours.optim.param_groups[0]["betas"] != (0.95, 0.999)
 
 
 class SGDWithStepArgument(SGD):
@@ -223,6 +243,88 @@ def takes_named_parameters(*, balanced: bool) -> None:
     assert_same(model, reference)
 
 
+class SGDThatReadsNames(SGD):
+    """Notes the name and the shape of what it steps."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.stepped = [
+            (name, tensor.numel())
+            for group in self.param_groups
+            for name, tensor in zip(group["param_names"], group["params"], strict=True)
+        ]
+        return super().step(closure)
+
+
+def tells_the_local_optimizer_the_names_of_what_it_steps() -> None:
+    model, extra = small_model(), nn.Linear(3, 3).to(device())
+    optimizer = ZeroRedundancyOptimizer(model.named_parameters(), SGDThatReadsNames, lr=0.1)
+    optimizer.add_param_group(
+        {"params": [(f"extra.{name}", param) for name, param in extra.named_parameters()]}
+    )
+    wanted = {name: param.numel() for name, param in model.named_parameters()} | {
+        f"extra.{name}": param.numel() for name, param in extra.named_parameters()
+    }
+    set_gradients([model], 0)
+    optimizer.step()
+    stepped: list[tuple[str, int]] = []
+    for of_rank in _gathered(optimizer.optim.stepped):  # type: ignore[attr-defined]
+        stepped += of_rank
+    assert sorted(stepped) == sorted(wanted.items())
+    # As in backward: some pieces alone.
+    piece = optimizer.partition.owned[-1]
+    tensor = optimizer.partition.stepped(piece)
+    optimizer.local.step_pieces({piece: torch.ones_like(tensor)})
+    ((name, numel),) = optimizer.optim.stepped  # type: ignore[attr-defined]
+    assert wanted[name] == numel == tensor.numel()
+    assert sum(len(group["param_names"]) for group in optimizer.optim.param_groups) == len(
+        optimizer.partition.owned
+    )
+
+
+def _gathered(value: Any) -> list[Any]:
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def shows_hooks_of_the_local_optimizer_the_tensors_it_holds() -> None:
+    """Not what their memory is stepped as: several as one tensor, large ones in blocks."""
+    model, reference = small_model(), small_model()
+    ours = ZeroRedundancyOptimizer(model.parameters(), Adam, parameters_as_bucket_view=True, lr=0.01)
+    theirs = Adam(reference.parameters(), lr=0.01)
+    train_both(model, ours, reference, theirs, range(2))
+    held = [tensor for group in ours.optim.param_groups for tensor in group["params"]]
+    seen: list[bool] = []
+
+    def look(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+        seen.append(len(tensors) == len(held) and all(map(operator.is_, tensors, held)))
+
+    ours.optim.register_step_pre_hook(look)
+    ours.optim.register_step_post_hook(look)
+    train_both(model, ours, reference, theirs, range(2, 4))
+    assert seen == [True] * 4
+
+
+def takes_gradients_of_another_dtype(*, as_views: bool, balanced: bool) -> None:
+    models = [small_model((torch.bfloat16,)) for _ in range(2)]
+    model, reference = models
+    for param in (param for each in models for param in each.parameters()):
+        param.grad_dtype = None
+    ours = ZeroRedundancyOptimizer(
+        model.parameters(), SGD, parameters_as_bucket_view=as_views, balanced=balanced, lr=0.125
+    )
+    theirs = SGD(reference.parameters(), lr=0.125)
+    source = generator(3)
+    for mine, peer in zip(model.parameters(), reference.parameters(), strict=True):
+        # With few bits, so that a cut makes no difference.
+        grad = torch.randint(-4, 4, mine.shape, generator=source).float().to(device())
+        mine.grad, peer.grad = grad, grad.clone()
+    ours.step()
+    theirs.step()
+    assert_same(model, reference)
+
+
 def shares_out_equal_element_counts() -> None:
     world = dist.get_world_size()
     sizes = [9, 7, 5, 3]
@@ -292,6 +394,19 @@ def follows_parameters_whose_memory_was_replaced(*, as_views: bool, balanced: bo
     # Between the local step and the exchange.
     ours.optim.register_step_post_hook(replace)
     train_both(model, ours, reference, theirs, range(3, 5))
+
+
+def follows_parameters_to_another_dtype(*, as_views: bool, balanced: bool) -> None:
+    for first, second in ((torch.float32, torch.float64), (torch.float64, torch.float32)):
+        model, reference = small_model((first,)), small_model((first,))
+        ours = ZeroRedundancyOptimizer(
+            model.parameters(), SGD, parameters_as_bucket_view=as_views, balanced=balanced, lr=0.1
+        )
+        theirs = SGD(reference.parameters(), lr=0.1)
+        train_both(model, ours, reference, theirs, range(1))
+        for module in (model, reference):
+            module[:3].to(second)
+        train_both(model, ours, reference, theirs, range(1, 3))
 
 
 def keeps_the_memory_format_of_parameters(*, as_views: bool, balanced: bool) -> None:

@@ -92,6 +92,7 @@ OPTIMIZER = (
     Claim(parity.shares_out_over_some_of_the_ranks, LAYOUTS, gloo=(3,), nccl=(3,)),
     Claim(interface.exposes_state_and_groups_as_any_optimizer_does, gloo=(1, 2), nccl=(2,)),
     Claim(interface.follows_a_learning_rate_scheduler, gloo=(1, 2), nccl=(2,)),
+    Claim(interface.lets_a_scheduler_cycle_momentum, gloo=(), nccl=(2,), threads=(2,)),
     # One parameter is owned by one rank, and only that rank's local optimizer has something to add a key to.
     Claim(interface.steps_optimizers_with_steps_of_their_own, gloo=(1,), nccl=(1,)),
     Claim(interface.steps_with_a_closure, LAYOUTS, nccl=(2,)),
@@ -100,10 +101,14 @@ OPTIMIZER = (
     Claim(interface.clears_gradients_of_parameters_it_does_not_own, gloo=(), nccl=(2,), threads=(2,)),
     Claim(interface.takes_parameters_in_any_form, gloo=(), nccl=(2,), threads=(2,)),
     Claim(interface.takes_named_parameters, cases_of(balanced=[False, True])),
+    Claim(interface.tells_the_local_optimizer_the_names_of_what_it_steps, gloo=(), nccl=(2,), threads=(2,)),
+    Claim(interface.shows_hooks_of_the_local_optimizer_the_tensors_it_holds),
+    Claim(interface.takes_gradients_of_another_dtype, LAYOUTS, gloo=(), nccl=(2,), threads=(3,)),
     Claim(interface.shares_out_equal_element_counts, gloo=(), nccl=(2,), threads=(1, 2, 4)),
     Claim(interface.steps_beside_a_large_frozen_parameter, LAYOUTS, nccl=(2,)),
     Claim(interface.steps_a_parameter_that_was_frozen_at_first, LAYOUTS, nccl=(2,)),
     Claim(interface.follows_parameters_whose_memory_was_replaced, LAYOUTS, gloo=(3,), nccl=(2,)),
+    Claim(interface.follows_parameters_to_another_dtype, LAYOUTS, gloo=(3,), nccl=(2,)),
     Claim(interface.keeps_the_memory_format_of_parameters, LAYOUTS, gloo=(3,), nccl=(2,)),
     Claim(
         interface.shares_out_state_evenly,
@@ -143,7 +148,7 @@ ERRORS = (
     Claim(errors.refuses_options_that_cannot_work),
     Claim(errors.refuses_overlap_that_would_never_step),
     Claim(errors.refuses_memory_with_gaps_that_a_parameter_was_given),
-    Claim(errors.refuses_a_sparse_gradient_only_where_it_would_be_split, nccl=(2,)),
+    Claim(errors.refuses_a_sparse_gradient_only_where_it_would_be_split, gloo=(3,), nccl=(2,)),
 )
 
 JOIN = (
