@@ -59,6 +59,7 @@ def plan_exchange(
     *,
     buffer: Tensor | None = None,
     neighbours: Neighbours | None = None,
+    channel: int = 0,
 ) -> Exchange:
     """Plans an exchange.
 
@@ -69,6 +70,8 @@ def plan_exchange(
         buffer: the tensor of which the sections are equal, consecutive parts, if that is so.
         neighbours: the ranks, if they may read each other's memory (``neighbours_of``). The copying is then done
             by whoever waits, so leave it out where something else goes on meanwhile.
+        channel: a number, the same on all ranks. Exchanges that are not in lockstep are issued in one order on each
+            channel; those of different channels in any.
     """
     wires = [[_as_bytes(tensor) for tensor in section if tensor.numel()] for section in sections]
     devices = {wire.device for section in wires for wire in section}
@@ -77,12 +80,12 @@ def plan_exchange(
     (device,) = devices
     carrier = carrier_device(group, device)
     if carrier.type != device.type:
-        return _ThroughCarrier(wires, group, carrier)
+        return _ThroughCarrier(wires, group, carrier, channel)
     backend = _backends(group)[device.type]
     if backend == "gloo" and device.type == "cpu":
         if neighbours is not None:
             return DirectReads(wires, group.rank(), neighbours)
-        return _PointToPoint(wires, group)
+        return _PointToPoint(wires, group, _TAG + channel)
     if backend == "nccl":
         return _GroupedBroadcasts(wires, group) if buffer is None else _GatherInPlace(buffer, group)
     return _GatherPadded(wires, group)
@@ -141,8 +144,9 @@ class _PointToPoint:
 
     in_lockstep = False
 
-    def __init__(self, sections: Sequence[Sequence[Tensor]], group: dist.ProcessGroup) -> None:
+    def __init__(self, sections: Sequence[Sequence[Tensor]], group: dist.ProcessGroup, tag: int) -> None:
         self._group = group
+        self._tag = tag
         self._rank = group.rank()
         self._peers = [rank for rank in range(group.size()) if rank != self._rank]
         self._large = [[wire for wire in section if wire.numel() >= _PACKED_BYTES] for section in sections]
@@ -153,11 +157,11 @@ class _PointToPoint:
         packs: list[tuple[Tensor, list[Tensor]]] = []
         for peer in self._peers:
             for message in self._incoming(peer, packs):
-                works.append(self._group.recv([message], peer, _TAG))
+                works.append(self._group.recv([message], peer, self._tag))
         outgoing = self._outgoing()
         for peer in self._peers:
             for message in outgoing:
-                works.append(self._group.send([message], peer, _TAG))
+                works.append(self._group.send([message], peer, self._tag))
         return _Messages(works, packs, outgoing)
 
     def _incoming(self, peer: int, packs: list[tuple[Tensor, list[Tensor]]]) -> list[Tensor]:
@@ -290,12 +294,16 @@ class _ThroughCarrier:
     """For tensors on a device the group has no transport for: the same exchange, on copies."""
 
     def __init__(
-        self, sections: Sequence[Sequence[Tensor]], group: dist.ProcessGroup, carrier: torch.device
+        self,
+        sections: Sequence[Sequence[Tensor]],
+        group: dist.ProcessGroup,
+        carrier: torch.device,
+        channel: int,
     ) -> None:
         self._sections = sections
         self._rank = group.rank()
         self._copies = [[torch.empty_like(wire, device=carrier) for wire in section] for section in sections]
-        self._inner = plan_exchange(self._copies, group)
+        self._inner = plan_exchange(self._copies, group, channel=channel)
         self.in_lockstep = self._inner.in_lockstep
 
     def issue(self) -> Pending:

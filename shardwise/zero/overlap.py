@@ -32,7 +32,6 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.comm.coalesced import Exchange, Pending, all_gather_bytes, carrier_device
-from shardwise.comm.collectives import wire_of
 from shardwise.comm.streams import Mark, lanes_for
 from shardwise.errors import ConfigError
 from shardwise.plan.ownership import Piece
@@ -176,7 +175,9 @@ class _SteppingBackward:
         self._sending: list[Pending] = []
         device = zero.partition.params[0].device
         self._lanes = lanes_for(device)
-        self._wire = wire_of(zero.process_group, device)
+        # Several optimizers may step in one backward, and what is ready first differs between ranks.
+        zero.accord.wire.num_models += 1
+        self._channel = zero.accord.wire.num_models
 
     @torch.no_grad()
     def take(self, state: Any, bucket: GradBucket) -> Future[Tensor]:
@@ -206,7 +207,7 @@ class _SteppingBackward:
         self._waiting.clear()
         self._sending.clear()
         partition = self._zero.partition
-        self._wire.num_moves += 1
+        self._zero.accord.wire.num_moves += 1
         partition.follow()
         if partition.revision != self._planned_revision:
             self._plans.clear()
@@ -225,14 +226,15 @@ class _SteppingBackward:
         return first.reduced.done()
 
     def _finish(self) -> None:
-        while self._waiting:
-            self._step(self._waiting.popleft())
-        with self._lanes.reduce:
-            for sending in self._sending:
-                sending.wait()
-        self._sending.clear()
-        # order: the last update before whatever uses the parameters next
-        self._lanes.compute_after(self._lanes.reduce.mark())
+        with self._zero.accord.exchanging():
+            while self._waiting:
+                self._step(self._waiting.popleft())
+            with self._lanes.reduce:
+                for sending in self._sending:
+                    sending.wait()
+            self._sending.clear()
+            # order: the last update before whatever uses the parameters next
+            self._lanes.compute_after(self._lanes.reduce.mark())
         note_optimizer_step(self._zero)
 
     def _step(self, bucket: _WaitingBucket) -> None:
@@ -242,7 +244,12 @@ class _SteppingBackward:
             _put_in_place(bucket.reduced.wait(), bucket.buffer)
             used = bucket.plan.used if bucket.usage is None else bucket.usage.of_all_ranks()
             bucket.plan.used = used
-            partition = self._zero.partition
+            self._step_owned(bucket, used)
+            self._sending += [exchange.issue() for exchange in bucket.plan.exchanges]
+
+    def _step_owned(self, bucket: _WaitingBucket, used: list[bool] | None) -> None:
+        partition = self._zero.partition
+        try:
             self._zero.local.step_pieces(
                 {
                     piece: _part(partition, piece, bucket.gradients[position])
@@ -250,7 +257,9 @@ class _SteppingBackward:
                     if used is None or used[position]
                 }
             )
-            self._sending += [exchange.issue() for exchange in bucket.plan.exchanges]
+        except BaseException as error:
+            self._zero.accord.tear(error)
+            raise
 
     # --- plans -----------------------------------------------------------------------------------------------
 
@@ -270,7 +279,9 @@ class _SteppingBackward:
             for piece in partition.pieces[index]
             if piece.owner == partition.rank
         ]
-        exchanges = plan_piece_exchanges(partition, self._zero.process_group, positions)
+        exchanges = plan_piece_exchanges(
+            partition, self._zero.process_group, positions, channel=self._channel
+        )
         plan = self._plans[bucket.index()] = _BucketPlan(params, owned, exchanges)
         return plan
 

@@ -112,10 +112,14 @@ def plan_piece_exchanges(
     indices: Iterable[int],
     *,
     neighbours: Neighbours | None = None,
+    channel: int = 0,
 ) -> list[Exchange]:
     """The exchanges, one a device, that send some parameters' pieces from their owners, as they lie."""
     sections: dict[torch.device, list[list[Tensor]]] = defaultdict(lambda: [[] for _ in range(group.size())])
     for index in indices:
         for piece in partition.pieces[index]:
             sections[partition.params[index].device][piece.owner].append(partition.memory_of(piece))
-    return [plan_exchange(by_owner, group, neighbours=neighbours) for by_owner in sections.values()]
+    return [
+        plan_exchange(by_owner, group, neighbours=neighbours, channel=channel)
+        for by_owner in sections.values()
+    ]

@@ -1,5 +1,8 @@
 """Stepping inside DDP's backward gives, from the first step, what stepping after it gives."""
 
+import pytest
+
+from shardwise.testing import run_ranks
 from tests.ranks.tables import run_cases
 from tests.ranks.zero_cases import overlap
 from tests.ranks.zero_cases.table import BOTH_HOOKS, OVERLAP, Run, each_run
@@ -8,6 +11,17 @@ from tests.ranks.zero_cases.table import BOTH_HOOKS, OVERLAP, Run, each_run
 @each_run(OVERLAP, "gloo")
 def test_it(run: Run) -> None:
     run.check()
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_a_rank_whose_step_raises_in_backward_keeps_no_other_waiting(interleaved: bool) -> None:
+    # Each in a group of its own, whose connections are closed to let the other ranks out.
+    run_ranks(
+        overlap.a_rank_whose_step_raises_in_backward_keeps_no_other_waiting,
+        3,
+        kind="gloo",
+        interleaved=interleaved,
+    )
 
 
 def test_only_the_interleaved_hook_steps_while_backward_still_runs() -> None:

@@ -6,6 +6,7 @@ import warnings
 from itertools import product
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW
 
+from shardwise.errors import PeerFailure
 from shardwise.zero import (
     ZeroRedundancyOptimizer,
     hook_with_zero_step,
@@ -212,6 +214,64 @@ def overlap_takes_a_hook_that_gives_its_result_elsewhere(*, interleaved: bool) -
     inputs = batches(5)
     for _ in range(3):
         overlap_both(ddp, ours, peer, theirs, next(inputs))
+
+
+def two_optimizers_step_one_model_in_one_backward() -> None:
+    """Each has half of every bucket; how many buckets are ready when one is asked differs between the ranks."""
+
+    def late_on_the_last_rank(state: Any, bucket: Any) -> Any:
+        future = allreduce_hook(state, bucket)
+        if dist.get_rank() == dist.get_world_size() - 1 and not bucket.is_last():
+            return future.then(lambda done: (time.sleep(0.002), done.value())[1])
+        return future
+
+    model, reference = wide_model(), wide_model()
+    params, peer_params = [*model.parameters()], [*reference.parameters()]
+    ddp, peer = ddp_of(model, hook=None), ddp_of(reference)
+    ours = [
+        ZeroRedundancyOptimizer(params[0::2], Adam, overlap_with_ddp=True, lr=0.01),
+        ZeroRedundancyOptimizer(params[1::2], SGD, overlap_with_ddp=True, lr=0.1),
+    ]
+    theirs = [Adam(peer_params[0::2], lr=0.01), SGD(peer_params[1::2], lr=0.1)]
+    hook: Any = late_on_the_last_rank
+    for optimizer in ours:
+        hook = hook_with_zero_step_interleaved(hook, ddp, optimizer, shard_buckets=True)
+    ddp.register_comm_hook(None, hook)
+    inputs = batches(13)
+    for _ in range(4):
+        x = next(inputs)
+        for net in (ddp, peer):
+            net.zero_grad()
+            net(x).square().sum().backward()
+        for optimizer in theirs:
+            optimizer.step()
+        assert_same(model, reference)
+
+
+class SGDThatRaises(SGD):
+    """On one rank, when it is told to."""
+
+    raises_on: int | None = None
+
+    def step(self, closure: Any = None) -> Any:
+        if dist.get_rank() == self.raises_on:
+            raise ZeroDivisionError("in the local step")
+        return super().step(closure)
+
+
+def a_rank_whose_step_raises_in_backward_keeps_no_other_waiting(*, interleaved: bool) -> None:
+    ddp, ours = overlapped(wide_model(), SGDThatRaises, interleaved=interleaved, shard_buckets=True, lr=0.1)
+    inputs = batches(14)
+    for _ in range(2):
+        ddp(next(inputs)).square().sum().backward()
+    ours.optim.raises_on = 1  # type: ignore[attr-defined]
+    raises = (
+        pytest.raises(ZeroDivisionError, match="in the local step")
+        if dist.get_rank() == 1
+        else pytest.raises(PeerFailure, match=r"rank 1 broke off its step: ZeroDivisionError .* torn")
+    )
+    with raises:
+        ddp(next(inputs)).square().sum().backward()
 
 
 def overlap_follows_a_scheduler_without_a_call_of_step() -> None:

@@ -203,6 +203,7 @@ OVERLAP = (
     Claim(overlap.overlap_steps_only_where_gradients_are_synchronised, BOTH_HOOKS, nccl=(2,)),
     Claim(overlap.overlap_takes_a_hook_that_gives_its_result_elsewhere, BOTH_HOOKS, nccl=(2,)),
     Claim(overlap.overlap_steps_a_group_that_was_added_later, BOTH_HOOKS, nccl=(2,)),
+    Claim(overlap.two_optimizers_step_one_model_in_one_backward, gloo=(3,), nccl=(2,)),
     Claim(overlap.overlap_follows_a_scheduler_without_a_call_of_step, nccl=(2,)),
     Claim(overlap.overlap_joins_uneven_inputs, HOOKS_AND_SHARINGS, gloo=(3,), nccl=(2,)),
     # The long version, 20 seeds of 50 steps, is benchmarks/zero_soak.py.
