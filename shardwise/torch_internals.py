@@ -29,7 +29,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -346,6 +346,14 @@ def same_structure(one: Any, other: Any) -> bool:
 def map_tree(change: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
     """``tree`` with every tensor changed, as torch itself walks containers."""
     return tree_map_only(torch.Tensor, change, tree)
+
+
+def join_trees(join: Callable[[list[torch.Tensor]], torch.Tensor], trees: Sequence[Any]) -> Any:
+    """One tree out of several alike: tensors in one place become one, anything else is taken from the first."""
+    first, *others = trees
+    return tree_map(
+        lambda leaf, *same: join([leaf, *same]) if isinstance(leaf, torch.Tensor) else leaf, first, *others
+    )
 
 
 # --- modules and kernels -----------------------------------------------------------------------------------------

@@ -4,13 +4,15 @@
     consolidated  on one rank, by parameter number: what an unsharded optimizer's state_dict() looks like
 
 State that has an element for each element of its piece is cut and joined like the piece; anything else (a step
-count) is the same for every piece of a parameter and is taken from the first.
+count) is the same for every piece of a parameter and is taken from the first. A value may be a list or a dict of
+tensors, in which each is treated so. What an optimizer keeps for no parameter is *loose*: the same on every rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from torch import Tensor
 
 from shardwise.errors import ConfigError
 from shardwise.plan.ownership import Piece
+from shardwise.torch_internals import join_trees, map_tree
 from shardwise.zero.partition import Partition, in_memory_order
 
 __all__ = [
@@ -25,6 +28,8 @@ __all__ = [
     "check_fits",
     "consolidate",
     "is_per_element",
+    "loose_part",
+    "loose_state",
     "owned_state",
     "saved_positions",
     "state_of_own_pieces",
@@ -45,7 +50,8 @@ class PieceState:
 
     def values_for(self, device: torch.device) -> State:
         return {
-            name: value.to(device) if name in self.off_cpu else value for name, value in self.values.items()
+            name: map_tree(lambda tensor: tensor.to(device), value) if name in self.off_cpu else value
+            for name, value in self.values.items()
         }
 
 
@@ -65,34 +71,50 @@ def owned_state(
 
 
 def _travelling(piece: Piece, is_whole: bool, values: State) -> PieceState:
-    off_cpu = {
-        name for name, value in values.items() if isinstance(value, Tensor) and value.device.type != "cpu"
-    }
-    return PieceState(
-        piece, is_whole, {name: _to_cpu(value) for name, value in values.items()}, frozenset(off_cpu)
-    )
+    off_cpu: set[str] = set()
+
+    def to_cpu(name: str, tensor: Tensor) -> Tensor:
+        if tensor.device.type != "cpu":
+            off_cpu.add(name)
+        return _copy_on_cpu(tensor)
+
+    copied = {name: map_tree(partial(to_cpu, name), value) for name, value in values.items()}
+    return PieceState(piece, is_whole, copied, frozenset(off_cpu))
 
 
-def consolidate(states: Iterable[PieceState], params: Sequence[Tensor]) -> dict[int, State]:
-    """Puts the pieces of all ranks together, by parameter number."""
+def loose_state(local: Mapping[Any, Any]) -> State:
+    """What the local optimizer keeps under names of its own, such as a count of all steps; on the CPU."""
+    return {name: map_tree(_copy_on_cpu, value) for name, value in local.items() if isinstance(name, str)}
+
+
+def consolidate(
+    by_rank: Sequence[tuple[list[PieceState], State]], params: Sequence[Tensor]
+) -> dict[int | str, Any]:
+    """Puts the owned and the loose state of all ranks together, by parameter number or name."""
+    consolidated: dict[int | str, Any] = {}
     by_param: dict[int, list[PieceState]] = {}
-    for state in sorted(states, key=lambda state: state.piece):
-        by_param.setdefault(state.piece.param, []).append(state)
-    return {index: _join(parts, params[index]) for index, parts in sorted(by_param.items())}
+    # The first rank's loose state is the one that stays.
+    for states, loose in reversed(by_rank):
+        consolidated.update(loose)
+        for state in states:
+            by_param.setdefault(state.piece.param, []).append(state)
+    for index, parts in sorted(by_param.items()):
+        parts.sort(key=lambda state: state.piece)
+        consolidated[index] = _join(parts, params[index])
+    return consolidated
 
 
 def _join(parts: Sequence[PieceState], param: Tensor) -> State:
     first = parts[0]
     if first.is_whole:
         return first.values
-    joined = {}
-    for name, value in first.values.items():
-        if is_per_element(value, (first.piece.numel,)):
-            flat = torch.cat([part.values[name] for part in parts])
-            joined[name] = flat.as_strided(param.size(), param.stride())
-        else:
-            joined[name] = value
-    return joined
+
+    def join(tensors: list[Tensor]) -> Tensor:
+        if not is_per_element(tensors[0], (first.piece.numel,)):
+            return tensors[0]
+        return torch.cat(tensors).as_strided(param.size(), param.stride())
+
+    return {name: join_trees(join, [part.values[name] for part in parts]) for name in first.values}
 
 
 # --- consolidated to local -----------------------------------------------------------------------------------
@@ -119,7 +141,10 @@ def check_fits(
         )
     positions = saved_positions(state_dict)
     params = [param for group in groups for param in group]
+    loose = loose_part(state_dict)
     for number, values in state_dict["state"].items():
+        if number in loose:
+            continue
         if number not in positions:
             raise ConfigError(
                 f"the state dict has state of a parameter {number!r} of no group", where=where, fix=fix
@@ -143,18 +168,24 @@ def saved_positions(state_dict: Mapping[str, Any]) -> dict[Any, int]:
     return {number: position for position, number in enumerate(numbers)}
 
 
+def loose_part(state_dict: Mapping[str, Any]) -> State:
+    """What a state dict has under names that are no parameter's."""
+    positions = saved_positions(state_dict)
+    if any(isinstance(number, str) for number in positions):
+        return {}
+    return {name: value for name, value in state_dict["state"].items() if isinstance(name, str)}
+
+
 def state_of_own_pieces(partition: Partition, by_param: Mapping[int, State]) -> dict[Piece, State]:
     """This rank's part of a consolidated state, in memory of its own."""
     return {
-        piece: {name: _cut(value, piece, partition) for name, value in values.items()}
+        piece: map_tree(partial(_cut, piece, partition), values)
         for piece in partition.owned
         if (values := by_param.get(piece.param))
     }
 
 
-def _cut(value: Any, piece: Piece, partition: Partition) -> Any:
-    if not isinstance(value, Tensor):
-        return value
+def _cut(piece: Piece, partition: Partition, value: Tensor) -> Tensor:
     param = partition.params[piece.param]
     if partition.is_whole(piece) or value.shape != param.shape or value.dim() == 0:
         return value.clone()
@@ -166,5 +197,5 @@ def is_per_element(value: Any, shape: Sequence[int]) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0 and value.shape == torch.Size(shape)
 
 
-def _to_cpu(value: Any) -> Any:
-    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+def _copy_on_cpu(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)

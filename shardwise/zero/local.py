@@ -144,7 +144,9 @@ class LocalOptimizer:
         index_of = self._partition.index_of
         return [{**group, "params": [index_of[param] for param in group["params"]]} for group in self._groups]
 
-    def load(self, states: Mapping[Piece, dict[str, Any]], saved_groups: Groups) -> None:
+    def load(
+        self, states: Mapping[Piece, dict[str, Any]], loose: Mapping[str, Any], saved_groups: Groups
+    ) -> None:
         """Hands the local optimizer a state dict of its own, so that it casts and places as it always does."""
         numbers = {piece: number for number, piece in enumerate(self._pieces_in_local_order())}
         own_groups = []
@@ -155,7 +157,10 @@ class LocalOptimizer:
             own_groups.append({**copy.deepcopy(_options(saved)), "params": own})
         self.optim.load_state_dict(
             {
-                "state": {numbers[piece]: values for piece, values in states.items()},
+                "state": {
+                    **copy.deepcopy(dict(loose)),
+                    **{numbers[piece]: values for piece, values in states.items()},
+                },
                 "param_groups": own_groups,
             }
         )

@@ -107,7 +107,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.defaults = self.optim.defaults
 
         self.accord = Accord(self.partition, self.process_group)
-        self._consolidated: dict[int, dict[str, Any]] | None = None
+        self._consolidated: dict[int | str, Any] | None = None
         self._under_join = False
         self.is_stepped_in_backward = False
         self._warned_of_step = False
@@ -230,14 +230,16 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             )
         self.local.take_options()
         gathered: list[Any] | None = [None] * self.world_size if self.rank == to else None
-        own = consolidated.owned_state(self.partition, self.optim.state)
+        own = (
+            consolidated.owned_state(self.partition, self.optim.state),
+            consolidated.loose_state(self.optim.state),
+        )
         self.accord.wire.agree(_CONSOLIDATE)
         with self.accord.wire.watched(_CONSOLIDATE):
             dist.gather_object(own, gathered, group=self.process_group, group_dst=to)
         self._consolidated = None
         if gathered is not None:
-            states = (piece_state for of_rank in gathered for piece_state in of_rank)
-            self._consolidated = consolidated.consolidate(states, self.partition.params)
+            self._consolidated = consolidated.consolidate(gathered, self.partition.params)
 
     def state_dict(self) -> dict[str, Any]:
         """The state as last consolidated on this rank, in the form of an unsharded optimizer's."""
@@ -258,8 +260,16 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         groups = [group["params"] for group in self.param_groups]
         consolidated.check_fits(state_dict, groups, element_wise=self._element_wise)
         positions = consolidated.saved_positions(state_dict)
-        by_param = {positions[number]: values for number, values in state_dict["state"].items() if values}
-        self._load(consolidated.state_of_own_pieces(self.partition, by_param), state_dict["param_groups"])
+        by_param = {
+            positions[number]: values
+            for number, values in state_dict["state"].items()
+            if number in positions and values
+        }
+        self._load(
+            consolidated.state_of_own_pieces(self.partition, by_param),
+            consolidated.loose_part(state_dict),
+            state_dict["param_groups"],
+        )
         run_after_load_state_dict(self)
 
     # --- state on all ranks ----------------------------------------------------------------------------------
@@ -279,7 +289,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         else:
             entries = sharded.templates(self.partition, like, prefix, element_wise=self._element_wise)
         orders = sharded.memory_orders(self.partition.params)
-        return {**entries, "param_groups": self.local.saved_groups(), "memory_orders": orders}
+        return {"param_groups": self.local.saved_groups(), "memory_orders": orders, **entries}
 
     def load_sharded_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes what a checkpoint was loaded into: a ``sharded_state_dict()`` of this optimizer."""
@@ -287,10 +297,17 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         groups = [group["params"] for group in self.param_groups]
         consolidated.check_fits({"state": {}, "param_groups": saved}, groups, element_wise=self._element_wise)
         sharded.check_memory_orders(state_dict["memory_orders"], self.partition.params)
-        self._load(sharded.state_of_sharded(self.partition, state_dict), saved)
+        self._load(
+            sharded.state_of_sharded(self.partition, state_dict), sharded.loose_part(state_dict), saved
+        )
 
-    def _load(self, states: Mapping[Piece, dict[str, Any]], saved_groups: list[dict[str, Any]]) -> None:
-        self.local.load(states, saved_groups)
+    def _load(
+        self,
+        states: Mapping[Piece, dict[str, Any]],
+        loose: Mapping[str, Any],
+        saved_groups: list[dict[str, Any]],
+    ) -> None:
+        self.local.load(states, loose, saved_groups)
         self.state = self.optim.state
 
 

@@ -29,6 +29,15 @@ def test_a_sharded_checkpoint_loads_on_any_world_size(
     run_cases(state.loads_sharded, loaded_on, loaded, kind="gloo")
 
 
+def test_state_of_any_form_is_saved_and_loaded_in_parts(tmp_path: Path) -> None:
+    cases = [{"path": str(tmp_path / form), "form": form} for form in state.ANY_FORM]
+    run_cases(state.saves_sharded_state_of_any_form, 2, cases, kind="gloo")
+
+
+def test_options_are_loaded_as_they_were_saved(tmp_path: Path) -> None:
+    run_ranks(state.loads_options_as_they_were_saved, 2, str(tmp_path / "checkpoint"), kind="gloo")
+
+
 def test_state_that_is_not_per_element_is_saved_and_loaded(tmp_path: Path) -> None:
     run_ranks(
         state.saves_and_loads_state_that_is_not_per_element, 2, str(tmp_path / "checkpoint"), kind="gloo"

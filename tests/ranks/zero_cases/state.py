@@ -2,11 +2,13 @@
 
 import copy
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.optim import Adafactor, Adam
 
@@ -144,6 +146,116 @@ def saves_and_loads_state_that_is_not_per_element(path: str) -> None:
     dcp.load({"optimizer": entries}, checkpoint_id=path)
     fresh.load_sharded_state_dict(entries)
     train_both(model, fresh, reference, theirs, range(2, 4))
+
+
+class NestedState(torch.optim.Optimizer):
+    """Keeps tensors inside dicts and lists, and a count of all steps under a name of its own."""
+
+    elementwise = True
+
+    def __init__(self, params: Any, lr: float | Tensor = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.state["steps"] = self.state.get("steps", 0) + 1
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(self.update(param, self.state[param]) * (group["lr"] / self.state["steps"]))
+
+    def update(self, param: Tensor, state: dict[str, Any]) -> Tensor:
+        if not state:
+            state["moments"] = {"sum": torch.zeros_like(param), "last": [torch.zeros_like(param)]}
+        state["moments"]["sum"].add_(param.grad)
+        state["moments"]["last"][0].copy_(param.grad)
+        return state["moments"]["sum"] + state["moments"]["last"][0]
+
+
+class OddState(NestedState):
+    """Also tensors that are not shaped like the parameter, though one has as many elements."""
+
+    def update(self, param: Tensor, state: dict[str, Any]) -> Tensor:
+        update = super().update(param, state)
+        flat = state.setdefault("flat", torch.zeros(param.numel(), device=param.device))
+        rows = state.setdefault("rows", torch.zeros(param.shape[0], 2, device=param.device))
+        flat.add_(param.grad.flatten())
+        rows.add_(1.0)
+        return update + flat.view_as(param) * rows.mean()
+
+
+ANY_FORM = {
+    "nested": (NestedState, False),
+    "nested and balanced": (NestedState, True),
+    "odd": (OddState, False),
+}
+
+
+def consolidates_state_of_any_form(form: str) -> None:
+    optimizer_class, balanced = ANY_FORM[form]
+    model, reference = small_model(), small_model()
+    ours = ZeroRedundancyOptimizer(model.parameters(), optimizer_class, balanced=balanced)
+    theirs = optimizer_class(reference.parameters())
+    train_both(model, ours, reference, theirs, range(2))
+    ours.consolidate_state_dict(to=0)
+    saved = share_from(0, ours.state_dict() if dist.get_rank() == 0 else None)
+    torch.testing.assert_close(saved["state"], theirs.state_dict()["state"], rtol=0, atol=0)
+    fresh = ZeroRedundancyOptimizer(model.parameters(), optimizer_class, balanced=balanced)
+    fresh.load_state_dict(saved)
+    before = copy.deepcopy(saved)
+    train_both(model, fresh, reference, theirs, range(2, 4))
+    torch.testing.assert_close(saved, before, rtol=0, atol=0)
+
+
+def saves_sharded_state_of_any_form(path: str, form: str) -> None:
+    """And loads it, after copying it, where every rank owns something else."""
+    optimizer_class, balanced = ANY_FORM[form]
+    model, reference = small_model(), small_model()
+    ours = ZeroRedundancyOptimizer(model.parameters(), optimizer_class, balanced=balanced)
+    theirs = optimizer_class(reference.parameters())
+    train_both(model, ours, reference, theirs, range(2))
+    copied, peers = copy.deepcopy(ours.sharded_state_dict()), copy.deepcopy(theirs.state_dict())
+    # A copy has memory of its own, and stays as it is.
+    train_both(model, ours, reference, theirs, range(2, 3))
+    fresh = _saved_and_loaded({"optimizer": copied}, path, model, optimizer_class, balanced=form == "nested")
+    theirs.load_state_dict(peers)
+    train_both(model, fresh, reference, theirs, range(3, 5))
+
+
+def loads_options_as_they_were_saved(path: str) -> None:
+    """A learning rate that is a tensor where it is none here, a scheduler's notes that were not there, and the
+    other way round."""
+    model, reference = small_model(), small_model()
+    theirs = Adam(reference.parameters(), lr=torch.tensor(0.02))
+    torch.optim.lr_scheduler.StepLR(theirs, 1)
+    ours = ZeroRedundancyOptimizer(model.parameters(), Adam, lr=torch.tensor(0.02))
+    torch.optim.lr_scheduler.StepLR(ours, 1)
+    train_both(model, ours, reference, theirs, range(1))
+    entries = {"optimizer": ours.sharded_state_dict()}
+    fresh = _saved_and_loaded(entries, f"{path}-tensor", model, Adam, lr=3.0)
+    group = fresh.param_groups[0]
+    assert isinstance(group["lr"], Tensor)
+    assert group["initial_lr"] == group["lr"] == torch.tensor(0.02)
+    train_both(model, fresh, reference, theirs, range(1, 2))
+
+    plain = ZeroRedundancyOptimizer(model.parameters(), Adam, lr=0.125)
+    fresh = _saved_and_loaded(
+        {"optimizer": plain.sharded_state_dict()}, f"{path}-number", model, Adam, lr=torch.tensor(0.02)
+    )
+    assert type(fresh.param_groups[0]["lr"]) is float
+    assert fresh.param_groups[0]["lr"] == 0.125
+
+
+def _saved_and_loaded(
+    entries: dict[str, Any], path: str, model: nn.Module, optimizer_class: Any, **options: Any
+) -> ZeroRedundancyOptimizer:
+    dcp.save(entries, checkpoint_id=path)
+    fresh = ZeroRedundancyOptimizer(model.parameters(), optimizer_class, **options)
+    torch.optim.lr_scheduler.ExponentialLR(fresh, 0.5)
+    like = fresh.sharded_state_dict(like=FileSystemReader(path).read_metadata(), prefix="optimizer.")
+    dcp.load({"optimizer": like}, checkpoint_id=path)
+    fresh.load_sharded_state_dict(like)
+    return fresh
 
 
 def a_sharded_state_dict_needs_no_communication() -> None:

@@ -135,6 +135,13 @@ STATE = (
     ),
     Claim(state.loads_an_unsharded_optimizers_state, cases_of(balanced=[False, True]), nccl=(2,)),
     Claim(state.state_dict_shows_what_was_consolidated_last, nccl=(2,)),
+    Claim(
+        state.consolidates_state_of_any_form,
+        cases_of(form=list(state.ANY_FORM)),
+        gloo=(),
+        nccl=(2,),
+        threads=(3,),
+    ),
     Claim(state.runs_the_hooks_around_saving_and_loading),
     Claim(state.a_sharded_state_dict_needs_no_communication),
     Claim(state.overlap_keeps_state_that_was_loaded, cases_of(shard_buckets=[False, True]), nccl=(2,)),
