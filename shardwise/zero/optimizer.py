@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from shardwise.comm.path import code_of
 from shardwise.errors import ConfigError, StateError
@@ -82,6 +82,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.overlap_with_ddp = overlap_with_ddp
         self._element_wise = is_elementwise(optimizer_class)
         _check_options(optimizer_class, balanced=balanced, overlap=overlap_with_ddp)
+        if issubclass(optimizer_class, LBFGS) and self.world_size > 1:
+            warnings.warn(
+                f"{optimizer_class.__name__} searches along directions of all parameters together, and a rank of a "
+                "ZeroRedundancyOptimizer has its own alone: the steps are not those of one optimizer for all",
+                stacklevel=2,
+            )
 
         # torch's constructor adds the groups one by one, when there is nobody yet to share them out.
         self.initialized = False

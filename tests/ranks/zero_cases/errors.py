@@ -146,6 +146,8 @@ def refuses_options_that_cannot_work() -> None:
     ZeroRedundancyOptimizer(params, Declared, balanced=True, lr=0.1)
     with pytest.raises(ConfigError, match=r"LBFGS.step\(\) needs a closure"):
         ZeroRedundancyOptimizer(params, torch.optim.LBFGS, overlap_with_ddp=True)
+    with pytest.warns(UserWarning, match="LBFGS searches along directions of all parameters"):
+        ZeroRedundancyOptimizer(params, torch.optim.LBFGS)
     with (
         pytest.warns(UserWarning, match="duplicate"),
         pytest.raises(ConfigError, match=r"\(37, 12\) comes twice, as 0 and 7"),
