@@ -73,9 +73,9 @@ class Stepping:
         if is_within_compiled():
             make_traceable(param for group in optimizer.param_groups for param in group["params"])
         units = self._units_of(optimizer)
-        for unit in units:
-            if unit.gradients.are_held and not unit.root.in_backward:
-                raise _left_out(optimizer, unit)
+        # A closure may be about to run the backward that reduces them.
+        if not any(map(callable, (*args, *kwargs.values()))):
+            _check_not_all_held(optimizer, units)
         for root in _roots_of(units):
             root.before_optimizer(optimizer)
 
@@ -103,13 +103,16 @@ def _roots_of(units: list[Unit]) -> list[Root]:
     return list(dict.fromkeys(unit.root for unit in units))
 
 
-def _left_out(optimizer: Optimizer, unit: Unit) -> StateError:
-    return StateError(
-        f"{type(optimizer).__name__} would step without gradients that unit '{unit.name}' has kept back: no backward "
-        "has reduced them yet",
-        where=f"{type(optimizer).__name__}.step(), rank {unit.rank}",
-        fix="run the last backward before a step outside of no_sync(), or with set_requires_gradient_sync(True)",
-    )
+def _check_not_all_held(optimizer: Optimizer, units: list[Unit]) -> None:
+    """Some units may reduce more seldom than others, and are then not stepped; that all of them do is an oversight."""
+    trained = [unit for unit in units if unit.gradients.num_trainable and not unit.root.in_backward]
+    if trained and all(unit.gradients.are_held for unit in trained):
+        raise StateError(
+            f"{type(optimizer).__name__} would step without the gradients that were kept back for it: no backward has "
+            "reduced them yet",
+            where=f"{type(optimizer).__name__}.step(), unit '{trained[0].name}', rank {trained[0].rank}",
+            fix="run the last backward before a step outside of no_sync(), or with set_requires_gradient_sync(True)",
+        )
 
 
 STEPPING = Stepping()

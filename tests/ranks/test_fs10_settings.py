@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise import ConfigError, MixedPrecisionPolicy, fully_shard
+from shardwise import ConfigError, MixedPrecisionPolicy, StateError, fully_shard
 from shardwise.testing import run_ranks
 from shardwise.testing.workloads import seeded
 from shardwise.trace import record
@@ -118,6 +118,37 @@ def one_unit_without_sync():
 @two_and_four
 def test_without_recurse_gradient_sync_is_set_for_one_unit_alone(world_size):
     run_ranks(one_unit_without_sync, world_size, kind="gloo")
+
+
+def steps_without_sync():
+    model = sharded_layers()
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = {name: full(param).clone() for name, param in model.named_parameters()}
+    model.set_requires_gradient_sync(False)
+    backward(model, 0)
+    with pytest.raises(StateError, match="would step without the gradients that were kept back"):
+        optim.step()
+    for name, param in model.named_parameters():
+        same(full(param), before[name], name)
+
+    def last_backward():
+        model.set_requires_gradient_sync(True)
+        backward(model, 1)
+
+    optim.step(last_backward)
+    assert not torch.equal(full(model.first.weight), before["first.weight"])
+    # What reduces more seldom is stepped when it does.
+    optim.zero_grad()
+    before = {name: full(param).clone() for name, param in model.named_parameters()}
+    model.set_requires_gradient_sync(False, recurse=False)
+    backward(model, 2)
+    optim.step()
+    for name, param in model.named_parameters():
+        assert torch.equal(full(param), before[name]) == (not name.startswith("layers")), name
+
+
+def test_a_step_that_no_gradient_was_reduced_for_is_refused():
+    run_ranks(steps_without_sync, 2)
 
 
 def no_replicas():

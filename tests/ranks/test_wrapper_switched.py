@@ -270,7 +270,7 @@ def steps_too_early():
         before = model.state_dict()
         with model.no_sync():
             model(data(0, 0, 2, 6)).sum().backward()
-        with pytest.raises(StateError, match="would step without gradients that unit"):
+        with pytest.raises(StateError, match="would step without the gradients that were kept back"):
             optim.step()
         for name, value in model.state_dict().items():
             same(value, before[name], name)
