@@ -24,6 +24,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 		{ echo "shardwise needs Python 3.10 or newer; try: make PYTHON=python3.12 venv" >&2; exit 1; }
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	@echo "installing torch and the rest into $(VENV); this happens once"
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,train]'
 	@touch $@
 

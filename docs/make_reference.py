@@ -76,11 +76,11 @@ def _entry(name: str, value: Any) -> str:
     else:
         lines.append(f"\n`{value!r}`\n")
     if inspect.isclass(value):
-        lines += _members(value)
+        lines += members_of(value)
     return "".join(lines)
 
 
-def _members(owner: type) -> list[str]:
+def members_of(owner: type) -> list[str]:
     lines = []
     ours = [cls for cls in reversed(owner.__mro__) if cls.__module__.startswith("shardwise.")]
     for name, member in {name: member for cls in ours for name, member in vars(cls).items()}.items():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import inspect
 import re
 import shlex
 from pathlib import Path
@@ -142,6 +143,15 @@ def test_the_reference_has_every_public_name_and_every_setting():
     headings = set(re.findall(r"^### (\w+)$", written, re.MULTILINE))
     missing = {name.rpartition(".")[2] for name, _ in generator.public_names()} - headings
     assert not missing, f"run make reference: {missing}"
+    for name, value in generator.public_names():
+        entry = written.split(f"\n### {name.rpartition('.')[2]}\n", 1)[1].split("\n### ")[0]
+        members = "".join(generator.members_of(value)) if inspect.isclass(value) else ""
+        missing = {
+            member
+            for member in re.findall(r"^- `(\w+)", members, re.MULTILINE)
+            if f"- `{member}" not in entry
+        }
+        assert not missing, f"run make reference: {name} lacks {missing}"
     settings = set(re.findall(r"^\| `(\w+\.\w+)` \|", written, re.MULTILINE))
     from shardwise.train.config import Config, settings_of
 
