@@ -118,11 +118,19 @@ def replace_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
     tensor._local_tensor = local  # type: ignore[attr-defined]
 
 
-def placed_local(gradient: torch.Tensor, spec: Spec) -> torch.Tensor:
-    """The local tensor of a DTensor gradient, placed as ``spec`` says; backward may leave it as partial sums."""
+def placed_local(gradient: torch.Tensor, spec: Spec, left: tuple[int, ...] = ()) -> torch.Tensor:
+    """The local tensor of a DTensor gradient, placed as ``spec`` says; backward may leave it as partial sums.
+
+    On the axes ``left`` it stays as it came.
+    """
     assert isinstance(gradient, DTensor)
-    if gradient.placements != spec.placements:
-        gradient = gradient.redistribute(placements=spec.placements)
+    wanted = spec.placements
+    if left:
+        wanted = tuple(
+            gradient.placements[axis] if axis in left else wanted[axis] for axis in range(len(wanted))
+        )
+    if gradient.placements != wanted:
+        gradient = gradient.redistribute(placements=wanted)
     local = gradient._local_tensor
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
@@ -135,6 +143,12 @@ def strided_shard(dim: int, split_factor: int) -> Placement:
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """The mesh that ``mesh`` was sliced from, or itself."""
     return mesh._get_root_mesh()
+
+
+def axis_mesh(mesh: DeviceMesh, axis: int) -> DeviceMesh:
+    """One axis of a mesh, which must have names."""
+    assert mesh.mesh_dim_names is not None
+    return mesh[mesh.mesh_dim_names[axis]]
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:

@@ -27,12 +27,17 @@ from shardwise.torch_internals import concatenate_meshes, flatten_mesh
 
 @dataclass(frozen=True, eq=False)
 class DataMesh:
-    """A mesh of one axis (shard) or two (replicate, shard), with the calls of its groups."""
+    """A mesh of one axis (shard) or two (replicate, shard), with the calls of its groups.
+
+    ``whole`` is the mesh that its axes were named in (``dp_mesh_dims``), ``named`` the numbers that they have there.
+    """
 
     mesh: DeviceMesh
     device: torch.device
     shard: GroupCalls
     replicate: GroupCalls | None
+    whole: DeviceMesh | None = None
+    named: tuple[int, ...] = ()
     _parts: dict[int, GroupCalls] = field(default_factory=dict)
 
     @property
@@ -98,8 +103,12 @@ def data_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims | None, where: str) -
 
 
 def _read(mesh: DeviceMesh, dims: DataParallelMeshDims | None, where: str) -> DataMesh:
+    whole: DeviceMesh | None = None
+    named: tuple[int, ...] = ()
     if dims is not None:
-        mesh = _named_axes(mesh, dims, where)
+        whole, mesh = mesh, _named_axes(mesh, dims, where)
+        names = (*dims.replicate_names, *dims.shard_names)
+        named = tuple((whole.mesh_dim_names or ()).index(name) for name in names)
     if mesh.ndim > 2:
         raise ConfigError(
             f"a mesh of {mesh.ndim} axes {tuple(mesh.mesh.shape)} does not say which of them shard",
@@ -110,7 +119,7 @@ def _read(mesh: DeviceMesh, dims: DataParallelMeshDims | None, where: str) -> Da
     shard_axis = mesh.ndim - 1
     shard = GroupCalls(mesh.get_group(shard_axis), device)
     replicate = GroupCalls(mesh.get_group(0), device) if mesh.ndim == 2 else None
-    return DataMesh(mesh, device, shard, replicate)
+    return DataMesh(mesh, device, shard, replicate, whole, named)
 
 
 def flat_mesh(mesh: DeviceMesh, device: torch.device, shards: bool) -> DataMesh:

@@ -74,7 +74,8 @@ class Slot:
     """One parameter of a unit.
 
     ``shape`` is that of the tensor the engine cuts and gathers: the whole parameter, or with tensor parallelism this
-    rank's part of it, and ``tensor_parallel`` then says how that part is placed.
+    rank's part of it, and ``tensor_parallel`` then says how that part is placed. Of the axes it is placed on,
+    ``data_axes`` are those of data parallelism, over which the engine itself sums gradients.
 
     ``local`` is the sharded form's local tensor as the engine made it: when the parameter shows another one, somebody
     has replaced it. ``is_shown``: the parameter's own name shows the sharded form. ``held`` is a gradient kept without
@@ -83,6 +84,7 @@ class Slot:
 
     __slots__ = (
         "compute_dtype",
+        "data_axes",
         "dim",
         "held",
         "is_shown",
@@ -107,6 +109,7 @@ class Slot:
         spec: Spec,
         sharded: nn.Parameter,
         tensor_parallel: Spec | None,
+        data_axes: tuple[int, ...] = (),
     ) -> None:
         self.name = name
         self.places = places
@@ -119,6 +122,7 @@ class Slot:
         self.local = local_of(sharded)
         self.unsharded: nn.Parameter = sharded
         self.tensor_parallel = tensor_parallel
+        self.data_axes = data_axes
         self.is_shown = True
         self.held: torch.Tensor | None = None
 
@@ -132,7 +136,7 @@ class Slot:
         gradient = self.unsharded.grad
         if gradient is None or self.tensor_parallel is None:
             return gradient
-        return placed_local(gradient, self.tensor_parallel)
+        return placed_local(gradient, self.tensor_parallel, self.data_axes)
 
     @property
     def kind(self) -> Hashable:

@@ -27,6 +27,7 @@ from shardwise.plan.spans import cut_evenly
 from shardwise.policies import MixedPrecisionPolicy
 from shardwise.torch_internals import (
     all_show,
+    axis_mesh,
     concatenate_meshes,
     dtensor_parameter,
     dtensor_spec,
@@ -165,12 +166,14 @@ def _make_slot(
     compute_dtype = precision.param_dtype if casts else param.dtype
     assert compute_dtype is not None
     full, tensor_parallel = param.detach(), None
+    data_axes: tuple[int, ...] = ()
     data_mesh, placements = mesh.mesh, mesh.placements(dim)
     if isinstance(param, DTensor):
         tensor_parallel = dtensor_spec(
             param.device_mesh, param.placements, param.shape, param.stride(), compute_dtype
         )
         data_mesh, placements = _placed_on_both(param, dim, mesh)
+        data_axes = mesh.named if param.device_mesh == mesh.whole else ()
         full = local_of(full)
     spec = dtensor_spec(
         data_mesh, placements, param.shape, contiguous_strides(tuple(param.shape)), param.dtype
@@ -190,19 +193,46 @@ def _make_slot(
     for key, value in param.__dict__.items():
         sharded.__dict__.setdefault(key, value)
     return Slot(
-        found.name, found.places, dim, tuple(full.shape), compute_dtype, spec, sharded, tensor_parallel
+        found.name,
+        found.places,
+        dim,
+        tuple(full.shape),
+        compute_dtype,
+        spec,
+        sharded,
+        tensor_parallel,
+        data_axes,
     )
 
 
 def _placed_on_both(param: DTensor, dim: int, mesh: DataMesh) -> tuple[DeviceMesh, tuple[Placement, ...]]:
     """The mesh of data and tensor parallelism together, and how a parameter that has the second lies on it."""
+    *replicate, shard = mesh.placements(dim)
+    others = [axis for axis in range(param.device_mesh.ndim) if not _carries_data(axis, param, mesh)]
+    if len(others) + mesh.mesh.ndim == param.device_mesh.ndim:
+        # It lies on a mesh of both kinds of axes, of which the last named one cuts it.
+        placements = list(param.placements)
+        axis = mesh.named[-1]
+        placements[axis] = _cut_after(param, dim, [other for other in others if other > axis], shard)
+        return param.device_mesh, tuple(placements)
+    meshes = [mesh.mesh]
+    if len(others) == param.device_mesh.ndim:
+        meshes.append(param.device_mesh)
+    else:
+        meshes.extend(axis_mesh(param.device_mesh, axis) for axis in others)
+    placed = [param.placements[axis] for axis in others]
+    return concatenate_meshes(meshes), (*replicate, _cut_after(param, dim, others, shard), *placed)
+
+
+def _carries_data(axis: int, param: DTensor, mesh: DataMesh) -> bool:
+    return axis in mesh.named and param.device_mesh == mesh.whole
+
+
+def _cut_after(param: DTensor, dim: int, axes: list[int], shard: Placement) -> Placement:
+    """``shard``, where tensor parallelism on ``axes`` has cut ``dim`` first and each of its parts is cut again."""
     cuts_of_dim = 1
-    for axis, placement in enumerate(param.placements):
+    for axis in axes:
+        placement = param.placements[axis]
         if isinstance(placement, Shard) and placement.dim == dim:
             cuts_of_dim *= param.device_mesh.size(axis)
-    *replicate, shard = mesh.placements(dim)
-    if cuts_of_dim > 1:
-        # Tensor parallelism has cut this dim first; each of its parts is cut again.
-        shard = strided_shard(dim, cuts_of_dim)
-    both = concatenate_meshes([mesh.mesh, param.device_mesh])
-    return both, (*replicate, shard, *param.placements)
+    return strided_shard(dim, cuts_of_dim) if cuts_of_dim > 1 else shard

@@ -132,6 +132,15 @@ def check_parameter(found: Found, dim: int, mesh: DataMesh, where: str) -> None:
 
 
 def _check_tensor_parallel(found: Found, param: DTensor, mesh: DataMesh, where: str) -> None:
+    if mesh.whole is not None and param.device_mesh == mesh.whole:
+        if not all(param.placements[axis].is_replicate() for axis in mesh.named):
+            raise ConfigError(
+                f"parameter '{found.name}' is placed {tuple(param.placements)} on {mesh.whole}, and not whole on the "
+                "axes that dp_mesh_dims names",
+                where=where,
+                fix="place it with Replicate() on the axes of data parallelism: fully_shard cuts it there",
+            )
+        return
     if root_mesh(param.device_mesh) != root_mesh(mesh.mesh) or param.device_mesh == mesh.mesh:
         raise ConfigError(
             f"parameter '{found.name}' is a DTensor on the mesh {param.device_mesh}, which is no other axis of the "

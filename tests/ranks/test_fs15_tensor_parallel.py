@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import shardwise
-from shardwise import fully_shard
+from shardwise import DataParallelMeshDims, fully_shard
 from shardwise.testing import run_ranks
 
 
@@ -202,3 +202,46 @@ def odd_rows():
 
 def test_rows_need_not_divide_on_either_axis():
     run_ranks(odd_rows, 4, kind="gloo")
+
+
+def on_one_mesh(sizes, dims, tensor_axis):
+    """Parameters and activations are DTensors on a mesh of all axes; some of these carry data."""
+    plain, names = nn.Linear(6, 10), tuple(sizes)
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=names)
+    placements = [Shard(0) if axis == tensor_axis else Replicate() for axis in names]
+    for param in plain.parameters():
+        dist.broadcast(param.data, 0)
+    model = copy.deepcopy(plain)
+    for name, param in plain.named_parameters():
+        setattr(model, name, nn.Parameter(distribute_tensor(param.detach(), mesh, placements)))
+    fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
+    number, world_size = 0, 1
+    for axis in names:
+        if axis != tensor_axis:
+            number, world_size = number * sizes[axis] + mesh.get_local_rank(axis), world_size * sizes[axis]
+    batches = torch.randn(4, 3, 6, generator=torch.Generator().manual_seed(1))[:world_size]
+    placements = [Replicate() if axis == tensor_axis else Shard(0) for axis in names]
+    inputs = DTensor.from_local(batches[number], mesh, placements, run_check=False)
+    model(inputs).redistribute(placements=placements).to_local().pow(3).sum().backward()
+    sum(plain(batch).pow(3).sum() for batch in batches).backward()
+    for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(param.full_tensor(), expected), name
+        torch.testing.assert_close(param.grad.full_tensor(), expected.grad / world_size)
+
+
+def every_way_to_name_axes():
+    on_one_mesh({"dp": 2, "tp": 2}, DataParallelMeshDims(shard="dp"), "tp")
+    on_one_mesh({"tp": 2, "dp": 2}, DataParallelMeshDims(shard="dp"), "tp")
+    on_one_mesh({"copies": 2, "dp": 2}, DataParallelMeshDims(shard="dp", replicate="copies"), None)
+    on_one_mesh({"dp": 2, "cp": 2}, DataParallelMeshDims(shard=("dp", "cp")), None)
+    on_one_mesh({"dp": 1, "cp": 2, "tp": 2}, DataParallelMeshDims(shard=("dp", "cp")), "tp")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    layer = nn.Linear(4, 4, bias=False)
+    layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(0), Replicate()]))
+    with pytest.raises(shardwise.ConfigError, match="not whole on the axes"):
+        fully_shard(layer, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+    assert type(layer) is nn.Linear
+
+
+def test_parameters_may_lie_on_a_mesh_of_all_axes_of_which_some_carry_data():
+    run_ranks(every_way_to_name_axes, 4, kind="gloo")
