@@ -51,12 +51,24 @@ class UnitEvents:
         words = f"reduce {self._name} in {str(plan.dtype).removeprefix('torch.')}"
         if len(plan.slots) < self._num_slots:
             words += f", training only {[slot.name for slot in plan.slots]}"
-        if present is not None:
-            absent = [slot.name for slot, is_here in zip(plan.slots, present, strict=True) if not is_here]
+        if absent := _absent(plan, present):
             words += f", without gradients of {absent}"
         if divide_factor is not None:
             words += f", divided by {divide_factor:g}"
         return code_of(words), code_of(f"{words}, over replicas")
+
+
+def _absent(plan: PackedReduce, present: Presence) -> list[str]:
+    """The parameters that get no gradient; one that shares a flat parameter gets zeros if another has one."""
+    if present is None:
+        return []
+    served = {
+        member
+        for part in plan.parts
+        if any(present[member] for member in part.members)
+        for member in part.members
+    }
+    return [slot.name for number, slot in enumerate(plan.slots) if number not in served]
 
 
 class UnnamedEvents(UnitEvents):

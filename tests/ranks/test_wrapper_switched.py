@@ -259,6 +259,47 @@ def test_outputs_that_are_hidden_or_parameters_train_as_any_others():
     run_ranks(hides, 2, kind="gloo")
 
 
+# --- parameters that some ranks use ---------------------------------------------------------------------------------
+
+
+class Experts(nn.Module):
+    """Each rank takes one of them, in the second layer; nobody takes the last."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.rank = rank
+        self.shared = nn.Linear(6, 6)
+        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x):
+        return self.experts[self.rank](self.shared(x))
+
+
+def chooses_experts():
+    rank, world = dist.get_rank(), dist.get_world_size()
+    plain = seeded(nn.Sequential(nn.Linear(6, 6), Experts(0), nn.Linear(6, 6)))
+    for one in range(world):
+        plain[1].rank = one
+        (plain(data(0, one, 2, 6)).square().sum() / world).backward()
+    for strategy in ONE_AXIS:
+        model = seeded(nn.Sequential(nn.Linear(6, 6), Experts(rank), nn.Linear(6, 6)))
+        model = wrap(model, [model[1]], sharding_strategy=strategy)
+        model(data(0, rank, 2, 6)).square().sum().backward()
+        got = whole_gradients(model)
+        for name, param in plain.named_parameters():
+            same(got[name], torch.zeros_like(param) if param.grad is None else param.grad, name, 1e-5)
+        named = seeded(nn.Sequential(nn.Linear(6, 6), Experts(rank), nn.Linear(6, 6)))
+        named = wrap(named, [named[1]], sharding_strategy=strategy, use_orig_params=True)
+        named.set_safe_participation()
+        named(data(0, rank, 2, 6)).square().sum().backward()
+        for name, gradient in whole_gradients(named).items():
+            same(gradient, got[name], name, 1e-6)
+
+
+def test_ranks_may_use_different_parameters_of_one_flat_parameter():
+    run_ranks(chooses_experts, 3)
+
+
 # --- steps without gradients ----------------------------------------------------------------------------------------
 
 
