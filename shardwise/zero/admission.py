@@ -1,28 +1,33 @@
-"""What a ZeRO optimizer takes in: parameters it can share out, and only if all ranks bring the same ones."""
+"""What a ZeRO optimizer takes in: a class and parameters it can share out, and only if all ranks bring the same."""
 
 from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from itertools import zip_longest
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.distributed.tensor import DTensor
+from torch.optim import LBFGS, Optimizer
 
 from shardwise.comm.coalesced import all_gather_bytes
 from shardwise.errors import ConfigError, ConfigTypeError, RankDisagreement, StateError
+from shardwise.optim.elementwise import is_elementwise
 from shardwise.zero.partition import is_dense
 
 __all__ = [
+    "check_class",
     "check_parameters",
     "check_ranks_agree",
     "group_or_world",
     "list_parameters",
-    "needs_closure",
+    "telling_the_others",
 ]
 
 
@@ -74,7 +79,7 @@ def _kind(item: Any) -> str:
 
 
 def check_parameters(params: Sequence[Tensor], *, first: int = 0) -> None:
-    """Raises unless every parameter is there once, and dense in memory."""
+    """Raises unless every parameter is there once, as a tensor that is whole on every rank and dense in memory."""
     places: dict[Tensor, int] = {}
     for index, param in enumerate(params, first):
         where = f"ZeroRedundancyOptimizer(), parameter {index}"
@@ -84,6 +89,20 @@ def check_parameters(params: Sequence[Tensor], *, first: int = 0) -> None:
                 "two owners",
                 where=where,
                 fix="pass each parameter once; a shared one is listed once by model.parameters()",
+            )
+        if isinstance(param, DTensor):
+            raise ConfigError(
+                f"a parameter of shape {tuple(param.shape)} is a DTensor, placed as {param.placements}: each rank has "
+                "its own shard of it, and of its state",
+                where=where,
+                fix="give sharded parameters to the optimizer class itself, without ZeroRedundancyOptimizer",
+            )
+        if param.is_meta:
+            raise ConfigError(
+                f"a parameter of shape {tuple(param.shape)} is on the meta device, and will be another one when it has "
+                "memory",
+                where=where,
+                fix="build the optimizer after model.to_empty(device=…)",
             )
         if param.layout is not torch.strided:
             raise ConfigError(
@@ -99,22 +118,72 @@ def check_parameters(params: Sequence[Tensor], *, first: int = 0) -> None:
             )
 
 
-def needs_closure(optimizer_class: type[Optimizer]) -> bool:
+def check_class(optimizer_class: type[Optimizer], world: int, *, balanced: bool, overlap: bool) -> None:
+    """Raises unless it is an optimizer class that can be shared out in this way."""
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
+        raise ConfigTypeError(
+            f"the optimizer class is {optimizer_class!r}, which is no class of torch.optim.Optimizer",
+            where="ZeroRedundancyOptimizer()",
+            fix="pass the class itself and its options by name: (params, torch.optim.AdamW, lr=1e-3)",
+        )
+    name = optimizer_class.__name__
+    if balanced and not is_elementwise(optimizer_class):
+        raise ConfigError(
+            f"balanced=True splits parameters, and {name} is not known to update each element by itself",
+            where="ZeroRedundancyOptimizer()",
+            fix=f"use balanced=False, or set {name}.elementwise = True if it does",
+        )
+    if overlap and _needs_closure(optimizer_class):
+        raise ConfigError(
+            f"overlap_with_ddp=True steps during backward, and {name}.step() needs a closure",
+            where="ZeroRedundancyOptimizer()",
+            fix="use overlap_with_ddp=False, or an optimizer that needs no closure",
+        )
+    if issubclass(optimizer_class, LBFGS) and world > 1:
+        warnings.warn(
+            f"{name} searches along directions of all parameters together, and a rank of a ZeroRedundancyOptimizer has "
+            "its own alone: the steps are not those of one optimizer for all",
+            stacklevel=3,
+        )
+
+
+def _needs_closure(optimizer_class: type[Optimizer]) -> bool:
     closure = inspect.signature(optimizer_class.step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
+@contextmanager
+def telling_the_others(process_group: dist.ProcessGroup) -> Iterator[None]:
+    """Around what a rank refuses by itself, before ``check_ranks_agree``: the others would wait for it there."""
+    try:
+        yield
+    except Exception as error:
+        refusal = str(error).splitlines()[:1] or [""]
+        with suppress(RankDisagreement):
+            _check_same([f"a {type(error).__name__}: {refusal[0]}"], process_group)
+        raise
+
+
 def check_ranks_agree(
-    groups: Sequence[Sequence[Tensor]], options: str, process_group: dist.ProcessGroup, *, first: int = 0
+    groups: Sequence[Mapping[str, Any]], options: str, process_group: dist.ProcessGroup, *, first: int = 0
 ) -> None:
     """Raises on every rank, with the first difference, unless all ranks bring the same parameters and options."""
     lines = [options]
     index = first
     for number, group in enumerate(groups):
-        lines.append(f"group {number} of {len(group)} parameters")
-        for param in group:
+        lines.append(f"group {number} of {len(group['params'])} parameters{_simple_options(group)}")
+        for param in group["params"]:
             lines.append(_description(index, param))
             index += 1
+    _check_same(lines, process_group)
+
+
+def _simple_options(group: Mapping[str, Any]) -> str:
+    simple = (bool, int, float, str, tuple)
+    return "".join(f", {name}={value}" for name, value in sorted(group.items()) if isinstance(value, simple))
+
+
+def _check_same(lines: Sequence[str], process_group: dist.ProcessGroup) -> None:
     text = "\n".join(lines).encode()
     if len(set(all_gather_bytes(hashlib.sha256(text).digest(), process_group))) == 1:
         return

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from shardwise.comm.path import code_of
 from shardwise.errors import ConfigError, StateError
@@ -40,8 +40,6 @@ from shardwise.zero.partition import Partition
 from shardwise.zero.sync import ParameterSync
 
 __all__ = ["ZeroRedundancyOptimizer"]
-
-_CONSOLIDATE = code_of("consolidate the state of a ZeroRedundancyOptimizer")
 
 
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
@@ -73,30 +71,26 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         balanced: bool = False,
         **defaults: Any,
     ) -> None:
-        listed = admission.list_parameters(params)
         self.process_group = admission.group_or_world(process_group)
         self.world_size = self.process_group.size()
         self.rank = self.process_group.rank()
         self.global_rank = dist.get_global_rank(self.process_group, self.rank)
         self.parameters_as_bucket_view = parameters_as_bucket_view
         self.overlap_with_ddp = overlap_with_ddp
-        self._element_wise = is_elementwise(optimizer_class)
-        _check_options(optimizer_class, balanced=balanced, overlap=overlap_with_ddp)
-        if issubclass(optimizer_class, LBFGS) and self.world_size > 1:
-            warnings.warn(
-                f"{optimizer_class.__name__} searches along directions of all parameters together, and a rank of a "
-                "ZeroRedundancyOptimizer has its own alone: the steps are not those of one optimizer for all",
-                stacklevel=2,
-            )
-
-        # torch's constructor adds the groups one by one, when there is nobody yet to share them out.
         self.initialized = False
-        Optimizer.__init__(self, listed, defaults)
+        with admission.telling_the_others(self.process_group):
+            listed = admission.list_parameters(params)
+            admission.check_class(
+                optimizer_class, self.world_size, balanced=balanced, overlap=overlap_with_ddp
+            )
+            # torch's constructor adds the groups one by one, when there is nobody yet to share them out.
+            Optimizer.__init__(self, listed, defaults)
         Joinable.__init__(self)
+        self._element_wise = is_elementwise(optimizer_class)
         groups = [group["params"] for group in self.param_groups]
         options = f"{optimizer_class.__qualname__}, balanced={balanced}, views={parameters_as_bucket_view}"
         # Agreement comes first: what is refused after it is refused on every rank.
-        admission.check_ranks_agree(groups, options, self.process_group)
+        admission.check_ranks_agree(self.param_groups, options, self.process_group)
         admission.check_parameters([param for group in groups for param in group])
 
         self.partition = Partition(self.rank, self.world_size, balanced=balanced)
@@ -130,13 +124,17 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, on every rank; its parameters go to the ranks that have the least."""
-        super().add_param_group(param_group)
         if not self.initialized:
+            super().add_param_group(param_group)
             return
+        with admission.telling_the_others(self.process_group):
+            super().add_param_group(param_group)
         added = self.param_groups[-1]["params"]
         first = len(self.partition.params)
         try:
-            admission.check_ranks_agree([added], "add_param_group", self.process_group, first=first)
+            admission.check_ranks_agree(
+                [self.param_groups[-1]], "add_param_group", self.process_group, first=first
+            )
             admission.check_parameters(added, first=first)
         except Exception:
             self.param_groups.pop()
@@ -240,8 +238,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             consolidated.owned_state(self.partition, self.optim.state),
             consolidated.loose_state(self.optim.state),
         )
-        self.accord.wire.agree(_CONSOLIDATE)
-        with self.accord.wire.watched(_CONSOLIDATE):
+        code = code_of(f"consolidate the state of a ZeroRedundancyOptimizer on rank {to}")
+        self.accord.wire.agree(code)
+        with self.accord.wire.watched(code):
             dist.gather_object(own, gathered, group=self.process_group, group_dst=to)
         self._consolidated = None
         if gathered is not None:
@@ -315,19 +314,3 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     ) -> None:
         self.local.load(states, loose, saved_groups)
         self.state = self.optim.state
-
-
-def _check_options(optimizer_class: type[Optimizer], *, balanced: bool, overlap: bool) -> None:
-    name = optimizer_class.__name__
-    if balanced and not is_elementwise(optimizer_class):
-        raise ConfigError(
-            f"balanced=True splits parameters, and {name} is not known to update each element by itself",
-            where="ZeroRedundancyOptimizer()",
-            fix=f"use balanced=False, or set {name}.elementwise = True if it does",
-        )
-    if overlap and admission.needs_closure(optimizer_class):
-        raise ConfigError(
-            f"overlap_with_ddp=True steps during backward, and {name}.step() needs a closure",
-            where="ZeroRedundancyOptimizer()",
-            fix="use overlap_with_ddp=False, or an optimizer that needs no closure",
-        )

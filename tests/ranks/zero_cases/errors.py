@@ -1,6 +1,7 @@
 """Bad input."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 from torch.optim import SGD, Adam
 
 from shardwise.errors import CheckpointError, ConfigError, RankDisagreement, ShardwiseError, StateError
@@ -44,6 +47,8 @@ def refuses_bad_parameters() -> None:
         ([sparse], ValueError),
         ([torch.zeros(1), sparse], ValueError),
         ([gappy], ValueError),
+        ([torch.zeros(3, device="meta")], ValueError),
+        ([_sharded()], ValueError),
     ):
         with pytest.raises(error) as caught:
             ZeroRedundancyOptimizer(params, SGD, lr=0.1)
@@ -51,6 +56,11 @@ def refuses_bad_parameters() -> None:
         assert caught.value.fix
     # What failed left nothing behind that would disturb the next.
     assert owned_numel(ZeroRedundancyOptimizer(model.parameters(), SGD, lr=0.1)) > 0
+
+
+def _sharded() -> torch.Tensor:
+    mesh = init_device_mesh(device().type, (dist.get_world_size(),))
+    return distribute_tensor(torch.zeros(4, 4, device=device()), mesh)
 
 
 def finds_ranks_with_other_parameters() -> None:
@@ -65,8 +75,45 @@ def finds_ranks_with_other_parameters() -> None:
         leaves = [tensor.detach().to(device()).requires_grad_(tensor.requires_grad) for tensor in params]
         with pytest.raises(RankDisagreement, match=says):
             ZeroRedundancyOptimizer(leaves, SGD, lr=0.1)
+    params = [torch.zeros(3, device=device())]
+    with pytest.raises(RankDisagreement, match=r"rank 1 has group 0 of 1 parameters, lr=0\.2"):
+        ZeroRedundancyOptimizer(params, SGD, lr=0.2 if rank == 1 else 0.1)
     with pytest.raises(RankDisagreement, match="balanced=True"):
         ZeroRedundancyOptimizer([torch.zeros(3, device=device())], SGD, lr=0.1, balanced=rank == 1)
+
+
+def what_one_rank_refuses_keeps_no_other_waiting() -> None:
+    """That rank raises its own error, the others say which it was; all go on with the next."""
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    model = small_model()
+    params = list(model.parameters())
+    optimizer = ZeroRedundancyOptimizer(params, SGD, lr=0.1)
+    new = {"params": [torch.zeros(3, device=device())]}
+    for make, error, says in (
+        (
+            lambda: ZeroRedundancyOptimizer([] if is_last else params, SGD, lr=0.1),
+            ConfigError,
+            "params is empty",
+        ),
+        (
+            lambda: ZeroRedundancyOptimizer(params, Unknown if is_last else SGD, lr=0.1, balanced=True),
+            ConfigError,
+            "update each element by itself",
+        ),
+        (
+            lambda: optimizer.add_param_group({"params": params[:1]} if is_last else new),
+            ValueError,
+            "more than one parameter group",
+        ),
+    ):
+        with pytest.raises(error if is_last else RankDisagreement, match=says):
+            make()
+    assert len(optimizer.param_groups) == 1
+    with pytest.raises(RankDisagreement, match=r"consolidate .* on rank 1"):
+        optimizer.consolidate_state_dict(to=int(is_last))
+    set_gradients([model], 0)
+    optimizer.step()
+    assert_same_on_all_ranks(model)
 
 
 def keeps_its_groups_when_an_added_one_is_refused() -> None:
@@ -140,6 +187,9 @@ class Declared(SGD):
 def refuses_options_that_cannot_work() -> None:
     model = small_model()
     params = list(model.parameters())
+    for no_class in ("Adam", None, nn.Linear, partial(Adam, lr=0.1)):
+        with pytest.raises(TypeError, match=r"which is no class of torch\.optim\.Optimizer"):
+            ZeroRedundancyOptimizer(params, no_class)  # type: ignore[arg-type]
     for optimizer_class in (torch.optim.LBFGS, Unknown):
         with pytest.raises(ConfigError, match="update each element by itself"):
             ZeroRedundancyOptimizer(params, optimizer_class, balanced=True)
