@@ -570,10 +570,11 @@ def note_optimizer_step(optimizer: torch.optim.Optimizer) -> None:
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
-def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether anything of somebody else's runs in its ``step()``."""
-    hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-    return any(hooks) or any((_global_optimizer_pre_hooks, _global_optimizer_post_hooks))
+def step_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
+    """Everything that runs before and after its ``step()``."""
+    own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    of_all = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
+    return [hook for hooks in (*own, *of_all) for hook in hooks.values()]
 
 
 def join_is_watching(joinable: Joinable) -> bool:

@@ -69,6 +69,10 @@ class Stepping:
                 register_optimizer_step_post_hook(self._after)
 
     @untraced
+    def is_own(self, hook: Callable[..., Any]) -> bool:
+        """Whether a hook is one of these two, which do nothing to an optimizer of parameters of no unit."""
+        return hook in (self._before, self._after)
+
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if is_within_compiled():
             make_traceable(param for group in optimizer.param_groups for param in group["params"])

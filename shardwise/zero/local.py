@@ -16,10 +16,11 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shardwise.engine.stepping import STEPPING
 from shardwise.optim.elementwise import is_torchs_own
 from shardwise.optim.joined import JoinedStep
 from shardwise.plan.ownership import Piece
-from shardwise.torch_internals import has_step_hooks
+from shardwise.torch_internals import step_hooks
 from shardwise.zero.consolidated import PieceState, owned_state
 from shardwise.zero.partition import Partition
 
@@ -50,7 +51,7 @@ class LocalOptimizer:
     @property
     def runs_torch_alone(self) -> bool:
         """Whether a step without a closure runs nothing but torch's own code."""
-        return self._joined is not None and not has_step_hooks(self.optim)
+        return self._joined is not None and all(map(STEPPING.is_own, step_hooks(self.optim)))
 
     # --- groups --------------------------------------------------------------------------------------------------
 
@@ -90,7 +91,7 @@ class LocalOptimizer:
             if callable(closure):
                 closure = self._partition.with_gradients(closure)
             loss = self.optim.step(closure=closure, **kwargs)
-        elif self._joined is not None and not has_step_hooks(self.optim):
+        elif self._joined is not None and self.runs_torch_alone:
             loss = self._joined(buffers, **kwargs)
         else:
             loss = self.optim.step(**kwargs)

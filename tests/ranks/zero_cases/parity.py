@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW
 
+from shardwise import fully_shard
 from shardwise.zero import ZeroRedundancyOptimizer
 from tests.ranks.zero_cases.models import (
     OPTIMIZERS,
@@ -76,6 +77,8 @@ def steps_large_parameters_block_by_block(name: str, *, balanced: bool) -> None:
     state is loaded, which puts it elsewhere in memory.
     """
     optimizer_class, options = OPTIMIZERS[name]
+    # From here on the engine has hooks of its own around the steps of all optimizers.
+    fully_shard(nn.Linear(2, 2).to(device()))
 
     def build() -> list[Tensor]:
         shapes = ((1000, 603), (7,), (600_001,), (9, 500, 11, 13))
