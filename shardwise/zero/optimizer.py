@@ -95,16 +95,17 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         self.partition = Partition(self.rank, self.world_size, balanced=balanced)
         self.partition.add_groups(groups)
-        self._sync = ParameterSync(
-            self.partition,
-            self.process_group,
-            as_views=parameters_as_bucket_view and not overlap_with_ddp,
-        )
+        # The class may refuse its options: before anything has moved.
         self.local = LocalOptimizer(optimizer_class, defaults, self.param_groups, self.partition)
         self.optim = self.local.optim
         self.state = self.optim.state
         # Those of the class too: schedulers look here for a momentum that they can change.
         self.defaults = self.optim.defaults
+        self._sync = ParameterSync(
+            self.partition,
+            self.process_group,
+            as_views=parameters_as_bucket_view and not overlap_with_ddp,
+        )
 
         self.accord = Accord(self.partition, self.process_group)
         self._consolidated: dict[int | str, Any] | None = None

@@ -203,6 +203,10 @@ def refuses_options_that_cannot_work() -> None:
         pytest.raises(ConfigError, match=r"\(37, 12\) comes twice, as 0 and 7"),
     ):
         ZeroRedundancyOptimizer([*params, params[0]], SGD, lr=0.1)
+    addresses = [param.data_ptr() for param in params]
+    with pytest.raises(ValueError, match=r"Invalid learning rate: -1\.0"):
+        ZeroRedundancyOptimizer(params, SGD, parameters_as_bucket_view=True, lr=-1.0)
+    assert [param.data_ptr() for param in params] == addresses
     plain = ZeroRedundancyOptimizer(params, SGD, lr=0.1)
     with pytest.raises(StateError, match="cannot be copied"):
         copy.deepcopy(plain)
