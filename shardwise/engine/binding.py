@@ -261,7 +261,7 @@ def tag_hidden(unit: Unit, slot: Slot) -> None:
 def hidden(module: nn.Module, name: str) -> tuple[Unit, Slot] | None:
     """Whose parameter a module's name stands for that shows nothing."""
     tag = module.__dict__.get(_HIDDEN_ATTRIBUTE, {}).get(name)
-    return None if tag is None else tag.owner()
+    return tag.owner() if isinstance(tag, Membership) else None
 
 
 UNITS_ATTRIBUTE = "_shardwise_units"

@@ -120,7 +120,8 @@ class FlatSlot(Slot):
             self.line.flat = param
 
     def version(self) -> int:
-        return self.sharded._version
+        # ``.data = ...`` raises no version: the parameter's memory tells.
+        return self.sharded._version + self.sharded.data_ptr()
 
 
 class Flat:

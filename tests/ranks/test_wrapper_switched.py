@@ -146,6 +146,27 @@ def test_backward_through_parameters_shown_for_a_while_loses_no_gradient_in_sile
     run_ranks(loses_no_gradient, 2)
 
 
+def writes_shards():
+    for options in every_option():
+        for trains in (False, True):
+            model, plain = seeded(Layers()), seeded(Layers())
+            model = wrap(model, model.layers, **options)
+            with torch.set_grad_enabled(trains):
+                model(data(0, 0, 2, 6))
+                for each in (model, plain):
+                    for param in each.parameters():
+                        param.data = param.data * 2
+                same(model(data(0, 0, 2, 6)), plain(data(0, 0, 2, 6)), f"{options}, {trains}, replaced")
+                with torch.no_grad():
+                    for param in (*model.parameters(), *plain.parameters()):
+                        param.mul_(0.5)
+                same(model(data(0, 0, 2, 6)), plain(data(0, 0, 2, 6)), f"{options}, {trains}, written")
+
+
+def test_shards_that_were_replaced_or_written_are_seen_where_parameters_were_kept():
+    run_ranks(writes_shards, 2)
+
+
 # --- units that run alone -------------------------------------------------------------------------------------------
 
 
