@@ -6,6 +6,7 @@ smaller groups of neighbours (*parts*): those groups are cut out of the shard ax
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections import OrderedDict
@@ -238,6 +239,16 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
     if mesh.device_type == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device(mesh.device_type)
+
+
+def join_launched_ranks() -> None:
+    """Makes the default group where there is none and a launcher has said who is in it, as a mesh would."""
+    if not dist.is_initialized() and all(name in os.environ for name in _LAUNCHED):
+        dist.init_process_group()
+
+
+# What torchrun tells every rank, and what a group is made of.
+_LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def default_mesh(device_type: str, where: str) -> DeviceMesh:

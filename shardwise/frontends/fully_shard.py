@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm.mesh import DataMesh, data_mesh, default_mesh
+from shardwise.comm.mesh import DataMesh, data_mesh, default_mesh, join_launched_ranks
 from shardwise.engine.binding import membership, units_of
 from shardwise.engine.exact import EXACT, check_mesh
 from shardwise.engine.form import PlacementFn, Rows
@@ -162,6 +162,7 @@ class _Call:
         _check_modules(modules, call)
         _check_policies(mp_policy, offload_policy, call)
         if mesh is None:
+            join_launched_ranks()
             params = (param for module in modules for param in module.parameters())
             mesh = default_mesh(default_device_type(params), call)
         elif not isinstance(mesh, DeviceMesh):

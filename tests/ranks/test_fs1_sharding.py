@@ -287,6 +287,24 @@ def test_a_list_of_modules_is_one_unit():
     run_ranks(two_modules_one_unit, 2, kind="gloo")
 
 
+@beyond_torch  # torch does it too, but is given a mesh by the tests
+def test_a_rank_that_a_launcher_started_needs_no_init_process_group(monkeypatch):
+    assert not dist.is_initialized()
+    launched = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    try:
+        layer = fully_shard(nn.Linear(3, 2))
+        assert isinstance(layer.weight, DTensor)
+        layer(torch.ones(1, 3)).sum().backward()
+    finally:
+        dist.destroy_process_group()
+    monkeypatch.delenv("RANK")
+    with pytest.raises(RuntimeError, match="no process group"):
+        fully_shard(nn.Linear(3, 2))
+
+
 class Hidden(nn.Module):
     """A model whose forward ends before its head, which is then called on parts of what came out."""
 
