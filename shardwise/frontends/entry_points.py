@@ -12,6 +12,8 @@ from shardwise.engine.binding import units_of
 from shardwise.engine.unit import Unit
 from shardwise.errors import ConfigError, ConfigTypeError
 from shardwise.frontends.module import FSDPModule
+from shardwise.frontends.summon import BROKEN_OFF_ATTRIBUTE, WHOLE_ATTRIBUTE, check_shows_whole
+from shardwise.frontends.wrapper import FullyShardedDataParallel
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -19,7 +21,11 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     Does nothing to a module that is not sharded, so that a program can call it either way.
     """
-    if not isinstance(module, FSDPModule):
+    if isinstance(module, FullyShardedDataParallel):
+        enter = module._enter_method
+    elif isinstance(module, FSDPModule):
+        enter = functools.partial(units_of(module)[0].hooks.pre_forward, module)
+    else:
         return
     method = getattr(module, method_name, None)
     if not callable(method):
@@ -33,11 +39,16 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     @functools.wraps(method)
     def gathered(*args: Any, **kwargs: Any) -> Any:
+        if WHOLE_ATTRIBUTE in module.__dict__:
+            check_shows_whole(unit)
+            return method(*args, **kwargs)
         try:
-            args, kwargs = hooks.pre_forward(module, args, kwargs)
+            args, kwargs = enter(args, kwargs)
             return hooks.post_forward(module, args, method(*args, **kwargs))
         except BaseException as error:
             hooks.broke_off(error)
+            if isinstance(module, FullyShardedDataParallel):
+                module.__dict__[BROKEN_OFF_ATTRIBUTE] = True
             raise
 
     # On the instance, past ``nn.Module.__setattr__``: other modules of the class are not concerned.

@@ -223,6 +223,15 @@ class FullyShardedDataParallel(ModelMethods):
             return args, kwargs
         return cast_floats(attributes["_root_dtype"], (args, kwargs))
 
+    def _enter_method(self, args: Any, kwargs: Any) -> Any:
+        """What a method of the wrapped module that counts as a forward does first, with its inputs."""
+        unit: Unit = self.__dict__["_unit"]
+        dtype = self.__dict__["_root_dtype"]
+        if dtype is not None and (unit.root.top is unit or not unit.root.is_busy):
+            args, kwargs = cast_floats(dtype, (args, kwargs))
+        self.__dict__.pop(BROKEN_OFF_ATTRIBUTE, None)
+        return unit.hooks.pre_forward(self, args, kwargs)
+
     def _begin_watching(self) -> None:
         """Gives all wrappers of this model what watches their order, and begins a forward of it."""
         if inside_backward():

@@ -18,6 +18,7 @@ from shardwise import (
     StateDictType,
     always_wrap_policy,
     fully_shard,
+    register_fsdp_forward_method,
 )
 from shardwise.errors import ConfigError, StateError
 from shardwise.testing import run_ranks
@@ -191,6 +192,40 @@ def alone():
         # Before the model around it has run, and after: it is the outermost one that runs.
         assert half.layers[0](x).dtype == torch.bfloat16
         half(x)
+
+
+class Encoder(Layers):
+    def encode(self, x):
+        return self.layers[0](self.first(x))
+
+
+def enters_by_methods():
+    x = data(0, dist.get_rank(), 2, 6)
+    for options in every_option():
+        model, plain = seeded(Encoder()), seeded(Encoder())
+        model = wrap(model, model.layers, **options)
+        register_fsdp_forward_method(model, "encode")
+        for _ in range(2):
+            model.encode(x).sum().backward()
+            average_gradients(plain, lambda rank: plain.encode(data(0, rank, 2, 6)).sum(), 2)  # noqa: B023
+            got = whole_gradients(model)
+            same(got["first.weight"], plain.first.weight.grad, f"{options}", 1e-5)
+            with FSDP.summon_full_params(model, writeback=False), torch.no_grad():
+                same(model.encode(x), plain.encode(x), f"{options}, while whole")
+            model.zero_grad()
+            plain.zero_grad()
+            with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+                model.encode(torch.ones(2, 9))
+            assert list(model.state_dict()) == list(plain.state_dict())
+            model(x).sum().backward()
+            model.zero_grad()
+    half = wrap(half := seeded(Encoder()), half.layers, mixed_precision=MixedPrecision(torch.bfloat16))
+    register_fsdp_forward_method(half, "encode")
+    assert half.encode(x).dtype == torch.bfloat16
+
+
+def test_a_method_of_a_wrapped_module_can_count_as_its_forward():
+    run_ranks(enters_by_methods, 2)
 
 
 def test_a_unit_that_ran_alone_and_raised_keeps_no_model_around_it_from_running():
