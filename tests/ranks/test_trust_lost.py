@@ -13,7 +13,7 @@ import torch.distributed as dist
 from shardwise import ConfigError, PeerFailure, patience, set_trust, trace
 from shardwise.cli import main
 from shardwise.comm import watch
-from shardwise.testing import run_ranks
+from shardwise.testing import exchange, run_ranks
 from shardwise.testing.failures import RankFailure
 from tests.ranks.parting import Run, Struck, in_a_debugger, timeouts_of
 from tests.ranks.subject import beyond_torch
@@ -64,10 +64,13 @@ def lose_a_rank(who, signal_number, folder, keeps_store):
 
 
 def stories(world_size, who, signal_number, folder, keeps_store=False):
-    with pytest.raises(RankFailure) as failure:
-        run_ranks(
-            lose_a_rank, world_size, who, signal_number, folder, keeps_store, kind="gloo", timeout_seconds=60
-        )
+    arguments = (who, signal_number, folder, keeps_store)
+    with pytest.MonkeyPatch.context() as patch:
+        if signal_number != signal.SIGSTOP:
+            # The others are left to tell theirs, however long it takes them; one that is stopped never would.
+            patch.setattr(exchange, "_GRACE_SECONDS", LONGEST_SECONDS)
+        with pytest.raises(RankFailure) as failure:
+            run_ranks(lose_a_rank, world_size, *arguments, kind="gloo", timeout_seconds=60)
     return {report.rank: report.details for report in failure.value.reports if report.rank != who}
 
 
