@@ -68,11 +68,11 @@ class Stepping:
                 register_optimizer_step_pre_hook(self._before)
                 register_optimizer_step_post_hook(self._after)
 
-    @untraced
     def is_own(self, hook: Callable[..., Any]) -> bool:
         """Whether a hook is one of these two, which do nothing to an optimizer of parameters of no unit."""
         return hook in (self._before, self._after)
 
+    @untraced
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if is_within_compiled():
             make_traceable(param for group in optimizer.param_groups for param in group["params"])
