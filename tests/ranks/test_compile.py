@@ -316,7 +316,7 @@ def optimizer_compiled():
         average_gradients(plain, lambda r: plain(data(step, r, 2, 4)).square().mean(), 2)  # noqa: B023
         step_compiled()
         plain_optim.step()
-        same_shards(model, plain, f"step {step}: ")
+        same_shards(model, plain, f"step {step}: ", 1e-6)  # compiled, a step may round another way
         optim.zero_grad()
         plain_optim.zero_grad()
     torch._dynamo.reset()
