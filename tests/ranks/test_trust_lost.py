@@ -113,19 +113,19 @@ def slow_ranks(folder):
     told = {}
     with timeouts_of(timeout_seconds=LONGEST_SECONDS, debugger_grace_seconds=30.0, trace_dir=folder):
         if is_slow:
-            dawdle(0.4)
+            dawdle(0.3)
         run = Run()
         run.good_step()
         if is_slow:
-            dawdle(0.4)
+            dawdle(0.3)
         run.good_step()
-        set_trust(timeout_seconds=2.0)
+        set_trust(timeout_seconds=2.5)
         if is_slow:
-            in_a_debugger(2.6)
+            in_a_debugger(3.1)
         run.good_step()
         with patience(30.0):
             if is_slow:
-                dawdle(2.6)
+                dawdle(3.1)
         run.good_step()
         try:
             if is_slow:
