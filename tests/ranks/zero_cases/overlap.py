@@ -289,6 +289,16 @@ def overlap_follows_a_scheduler_without_a_call_of_step() -> None:
             assert_same(model, reference)
 
 
+def the_watch_sees_overlapped_steps_get_on() -> None:
+    """DDP's own collectives are not on the path: without this, a rank that trains would seem to stand still."""
+    ddp, ours = overlapped(wide_model(), SGD, interleaved=False, shard_buckets=False, lr=0.1)
+    wire, inputs = ours.accord.wire, batches(6)
+    for _ in range(3):
+        before = wire.num_moves
+        ddp(next(inputs)).sum().backward()
+        assert wire.num_moves > before
+
+
 def overlap_joins_uneven_inputs(*, interleaved: bool, shard_buckets: bool) -> None:
     model, reference = wide_model(), wide_model()
     ddp, ours = overlapped(model, Adam, interleaved=interleaved, shard_buckets=shard_buckets, lr=0.01)

@@ -213,6 +213,7 @@ OVERLAP = (
     Claim(overlap.overlap_steps_a_group_that_was_added_later, BOTH_HOOKS, nccl=(2,)),
     Claim(overlap.two_optimizers_step_one_model_in_one_backward, gloo=(3,), nccl=(2,)),
     Claim(overlap.overlap_follows_a_scheduler_without_a_call_of_step, nccl=(2,)),
+    Claim(overlap.the_watch_sees_overlapped_steps_get_on),
     Claim(overlap.overlap_joins_uneven_inputs, HOOKS_AND_SHARINGS, gloo=(3,), nccl=(2,)),
     # The long version, 20 seeds of 50 steps, is benchmarks/zero_soak.py.
     Claim(
