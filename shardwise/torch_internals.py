@@ -145,12 +145,6 @@ def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return mesh._get_root_mesh()
 
 
-def axis_mesh(mesh: DeviceMesh, axis: int) -> DeviceMesh:
-    """One axis of a mesh, which must have names."""
-    assert mesh.mesh_dim_names is not None
-    return mesh[mesh.mesh_dim_names[axis]]
-
-
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     return mesh._flatten(name)
 
@@ -309,18 +303,6 @@ def modes_are_watching() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0
 
 
-def default_device_type(params: Iterable[torch.Tensor]) -> str:
-    """The device type to shard over when none is named: "cuda" with NCCL or for parameters there, else "cpu"."""
-    if any(param.device.type == "cuda" for param in params):
-        return "cuda"
-    if torch.cuda.is_available() and dist.is_initialized():
-        # A group that was given no backend serves each device with that device's own, and calls it "undefined".
-        backend = dist.get_backend()
-        if "nccl" in backend or backend == "undefined" or ("fake" in backend and torch.cuda.is_initialized()):
-            return "cuda"
-    return "cpu"
-
-
 def debugs_in_detail() -> bool:
     """Whether ``torch.distributed`` was asked to look closely (TORCH_DISTRIBUTED_DEBUG=DETAIL)."""
     return bool(dist.get_debug_level() == dist.DebugLevel.DETAIL)  # type: ignore[attr-defined]
@@ -451,11 +433,6 @@ def tensor_over(
     nothing.set_(storage, 0, (0,), (1,))
     made: torch.Tensor = torch.ops.inductor._reinterpret_tensor(nothing, shape, strides, offset)
     return made
-
-
-def split_rows(rows: torch.Tensor, sizes: list[int], outputs: list[torch.Tensor]) -> None:
-    """Copies columns of the rows, ``sizes[i]`` of them, to output i: as one kernel where the device has one."""
-    torch.split_with_sizes_copy(rows, sizes, 1, out=outputs)
 
 
 copy_all: Callable[[list[torch.Tensor], list[torch.Tensor]], object] = torch._foreach_copy_

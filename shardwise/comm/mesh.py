@@ -10,7 +10,7 @@ import os
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -241,14 +241,26 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type)
 
 
+# What torchrun tells every rank, and what a group is made of.
+_LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
 def join_launched_ranks() -> None:
     """Makes the default group where there is none and a launcher has said who is in it, as a mesh would."""
     if not dist.is_initialized() and all(name in os.environ for name in _LAUNCHED):
         dist.init_process_group()
 
 
-# What torchrun tells every rank, and what a group is made of.
-_LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+def default_device_type(params: Iterable[torch.Tensor]) -> str:
+    """The device type to shard over when none is named: "cuda" with NCCL or for parameters there, else "cpu"."""
+    if any(param.device.type == "cuda" for param in params):
+        return "cuda"
+    if torch.cuda.is_available() and dist.is_initialized():
+        # A group that was given no backend serves each device with that device's own, and calls it "undefined".
+        backend = dist.get_backend()
+        if "nccl" in backend or backend == "undefined" or ("fake" in backend and torch.cuda.is_initialized()):
+            return "cuda"
+    return "cpu"
 
 
 def default_mesh(device_type: str, where: str) -> DeviceMesh:

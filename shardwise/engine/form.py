@@ -27,7 +27,6 @@ from shardwise.plan.spans import cut_evenly
 from shardwise.policies import MixedPrecisionPolicy
 from shardwise.torch_internals import (
     all_show,
-    axis_mesh,
     concatenate_meshes,
     dtensor_parameter,
     dtensor_spec,
@@ -172,8 +171,8 @@ def _make_slot(
         tensor_parallel = dtensor_spec(
             param.device_mesh, param.placements, param.shape, param.stride(), compute_dtype
         )
-        data_mesh, placements = _placed_on_both(param, dim, mesh)
         data_axes = mesh.named if param.device_mesh == mesh.whole else ()
+        data_mesh, placements = _placed_on_both(param, dim, mesh, data_axes)
         full = local_of(full)
     spec = dtensor_spec(
         data_mesh, placements, param.shape, contiguous_strides(tuple(param.shape)), param.dtype
@@ -205,10 +204,12 @@ def _make_slot(
     )
 
 
-def _placed_on_both(param: DTensor, dim: int, mesh: DataMesh) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+def _placed_on_both(
+    param: DTensor, dim: int, mesh: DataMesh, data_axes: tuple[int, ...]
+) -> tuple[DeviceMesh, tuple[Placement, ...]]:
     """The mesh of data and tensor parallelism together, and how a parameter that has the second lies on it."""
     *replicate, shard = mesh.placements(dim)
-    others = [axis for axis in range(param.device_mesh.ndim) if not _carries_data(axis, param, mesh)]
+    others = [axis for axis in range(param.device_mesh.ndim) if axis not in data_axes]
     if len(others) + mesh.mesh.ndim == param.device_mesh.ndim:
         # It lies on a mesh of both kinds of axes, of which the last named one cuts it.
         placements = list(param.placements)
@@ -219,13 +220,10 @@ def _placed_on_both(param: DTensor, dim: int, mesh: DataMesh) -> tuple[DeviceMes
     if len(others) == param.device_mesh.ndim:
         meshes.append(param.device_mesh)
     else:
-        meshes.extend(axis_mesh(param.device_mesh, axis) for axis in others)
+        names = param.device_mesh.mesh_dim_names or ()
+        meshes.extend(param.device_mesh[names[axis]] for axis in others)
     placed = [param.placements[axis] for axis in others]
     return concatenate_meshes(meshes), (*replicate, _cut_after(param, dim, others, shard), *placed)
-
-
-def _carries_data(axis: int, param: DTensor, mesh: DataMesh) -> bool:
-    return axis in mesh.named and param.device_mesh == mesh.whole
 
 
 def _cut_after(param: DTensor, dim: int, axes: list[int], shard: Placement) -> Placement:

@@ -22,7 +22,7 @@ from shardwise.engine.storage import Elastic
 from shardwise.plan.layout import Layout, Piece, Share, pieces_by_rank
 from shardwise.plan.rows import RowsLayout
 from shardwise.plan.strips import strips_of_layout
-from shardwise.torch_internals import copy_all, split_rows
+from shardwise.torch_internals import copy_all
 
 # From here on the time of a copy-out is worth more than that of one operation for each parameter.
 _IN_PLACE_BYTES = 16 << 20
@@ -87,7 +87,7 @@ class SplitRows:
             )
 
     def run(self) -> None:
-        split_rows(self._rows, self._sizes, self._outputs)
+        torch.split_with_sizes_copy(self._rows, self._sizes, 1, out=self._outputs)
 
 
 class CopyPieces:

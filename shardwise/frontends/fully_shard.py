@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm.mesh import DataMesh, data_mesh, default_mesh, join_launched_ranks
+from shardwise.comm.mesh import DataMesh, data_mesh, default_device_type, default_mesh, join_launched_ranks
 from shardwise.engine.binding import membership, units_of
 from shardwise.engine.exact import EXACT, check_mesh
 from shardwise.engine.form import PlacementFn, Rows
@@ -29,7 +29,6 @@ from shardwise.frontends.state_dicts import keep_state_dicts_sharded
 from shardwise.frontends.wrapping import Wrap, choose_modules, has_forward
 from shardwise.plan.schedule import plan_after_forward
 from shardwise.policies import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
-from shardwise.torch_internals import default_device_type
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm.mesh import (
     DataMesh,
+    default_device_type,
     default_mesh,
     flat_mesh,
     mesh_of_group,
@@ -21,7 +22,7 @@ from shardwise.comm.mesh import (
 )
 from shardwise.errors import ConfigError, ConfigTypeError
 from shardwise.frontends.options import Strategy
-from shardwise.torch_internals import buffers_of, default_device_type, parameters_of, unseen_by_modes
+from shardwise.torch_internals import buffers_of, parameters_of, unseen_by_modes
 
 
 def chosen_device(
