@@ -73,6 +73,7 @@ bench-gpu:
 	$(BENCH_GPU)/clip.py --device cuda
 	$(BENCH_GPU)/captured_step.py --model tiny
 	$(BENCH_GPU)/captured_step.py --model tiny --backend nccl
+	$(BENCH_GPU)/captured_step.py --model tiny --backend nccl --world-size 2
 	$(BENCH_GPU)/captured_step.py --model 1b
 	for model in tiny 1b 8b; do for compiled in "" --compile; do \
 		$(BENCH_GPU)/step_time.py --device cuda --model $$model $$compiled || exit 1; done; done

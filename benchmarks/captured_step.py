@@ -2,6 +2,7 @@
 
     PYTHONPATH=. python benchmarks/captured_step.py --model tiny      # or 1b
     PYTHONPATH=. python benchmarks/captured_step.py --backend nccl    # one NCCL rank instead of the fake group of 8
+    PYTHONPATH=. python benchmarks/captured_step.py --backend nccl --world-size 2    # which share one GPU in turns
 
 A step is forward, backward, clipping and AdamW (fused, capturable, its learning rate a tensor). Before any timing of
 the tiny model over NCCL, shardwise's captured steps are compared with its own steps as they run eagerly, bit by bit.
@@ -9,17 +10,19 @@ the tiny model over NCCL, shardwise's captured steps are compared with its own s
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from measuring import Contender, expect, parser, take_turns, wait_for, write
+from measuring import Contender, Times, expect, nothing, parser, take_turns, wait_for, write
 from models import SIZES, Size, build, start_group, tokens_for
 from torch import Tensor, nn
 
 import shardwise
+from shardwise.testing import run_ranks
 
 DEVICE = torch.device("cuda", 0)
 BY_HAND, OURS = "FSDP2, by hand", "shardwise.capture"
@@ -90,17 +93,8 @@ def check_parity(size: Size, world_size: int, inputs: tuple[Tensor, Tensor]) -> 
     expect(all(map(torch.equal, *losses)), f"captured {losses[1]}, eager {losses[0]}")
 
 
-def main() -> int:
-    options = parser(__doc__, rounds=6, iterations=5)
-    options.set_defaults(device="cuda")
-    options.add_argument("--model", choices=list(SIZES), default="tiny")
-    options.add_argument("--backend", choices=["fake", "nccl"], default="fake")
-    options.add_argument("--world-size", type=int, default=8, help="of the fake group")
-    args = options.parse_args()
-    torch.cuda.set_device(DEVICE)
-    if args.backend == "nccl":
-        args.world_size = 1
-    start_group(args.backend, args.world_size, DEVICE)
+def measured(args: argparse.Namespace) -> Times:
+    """On a rank of a group that has started."""
     size = SIZES[args.model]
     inputs = tokens_for(size, DEVICE)
     # A fake group's reduce leaves gradients as their memory was: there is nothing to compare there.
@@ -112,17 +106,40 @@ def main() -> int:
         PLAIN_BY_HAND: captured_by_hand(training_step("plain", size, 1), *inputs),
         BY_HAND: captured_by_hand(training_step("FSDP2", size, args.world_size), *inputs),
     }
-    contenders = [Contender(name, lambda step=step: step(*inputs)) for name, step in steps.items()]
-    times = take_turns(contenders, wait_for(DEVICE), args.rounds, args.iterations, args.warmup)
+    # Ranks start a step together; a fake group's others are not there.
+    meet = dist.barrier if args.backend == "nccl" else nothing
+    contenders = [
+        Contender(name, lambda step=step: step(*inputs), before=meet) for name, step in steps.items()
+    ]
+    return take_turns(contenders, wait_for(DEVICE), args.rounds, args.iterations, args.warmup)
+
+
+def main() -> int:
+    options = parser(__doc__, rounds=6, iterations=5)
+    options.set_defaults(device="cuda")
+    options.add_argument("--model", choices=list(SIZES), default="tiny")
+    options.add_argument("--backend", choices=["fake", "nccl"], default="fake")
+    options.add_argument("--world-size", type=int, help="default: 8 of the fake group, 1 of NCCL")
+    args = options.parse_args()
+    if args.world_size is None:
+        args.world_size = 8 if args.backend == "fake" else 1
+    name = f"captured_step_{args.model}_{args.backend}"
+    if args.backend == "nccl" and args.world_size > 1:
+        times = Times.of_slowest(run_ranks(measured, args.world_size, args, kind="nccl", timeout_seconds=600))
+        name += f"_{args.world_size}"
+    else:
+        torch.cuda.set_device(DEVICE)
+        start_group(args.backend, args.world_size, DEVICE)
+        times = measured(args)
+        dist.destroy_process_group()
     write(
         "captured_step",
         args,
         args.out,
-        f"captured_step_{args.model}_{args.backend}",
+        name,
         step_ms=times.summary(),
         figures={f"{OURS} / {name}": times.ratio(OURS, name) for name in ("plain", BY_HAND, PLAIN_BY_HAND)},
     )
-    dist.destroy_process_group()
     return 0
 
 

@@ -65,6 +65,22 @@ class Times:
     def __init__(self, rounds: dict[str, list[list[Timing]]]) -> None:
         self.rounds = rounds
 
+    @classmethod
+    def of_slowest(cls, by_rank: Sequence[Times]) -> Times:
+        """Of ranks that took the same turns: a step is as long as its slowest rank takes."""
+        return cls(
+            {
+                name: [
+                    [
+                        Timing(*(max(values) for values in zip(*same, strict=True)))
+                        for same in zip(*turns, strict=True)
+                    ]
+                    for turns in zip(*(times.rounds[name] for times in by_rank), strict=True)
+                ]
+                for name in by_rank[0].rounds
+            }
+        )
+
     def all(self, name: str, clock: str = "wall") -> list[float]:
         return [getattr(timing, clock) for timings in self.rounds[name] for timing in timings]
 

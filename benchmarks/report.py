@@ -83,9 +83,8 @@ def _questions() -> list[Question]:
             "host_overhead_wrapper_cuda",
         ),
     ]
-    for group in ("fake", "nccl"):
-        file = f"captured_step_tiny_{group}"
-        where = f"GPU, tiny, {'fake 8' if group == 'fake' else 'NCCL 1'}"
+    for suffix, group in (("fake", "fake 8"), ("nccl", "NCCL 1"), ("nccl_2", "NCCL 2")):
+        file, where = f"captured_step_tiny_{suffix}", f"GPU, tiny, {group}"
         found += [
             of_figures("captured step / plain eager", where, 0.15, file, "shardwise.capture / plain"),
             of_figures(

@@ -54,7 +54,7 @@ def make(name: str, args: Any, device: torch.device) -> tuple[nn.Module, torch.o
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-def measured(args: Any) -> dict[str, list[list[Timing]]]:
+def measured(args: Any) -> Times:
     device = torch.device("cpu")
     if args.device == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
@@ -86,7 +86,7 @@ def measured(args: Any) -> dict[str, list[list[Timing]]]:
             if number > 0:
                 rounds[contender.name].append(timings)
     expect(losses["on"] == losses["off"], "checks changed the numbers")
-    return rounds
+    return Times(rounds)
 
 
 def main() -> None:
@@ -98,18 +98,7 @@ def main() -> None:
     args = made.parse_args()
     kind: Any = "nccl" if args.device == "cuda" else "gloo"
     by_rank = run_ranks(measured, args.ranks, args, kind=kind, timeout_seconds=1800)
-    # A step is as long as its slowest rank takes.
-    slowest = {
-        name: [
-            [
-                Timing(*(max(values) for values in zip(*same, strict=True)))
-                for same in zip(*turns, strict=True)
-            ]
-            for turns in zip(*(rounds[name] for rounds in by_rank), strict=True)
-        ]
-        for name in NAMES
-    }
-    times = Times(slowest)
+    times = Times.of_slowest(by_rank)
     added = times.median("on", "cpu") - times.median("off", "cpu")
     of_fsdp2 = times.median("FSDP2", "cpu") - times.median("plain", "cpu")
     figures = {

@@ -23,7 +23,6 @@ from shardwise.testing import run_ranks
 from shardwise.testing.parity import Accumulation
 from shardwise.testing.workloads import seeded
 from tests.ranks import test_wrapper as on_cpu
-from tests.ranks import test_wrapper_accumulation as accumulation
 from tests.ranks import test_wrapper_order as order
 from tests.ranks import test_wrapper_precision as precision
 from tests.ranks import test_wrapper_state as state
@@ -39,12 +38,6 @@ def on_nccl(function, world_size, *args):
 
 
 # --- the tests of tests/ranks ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("offload", [False, True])
-def test_micro_batches_in_and_out_of_no_sync_equal_one_batch(world_size, offload):
-    assert on_nccl(accumulation.accumulates, world_size, offload) == [[]] * world_size
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
