@@ -34,81 +34,96 @@ class Question(NamedTuple):
     file: str
     path: tuple[str, ...]
     rounds: tuple[str, ...] = ()
+    floor: Floor | None = None
 
 
-def of_figures(asked: str, where: str, target: float | None, file: str, name: str) -> Question:
-    return Question(asked, where, target, file, ("figures", name, "value"), ("figures", name, "by_round"))
+class Floor(NamedTuple):
+    """What the figure would be if the library itself took nothing: a figure, or one as a part of another."""
+
+    file: str
+    path: tuple[str, ...]
+    over: tuple[str, ...] = ()
 
 
-def host(asked: str, where: str, target: float, file: str) -> Question:
+def of_figures(
+    asked: str, where: str, target: float | None, file: str, name: str, floor: Floor | None = None
+) -> Question:
+    figure = ("figures", name)
+    return Question(asked, where, target, file, (*figure, "value"), (*figure, "by_round"), floor)
+
+
+def host(asked: str, where: str, target: float, file: str, profile: str = "") -> Question:
+    peer = "FSDP1" if "wrapper" in file else "FSDP2"
+    still = ("figures", f"(shardwise - still) / ({peer} - plain)", "value")
+    floor = Floor(profile, still) if profile else None
     ratio = ("overhead_ratio", "wall")
-    return Question(asked, where, target, file, (*ratio, "of_medians"), (*ratio, "by_round"))
+    return Question(asked, where, target, file, (*ratio, "of_medians"), (*ratio, "by_round"), floor)
+
+
+def captured(where: str, target: float, file: str, peer: str) -> Question:
+    """A graph of the unsharded model is the floor of one of the sharded."""
+    asked = "captured step / " + {"plain": "plain eager", "FSDP2, by hand": "FSDP2's by hand"}[peer]
+    floor = Floor(file, step_of("plain, by hand"), step_of(peer))
+    return of_figures(asked, where, target, file, f"shardwise.capture / {peer}", floor)
+
+
+def step_of(name: str) -> tuple[str, ...]:
+    return ("step_ms", name, "wall", "median")
 
 
 def _questions() -> list[Question]:
     ours, reserved = "shardwise / plain", "shardwise / FSDP2: reserved"
     found = [
         *(
-            host("host overhead of forward and backward, of FSDP2's", where, 0.08, file)
-            for where, file in (
-                ("16 cores, torch 2.11, fake 8", "host_overhead_cpu"),
-                ("2 cores, torch 2.13, fake 8", "host_overhead_cpu_two_cores_1"),
-                ("2 cores, torch 2.13, fake 8, again", "host_overhead_cpu_two_cores_2"),
-                ("2 cores, torch 2.13, fake 8, 45 rounds", "host_overhead_cpu_two_cores_long"),
+            host("host overhead of forward and backward, of FSDP2's", where, target, file, profile)
+            for where, target, file, profile in (
+                ("16 cores, torch 2.11, fake 8", 0.08, "host_overhead_cpu", ""),
+                ("2 cores, torch 2.13, fake 8", 0.08, "host_overhead_cpu_two_cores_1", "host_profile_cpu"),
+                (
+                    "2 cores, torch 2.13, fake 8, again",
+                    0.08,
+                    "host_overhead_cpu_two_cores_2",
+                    "host_profile_cpu",
+                ),
+                (
+                    "2 cores, torch 2.13, fake 8, 45 rounds",
+                    0.08,
+                    "host_overhead_cpu_two_cores_long",
+                    "host_profile_cpu",
+                ),
+                ("GPU, tiny, fake 8", 0.15, "host_overhead_cuda", "host_profile_cuda"),
             )
         ),
-        host(
-            "host overhead of forward and backward, of FSDP2's",
-            "GPU, tiny, fake 8",
-            0.15,
-            "host_overhead_cuda",
-        ),
-        host("host overhead of the wrapper, of FSDP1's", "CPU, fake 8", 0.2, "host_overhead_wrapper_cpu"),
-        host(
-            "host overhead of the wrapper, of FSDP1's",
-            "CPU, fake 8, 30 rounds",
-            0.2,
-            "host_overhead_wrapper_cpu_long",
-        ),
-        host(
-            "host overhead of the wrapper, of FSDP1's",
-            "CPU, fake 8, `use_orig_params`, 30 rounds",
-            0.2,
-            "host_overhead_wrapper_orig_cpu_long",
-        ),
-        host(
-            "host overhead of the wrapper, of FSDP1's",
-            "GPU, tiny, fake 8",
-            0.2,
-            "host_overhead_wrapper_cuda",
+        *(
+            host("host overhead of the wrapper, of FSDP1's", where, 0.2, file, profile)
+            for where, file, profile in (
+                ("CPU, fake 8", "host_overhead_wrapper_cpu", "host_profile_wrapper_cpu"),
+                ("CPU, fake 8, 30 rounds", "host_overhead_wrapper_cpu_long", "host_profile_wrapper_cpu"),
+                (
+                    "CPU, fake 8, `use_orig_params`, 30 rounds",
+                    "host_overhead_wrapper_orig_cpu_long",
+                    "",
+                ),
+                ("GPU, tiny, fake 8", "host_overhead_wrapper_cuda", "host_profile_wrapper_cuda"),
+            )
         ),
     ]
     for suffix, group in (("fake", "fake 8"), ("nccl", "NCCL 1"), ("nccl_2", "NCCL 2")):
         file, where = f"captured_step_tiny_{suffix}", f"GPU, tiny, {group}"
-        found += [
-            of_figures("captured step / plain eager", where, 0.15, file, "shardwise.capture / plain"),
-            of_figures(
-                "captured step / FSDP2's by hand", where, 0.75, file, "shardwise.capture / FSDP2, by hand"
-            ),
-        ]
-    found.append(
-        of_figures(
-            "captured step / plain eager",
-            "GPU, 1B, fake 8",
-            0.98,
-            "captured_step_1b_fake",
-            "shardwise.capture / plain",
-        )
-    )
+        found += [captured(where, 0.15, file, "plain"), captured(where, 0.75, file, "FSDP2, by hand")]
+    found.append(captured("GPU, 1B, fake 8", 0.98, "captured_step_1b_fake", "plain"))
     for model, target in (("1b", 1.02), ("8b", 1.03)):
         for suffix, what in (("", ""), ("_compiled", ", blocks compiled")):
             where = f"GPU, {model.upper()}, fake 8"
             file = f"step_time_{model}_8{suffix}_cuda"
-            found.append(of_figures(f"forward and backward / plain{what}", where, target, file, ours))
+            floor = Floor(file, ("figures", "plain, and the group's own / plain", "value"))
+            found.append(of_figures(f"forward and backward / plain{what}", where, target, file, ours, floor))
     for world in (8, 64):
         where, file = f"GPU, 8B, fake {world}", f"step_memory_8b_{world}_cuda"
+        # Without any memory that is reserved and not allocated.
+        floor = Floor(file, ("peak_bytes", "shardwise", "allocated"), ("peak_bytes", "FSDP2", "reserved"))
         found += [
-            of_figures("peak reserved memory / FSDP2's", where, 0.85, file, reserved),
+            of_figures("peak reserved memory / FSDP2's", where, 0.85, file, reserved, floor),
             of_figures(
                 "peak reserved / peak allocated", where, 1.05, file, "shardwise: reserved / allocated"
             ),
@@ -123,7 +138,12 @@ def _questions() -> list[Question]:
     return [
         *found,
         of_figures(
-            "offloaded step / FSDP2's", "GPU, 1B, NCCL 1", 0.62, "offload_step_1b_cuda", "shardwise / FSDP2"
+            "offloaded step / FSDP2's",
+            "GPU, 1B, NCCL 1",
+            0.62,
+            "offload_step_1b_cuda",
+            "shardwise / FSDP2",
+            Floor("offload_step_1b_cuda", ("figures", "floor", "value")),
         ),
         of_figures("training step / FSDP2's", "CPU, 4 gloo ranks", 0.6, "gloo_step", "shardwise / FSDP2"),
         of_figures("bytes on the wire / parameter bytes", "CPU, 4 gloo ranks", 2.3, "gloo_step", wire),
@@ -162,26 +182,37 @@ def answer(question: Question, results: Path = HERE / "results") -> Answer | Non
     return Answer(value, rounds, f"{machine['gpu'] or machine['cpu']}, torch {machine['torch']}")
 
 
+def floor_of(question: Question, results: Path = HERE / "results") -> float | None:
+    floor = question.floor
+    if floor is None or not (path := results / f"{floor.file}.json").exists():
+        return None
+    result = json.loads(path.read_text())
+    found: float | None = look_up(result, floor.path)
+    return found / look_up(result, floor.over) if found is not None and floor.over else found
+
+
 def look_up(result: Any, path: tuple[str, ...]) -> Any:
     return reduce(lambda found, key: found.get(key) if isinstance(found, dict) else None, path, result)
 
 
 def table() -> str:
     lines = [
-        "| question | where | target | measured | rounds | file |",
-        "|---|---|---|---|---|---|",
+        "| question | where | target | measured | rounds | floor | file |",
+        "|---|---|---|---|---|---|---|",
     ]
     for question in QUESTIONS:
         found = answer(question)
         target = "none" if question.target is None else f"≤ {question.target}"
         start = f"| {question.asked} | {question.where} | {target} |"
         if found is None:
-            lines.append(f"{start} not measured yet | | |")
+            lines.append(f"{start} not measured yet | | | |")
             continue
         is_met = question.target is not None and found.value <= question.target
         value = f"**{found.value:.3f}**" if is_met else f"{found.value:.3f}"
         rounds = f"{found.rounds[0]:.3f} to {found.rounds[-1]:.3f}" if found.rounds else ""
-        lines.append(f"{start} {value} | {rounds} | [{question.file}](results/{question.file}.json) |")
+        bound = floor_of(question)
+        floor = "" if bound is None else f"{bound:.3f}"
+        lines.append(f"{start} {value} | {rounds} | {floor} | {link(question.file)} |")
     hardware = {found.hardware for question in QUESTIONS if (found := answer(question)) is not None}
     measured_on = textwrap.fill(f"Measured on: {'; '.join(sorted(hardware))}.", 118)
     return "\n".join([*lines, "", measured_on]) + "\n"
