@@ -11,11 +11,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.comm.mesh import DataMesh
-from shardwise.engine.binding import Found, is_wrapper, units_of
+from shardwise.engine.binding import Found, hidden, is_wrapper, membership, units_of
 from shardwise.engine.exact import EXACT, check_mesh
 from shardwise.engine.making import check_is_dense, find_parameters
 from shardwise.engine.reduce import SUMS, Sums
@@ -37,7 +38,7 @@ from shardwise.frontends.placing import chosen_device, chosen_mesh, materialize,
 from shardwise.frontends.precision import cast_buffers, compute_as_stored
 from shardwise.frontends.wrapping import has_forward
 from shardwise.policies import CPUOffloadPolicy, OffloadPolicy
-from shardwise.torch_internals import children_of
+from shardwise.torch_internals import children_of, parameters_of
 
 OPTIONS = frozenset(
     (
@@ -124,6 +125,7 @@ def plan_wrapping(
     for wrapping in wrappings[:-1]:
         wrapping.places = _places(module, wrapping.module)
     _share_out(wrappings, modules)
+    _check_tied(wrappings, params, where)
     _prepare(module, modules, params, wrappings[-1], options, where)
     return wrappings
 
@@ -251,6 +253,28 @@ def _share_out(wrappings: list[Wrapping], ignored: set[nn.Module]) -> None:
         if precision.param_dtype is not None or precision.buffer_dtype is not None:
             left_out = tuple(precision._module_classes_to_ignore)
             wrapping.as_stored = [member for member in wrapping.own_modules if isinstance(member, left_out)]
+
+
+def _check_tied(wrappings: list[Wrapping], ignored: set[nn.Parameter], where: str) -> None:
+    """A parameter that stands in modules of several wrappers is gathered once, in one dtype."""
+    chosen: dict[int, torch.dtype] = {}
+    for wrapping in wrappings:
+        for module in wrapping.own_modules:
+            for name, param in parameters_of(module).items():
+                taken = hidden(module, name) if param is None else membership(param)
+                tensor = param if taken is None else taken[1].sharded
+                if tensor is None or tensor in ignored or module in wrapping.as_stored:
+                    continue
+                own = wrapping.precision.param_dtype or tensor.dtype
+                there = own if taken is None else taken[0].precision.param_dtype or tensor.dtype
+                there = chosen.setdefault(id(tensor if taken is None else taken[1]), there)
+                if own != there:
+                    raise ConfigError(
+                        f"parameter '{name}' of a {type(module).__name__} is tied to one of another wrapper, which "
+                        f"computes in {there}; here it would be {own}",
+                        where=f"MixedPrecision(param_dtype=...), {where}",
+                        fix="give both wrappers the same param_dtype, or wrap the two modules as one",
+                    )
 
 
 def _prepare(

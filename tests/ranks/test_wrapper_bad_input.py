@@ -110,6 +110,41 @@ def test_options_that_cannot_work_are_refused_and_change_nothing():
     run_ranks(refused, 2)
 
 
+def tied_in_two_dtypes():
+    def tied():
+        model = seeded(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)))
+        model[1].weight = model[0].weight
+        return model
+
+    as_bf16 = MixedPrecision(param_dtype=torch.bfloat16)
+    model = tied()
+    of_second = CustomPolicy(lambda m: {"mixed_precision": as_bf16} if m is model[1] else False)
+    for options in (
+        {"auto_wrap_policy": of_second},
+        {"auto_wrap_policy": of_second, "use_orig_params": True},
+    ):
+        with pytest.raises(
+            ConfigError, match=r"computes in torch\.bfloat16; here it would be torch\.float32"
+        ):
+            FSDP(model, **options)
+        assert not any(isinstance(module, FSDP) for module in model.modules())
+    for use_orig_params in (False, True):
+        by_hand = tied()
+        by_hand[0] = FSDP(by_hand[0], mixed_precision=as_bf16, use_orig_params=use_orig_params)
+        with pytest.raises(ConfigError, match="parameter 'weight' of a Linear is tied"):
+            FSDP(by_hand[1], use_orig_params=use_orig_params)
+        # Alike, or stored in the other's dtype, they are one.
+        alike = FSDP(by_hand, mixed_precision=as_bf16, use_orig_params=use_orig_params)
+        alike(torch.ones(2, 4)).sum().backward()
+    stored = tied().bfloat16()
+    stored[0] = FSDP(stored[0], mixed_precision=as_bf16)
+    FSDP(stored)(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
+
+
+def test_a_parameter_tied_across_wrappers_has_one_dtype():
+    run_ranks(tied_in_two_dtypes, 2)
+
+
 def refused_later():
     model = FSDP(nn.Linear(4, 4))
     for copying in (copy.deepcopy, pickle.dumps):
