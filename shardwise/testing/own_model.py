@@ -96,7 +96,9 @@ def _check(
     on_cpu = all(param.device.type == "cpu" for param in plain.parameters())
     allowed = (0.0 if on_cpu else 1e-5) if tolerance is None else tolerance
     num_parameters = sum(1 for _ in plain.parameters())
-    difference: str | None = None
+    if difference := _anywhere(_first_difference(plain, sharded, 0.0, "data")):
+        advice = "ranks made their weights apart; call torch.manual_seed alike before the model is made"
+        return ParityReport(0, num_parameters, f"before the first step, {difference}: {advice}")
     for step in range(steps):
         losses: list[torch.Tensor] = []
         for copy_of_model in (plain, sharded):
@@ -113,13 +115,16 @@ def _check(
             each.step()
             each.zero_grad()
         found.append(_first_difference(plain, sharded, allowed, "data"))
-        # A rank that sees none may have a peer that does; all of them stop at the same step.
-        everywhere: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(everywhere, next((each for each in found if each is not None), None))
-        difference = next((each for each in everywhere if each is not None), None)
-        if difference is not None:
+        if difference := _anywhere(*found):
             return ParityReport(step + 1, num_parameters, f"at step {step}, {difference}")
     return ParityReport(steps, num_parameters)
+
+
+def _anywhere(*found: str | None) -> str | None:
+    """The first of the differences on any rank: one that sees none may have a peer that does, and all stop alike."""
+    everywhere: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, next((each for each in found if each is not None), None))
+    return next((each for each in everywhere if each is not None), None)
 
 
 def _sgd(params: Any) -> torch.optim.Optimizer:

@@ -151,3 +151,14 @@ def test_parity_of_a_users_model_names_the_first_parameter_that_differs():
 
 def test_parity_starts_ranks_of_its_own_where_there_is_no_group():
     assert check_parity(Block(8), data(0, 0, 3, 6), optimizer=torch.optim.AdamW)
+
+
+def parity_of_unlike_models():
+    torch.manual_seed(dist.get_rank())
+    return str(check_parity(nn.Linear(4, 4), torch.ones(2, 4)))
+
+
+def test_parity_of_models_that_were_unlike_from_the_start_says_so():
+    for told in run_ranks(parity_of_unlike_models, 2, kind="gloo"):
+        assert told.startswith("2 parameters over 0 steps: before the first step, parameter 'weight' differs")
+        assert "torch.manual_seed" in told
