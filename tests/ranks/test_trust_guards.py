@@ -153,6 +153,49 @@ def test_parity_starts_ranks_of_its_own_where_there_is_no_group():
     assert check_parity(Block(8), data(0, 0, 3, 6), optimizer=torch.optim.AdamW)
 
 
+class Decoder(nn.Module):
+    """Units that all take in what the first gave out, and use it once or twice."""
+
+    def __init__(self, uses):
+        super().__init__()
+        self.encoder = nn.Linear(8, 8)
+        self.layers = nn.ModuleList(self.Layer(uses) for _ in range(3))
+
+    def forward(self, x):
+        encoded = torch.tanh(self.encoder(x))
+        for layer in self.layers:
+            x = layer(x, encoded)
+        return x
+
+    class Layer(nn.Module):
+        def __init__(self, uses):
+            super().__init__()
+            self.takes = nn.ModuleList(nn.Linear(8, 8) for _ in range(uses))
+
+        def forward(self, x, encoded):
+            for take in self.takes:
+                x = x + torch.tanh(take(encoded))
+            return x
+
+
+def parity_of_decoders():
+    batch = data(0, dist.get_rank(), 16, 8)
+
+    def of(uses, **options):
+        torch.manual_seed(0)
+        shard = lambda model: fully_shard(model, wrap=Decoder.Layer)  # noqa: E731  as users write it
+        return str(check_parity(Decoder(uses), batch, shard=shard, **options))
+
+    return of(1), of(2), of(2, tolerance=1e-5)
+
+
+def test_a_tensor_that_units_share_and_use_twice_is_summed_unit_by_unit():
+    for once, twice, roughly in run_ranks(parity_of_decoders, 2, kind="gloo"):
+        assert once == "8 parameters over 3 steps: the same"
+        assert "the gradient of 'encoder." in twice
+        assert roughly == "14 parameters over 3 steps: the same"
+
+
 def parity_of_unlike_models():
     torch.manual_seed(dist.get_rank())
     return str(check_parity(nn.Linear(4, 4), torch.ones(2, 4)))
