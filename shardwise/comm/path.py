@@ -18,6 +18,8 @@ from typing import NamedTuple
 _MASK = (1 << 61) - 1
 _MIX = 0x9E3779B97F4A7C1
 _LENGTH = 4096
+# How many names of a list are told; the first two of a longer one.
+_LISTED = 4
 
 # Of the whole process, and only ever added to: the same words have the same code everywhere.
 _words: dict[int, str] = {}
@@ -28,6 +30,15 @@ def code_of(words: str) -> int:
     code = int.from_bytes(hashlib.blake2b(words.encode(), digest_size=8).digest(), "little") & _MASK
     _words[code] = words
     return code
+
+
+def listed(names: Sequence[object]) -> str:
+    """A list in the words of an event: short enough to be read, and another for every other list."""
+    if len(names) <= _LISTED:
+        return repr([*names])
+    first = ", ".join(map(repr, names[:2]))
+    checksum = hashlib.blake2b(repr([*names]).encode(), digest_size=4).hexdigest()
+    return f"[{first} and {len(names) - 2} more; checksum {checksum}]"
 
 
 def words_of(code: int) -> str:

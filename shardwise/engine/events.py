@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardwise import trace
-from shardwise.comm.path import code_of
+from shardwise.comm.path import code_of, listed
 
 if TYPE_CHECKING:
     from shardwise.engine.gradients import Presence
@@ -50,9 +50,9 @@ class UnitEvents:
     def _make(self, plan: PackedReduce, present: Presence, divide_factor: float | None) -> tuple[int, int]:
         words = f"reduce {self._name} in {str(plan.dtype).removeprefix('torch.')}"
         if len(plan.slots) < self._num_slots:
-            words += f", training only {[slot.name for slot in plan.slots]}"
+            words += f", training only {listed([slot.name for slot in plan.slots])}"
         if absent := _absent(plan, present):
-            words += f", without gradients of {absent}"
+            words += f", without gradients of {listed(absent)}"
         if divide_factor is not None:
             words += f", divided by {divide_factor:g}"
         return code_of(words), code_of(f"{words}, over replicas")

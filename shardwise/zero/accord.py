@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 import torch.distributed as dist
 
 from shardwise.comm.collectives import wire_of
-from shardwise.comm.path import code_of
+from shardwise.comm.path import code_of, listed
 from shardwise.comm.wire import Wire
 from shardwise.engine.stepping import last_checkpoint
 from shardwise.zero.partition import Partition
@@ -48,7 +48,7 @@ class Accord:
             if absent is not None:
                 words += f" of {len(params)} parameters"
             if absent:
-                words += f", without gradients of {[*absent]}"
+                words += f", without gradients of {listed(absent)}"
             code = self._codes[absent] = code_of(words)
         self.wire.agree(code)
 

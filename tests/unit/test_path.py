@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from shardwise.comm.path import Path, code_of, first_parting
+from shardwise.comm.path import Path, code_of, first_parting, listed
 from shardwise.comm.wire import Verdict, WatchedWire
 from shardwise.errors import PeerFailure
 
@@ -47,3 +47,12 @@ def test_a_verdict_on_an_epoch_that_a_rank_has_left_is_none():
     wire.sentence(Verdict(PeerFailure, "too late", "").note(), epoch)
     assert wire.verdict is None
     wire.heed_verdict()
+
+
+def test_a_long_list_is_told_in_short_and_stays_itself():
+    assert listed(["a", "b"]) == "['a', 'b']"
+    many = [f"layer.{number}" for number in range(40)]
+    told = listed(many)
+    assert told.startswith("['layer.0', 'layer.1' and 38 more; checksum ")
+    assert len(told) < 100
+    assert listed([*many[:20], "another", *many[21:]]) != told
