@@ -121,7 +121,8 @@ def check_parameter(found: Found, dim: int, mesh: DataMesh, where: str) -> None:
         raise ConfigError(
             f"parameter '{found.name}' is a scalar, which cannot be cut into shards",
             where=where,
-            fix="give it one dim, e.g. nn.Parameter(value.reshape(1)), or put it into ignored_params",
+            fix="give it one dim, e.g. nn.Parameter(value.reshape(1)); or put it into ignored_params, and average its "
+            "gradient over ranks yourself",
         )
     if not -param.dim() <= dim < param.dim():
         raise ConfigError(

@@ -2,7 +2,7 @@
 
 Blocks of a page run one after the other, in one folder and one namespace. A Python block that begins with the name of
 a file is also written to it. Training commands run on the ranks that are there, with fewer steps; what needs other
-machines says so in a comment above it, and is only parsed.
+machines or packages says so in a comment above it, and is only parsed.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def run_page(blocks, folder, patch):
     (folder / "my_texts" / "a.txt").write_text("Some text of my own. " * 200)
     namespace = {"__name__": "example"}
     for block in blocks:
-        if block.language == "python":
+        if block.language == "python" and block.runs:
             if file := re.match(r"# (\w+\.py)\n", block.text):
                 (folder / file[1]).write_text(block.text)
                 dist.barrier()
@@ -112,6 +112,13 @@ def test_the_tutorial_and_the_guides_run(tmp_path):
     run_ranks(run_pages, 2, PAGES, str(tmp_path), kind="gloo", timeout_seconds=140)
     assert (tmp_path / "tutorial" / "exported" / "model.safetensors").exists()
     assert (tmp_path / "own_model" / "runs" / "mine" / "checkpoints" / "latest").exists()
+
+
+def test_what_does_not_run_is_python_all_the_same():
+    for path in PAGES:
+        for block in blocks_of(path):
+            if block.language == "python" and not block.runs:
+                compile(block.text, block.page, "exec")
 
 
 def test_every_command_of_every_page_is_one_that_exists(monkeypatch):
