@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T", bound=torch.Tensor)
 
 # Parameters that are DTensors are typed as plain tensors and parameters everywhere else, as torch itself does; the
 # functions here take them so.
@@ -162,6 +163,14 @@ def forget_meshes() -> None:
     clear_plans = getattr(_redistribute, "clear_redistribute_planner_cache", None)
     if clear_plans is not None:
         clear_plans()
+
+
+def outline_of(cls: type[T], param: torch.Tensor) -> T:
+    """A tensor of class ``cls`` with the shape, dtype and device of ``param``, and no memory."""
+    made: T = torch.Tensor._make_wrapper_subclass(
+        cls, param.shape, dtype=param.dtype, device=param.device, requires_grad=param.requires_grad
+    )
+    return made
 
 
 # --- autograd ----------------------------------------------------------------------------------------------------

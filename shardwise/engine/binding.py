@@ -10,12 +10,13 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.engine.absent import Absent
 from shardwise.torch_internals import (
     Spec,
     children_of,
@@ -58,6 +59,11 @@ class Place:
         self.module = module
         self.name = name
         self.params = parameters_of(module)
+
+    def show_alone(self, param: nn.Parameter) -> None:
+        """Shows ``param``, and nothing that stands in for it."""
+        self.module.__dict__.pop(self.name, None)
+        self.params[self.name] = param
 
 
 @dataclass
@@ -273,22 +279,36 @@ def units_of(module: nn.Module) -> tuple[Unit, ...]:
     return units
 
 
-Shown = list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter | None]]
+# Where to put what, for modules to show one form or the other.
+Shown = list[tuple[dict[str, Any], str, Any]]
 
 
-def sharded_shown(slots: Iterable[Slot]) -> Shown:
-    """Where to put which parameter for the modules to show the sharded form."""
-    return [
-        (place.params, place.name, slot.sharded if slot.is_shown else None)
-        for slot in slots
-        for place in slot.places
-    ]
+def sharded_shown(slots: Iterable[Slot], unit: Unit) -> Shown:
+    """For the modules to show the sharded form, or nothing where one flat parameter stands for all.
+
+    Code outside of the unit may ask for a dtype or a shape all the same, or whether there is a bias: an attribute of
+    the module answers, which is found before its parameters are looked at.
+    """
+    shown: Shown = []
+    for slot in slots:
+        stand_in = None if slot.is_shown else Absent.of(slot.unsharded, slot.name, unit)
+        for place in slot.places:
+            shown.append((place.params, place.name, slot.sharded if slot.is_shown else None))
+            if stand_in is not None:
+                shown.append((place.module.__dict__, place.name, stand_in))
+    return shown
 
 
 def unsharded_shown(slots: Iterable[Slot]) -> Shown:
-    return [(place.params, place.name, slot.unsharded) for slot in slots for place in slot.places]
+    shown: Shown = []
+    for slot in slots:
+        for place in slot.places:
+            shown.append((place.params, place.name, slot.unsharded))
+            if not slot.is_shown:
+                shown.append((place.module.__dict__, place.name, slot.unsharded))
+    return shown
 
 
 def show(shown: Shown) -> None:
-    for params, name, param in shown:
-        params[name] = param
+    for shelf, name, param in shown:
+        shelf[name] = param

@@ -133,7 +133,7 @@ class Unit:
 
     def _note_places(self) -> None:
         """Lists what the modules show in either form, and what the unit leaves there: a step only walks the lists."""
-        self._sharded_shown = sharded_shown(self.slots)
+        self._sharded_shown = sharded_shown(self.slots, self)
         self._unsharded_shown = unsharded_shown(self.slots)
         self._left = [] if self._is_meta else self.form.left(self.slots)
 

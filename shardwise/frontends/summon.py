@@ -169,7 +169,7 @@ def _refuse_gradient(unit: Unit, name: str, param: torch.Tensor) -> None:
 def _show(unit: Unit, params: dict[FlatSlot, nn.Parameter]) -> None:
     for slot, param in params.items():
         for place in slot.places:
-            place.params[place.name] = param
+            place.show_alone(param)
     if params:
         for line in flat_form(unit).lines:
             if line.flat is not None:

@@ -15,7 +15,6 @@ from torch import nn
 
 from shardwise.engine.accord import forget_torn_steps
 from shardwise.engine.binding import units_of
-from shardwise.engine.whole import flat_slots
 from shardwise.errors import ConfigError
 from shardwise.frontends.optim_state import OptimStateKeyType, mesh_of, named_state, rekeyed, state_to_load
 from shardwise.frontends.state_types import (
@@ -57,25 +56,6 @@ class ModelMethods(nn.Module):
     def check_is_root(self) -> bool:
         """Whether this wrapper is inside no other."""
         return not self.__dict__["_is_inner"]
-
-    def __repr__(self) -> str:
-        # Modules say what they have by their parameters, which a flat one stands for: a bias is there all the same.
-        hidden = [
-            place
-            for module in self.modules()
-            for unit in units_of(module)
-            for slot in flat_slots(unit)
-            for place in slot.places
-            if place.params[place.name] is None
-        ]
-        stand_in = nn.Parameter(torch.empty(0), requires_grad=False)
-        for place in hidden:
-            place.params[place.name] = stand_in
-        try:
-            return super().__repr__()
-        finally:
-            for place in hidden:
-                place.params[place.name] = None
 
     @staticmethod
     def summon_full_params(

@@ -129,7 +129,7 @@ class LoadHooks:
 
     def __init__(self) -> None:
         # With what they showed before: a module that several wrappers hold is filled for one inside another.
-        self._filled: list[tuple[Place, nn.Parameter | None]] = []
+        self._filled: list[tuple[Place, nn.Parameter | None, torch.Tensor | None]] = []
 
     def before(self, wrapper: nn.Module, state: State, prefix: str, *_: Any) -> None:
         (unit,) = units_of(wrapper)
@@ -154,8 +154,8 @@ class LoadHooks:
             if not slot.is_shown:
                 # In the place of the flat parameter: a view of its elements, for torch to copy into.
                 part = shown_part(slot, slot.sharded.detach()).view(slot.shown_shape)
-                self._filled.append((place, place.params[place.name]))
-                place.params[place.name] = nn.Parameter(part, slot.sharded.requires_grad)
+                self._filled.append((place, place.params[place.name], place.module.__dict__.get(place.name)))
+                place.show_alone(nn.Parameter(part, slot.sharded.requires_grad))
             if isinstance(value, torch.Tensor):
                 whole = whole_of(value)
                 if tuple(whole.shape) == slot.shape:
@@ -163,8 +163,10 @@ class LoadHooks:
 
     def after(self, wrapper: nn.Module, incompatible: Any = None) -> None:
         (unit,) = units_of(wrapper)
-        for place, before in self._filled:
+        for place, before, stand_in in self._filled:
             place.params[place.name] = before
+            if stand_in is not None:
+                place.module.__dict__[place.name] = stand_in
         self._filled = []
         show_flats(unit)
         if incompatible is not None:

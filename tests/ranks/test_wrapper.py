@@ -21,7 +21,9 @@ from shardwise import (
     ModuleWrapPolicy,
     ShardingStrategy,
 )
+from shardwise.engine.absent import Absent
 from shardwise.engine.binding import units_of
+from shardwise.errors import StateError
 from shardwise.testing import run_ranks
 from shardwise.testing.parity import Accumulation, History, differences, run_plain
 from shardwise.testing.workloads import TIED_ACROSS_UNITS, WORKLOADS, seeded
@@ -249,7 +251,20 @@ def names():
     # A flat parameter stands for those that are there.
     assert "Linear(in_features=2, out_features=2, bias=True)" in str(sequence)
     assert "Linear(in_features=2, out_features=2, bias=False)" in str(sequence)
-    assert sequence[0].module.bias is None
+    inner = sequence[0].module
+    assert dict(inner.named_parameters()) == {}
+    # Whoever asks from outside learns what is there, and is told off for using it.
+    assert (inner.bias.shape, inner.bias.dtype, inner.bias.device.type) == ((2,), torch.float32, "cpu")
+    assert str(inner.bias) == "<parameter 'bias', [2] torch.float32, sharded>"
+    for use in (lambda: inner(torch.ones(2)), lambda: inner.weight + 1, lambda: inner.weight.sum().item()):
+        with pytest.raises(StateError, match=r"'weight' was used while its unit is sharded") as caught:
+            use()
+        assert "register_fsdp_forward_method" in str(caught.value)
+    sequence(torch.ones(2)).sum().backward()
+    assert isinstance(inner.bias, Absent)
+    with FullyShardedDataParallel.summon_full_params(sequence):
+        assert isinstance(inner.bias, nn.Parameter)
+    assert isinstance(inner.bias, Absent)
     # As in torch's, an optimizer made before wrapping goes on working with the original names.
     layer = nn.Linear(4, 4)
     before = list(layer.parameters())
