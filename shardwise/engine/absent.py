@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from shardwise.engine.structure import tensors_in
 from shardwise.errors import StateError
 from shardwise.torch_internals import outline_of
 
@@ -37,7 +38,7 @@ class Absent(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> NoReturn:
-        used = next(value for value in (*args, *(kwargs or {}).values()) if isinstance(value, cls))
+        used = next(tensor for tensor in tensors_in((args, kwargs)) if isinstance(tensor, cls))
         unit = used.unit()
         raise StateError(
             f"parameter '{used.param_name}' was used while its unit is sharded ({func})",

@@ -256,7 +256,12 @@ def names():
     # Whoever asks from outside learns what is there, and is told off for using it.
     assert (inner.bias.shape, inner.bias.dtype, inner.bias.device.type) == ((2,), torch.float32, "cpu")
     assert str(inner.bias) == "<parameter 'bias', [2] torch.float32, sharded>"
-    for use in (lambda: inner(torch.ones(2)), lambda: inner.weight + 1, lambda: inner.weight.sum().item()):
+    for use in (
+        lambda: inner(torch.ones(2)),
+        lambda: inner.weight.sum().item(),
+        lambda: torch.cat([torch.ones(2, 2), inner.weight]),
+        lambda: torch.nn.functional.linear(input=torch.ones(2), weight=inner.weight),
+    ):
         with pytest.raises(StateError, match=r"'weight' was used while its unit is sharded") as caught:
             use()
         assert "register_fsdp_forward_method" in str(caught.value)
