@@ -78,13 +78,13 @@ class Pass:
             view = args[0].view_as(args[0])
             hook_gradient(view, self.inputs_gradients_are_done)
             return (view,), kwargs
-        views: dict[int, Tensor] = {}
-        for tensor in tensors_in((args, kwargs) if kwargs else args):
-            if tensor.requires_grad and id(tensor) not in views:
-                views[id(tensor)] = tensor.view_as(tensor)
-        if not views:
+        inputs = {id(tensor): tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad}
+        if not inputs:
             return args, kwargs
         self.has_input_signal = True
+        if len(inputs) == 1 and self._follows(*inputs.values()):
+            return args, kwargs
+        views = {key: tensor.view_as(tensor) for key, tensor in inputs.items()}
         signals = list(views.values())
         if len(signals) == 1:
             hook_gradient(signals[0], self.inputs_gradients_are_done)

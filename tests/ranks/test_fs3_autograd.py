@@ -216,6 +216,48 @@ def test_activations_may_travel_in_containers(container):
 # --- several forwards, several backwards ----------------------------------------------------------------------
 
 
+class Masked(nn.Module):
+    """A layer that takes more than its activations, as those of transformers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(5, 5)
+
+    def forward(self, x, mask, *, angles):
+        self.given = x
+        return torch.tanh(self.layer(x) * mask + angles[0])
+
+
+class MaskedChain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Masked() for _ in range(3))
+
+    def forward(self, x):
+        mask, angles = torch.ones(5), (torch.full((5,), 0.5), None)
+        given = []
+        for layer in self.layers:
+            given.append(x)
+            x = layer(x, mask, angles=angles)
+        self.are_handed_on = [layer.given is each for layer, each in zip(self.layers, given, strict=True)]
+        return x
+
+
+def chained(reshard):
+    def loss_of(model, step, rank):
+        x = data(step, rank, 2, 5).requires_grad_()
+        loss = model(x).square().mean()
+        # What one unit gives out and the next takes in needs no view of it.
+        assert TORCH_IS_THE_SUBJECT or model.are_handed_on[1:] == [True, True]
+        return loss
+
+    match_plain(MaskedChain, units("layers.0", "layers.1", "layers.2", reshard=reshard), loss_of, steps=4)
+
+
+def test_units_may_take_more_than_their_activations():
+    run_cases(chained, 2, cases_of(reshard=[True, False]), kind="gloo")
+
+
 class Noting(nn.Module):
     """A layer that writes to what it is given: to a cache, and to a list inside a record."""
 
