@@ -178,6 +178,39 @@ class Decoder(nn.Module):
             return x
 
 
+class Attending(nn.Module):
+    """What is added to all keys alike changes nothing: the gradient of their bias is rounding, and nothing else."""
+
+    def __init__(self):
+        super().__init__()
+        self.queries, self.keys, self.values = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x, encoded):
+        scores = self.queries(x) @ self.keys(encoded).T
+        return x + scores.softmax(-1) @ self.values(encoded)
+
+
+def parity_of_attention():
+    torch.manual_seed(0)
+    model = Decoder(1)
+    model.layers = nn.ModuleList(Attending() for _ in range(3))
+    batch = data(0, dist.get_rank(), 16, 8)
+
+    def spoil(model):
+        fully_shard(model, wrap=Attending)
+        model.layers[1].keys.bias.register_post_accumulate_grad_hook(lambda param: param.grad.add_(1e-3))
+
+    options = {"tolerance": 1e-5, "steps": 8}
+    good = check_parity(model, batch, shard=lambda each: fully_shard(each, wrap=Attending), **options)
+    return str(good), str(check_parity(model, batch, shard=spoil, **options))
+
+
+def test_gradients_that_are_nothing_but_rounding_are_judged_by_the_others():
+    for good, bad in run_ranks(parity_of_attention, 2, kind="gloo"):
+        assert good == "20 parameters over 8 steps: the same"
+        assert "the gradient of 'layers.1.keys.bias' differs" in bad
+
+
 def parity_of_decoders():
     batch = data(0, dist.get_rank(), 16, 8)
 
