@@ -60,19 +60,16 @@ def each_run(claims: Iterable[Claim], *kinds: str) -> pytest.MarkDecorator:
 
 OPTIMIZER = (
     # Bits where parameters are whole and where cuts are aligned; an ulp a step where a small one is cut.
-    Claim(
-        parity.matches_the_unsharded_optimizer,
-        cases_of(name=list(OPTIMIZERS), balanced=[False]),
-        gloo=(2, 3, 4),
-        nccl=(2, 4),
-        about="whole",
-    ),
-    Claim(
-        parity.matches_the_unsharded_optimizer,
-        cases_of(name=list(OPTIMIZERS), balanced=[True]),
-        gloo=(2, 3, 4),
-        nccl=(2, 4),
-        about="balanced",
+    # In two runs each: all of it in one takes minutes on ranks that share a GPU.
+    *(
+        Claim(
+            parity.matches_the_unsharded_optimizer,
+            cases_of(name=list(OPTIMIZERS), balanced=[balanced]),
+            gloo=(2, 3, 4),
+            nccl=(2, 4),
+            about=about,
+        )
+        for about, balanced in (("whole", False), ("balanced", True))
     ),
     Claim(
         parity.stays_within_an_ulp_a_step_where_a_small_parameter_is_cut,
