@@ -176,9 +176,13 @@ def outline_of(cls: type[T], param: torch.Tensor) -> T:
 # --- autograd ----------------------------------------------------------------------------------------------------
 
 
+# The number of the backward that this thread is running right now; -1 if it is running none.
+current_backward: Callable[[], int] = torch._C._current_graph_task_id
+
+
 def inside_backward() -> bool:
     """Whether this thread is running a backward right now."""
-    return torch._C._current_graph_task_id() != -1
+    return current_backward() != -1
 
 
 def hook_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:

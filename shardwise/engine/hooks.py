@@ -17,7 +17,8 @@ from shardwise import trace
 from shardwise.engine.passes import Pass
 from shardwise.engine.structure import map_tensors, tensors_in
 from shardwise.engine.unit import Unit
-from shardwise.plan.lifecycle import UNSHARDED
+from shardwise.errors import StateError
+from shardwise.plan.lifecycle import GATHERING, UNSHARDED
 from shardwise.plan.schedule import KEEP
 from shardwise.torch_internals import inside_backward, untraced
 
@@ -247,6 +248,8 @@ class Hooks:
     def flush(self) -> None:
         """The end of backward: reduces, frees and reports what gave no signal."""
         unit = self.unit
+        if unit.prefetched and unit.state is GATHERING and unit.gradients.have_come():
+            self._refuse_unannounced_gradients()
         if unit.gradients.reduce() or self._open:
             self._owes_report = True
         unit.gradients.reduce_the_rest()
@@ -255,6 +258,17 @@ class Hooks:
         for visit in tuple(self._open):
             self._close(visit)
         self._owes_report = False
+
+    def _refuse_unannounced_gradients(self) -> None:
+        """They were computed with whatever was in the memory that the weights were on their way to."""
+        unit = self.unit
+        unit.gradients.drop()
+        raise StateError(
+            f"backward went through unit '{unit.name}' before its weights were there: its outputs did not tell",
+            where=f"end of backward, rank {unit.rank}",
+            fix="leave the hooks that outputs of sharded modules carry where they are; where a graph is to be cut, "
+            "detach()",
+        )
 
     def _report(self, recorder: trace.Recorder) -> None:
         unit = self.unit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 
 import torch
@@ -81,8 +82,11 @@ def _find_below(
         _find_below(child, f"{prefix}{name}.", tops, ignored, seen, found)
 
 
-def check_is_dense(found: Found, ignoring: str, where: str) -> None:
-    """Raises unless a parameter has a shape, and dense elements and gradients; ``ignoring`` is what leaves it out."""
+def check_fits_shards(found: Found, ignoring: str, where: str) -> None:
+    """Raises unless a parameter has a shape, and dense elements and gradients; ``ignoring`` is what leaves it out.
+
+    Warns if its module writes to it in forward: that is done to the full parameter, which goes.
+    """
     param = found.param
     where = f"parameter '{found.name}', {where}"
     if is_lazy(param):
@@ -98,11 +102,21 @@ def check_is_dense(found: Found, ignoring: str, where: str) -> None:
             fix=f"make it dense with .to_dense(), or put it into {ignoring}",
         )
     for place in found.places:
-        if isinstance(place.module, (nn.Embedding, nn.EmbeddingBag)) and place.module.sparse:
+        if not isinstance(place.module, (nn.Embedding, nn.EmbeddingBag)):
+            continue
+        kind = type(place.module).__name__
+        if place.module.sparse:
             raise ConfigError(
                 f"parameter '{found.name}' gets sparse gradients, and those of shards are dense",
                 where=where,
-                fix=f"make the {type(place.module).__name__} with sparse=False, or put it into {ignoring}",
+                fix=f"make the {kind} with sparse=False, or put it into {ignoring}",
+            )
+        if place.module.max_norm is not None:
+            warnings.warn(
+                f"the {kind} of parameter '{found.name}' has max_norm: it scales rows in each forward, and the shards, "
+                f"which the optimizer steps, stay as they are. Scale them yourself after a step, or put the parameter "
+                f"into {ignoring}",
+                stacklevel=2,
             )
 
 
@@ -162,7 +176,7 @@ def check_unit(
     """Raises if any parameter of ``modules`` cannot be sharded; changes nothing."""
     for found in find_parameters(modules, ignored):
         if found.taken is None:
-            check_is_dense(found, "ignored_params", where)
+            check_fits_shards(found, "ignored_params", where)
             check_parameter(found, chosen_dim(found, placement_fn, where), mesh, where)
 
 

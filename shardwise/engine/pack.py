@@ -80,6 +80,9 @@ def plan_pack(
     gradient_dtypes: list[torch.dtype],
 ) -> Pack:
     """As few kernels as the packing and the gradients' dtypes allow; else piece by piece."""
+    if not packing.row_numel:
+        # Parameters without elements: not a single piece.
+        return PiecewisePack(packing, rows, dtype, len(shapes))
     kernel = _plan_kernel(packing, Span(0, packing.row_numel), rows, dtype, shapes, gradient_dtypes)
     if kernel is not None:
         return kernel
@@ -163,6 +166,8 @@ class FusedPack:
         self._order: list[tuple[int | None, int]] = []
         end = 0
         for index in sorted(range(len(cuts)), key=lambda index: starts[index]):
+            if not cuts[index].padded_numel:
+                continue
             if starts[index] > end:
                 self._order.append((None, starts[index] - end))
             self._order.append((index, 0))

@@ -8,6 +8,9 @@ input in place keeps working (it loses the signal, and is served at the end of b
 needed: what one unit gives out and the next takes in has a hook already, the first signal of the one before. Where no
 input needs a gradient, complete gradients of all parameters are the signal instead.
 
+Outputs may be written to in place, too (an activation function does). Of a view, autograd then makes another node, and
+the hook stays with the one that backward no longer comes to; what it is a view of has a hook for that case.
+
 A backward that builds a graph (``create_graph``) may be followed by one through it: it comes to a pass by the gradients
 of its inputs, before it comes to its outputs.
 
@@ -26,7 +29,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from shardwise.engine.participation import with_backward
 from shardwise.engine.structure import map_tensors, tensors_in
 from shardwise.plan.schedule import Window
-from shardwise.torch_internals import hook_gradient, hook_of_gradient
+from shardwise.torch_internals import current_backward, hook_gradient, hook_of_gradient
 
 if TYPE_CHECKING:
     from shardwise.engine.hooks import Hooks
@@ -46,6 +49,7 @@ class Pass:
         "is_unseen",
         "num_outputs",
         "place",
+        "seen_in",
         "window",
     )
 
@@ -56,6 +60,8 @@ class Pass:
         self.is_open = False
         self.has_input_signal = False
         self.num_outputs = 0
+        # The last backward that came to an output which is a view.
+        self.seen_in = -1
         # Whether there may be a backward through it that no output of it will announce.
         self.is_unseen = False
         # The pass whose one input is this one's one output: that gradient arrives when the follower is done.
@@ -114,8 +120,13 @@ class Pass:
         """Hooks the outputs, whose gradient tells that backward has come to this pass."""
         for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
             if tensor.requires_grad:
-                hook_gradient(tensor, self.outputs_gradient_arrives)
                 self.num_outputs += 1
+                base = tensor._base
+                if base is None or base.grad_fn is None:
+                    hook_gradient(tensor, self.outputs_gradient_arrives)
+                else:
+                    hook_gradient(tensor, self.views_gradient_arrives)
+                    base.register_hook(self.bases_gradient_arrives)
         unit = self.hooks.unit
         if not self.num_outputs:
             self._expect_unseen_backward()
@@ -153,6 +164,14 @@ class Pass:
         if follower is not None:
             follower.inputs_gradients_are_done(gradient)
         self.hooks.pre_backward(self)
+
+    def views_gradient_arrives(self, gradient: Tensor) -> None:
+        self.seen_in = current_backward()
+        self.outputs_gradient_arrives(gradient)
+
+    def bases_gradient_arrives(self, gradient: Tensor) -> None:
+        if self.seen_in != current_backward():
+            self.views_gradient_arrives(gradient)
 
     def inputs_gradients_are_done(self, gradients: Any) -> None:
         if is_grad_enabled():

@@ -92,6 +92,10 @@ class UnitGradients:
                 self._watched.add(index)
                 slot.unsharded.register_post_accumulate_grad_hook(arrived)
 
+    def have_come(self) -> bool:
+        """Whether backward has left any on the parameters, and nothing has taken them since."""
+        return self.plan is not None and any(param.grad is not None for param in self.plan.params)
+
     def reduce(self) -> bool:
         """Starts to reduce the gradients that have come in, with those put by before; without sync, puts them by.
 
@@ -103,10 +107,7 @@ class UnitGradients:
         if self.settings.includes_unused and not self._unit.root.ends_backward:
             # Ranks whose backwards pass different units can agree on an order of reduces only at the end.
             return False
-        for param in plan.params:
-            if param.grad is not None:
-                break
-        else:
+        if not self.have_come():
             return False
         if not self.are_synced:
             self.are_held = True

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.comm.mesh import DataMesh
 from shardwise.engine.binding import Found, hidden, is_wrapper, membership, units_of
 from shardwise.engine.exact import EXACT, check_mesh
-from shardwise.engine.making import check_is_dense, find_parameters
+from shardwise.engine.making import check_fits_shards, find_parameters
 from shardwise.engine.reduce import SUMS, Sums
 from shardwise.engine.unit import Unit
 from shardwise.errors import ConfigError, ConfigTypeError
@@ -114,7 +114,7 @@ def plan_wrapping(
     modules, params = _ignored(module, ignored_modules, ignored_states, where)
     _check_module(module, where)
     for found in _managed(module, params):
-        check_is_dense(found, "ignored_states", where)
+        check_fits_shards(found, "ignored_states", where)
         _check_is_plain(found, where)
     chosen: list[tuple[nn.Module, dict[str, Any]]] = []
     if policy is not None:

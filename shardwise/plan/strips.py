@@ -56,11 +56,12 @@ def strips_of_packing(packing: RowsPacking, columns: Span | None = None) -> list
         (index for index in range(len(packing.cuts)) if packing.cuts[index].padded_numel),
         key=packing.starts.__getitem__,
     )
-    bounds = [packing.starts[index] for index in order[1:]] + [packing.row_numel]
+    ends = [packing.starts[index] for index in order[1:]] + [packing.row_numel]
     strips = []
-    for index, bound in zip(order, bounds, strict=True):
+    # One end too many where no parameter has elements.
+    for index, end in zip(order, ends, strict=False):
         cut, begin = packing.cuts[index], packing.starts[index]
-        start, stop = max(begin, columns.start), min(bound, columns.stop)
+        start, stop = max(begin, columns.start), min(end, columns.stop)
         if start >= stop:
             continue
         skip = min(start - begin, cut.padded_numel)
@@ -81,11 +82,12 @@ def strips_of_packing(packing: RowsPacking, columns: Span | None = None) -> list
 def strips_of_line(packing: FlatPacking, numels: Sequence[int]) -> list[Strip]:
     """Strips of rows that are the gradients end to end: one rank's share is all of it."""
     order = sorted((index for index in range(len(numels)) if numels[index]), key=packing.start)
-    bounds = [packing.start(index) for index in order[1:]] + [packing.world * packing.row_numel]
+    ends = [packing.start(index) for index in order[1:]] + [packing.world * packing.row_numel]
     strips = []
-    for index, bound in zip(order, bounds, strict=True):
+    # One end too many where no parameter has elements.
+    for index, end in zip(order, ends, strict=False):
         start, numel = packing.start(index), numels[index]
-        strips.append(Strip(index, start, bound - start, width=numel, own=numel, numel=numel))
+        strips.append(Strip(index, start, end - start, width=numel, own=numel, numel=numel))
     return strips
 
 

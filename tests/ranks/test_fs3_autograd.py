@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.errors import StateError
 from shardwise.testing import run_ranks
 from shardwise.testing.workloads import seeded
 from tests.ranks.models import (
@@ -24,7 +25,7 @@ from tests.ranks.models import (
     same,
     same_shard,
 )
-from tests.ranks.subject import TORCH_IS_THE_SUBJECT, MixedPrecisionPolicy, beyond_torch, fully_shard
+from tests.ranks.subject import TORCH_IS_THE_SUBJECT, MixedPrecisionPolicy, beyond_torch, fully_shard, record
 from tests.ranks.tables import cases_of, run_cases
 
 RESHARDS = [True, False, 2]
@@ -288,6 +289,92 @@ def test_what_a_module_writes_into_its_arguments_reaches_the_caller():
     run_cases(written_to, 2, cases_of(param_dtype=[None, torch.bfloat16]))
 
 
+class Written(nn.Module):
+    """Outputs of layers, which are views because their inputs have three dims, are written to by whoever comes next."""
+
+    def __init__(self, in_place):
+        super().__init__()
+        self.layers = nn.ModuleList(Part() for _ in range(3))
+        self.in_place = in_place
+
+    def forward(self, x):
+        for layer in self.layers:
+            x, given = layer(x)
+            x = x.mul_(2) if self.in_place else x * 2
+            x = torch.relu_(x) if self.in_place else torch.relu(x)
+            x = x + given.mean()
+        # The model's own output, too.
+        x = self.layers[0](x)[0]
+        return torch.tanh_(x) if self.in_place else torch.tanh(x)
+
+
+class Part(nn.Module):
+    """Gives out a part of what it computed, and what it was given in another shape."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(5, 6)
+
+    def forward(self, x):
+        return self.layer(x)[..., :5], x.reshape(-1)
+
+
+def written_outputs(reshard, with_inputs):
+    names = ("layers.0", "layers.1", "layers.2")
+    shard = units(*names, reshard=reshard)
+    seen = {}
+
+    def loss_of(model, step, rank):
+        return model(data(step, rank, 4, 5).view(2, 2, 5).requires_grad_(with_inputs)).square().mean()
+
+    for in_place in (True, False):
+        model = match_plain(partial(Written, in_place), shard, loss_of, steps=4)
+        assert all(isinstance(param, DTensor) for param in model.parameters()), "something was not let go"
+        with record(model) as recorder:
+            model(data(9, 0, 4, 5).view(2, 2, 5)).sum().backward()
+        seen[in_place] = [(event.kind, event.unit, event.phase) for event in recorder.events]
+    assert seen[True] == seen[False]
+
+
+@beyond_torch
+def test_outputs_may_be_written_to_in_place():
+    run_cases(written_outputs, 2, cases_of(reshard=RESHARDS, with_inputs=[False, True]), kind="gloo")
+
+
+class Tampering(Layers):
+    tampers = False
+
+    def forward(self, x):
+        x = self.layers[0](self.first(x))
+        if self.tampers:
+            x._backward_hooks.clear()
+        return self.last(self.layers[2](self.layers[1](x)))
+
+
+def unannounced_backward():
+    def loss_of(model, step, rank):
+        return model(data(step, rank, 2, 6)).square().mean()
+
+    model = seeded(Tampering())
+    units("layers.0", "layers.1")(model)
+    optim = torch.optim.SGD(model.parameters())
+    model.tampers = True
+    with pytest.raises(StateError, match=r"went through unit 'layers\.0' before its weights were there"):
+        loss_of(model, 0, dist.get_rank()).backward()
+    model.tampers = False
+    optim.zero_grad()
+    plain = seeded(Tampering())
+    loss_of(model, 1, dist.get_rank()).backward()
+    average_gradients(plain, lambda rank: loss_of(plain, 1, rank), 2)
+    for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        same_shard(param.grad, expected.grad, "gradient")
+
+
+@beyond_torch
+def test_gradients_of_weights_that_were_not_there_are_refused():
+    run_ranks(unannounced_backward, 2, kind="gloo")
+
+
 def several_forwards(reshard, num_forwards):
     def loss_of(model, step, rank):
         outputs = [model(data(step, rank + 10 * index, 2, 6)) for index in range(num_forwards)]
@@ -365,23 +452,28 @@ def first_unit(reshard):
     assert all(isinstance(param, DTensor) for param in model.parameters())
 
 
-def backward_in_pieces():
+def backward_in_pieces(build, *shape):
     """Two backwards through one graph: the gradients of both add up."""
-    model, plain = seeded(Layers()), seeded(Layers())
+    model, plain = seeded(build()), seeded(build())
     units("layers.0", "layers.1")(model)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     for step in range(3):
-        output = model(data(step, rank, 2, 6))
+        output = model(data(step, rank, *shape))
         output.square().mean().backward(retain_graph=True)
         output.abs().mean().backward()
-        average_gradients(plain, lambda r: plain(data(step, r, 2, 6)).square().mean(), world_size)  # noqa: B023
-        average_gradients(plain, lambda r: plain(data(step, r, 2, 6)).abs().mean(), world_size)  # noqa: B023
+        average_gradients(plain, lambda r: plain(data(step, r, *shape)).square().mean(), world_size)  # noqa: B023
+        average_gradients(plain, lambda r: plain(data(step, r, *shape)).abs().mean(), world_size)  # noqa: B023
         for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
             same_shard(param.grad, expected.grad, f"step {step}: gradient of {name}")
 
 
 def test_one_graph_may_be_run_backward_twice():
-    run_ranks(backward_in_pieces, 2, kind="gloo")
+    run_ranks(backward_in_pieces, 2, Layers, 2, 6, kind="gloo")
+
+
+@beyond_torch
+def test_one_graph_of_outputs_that_were_written_to_may_be_run_backward_twice():
+    run_ranks(backward_in_pieces, 2, partial(Written, True), 2, 2, 5, kind="gloo")
 
 
 class Critic(nn.Module):

@@ -1,0 +1,85 @@
+"""Torch's own modules train sharded as they do unsharded, whatever they do with their parameters."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwise import FullyShardedDataParallel, fully_shard
+from shardwise.testing import run_ranks
+from tests.ranks.torch_modules import MODELS, losses
+
+FACES = ["fully_shard", "wrapper", "wrapper, original parameters"]
+
+
+def _parts(model):
+    """What becomes a unit of its own: children with parameters, and what containers hold."""
+    for child in model.children():
+        if isinstance(child, nn.ModuleList):
+            yield from child
+        elif not isinstance(child, (nn.ParameterList, nn.ParameterDict)) and any(
+            True for _ in child.parameters()
+        ):
+            yield child
+
+
+def sharded(model, face, device="cpu"):
+    parts = list(_parts(model))
+    if face == "fully_shard":
+        for part in parts:
+            fully_shard(part)
+        return fully_shard(model)
+    chosen = set(parts)
+    return FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=lambda module, recurse, nonwrapped_numel: recurse or module in chosen,
+        use_orig_params=face == "wrapper, original parameters",
+        device_id=torch.device(device),
+    )
+
+
+def same_losses(face, device="cpu"):
+    """All ranks have the same inputs, so that the average of their gradients is each one's own; which differ.
+
+    With 2 or 4 ranks, whose average is exact.
+    """
+    different = {}
+    for name, (make, inputs) in MODELS.items():
+        found = []
+        for shard in (False, True):
+            torch.manual_seed(1)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="Initializing zero-element tensors is a no-op")
+                model, x = make().to(device), inputs()
+            x = x.detach().to(device).requires_grad_(x.requires_grad)
+            found.append(losses(sharded(model, face, device) if shard else model, x))
+        if not torch.equal(*found):
+            different[name] = [each.tolist() for each in found]
+    return different
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_torchs_modules_train_as_unsharded(face, world_size):
+    assert run_ranks(same_losses, world_size, face, kind="gloo") == [{}] * world_size
+
+
+def lost_writes(face):
+    model = nn.Sequential(nn.Embedding(20, 4, max_norm=1.0), nn.Linear(4, 2))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        sharded(model, face)
+    return [str(each.message) for each in caught if "max_norm" in str(each.message)], dist.get_rank()
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_an_embedding_that_writes_to_its_weight_is_warned_of(face):
+    for messages, _ in run_ranks(lost_writes, 2, face, kind="gloo"):
+        assert messages
+        assert "'weight'" in messages[0] or "'0.weight'" in messages[0]
+        assert "the shards, which the optimizer steps, stay as they are" in messages[0]
