@@ -218,10 +218,23 @@ def make_unit(
             unit.needs = (*unit.needs, owner)
     for owner in {*unit.needs, unit}:
         owner.show_sharded()
+    _keep_weights_in_place(slots)
     for module in modules:
         module.__dict__[UNITS_ATTRIBUTE] = (*units_of(module), unit)
         _move_buffers(module, mesh.device)
     return unit
+
+
+def _keep_weights_in_place(slots: list[Slot]) -> None:
+    """Keeps recurrent modules from moving their weights to memory of their own, where no gather would reach them."""
+    for slot in slots:
+        for place in slot.places:
+            if isinstance(place.module, nn.RNNBase):
+                place.module.flatten_parameters = _stay  # type: ignore[method-assign]
+
+
+def _stay() -> None:
+    pass
 
 
 def _within_budget(offload: OffloadPolicy, own: list[Found], mesh: DataMesh) -> OffloadPolicy:

@@ -31,7 +31,10 @@ class Pack(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """What is packed and reduced at once: all of the rows, or some columns of them."""
+    """What is packed and reduced at once: all of the rows, or some columns of them.
+
+    Complex numbers are reduced as pairs of real ones, which every group can sum.
+    """
 
     pack: Pack
     rows: torch.Tensor
@@ -40,7 +43,8 @@ class Slice:
 
     def of(self, own_row: torch.Tensor) -> torch.Tensor:
         """This rank's sums of it."""
-        return own_row if self.columns is None else own_row[self.columns.start : self.columns.stop]
+        own = own_row if self.columns is None else own_row[self.columns.start : self.columns.stop]
+        return torch.view_as_real(own).view(-1) if own.is_complex() else own
 
 
 def plan_slices(
@@ -63,13 +67,17 @@ def plan_slices(
     rows = Movable(world * widest * dtype.itemsize, device)
     if not parts:
         pack = plan_pack(packing, rows, dtype, shapes, gradient_dtypes)
-        return rows, [Slice(pack, rows.tensor(dtype, 0, (world * row_numel,)), None)]
+        return rows, [Slice(pack, _all_of(rows, dtype, world * row_numel), None)]
     slices = []
     for part in parts:
         kernel = _plan_kernel(packing, part.columns, rows, dtype, shapes, gradient_dtypes)
         pack = kernel or PiecewisePack(part, rows, dtype, len(shapes))
-        slices.append(Slice(pack, rows.tensor(dtype, 0, (world * part.row_numel,)), part.columns))
+        slices.append(Slice(pack, _all_of(rows, dtype, world * part.row_numel), part.columns))
     return rows, slices
+
+
+def _all_of(rows: Movable, dtype: torch.dtype, numel: int) -> torch.Tensor:
+    return rows.tensor(dtype.to_real(), 0, (2 * numel if dtype.is_complex else numel,))
 
 
 def plan_pack(

@@ -47,6 +47,10 @@ def called(module: nn.Module, x: Tensor) -> Tensor:
     return module(x)
 
 
+def output_of(recurrent: nn.Module, x: Tensor) -> Tensor:
+    return recurrent(x)[0]
+
+
 class Experts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -150,15 +154,9 @@ def _again(layer: nn.Module, x: Tensor) -> Tensor:
 
 
 MODELS = {
-    "LSTM": In(
-        lambda: pair(
-            nn.LSTM(WIDTH, 6, 2, bidirectional=True, batch_first=True), lambda lstm, x: lstm(x)[0], 12
-        )
-    ),
-    "LSTM, projected": In(
-        lambda: pair(nn.LSTM(WIDTH, 6, proj_size=4, batch_first=True), lambda lstm, x: lstm(x)[0], 4)
-    ),
-    "GRU": In(lambda: pair(nn.GRU(WIDTH, 6, 2, batch_first=True), lambda gru, x: gru(x)[0], 6)),
+    "LSTM": In(lambda: pair(nn.LSTM(WIDTH, 6, 2, bidirectional=True, batch_first=True), output_of, 12)),
+    "LSTM, projected": In(lambda: pair(nn.LSTM(WIDTH, 6, proj_size=4, batch_first=True), output_of, 4)),
+    "GRU": In(lambda: pair(nn.GRU(WIDTH, 6, 2, batch_first=True), output_of, 6)),
     "LSTMCell, twice": In(
         lambda: pair(nn.LSTMCell(WIDTH, WIDTH), lambda cell, x: cell(x[:, 0], cell(x[:, 1]))[0])
     ),
