@@ -184,11 +184,15 @@ class WatchedWire(Wire):
     def watched(self, code: int, *, looks_itself: bool = False) -> Iterator[None]:
         self.note(code)
         self.waiting = Foreign(code, looks_itself=looks_itself)
+        epoch = self.path.epoch
         try:
             yield
         except ShardwiseError:
             raise
         except RuntimeError as error:
+            if self.path.epoch != epoch:
+                # This rank has broken off by itself, and told its peers: the error is its own.
+                raise
             self.fail(error)
         finally:
             self.waiting = None

@@ -188,7 +188,7 @@ class _SteppingBackward:
         self._waiting.append(
             _WaitingBucket(
                 plan,
-                bucket.gradients(),
+                _gradients_in(bucket),
                 bucket.buffer(),
                 reduced,
                 self._ask_for_usage(plan),
@@ -319,6 +319,16 @@ class _Usage:
         if self._work is not None:
             self._work.wait()
         return [bool(flag) for flag in self._flags.tolist()]
+
+
+def _gradients_in(bucket: GradBucket) -> list[Tensor]:
+    """A bucket's gradients. DDP packs complex ones as pairs of real numbers, and then gives out only half of them."""
+    params = bucket.parameters()
+    if not params[0].is_complex():
+        return bucket.gradients()
+    numbers = torch.view_as_complex(bucket.buffer().view(-1, 2))
+    parts = numbers.split([param.numel() for param in params])
+    return [part.as_strided(param.shape, param.stride()) for part, param in zip(parts, params, strict=True)]
 
 
 def _put_in_place(reduced: Tensor, buffer: Tensor) -> None:

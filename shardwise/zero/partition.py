@@ -225,6 +225,8 @@ class Partition:
 
 def is_dense(tensor: Tensor) -> bool:
     """Whether the elements fill one stretch of memory, in whatever order of dims."""
+    if not tensor.numel():
+        return True
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1:

@@ -8,8 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
 
-from shardwise import FullyShardedDataParallel, fully_shard
+from shardwise import FullyShardedDataParallel, ZeroRedundancyOptimizer, fully_shard, hook_with_zero_step
 from shardwise.testing import run_ranks
 from tests.ranks.torch_modules import MODELS, losses, output_of, pair
 
@@ -67,6 +69,43 @@ def different_losses(face, device="cpu", tolerance=0.0):
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_torchs_modules_train_as_unsharded(face, world_size):
     assert run_ranks(different_losses, world_size, face, kind="gloo") == [{}] * world_size
+
+
+ZEROS = {
+    "whole parameters": {},
+    "bucket views": {"parameters_as_bucket_view": True},
+    "cut where a fair share ends": {"balanced": True},
+    "in backward": {"overlap_with_ddp": True},
+}
+
+
+def different_steps(options):
+    """The same for an optimizer whose ranks step parts of a model that is whole on each of them."""
+    different = {}
+    for name, (make, inputs) in MODELS.items():
+        found = []
+        for zero in (False, True):
+            torch.manual_seed(1)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="Initializing zero-element tensors is a no-op")
+                model, x = make(), inputs()
+            if not zero:
+                found.append(losses(model, x))
+                continue
+            optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=1e-2, **options)
+            if "overlap_with_ddp" in options:
+                model = DistributedDataParallel(model)
+                model.register_comm_hook(None, hook_with_zero_step(allreduce_hook, model, optimizer))
+            found.append(losses(model, x, optimizer))
+        if not torch.equal(*found):
+            different[name] = [each.tolist() for each in found]
+    return different
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("options", ZEROS.values(), ids=ZEROS)
+def test_torchs_modules_train_with_a_divided_optimizer(options):
+    assert run_ranks(different_steps, 2, options, kind="gloo") == [{}] * 2
 
 
 class MovingLSTM(nn.LSTM):

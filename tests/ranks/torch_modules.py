@@ -203,9 +203,9 @@ MODELS = {
 }
 
 
-def losses(model: nn.Module, x: Tensor) -> Tensor:
+def losses(model: nn.Module, x: Tensor, optimizer: torch.optim.Optimizer | None = None) -> Tensor:
     """Of three steps and of a forward for evaluation after them."""
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    optimizer = optimizer or torch.optim.Adam(model.parameters(), lr=1e-2)
     found = []
     for _ in range(3):
         optimizer.zero_grad()
