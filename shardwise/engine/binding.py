@@ -226,9 +226,10 @@ _HIDDEN_ATTRIBUTE = "_shardwise_hidden"
 
 
 class Membership:
-    """Set on a parameter, full or sharded: a module sharded later that shows the same parameter finds its unit here.
+    """Set on a parameter in each of its forms: as it was found, sharded, and gathered.
 
-    It stays behind when the parameter is copied or saved: a copy belongs to no unit.
+    A module sharded later that shows the same parameter finds its unit here. It stays behind when the parameter is
+    copied or saved: a copy belongs to no unit.
     """
 
     def __init__(self, unit: Unit | None = None, slot: Slot | None = None) -> None:

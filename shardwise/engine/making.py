@@ -41,11 +41,6 @@ from shardwise.torch_internals import (
 )
 
 
-def _unit_of(param: torch.Tensor) -> Unit | None:
-    found = membership(param)
-    return None if found is None else found[0]
-
-
 def find_parameters(modules: Iterable[nn.Module], ignored: set[nn.Parameter]) -> list[Found]:
     """The parameters below ``modules`` that no earlier unit took; a shared one is found once, with all its places."""
     found: dict[int, Found] = {}
@@ -205,7 +200,7 @@ def make_unit(
     unit = Unit(name, modules, slots, form, mesh, after_forward, precision, offload, sums)
     unit.hooks = Hooks(unit)
     Root(unit)
-    STEPPING.install(_unit_of)
+    STEPPING.install()
     for found, slot in zip(own, slots, strict=True):
         tag(found.param, unit, slot)
         tag(slot.sharded, unit, slot)

@@ -14,14 +14,17 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from shardwise.engine.binding import membership
 from shardwise.engine.gradients import make_traceable
 from shardwise.errors import StateError
 from shardwise.torch_internals import is_within_compiled, untraced
 
 if TYPE_CHECKING:
+    from shardwise.engine.binding import Slot
     from shardwise.engine.root import Root
     from shardwise.engine.unit import Unit
 
@@ -47,24 +50,21 @@ def is_running(optimizer: Optimizer) -> bool:
     return False
 
 
-UnitOf = Callable[[torch.Tensor], "Unit | None"]
-
-
 class Stepping:
     """The hooks of this process on optimizers' steps."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._unit_of: UnitOf | None = None
+        self._is_installed = False
         self._units: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[weakref.ref[Unit]]]] = (
             weakref.WeakKeyDictionary()
         )
 
-    def install(self, unit_of: UnitOf) -> None:
-        """Hooks into torch's optimizers, once a process; ``unit_of`` tells whose parameter a tensor is."""
+    def install(self) -> None:
+        """Hooks into torch's optimizers, once a process."""
         with self._lock:
-            if self._unit_of is None:
-                self._unit_of = unit_of
+            if not self._is_installed:
+                self._is_installed = True
                 register_optimizer_step_pre_hook(self._before)
                 register_optimizer_step_post_hook(self._after)
 
@@ -92,15 +92,31 @@ class Stepping:
         num_params = sum(len(group["params"]) for group in optimizer.param_groups)
         known = self._units.get(optimizer)
         if known is None or known[0] != num_params:
-            assert self._unit_of is not None
-            units = dict.fromkeys(
-                unit
-                for group in optimizer.param_groups
-                for param in group["params"]
-                if (unit := self._unit_of(param)) is not None
-            )
+            units: dict[Unit, None] = {}
+            for group in optimizer.param_groups:
+                for param in group["params"]:
+                    if (found := membership(param)) is not None:
+                        _check_is_sharded(optimizer, param, *found)
+                        units[found[0]] = None
             known = self._units[optimizer] = (num_params, [weakref.ref(unit) for unit in units])
         return [unit for reference in known[1] if (unit := reference()) is not None]
+
+
+def _check_is_sharded(optimizer: Optimizer, param: torch.Tensor, unit: Unit, slot: Slot) -> None:
+    """Raises if a parameter is one that nothing would come of stepping. Sharded ones may have been replaced since."""
+    if param is slot.sharded or isinstance(param, DTensor):
+        return
+    kind = type(optimizer).__name__
+    name = f"{unit.name}.{slot.name}" if unit.name else slot.name
+    form, fix = "as it was before it was sharded", "make the optimizer after the model is sharded"
+    if param is slot.unsharded:
+        form = "as it is while gathered"
+        fix += ", before a forward or after its backward; after an exception, call reset_iter_state() first"
+    raise StateError(
+        f"{kind} holds parameter '{name}' {form}, and a step would not reach the shards",
+        where=f"{kind}.step(), rank {unit.rank}",
+        fix=fix,
+    )
 
 
 def _roots_of(units: list[Unit]) -> list[Root]:

@@ -128,6 +128,8 @@ class Unit:
                 self.gather_calls,
                 self.mesh.part(part_world) if part_world else None,
             )
+            for slot in self.slots:
+                tag(slot.unsharded, self, slot)
             self.gradients.forget_parameters()
             self._note_trainable()
 

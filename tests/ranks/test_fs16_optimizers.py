@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from functools import partial
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardwise import FullyShardedDataParallel
+from shardwise.errors import StateError
 from shardwise.testing import run_ranks
 from tests.ranks.models import data, match_plain
-from tests.ranks.subject import fully_shard
+from tests.ranks.subject import beyond_torch, fully_shard
 from tests.ranks.tables import cases_of, run_cases
 
 OPTIMIZERS = {
@@ -79,3 +83,36 @@ def test_an_optimizer_steps_shards_as_it_steps_the_whole():
 
 def test_optimizers_step_alike_where_ranks_are_processes():
     run_ranks(matches_the_unsharded_optimizer, 4, "AdamW", True, kind="gloo")
+
+
+def stepped_in_vain(when):
+    """An optimizer that holds parameters which no gradient comes to says so, instead of training nothing."""
+    model = Uneven()
+    made = torch.optim.SGD(model.parameters()) if when.startswith("before") else None
+    if when == "before wrapping":
+        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+    else:
+        shard(model)
+    if when == "between":
+        loss = loss_of(model, 0, dist.get_rank())
+        made = torch.optim.SGD(model.parameters())
+        loss.backward()
+    else:
+        if when == "after an exception":
+            with pytest.raises(RuntimeError):
+                model(torch.ones(3, 4))
+            made = torch.optim.SGD(model.parameters())
+        loss_of(model, 0, dist.get_rank()).backward()
+    form = "was before it was sharded" if when.startswith("before") else "is while gathered"
+    with pytest.raises(
+        StateError, match=rf"(?s)SGD holds parameter '.*' as it {form}.* make the optimizer after"
+    ):
+        made.step()
+    # Others are none the worse for it.
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+@beyond_torch
+@pytest.mark.parametrize("when", ["before sharding", "before wrapping", "between", "after an exception"])
+def test_an_optimizer_that_would_step_in_vain_says_so(when):
+    run_ranks(stepped_in_vain, 2, when, kind="gloo")
