@@ -104,12 +104,13 @@ class Stepping:
 
 def _check_is_sharded(optimizer: Optimizer, param: torch.Tensor, unit: Unit, slot: Slot) -> None:
     """Raises if a parameter is one that nothing would come of stepping. Sharded ones may have been replaced since."""
-    if param is slot.sharded or isinstance(param, DTensor):
+    is_gathered = param is slot.unsharded
+    if param is slot.sharded or (isinstance(param, DTensor) and not is_gathered):
         return
     kind = type(optimizer).__name__
     name = f"{unit.name}.{slot.name}" if unit.name else slot.name
     form, fix = "as it was before it was sharded", "make the optimizer after the model is sharded"
-    if param is slot.unsharded:
+    if is_gathered:
         form = "as it is while gathered"
         fix += ", before a forward or after its backward; after an exception, call reset_iter_state() first"
     raise StateError(
