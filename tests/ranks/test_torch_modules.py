@@ -44,21 +44,26 @@ def sharded(model, face, device="cpu"):
     )
 
 
+def fresh(name, device="cpu"):
+    """A model and its inputs, the same each time."""
+    torch.manual_seed(1)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Initializing zero-element tensors is a no-op")
+        model, x = MODELS[name].make().to(device), MODELS[name].inputs()
+    return model, x.detach().to(device).requires_grad_(x.requires_grad)
+
+
 def different_losses(face, device="cpu", tolerance=0.0):
     """All ranks have the same inputs, so that the average of their gradients is each one's own; which differ.
 
     With 2 or 4 ranks, whose average is exact.
     """
     different = {}
-    for name, (make, inputs) in MODELS.items():
-        found = []
-        for shard in (False, True):
-            torch.manual_seed(1)
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="Initializing zero-element tensors is a no-op")
-                model, x = make().to(device), inputs()
-            x = x.detach().to(device).requires_grad_(x.requires_grad)
-            found.append(losses(sharded(model, face, device) if shard else model, x))
+    for name in MODELS:
+        model, x = fresh(name, device)
+        found = [losses(model, x)]
+        model, x = fresh(name, device)
+        found.append(losses(sharded(model, face, device), x))
         if not torch.allclose(*found, rtol=tolerance, atol=0.0):
             different[name] = [each.tolist() for each in found]
     return different
@@ -82,21 +87,15 @@ ZEROS = {
 def different_steps(options):
     """The same for an optimizer whose ranks step parts of a model that is whole on each of them."""
     different = {}
-    for name, (make, inputs) in MODELS.items():
-        found = []
-        for zero in (False, True):
-            torch.manual_seed(1)
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="Initializing zero-element tensors is a no-op")
-                model, x = make(), inputs()
-            if not zero:
-                found.append(losses(model, x))
-                continue
-            optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=1e-2, **options)
-            if "overlap_with_ddp" in options:
-                model = DistributedDataParallel(model)
-                model.register_comm_hook(None, hook_with_zero_step(allreduce_hook, model, optimizer))
-            found.append(losses(model, x, optimizer))
+    for name in MODELS:
+        model, x = fresh(name)
+        found = [losses(model, x)]
+        model, x = fresh(name)
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=1e-2, **options)
+        if "overlap_with_ddp" in options:
+            model = DistributedDataParallel(model)
+            model.register_comm_hook(None, hook_with_zero_step(allreduce_hook, model, optimizer))
+        found.append(losses(model, x, optimizer))
         if not torch.equal(*found):
             different[name] = [each.tolist() for each in found]
     return different
