@@ -144,6 +144,8 @@ class TrustPolicy:
             collective, also where a group's own collectives carry the data (NCCL), at the price of a message each;
             ``"off"`` compares nothing and watches nothing. Read when a group is first used.
         timeout_seconds: how long a rank waits for another before it explains what it waits for, and raises.
+        start_seconds: how long it waits instead for a rank that has not begun to use the group, and may be loading a
+            model still; after ``timeout_seconds`` it logs who is missing.
         debugger_grace_seconds: how long it waits instead for a rank that sits in a debugger.
         non_finite: what to do before an optimizer uses a step in which a rank had a gradient that is infinite or not
             a number: ``"raise"``, on all ranks; ``"skip"`` the step, on all ranks; ``"log"`` it and go on. With
@@ -155,6 +157,7 @@ class TrustPolicy:
 
     checks: Literal["off", "step", "collective"] = "step"
     timeout_seconds: float = 20.0
+    start_seconds: float = 600.0
     debugger_grace_seconds: float = 3600.0
     non_finite: Literal["raise", "skip", "log"] | None = None
     undoes_steps: bool = False
@@ -173,7 +176,7 @@ class TrustPolicy:
                 where="TrustPolicy(non_finite=...)",
                 fix="use 'raise', 'skip', 'log' or None",
             )
-        for field in ("timeout_seconds", "debugger_grace_seconds"):
+        for field in ("timeout_seconds", "start_seconds", "debugger_grace_seconds"):
             if not getattr(self, field) > 0:
                 raise ConfigError(
                     f"TrustPolicy.{field} is {getattr(self, field)!r}",

@@ -43,11 +43,10 @@ def judge(wire: WatchedWire, waiting: Waiting, evidence: Evidence) -> Verdict | 
     if parting is not None:
         has_heard_all = len(paths) == wire.world or seconds > _TELLING_SECONDS
         return _parted(wire, paths, parting) if has_heard_all else None
-    behind = [rank for rank in range(wire.world) if rank not in paths or paths[rank][0] < own.num_events]
-    states = {rank: _process_state(wire, rank) for rank in behind}
+    states = _behind(wire, evidence)
     gone = [rank for rank, state in states.items() if state == "dead"]
     if gone:
-        return _lost(wire, waiting, statuses, states, gone, seconds)
+        return _lost(wire, waiting, evidence, states, gone)
     sizes = {wire.rank: getattr(waiting, "message_bytes", 0)}
     for rank, note in statuses.items():
         if note["num_events"] == own.num_events and note["waiting"] == words_of(waiting.code):
@@ -56,7 +55,34 @@ def judge(wire: WatchedWire, waiting: Waiting, evidence: Evidence) -> Verdict | 
         return _sized(wire, waiting, sizes)
     if seconds < _seconds_to_wait(evidence, states):
         return None
-    return _lost(wire, waiting, statuses, states, behind, seconds)._replace(place=own.num_events)
+    return _lost(wire, waiting, evidence, states, [*states])._replace(place=own.num_events)
+
+
+def missed_at_start(wire: WatchedWire, waiting: Waiting, evidence: Evidence) -> str | None:
+    """Who is late to begin, in words, for the first of those that wait to tell; all of them go on waiting."""
+    if evidence.seconds < policies.trust().timeout_seconds:
+        return None
+    states = _behind(wire, evidence)
+    is_first_to_wait = all(rank in states for rank in range(wire.rank))
+    if not is_first_to_wait or not _are_yet_to_begin(evidence, states):
+        return None
+    return _lost(wire, waiting, evidence, states, [*states]).what
+
+
+def _behind(wire: WatchedWire, evidence: Evidence) -> dict[int, str]:
+    """The ranks that have not come to where this one waits, and how they are."""
+    own, statuses = evidence.own, evidence.statuses
+    return {
+        rank: _process_state(wire, rank)
+        for rank in range(wire.world)
+        if rank != wire.rank and (rank not in statuses or statuses[rank]["num_events"] < own.num_events)
+    }
+
+
+def _are_yet_to_begin(evidence: Evidence, states: dict[int, str]) -> bool:
+    """Whether this rank waits in the first thing it does, for some that have done nothing and are free to."""
+    is_first = evidence.own.epoch == 0 and evidence.own.num_events == 1
+    return is_first and bool(states) and not any(state.startswith("stopped") for state in states.values())
 
 
 def _seconds_to_wait(evidence: Evidence, states: dict[int, str]) -> float:
@@ -68,6 +94,8 @@ def _seconds_to_wait(evidence: Evidence, states: dict[int, str]) -> float:
         return max(policy.debugger_grace_seconds, patience_seconds)
     if patience_seconds:
         return policy.timeout_seconds + patience_seconds
+    if _are_yet_to_begin(evidence, states):
+        return max(policy.timeout_seconds, policy.start_seconds)
     if any(state == "alive" and rank not in evidence.heard for rank, state in states.items()):
         # On a busy machine the watch of one that lives may be late to say where it is.
         return policy.timeout_seconds + _TELLING_SECONDS
@@ -107,21 +135,15 @@ def _sized(wire: WatchedWire, waiting: Waiting, sizes: dict[int, int]) -> Verdic
 
 
 def _lost(
-    wire: WatchedWire,
-    waiting: Waiting,
-    statuses: dict[int, Note],
-    states: dict[int, str],
-    missing: list[int],
-    seconds: float,
+    wire: WatchedWire, waiting: Waiting, evidence: Evidence, states: dict[int, str], missing: list[int]
 ) -> Verdict:
     told, stacks = [], []
     for rank in missing:
-        note = statuses.get(rank)
+        note = evidence.statuses.get(rank)
         name = wire.ranks[rank]
         where = "it has said nothing of itself"
         if note is not None:
-            last = note["events"][-1] if note["events"] else "start the step"
-            where = f"the last it did was to {last}"
+            where = f"the last it did was to {note['events'][-1]}" if note["events"] else "it has not begun"
             if note["waiting"]:
                 where += f", it waits to {note['waiting']}"
             if note["stack"]:
@@ -130,10 +152,13 @@ def _lost(
     if not missing:
         told.append("all of them have come")
     names = _ranks([wire.ranks[rank] for rank in missing]) if missing else "the data of ranks"
-    what = f"{names} did not come to {words_of(waiting.code)} within {seconds:.1f} s: {'; '.join(told)}"
+    what = (
+        f"{names} did not come to {words_of(waiting.code)} within {evidence.seconds:.1f} s: {'; '.join(told)}"
+    )
     fix = (
         "look at what that rank was doing; if it is to work alone for a while, let it do so in shardwise.patience(), "
-        "or raise timeout_seconds with set_trust(); if it is gone, restart from the last checkpoint"
+        "or raise timeout_seconds with set_trust(), start_seconds if it has not begun; if it is gone, restart from "
+        "the last checkpoint"
     )
     return Verdict(PeerFailure, what, fix, "\n".join(stacks))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import threading
 import time
 import weakref
@@ -17,13 +18,14 @@ from typing import Any
 
 from shardwise import policies
 from shardwise.comm.board import Note
-from shardwise.comm.judge import Evidence, judge
+from shardwise.comm.judge import Evidence, judge, missed_at_start
 from shardwise.comm.path import Story, words_of
 from shardwise.comm.patience import asked_by
 from shardwise.comm.stacks import stack_of
 from shardwise.comm.wire import Verdict, Waiting, WatchedWire
 from shardwise.errors import PeerFailure
 
+_LOGGER = logging.getLogger("shardwise")
 _TICK_SECONDS = 0.05
 # How long a rank may stand still before it says so, and before one that waits asks why; less where little time is set.
 _MOMENT_SECONDS = 0.4
@@ -54,6 +56,7 @@ class _Sight:
     last_judged: float = 0.0
     num_judged: int = 0
     verdict_at: float | None = None
+    has_told: bool = False
     aftermath_until: float = 0.0
     # Each peer's sign of life as this wait found it; and who has given another one since.
     beats: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -65,7 +68,7 @@ class _Sight:
         """For how long the rank has been where it is."""
         if position != self.position:
             self.position, self.still_since = position, now
-            self.num_statuses, self.verdict_at = 0, None
+            self.num_statuses, self.verdict_at, self.has_told = 0, None, False
             self.beats.clear()
             self.heard.clear()
         return now - self.still_since
@@ -170,9 +173,13 @@ class Watch:
             wire.board.post_status(_status(wire, waiting, sight.num_statuses, still_seconds))
         if waiting is not None and self._is_judge(wire, sight, moment_seconds, now):
             own = wire.path.story()
-            verdict = judge(wire, waiting, self._ask_others(wire, sight, own, still_seconds))
+            evidence = self._ask_others(wire, sight, own, still_seconds)
+            verdict = judge(wire, waiting, evidence)
             if verdict is not None and own.epoch == epoch:
                 wire.end_epoch(epoch, verdict, void=known)
+            elif not sight.has_told and (missed := missed_at_start(wire, waiting, evidence)) is not None:
+                sight.has_told = True
+                _LOGGER.warning("rank %d goes on waiting: %s", wire.own_rank, missed)
 
     def _ask_others(self, wire: WatchedWire, sight: _Sight, own: Story, still_seconds: float) -> Evidence:
         statuses = {

@@ -275,7 +275,7 @@ class WatchedWire(Wire):
             time.sleep(0.05)
         self.heed_verdict()
         lost = PeerFailure(
-            f"the connection to another rank is lost: {str(error).splitlines()[0]}",
+            f"the connection to another rank is lost: {_in_short(error)}",
             where=self._where(),
             fix="look for the rank that died in the job's logs; restart from the last checkpoint",
         )
@@ -302,3 +302,10 @@ class WatchedWire(Wire):
         )
         if file is not None:
             error.where = f"{error.where}; its last events are in {file}"
+
+
+def _in_short(error: Exception) -> str:
+    """The first line of a backend's error; NCCL says what went wrong further down."""
+    first, _, rest = str(error).partition("\n")
+    cause = rest.partition("Last error:")[2].strip().partition("\n")[0]
+    return f"{first}: {cause}" if cause else first

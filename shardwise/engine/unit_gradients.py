@@ -94,7 +94,11 @@ class UnitGradients:
 
     def have_come(self) -> bool:
         """Whether backward has left any on the parameters, and nothing has taken them since."""
-        return self.plan is not None and any(param.grad is not None for param in self.plan.params)
+        if self.plan is not None:
+            for param in self.plan.params:
+                if param.grad is not None:
+                    return True
+        return False
 
     def reduce(self) -> bool:
         """Starts to reduce the gradients that have come in, with those put by before; without sync, puts them by.

@@ -108,13 +108,33 @@ def test_ranks_that_part_are_told_on_all_ranks_before_the_optimizer(face, world_
     told = stories(world_size, errs_by, face=face)
     assert len(told) == world_size
     for text in told.values():
-        assert "RankDisagreement: ranks do not do the same" in text
-        assert f"rank {world_size - 1} went on to gather" in text
+        assert "RankDisagreement: ranks do not do the same" in text, told
+        assert f"rank {world_size - 1} went on to gather" in text, told
 
 
 def test_with_checks_before_every_collective_no_data_is_mixed():
     for text in stories(2, parted_by_size, checks="collective").values():
         assert "rank 1 went on to gather 'blocks.3' in forward" in text
+
+
+def begin_without_the_last():
+    """The last rank does not come to the model: the others must not get into NCCL, which would not let them out."""
+    set_trust(timeout_seconds=2.0, start_seconds=4.0)
+    model, _ = composed()
+    if dist.get_rank() == dist.get_world_size() - 1:
+        stall()
+    model(torch.randn(4, WIDTH, device="cuda"))
+
+
+def test_a_rank_that_does_not_come_to_the_model_is_named():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange, "_GRACE_SECONDS", 10.0)
+        with pytest.raises(RankFailure) as failure:
+            run_ranks(begin_without_the_last, 3, kind="nccl", timeout_seconds=40)
+    told = {report.rank: report.details for report in failure.value.reports}
+    for rank in range(2):
+        assert "rank 2 did not come to begin with the model" in told[rank], told
+        assert "rank 2 is alive, it has not begun" in told[rank], told
 
 
 @worlds

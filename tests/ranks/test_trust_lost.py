@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import signal
 import time
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from shardwise import ConfigError, PeerFailure, patience, set_trust, trace
 from shardwise.cli import main
 from shardwise.comm import watch
+from shardwise.comm.agreement import check_same_model
+from shardwise.comm.collectives import GroupCalls
+from shardwise.comm.native import NativeWire
+from shardwise.comm.watch import watch_over
 from shardwise.testing import exchange, run_ranks
 from shardwise.testing.failures import RankFailure
 from tests.ranks.parting import Run, Struck, in_a_debugger, timeouts_of
@@ -157,6 +163,66 @@ def test_a_slow_rank_is_waited_for_until_the_time_is_up_and_then_named_with_its_
     assert main(["trace", told["file"]]) == 0
     assert told["text"] in capsys.readouterr().out
     assert main(["trace", str(tmp_path / "nothing.json")]) == 1
+
+
+class Told(logging.Handler):
+    """Keeps what is logged, and lets other processes know."""
+
+    def __init__(self, file):
+        super().__init__()
+        self.file = file
+
+    def emit(self, record):
+        self.file.write_text(record.getMessage())
+
+
+def new_calls(native):
+    calls = GroupCalls(dist.new_group(), torch.device("cpu"))
+    if native:
+        # As with NCCL, here without it.
+        calls.wire = NativeWire(calls.group, calls.device)
+        watch_over(calls.wire)
+    return calls
+
+
+def late_beginners(native, folder):
+    """The last rank comes to its first model when others have said that it is late, to the second one never."""
+    is_late = dist.get_rank() == dist.get_world_size() - 1
+    said = Told(folder / "said")
+    logging.getLogger("shardwise").addHandler(said)
+    try:
+        with timeouts_of(timeout_seconds=0.5, start_seconds=LONGEST_SECONDS, trace_dir=str(folder)):
+            calls = new_calls(native)
+            while is_late and not said.file.exists():
+                dawdle(0.02)
+            check_same_model(["a parameter"], calls, calls.device)
+            set_trust(start_seconds=1.5)
+            calls = new_calls(native)
+            if is_late:
+                dawdle_until_all_are_told(folder)
+                return ""
+            try:
+                check_same_model(["a parameter"], calls, calls.device)
+            except PeerFailure as error:
+                (folder / f"told-{dist.get_rank()}").touch()
+                return str(error)
+    finally:
+        logging.getLogger("shardwise").removeHandler(said)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "kind", "native"), [(2, "gloo", False), (3, "threads", False), (3, "gloo", True)]
+)
+def test_a_rank_that_has_not_begun_is_waited_for_longer_and_missed_aloud(world_size, kind, native, tmp_path):
+    late = world_size - 1
+    *told, nothing = run_ranks(late_beginners, world_size, native, tmp_path, kind=kind, timeout_seconds=60)
+    said = (tmp_path / "said").read_text()
+    assert said.startswith(f"rank 0 goes on waiting: rank {late} did not come to ")
+    assert f"rank {late} is alive, it has not begun" in said
+    assert nothing == ""
+    for text in told:
+        assert f"rank {late} did not come to " in text
+        assert "begin with the model within " in text
 
 
 def test_no_patience_at_all_is_refused():
