@@ -179,6 +179,11 @@ class Slot:
             and tuple(local_of(param).shape) == tuple(self.local.shape)
         )
 
+    @property
+    def wanted(self) -> str:
+        """What fits, in words."""
+        return f"a DTensor of shape {tuple(self.spec.shape)} placed {tuple(self.spec.placements)}"
+
     def adopt(self, param: nn.Parameter) -> None:
         """Takes ``param``, which fits, for the sharded parameter."""
         self.sharded = param

@@ -38,6 +38,7 @@ class Line:
         self.slots: list[FlatSlot] = []
         self.name = FLAT_NAME
         self.flat: nn.Parameter | None = None
+        self.flat_numel = 0
         # This rank's part of the line, in the unit's buffer.
         self.share: torch.Tensor
         self.params: dict[str, nn.Parameter | None] = {}
@@ -107,7 +108,16 @@ class FlatSlot(Slot):
         return super().found() if self.line.flat is None else self.line.params.get(self.line.name)
 
     def fits(self, param: nn.Parameter) -> bool:
-        return param.shape == self.sharded.shape
+        # Not the shape of ``sharded``: ``.data = ...`` may have given that very parameter another one.
+        return tuple(param.shape) == self._fitting_shape
+
+    @property
+    def wanted(self) -> str:
+        return f"a plain tensor of shape {self._fitting_shape}"
+
+    @property
+    def _fitting_shape(self) -> tuple[int, ...]:
+        return self.shown_shape if self.line.flat is None else (self.line.flat_numel,)
 
     def adopt(self, param: nn.Parameter) -> None:
         self.sharded = param
@@ -170,6 +180,7 @@ class Flat:
                 first = found[segment.members[0]].param
                 line.name = FLAT_NAME if number == 0 else f"{FLAT_NAME}_{number}"
                 line.params = parameters_of(self._holder)
+                line.flat_numel = segment.numel
                 line.flat = nn.Parameter(
                     torch.zeros(segment.numel, dtype=first.dtype, device=device),
                     requires_grad=first.requires_grad,

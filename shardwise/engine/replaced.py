@@ -20,10 +20,9 @@ def adopt_found(slots: list[Slot], unit: str, rank: int) -> None:
         if param is None or not slot.fits(param):
             raise StateError(
                 f"parameter '{slot.name}' was replaced by {_described(param)}, which cannot take the place of "
-                f"{_described(slot.sharded)}",
+                f"{slot.wanted}",
                 where=f"unit '{unit}', rank {rank}",
-                fix="replace it with a DTensor of the same shape, mesh and placements, or load values with "
-                "load_state_dict",
+                fix="replace it with what it was, on the same mesh, or load values with load_state_dict",
             )
     for slot, param in zip(slots, found, strict=True):
         assert param is not None

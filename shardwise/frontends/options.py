@@ -94,8 +94,6 @@ class MixedPrecision:
         )
 
 
-AS_IS = MixedPrecision(cast_root_forward_inputs=False)
-
 E = TypeVar("E", bound=Enum)
 
 

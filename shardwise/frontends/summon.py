@@ -129,11 +129,12 @@ def one_shown_whole(
     try:
         yield wholes
     finally:
+        left = {slot: _left_in(slot, param) for slot, param in params.items()}
         del marks[WHOLE_ATTRIBUTE]
         unit.show_sharded()
         show_flats(unit)
         if writeback:
-            _write_back(params, gradients)
+            _write_back(unit, left, gradients)
 
 
 def check_shows_whole(unit: Unit) -> None:
@@ -182,10 +183,25 @@ def show_flats(unit: Unit) -> None:
             line.params[line.name] = line.flat
 
 
-def _write_back(params: dict[FlatSlot, nn.Parameter], gradients: Iterable[FlatSlot]) -> None:
-    for slot, param in params.items():
-        write_parameter(slot, param.detach())
+def _left_in(slot: FlatSlot, param: nn.Parameter) -> torch.Tensor | None:
+    """What stands where a whole parameter was shown: that, or what somebody has put in its place."""
+    found = [place.params.get(place.name) for place in slot.places]
+    return next((each for each in found if each is not param), param)
+
+
+def _write_back(unit: Unit, left: dict[FlatSlot, torch.Tensor | None], gradients: Iterable[FlatSlot]) -> None:
+    fitting = {slot: whole for slot, whole in left.items() if whole is not None and whole.shape == slot.shape}
+    for slot, whole in left.items():
+        if slot not in fitting:
+            found = "nothing" if whole is None else f"a tensor of shape {tuple(whole.shape)}"
+            raise StateError(
+                f"{found} was left in the place of parameter '{slot.name}', whose shape is {slot.shape}",
+                where=f"summon_full_params, unit '{unit.name}', rank {unit.rank}",
+                fix="write values of the parameter's shape; nothing of this unit was written back",
+            )
+    for slot, whole in fitting.items():
+        write_parameter(slot, whole.detach())
     for slot in gradients:
-        gradient, own = params[slot].grad, slot.sharded.grad
+        gradient, own = fitting[slot].grad, slot.sharded.grad
         if gradient is not None and own is not None:
             shown_part(slot, own).copy_(own_elements(slot, gradient))

@@ -41,12 +41,13 @@ from shardwise.frontends.summon import (
 )
 from shardwise.frontends.torch_state_dicts import names_in
 from shardwise.frontends.wrapper_methods import ModelMethods
+from shardwise.frontends.wrapper_options import WrapperOptions
 from shardwise.frontends.wrapper_state import LoadHooks
 from shardwise.frontends.wrapping_up import Wrapping, plan_wrapping
 from shardwise.torch_internals import debugs_in_detail, inside_backward, untraced, untraced_itself
 
 
-class FullyShardedDataParallel(ModelMethods):
+class FullyShardedDataParallel(WrapperOptions, ModelMethods):
     """Shards a module's parameters, gradients and optimizer state over ranks, behind torch's FSDP1 interface.
 
     Args:

@@ -24,7 +24,6 @@ from shardwise.engine.unit import Unit
 from shardwise.errors import ConfigError, ConfigTypeError
 from shardwise.frontends.auto_wrap import choose
 from shardwise.frontends.options import (
-    AS_IS,
     STRATEGIES,
     BackwardPrefetch,
     CPUOffload,
@@ -69,7 +68,7 @@ class Wrapping:
 
     module: nn.Module
     places: list[tuple[nn.Module, str]]
-    strategy: Strategy
+    sharding_strategy: ShardingStrategy
     mesh: DataMesh
     precision: MixedPrecision
     offload: OffloadPolicy
@@ -81,6 +80,10 @@ class Wrapping:
     # Modules that no inner wrapper has taken; and those of them that are left out of mixed precision.
     own_modules: list[nn.Module]
     as_stored: list[nn.Module]
+
+    @property
+    def strategy(self) -> Strategy:
+        return STRATEGIES[self.sharding_strategy]
 
     def set_up(self, unit: Unit) -> None:
         """Hands the options that are settings to the unit, and its modules theirs."""
@@ -139,7 +142,7 @@ def _read(module: nn.Module, options: dict[str, Any], ignored: set[nn.Parameter]
         )
     strategy = as_choice(ShardingStrategy, options["sharding_strategy"] or ShardingStrategy.FULL_SHARD, where)
     precision = options["mixed_precision"]
-    precision = AS_IS if precision is None else as_record(MixedPrecision, precision, where)
+    precision = MixedPrecision() if precision is None else as_record(MixedPrecision, precision, where)
     offload = options["cpu_offload"]
     offloads = offload is not None and as_record(CPUOffload, offload, where).offload_params
     prefetch = options["backward_prefetch"]
@@ -150,7 +153,7 @@ def _read(module: nn.Module, options: dict[str, Any], ignored: set[nn.Parameter]
     return Wrapping(
         module,
         [],
-        STRATEGIES[strategy],
+        strategy,
         mesh,
         precision,
         CPUOffloadPolicy(pin_memory=device.type == "cuda") if offloads else OffloadPolicy(),

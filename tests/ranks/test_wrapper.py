@@ -18,6 +18,7 @@ from shardwise import (
     CPUOffload,
     CustomPolicy,
     FullyShardedDataParallel,
+    MixedPrecision,
     ModuleWrapPolicy,
     ShardingStrategy,
 )
@@ -282,6 +283,41 @@ def names():
 
 def test_names_are_clean_and_attributes_fall_through():
     run_ranks(names, 2)
+
+
+def options_read():
+    """What a wrapper says of itself, in each strategy's own group."""
+    layer = nn.Linear(4, 4)
+    layer.rank = 7
+    model = FullyShardedDataParallel(layer)
+    assert (model.sharding_strategy, model.cpu_offload) == (FULL_SHARD, CPUOffload())
+    assert (model.mixed_precision, model.backward_prefetch) == (
+        MixedPrecision(),
+        BackwardPrefetch.BACKWARD_PRE,
+    )
+    assert (model.compute_device.type, model.forward_prefetch) == ("cpu", False)
+    assert (model.rank, model.module.rank, model.world_size) == (dist.get_rank(), 7, 4)
+    assert model.process_group is dist.group.WORLD
+    with pytest.raises(AttributeError):
+        model.sharding_strategy = NO_SHARD
+    options = {
+        "cpu_offload": CPUOffload(offload_params=True),
+        "mixed_precision": MixedPrecision(param_dtype=torch.bfloat16),
+        "backward_prefetch": None,
+        "forward_prefetch": True,
+    }
+    for strategy, world_size in ((NO_SHARD, 4), (HYBRID, 2)):
+        mesh = init_device_mesh("cpu", (2, 2) if strategy is HYBRID else (4,))
+        model = FullyShardedDataParallel(
+            nn.Linear(4, 4), sharding_strategy=strategy, device_mesh=mesh, **options
+        )
+        assert {name: getattr(model, name) for name in options} == options
+        assert (model.sharding_strategy, model.world_size) == (strategy, world_size)
+        assert model.process_group.rank() == model.rank == dist.get_rank() % world_size
+
+
+def test_options_can_be_read():
+    run_ranks(options_read, 4)
 
 
 # --- frozen parameters ----------------------------------------------------------------------------------------------

@@ -122,6 +122,45 @@ def test_summoned_parameters_are_whole_and_changes_are_written_back():
     run_ranks(summons, 3)
 
 
+def replacements(orig):
+    """Parameters that are replaced, whole or as shards; and what does not fit, which changes nothing."""
+    model = FSDP(nn.Sequential(FSDP(nn.Linear(4, 3), use_orig_params=orig)), use_orig_params=orig)
+    layer = model.module[0].module
+    with FSDP.summon_full_params(model):
+        layer.weight = nn.Parameter(torch.full((3, 4), 2.0))
+        layer.bias.data = torch.full((3,), 1.0)
+    assert model(torch.ones(1, 4)).tolist() == [[9.0, 9.0, 9.0]]
+    model(torch.ones(1, 4)).sum().backward()
+    with FSDP.summon_full_params(model, with_grads=True):
+        layer.bias = nn.Parameter(torch.zeros(3))
+        layer.bias.grad = torch.full((3,), 7.0)
+    with FSDP.summon_full_params(model, with_grads=True, writeback=False):
+        assert layer.bias.grad.tolist() == [7.0, 7.0, 7.0]
+    summoned = FSDP.summon_full_params(model)
+    with (
+        pytest.raises(StateError, match=r"tensor of shape \(5,\) was left in the place of parameter 'bias'"),
+        summoned,
+    ):
+        layer.bias = nn.Parameter(layer.weight.detach().fill_(5.0).new_zeros(5))
+    summoned = FSDP.summon_full_params(model)
+    with pytest.raises(StateError, match="nothing was left in the place of parameter 'weight'"), summoned:
+        del layer.weight
+    assert model(torch.ones(1, 4)).tolist() == [[8.0, 8.0, 8.0]]
+    kept = [param.data for param in model.parameters()]
+    for param in model.parameters():
+        param.data = torch.ones(99)
+    with pytest.raises(StateError, match=r"shape \(99,\), which cannot take the place of a plain tensor of"):
+        model(torch.ones(1, 4))
+    for param, values in zip(model.parameters(), kept, strict=True):
+        param.data = values.clone()
+    assert model(torch.ones(1, 4)).tolist() == [[8.0, 8.0, 8.0]]
+
+
+@pytest.mark.parametrize("orig", [False, True])
+def test_replaced_parameters_are_taken_over_if_they_fit(orig):
+    run_ranks(replacements, 2, orig)
+
+
 def refused_summons():
     model = FSDP(seeded(Layers()))
     with (
