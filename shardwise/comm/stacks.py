@@ -6,7 +6,8 @@ meanwhile have crashed it, too. Here the thread itself is interrupted and writes
 it does, and it needs no lock and no memory for it, so it can do so wherever it waits.
 
 The signal is one that hardly anybody uses, and ignored where nothing handles it: one that arrives late does no harm.
-System calls that it interrupts are taken up again.
+System calls that it interrupts are taken up again, and ``errno`` stays what it was: code that is about to read it, as
+NCCL's does whenever it looks for what other ranks have sent, must not find a failure without a reason.
 """
 
 from __future__ import annotations
@@ -37,12 +38,15 @@ class _Notebook:
         assert _SIGNAL is not None
         self.process = os.getpid()
         self._file = tempfile.TemporaryFile("a+")  # noqa: SIM115
-        faulthandler.register(_SIGNAL, self._file, all_threads=False)
+        # ``chain``: only then does the handler put ``errno`` back.
+        faulthandler.register(_SIGNAL, self._file, all_threads=False, chain=True)
 
     def ask(self, thread: int) -> str:
         """What the thread writes down, or nothing if it does not come to it."""
         assert _SIGNAL is not None
         os.ftruncate(self._file.fileno(), 0)
+        # For this once: when it chains, the handler registers itself anew, to interrupt system calls.
+        signal.siginterrupt(_SIGNAL, False)
         signal.pthread_kill(thread, _SIGNAL)
         until = time.monotonic() + _LONGEST_SECONDS
         seen = ""

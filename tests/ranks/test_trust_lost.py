@@ -217,12 +217,12 @@ def test_a_rank_that_has_not_begun_is_waited_for_longer_and_missed_aloud(world_s
     late = world_size - 1
     *told, nothing = run_ranks(late_beginners, world_size, native, tmp_path, kind=kind, timeout_seconds=60)
     said = (tmp_path / "said").read_text()
-    assert said.startswith(f"rank 0 goes on waiting: rank {late} did not come to ")
+    # On a busy machine others may be late, too.
+    assert re.match(rf"rank \d goes on waiting: ranks? [\d, ]*{late} did not come to ", said), said
     assert f"rank {late} is alive, it has not begun" in said
     assert nothing == ""
     for text in told:
-        assert f"rank {late} did not come to " in text
-        assert "begin with the model within " in text
+        assert re.match(rf"ranks? [\d, ]*{late} did not come to .*begin with the model within ", text), text
 
 
 def test_no_patience_at_all_is_refused():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import os
 import signal
 import subprocess
 import sys
@@ -95,6 +98,32 @@ def test_sleeping_is_taken_up_again():
         begun.wait()
         assert any("in sleep_on" in call for call in stack_of(thread))
     assert slept[0] >= 1.0
+
+
+def test_code_that_is_interrupted_finds_errno_as_it_was():
+    stack_of(threading.get_ident())
+    libc = ctypes.CDLL(None, use_errno=True)
+    ctypes.set_errno(errno.EAGAIN)
+    # As if asked from another thread, between a system call and the look at its error.
+    libc["raise"](int(signal.SIGURG))
+    assert ctypes.get_errno() == errno.EAGAIN
+
+
+def test_code_that_does_not_know_of_interruptions_is_not_told_of_any():
+    reader, writer = os.pipe()
+    libc = ctypes.CDLL(None, use_errno=True)
+    read: list[tuple[int, int]] = []
+
+    def wait_in_read(over: threading.Event) -> None:
+        read.append((libc.read(reader, ctypes.create_string_buffer(1), 1), ctypes.get_errno()))
+
+    with thread_in(wait_in_read) as thread:
+        for _ in range(3):
+            assert any("in wait_in_read" in call for call in stack_of(thread))
+        os.write(writer, b"x")
+    assert read == [(1, 0)]
+    os.close(reader)
+    os.close(writer)
 
 
 def test_threads_that_come_and_go_meanwhile_do_no_harm():
