@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise import FullyShardedDataParallel, PeerFailure, RankDisagreement, fully_shard, set_trust
+from shardwise.comm.stacks import stack_of
 from shardwise.testing import RankFailure, exchange, run_ranks
 from shardwise.testing.workloads import seeded
 from tests.ranks.parting import WIDTH, Model
@@ -135,6 +137,35 @@ def test_a_rank_that_does_not_come_to_the_model_is_named():
     for rank in range(2):
         assert "rank 2 did not come to begin with the model" in told[rank], told
         assert "rank 2 is alive, it has not begun" in told[rank], told
+
+
+def connect_while_asked(num_groups):
+    """NCCL connects ranks again and again, while this one is asked all the time where it is."""
+    thread, over = threading.get_ident(), threading.Event()
+    asked = []
+
+    def ask():
+        while not over.is_set():
+            asked.append(stack_of(thread)[-1])
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    try:
+        for _ in range(num_groups):
+            group = dist.new_group()
+            ones = torch.ones(1, device="cuda")
+            dist.all_reduce(ones, group=group)
+            assert ones.item() == dist.get_world_size()
+            dist.destroy_process_group(group)
+    finally:
+        over.set()
+        asking.join()
+    return len(asked)
+
+
+def test_ranks_that_are_asked_where_they_are_connect_all_the_same():
+    # Every look for what others have sent fails until it has come, and says why in errno.
+    assert min(run_ranks(connect_while_asked, 2, 12, kind="nccl")) > 100
 
 
 @worlds
