@@ -165,7 +165,7 @@ def connect_while_asked(num_groups):
 
 def test_ranks_that_are_asked_where_they_are_connect_all_the_same():
     # Every look for what others have sent fails until it has come, and says why in errno.
-    assert min(run_ranks(connect_while_asked, 2, 12, kind="nccl")) > 100
+    assert min(run_ranks(connect_while_asked, 2, 12, kind="nccl")) > 50
 
 
 @worlds
