@@ -28,8 +28,9 @@ def check_same_model(lines: Sequence[str], calls: GroupCalls, device: torch.devi
     Each line describes one parameter; the message names the first that differs, and which ranks hold what.
     """
     text = "\n".join(lines).encode()
-    # On the host: NCCL connects ranks in their first collective, and nothing wakes one that waits there in vain.
-    calls.wire.agree(_BEGIN)
+    if not calls.wire.carries:
+        # On the host: NCCL connects ranks in their first collective, and nothing wakes one that waits there in vain.
+        calls.wire.agree(_BEGIN)
     with unseen_by_modes(), torch.inference_mode(False), torch.no_grad():
         digests = gather_bytes(hashlib.sha256(text).digest(), calls, device)
         if len(set(digests)) == 1:

@@ -18,7 +18,9 @@ from shardwise.comm.wire import WatchedWire
 from shardwise.torch_internals import name_of
 from shardwise.torch_threads import threaded_ranks_are_stopping
 
+# How often a rank that waits looks for a verdict; many of them would keep the one that works from working.
 _SLICE_SECONDS = 0.05
+_RANKS_A_SLICE = 8
 _LANDING_SECONDS = 0.2
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -57,9 +59,10 @@ class Met:
 
     def wait(self) -> None:
         meeting, wire = self.meeting, self.wire
+        slice_seconds = _SLICE_SECONDS * max(1.0, wire.world / _RANKS_A_SLICE)
         wire.waiting = self
         try:
-            while not meeting.is_over.wait(_SLICE_SECONDS):
+            while not meeting.is_over.wait(slice_seconds):
                 if wire.verdict is not None:
                     wire.heed_verdict()
                 if threaded_ranks_are_stopping():
