@@ -59,10 +59,9 @@ class Met:
 
     def wait(self) -> None:
         meeting, wire = self.meeting, self.wire
-        slice_seconds = _SLICE_SECONDS * max(1.0, wire.world / _RANKS_A_SLICE)
         wire.waiting = self
         try:
-            while not meeting.is_over.wait(slice_seconds):
+            while not meeting.is_over.wait(wire.slice_seconds):
                 if wire.verdict is not None:
                     wire.heed_verdict()
                 if threaded_ranks_are_stopping():
@@ -80,6 +79,7 @@ class MeetingWire(WatchedWire):
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group, device)
+        self.slice_seconds = _SLICE_SECONDS * max(1.0, self.world / _RANKS_A_SLICE)
         with _tables_lock:
             self._table = _tables.setdefault(name_of(group), _Table())
 

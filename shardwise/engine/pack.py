@@ -40,11 +40,12 @@ class Slice:
     rows: torch.Tensor
     # None: all of them.
     columns: Span | None
+    is_complex: bool
 
     def of(self, own_row: torch.Tensor) -> torch.Tensor:
         """This rank's sums of it."""
         own = own_row if self.columns is None else own_row[self.columns.start : self.columns.stop]
-        return torch.view_as_real(own).view(-1) if own.is_complex() else own
+        return torch.view_as_real(own).view(-1) if self.is_complex else own
 
 
 def plan_slices(
@@ -67,12 +68,13 @@ def plan_slices(
     rows = Movable(world * widest * dtype.itemsize, device)
     if not parts:
         pack = plan_pack(packing, rows, dtype, shapes, gradient_dtypes)
-        return rows, [Slice(pack, _all_of(rows, dtype, world * row_numel), None)]
+        return rows, [Slice(pack, _all_of(rows, dtype, world * row_numel), None, dtype.is_complex)]
     slices = []
     for part in parts:
         kernel = _plan_kernel(packing, part.columns, rows, dtype, shapes, gradient_dtypes)
         pack = kernel or PiecewisePack(part, rows, dtype, len(shapes))
-        slices.append(Slice(pack, _all_of(rows, dtype, world * part.row_numel), part.columns))
+        numbers = _all_of(rows, dtype, world * part.row_numel)
+        slices.append(Slice(pack, numbers, part.columns, dtype.is_complex))
     return rows, slices
 
 
