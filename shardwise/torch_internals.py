@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial, wraps
 from types import FrameType
 from typing import Any, TypeVar, cast
 
@@ -117,6 +118,54 @@ def are_over(tensors: Iterable[torch.Tensor], locals_: Iterable[torch.Tensor]) -
 def replace_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
     """Points a DTensor at another local tensor of the same shape, keeping the object that optimizers hold."""
     tensor._local_tensor = local  # type: ignore[attr-defined]
+
+
+def count_foreach_writes(is_counted: Callable[[torch.Tensor], bool]) -> None:
+    """Has in-place foreach and fused kernels raise the versions of the DTensors they write to, as others do.
+
+    For DTensors that are ``is_counted``. To be called once in a process.
+    """
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    for name in dir(torch.ops.aten):
+        if name.startswith(("_foreach_", "_fused_")) and name.endswith("_"):
+            packet = getattr(torch.ops.aten, name)
+            for overload in packet.overloads():
+                handlers.setdefault(getattr(packet, overload), partial(_counting_writes, is_counted))
+
+
+def _counting_writes(
+    is_counted: Callable[[torch.Tensor], bool], op: Any, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
+    written = args[0]
+    if all(isinstance(target, DTensor) and is_counted(target) for target in written):
+        torch.autograd.graph.increment_version(written)
+        if _lie_alike(written, args[1:]) and _lie_alike(written, kwargs.values()):
+            # Element by element, so each rank computes its own shards.
+            local_args, local_kwargs = tree_map_only(DTensor, local_of, (args, kwargs))
+            return op(*local_args, **local_kwargs)
+    # As torch itself does it, which it does where nobody has a handler.
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    handler = handlers.pop(op)
+    try:
+        return op(*args, **kwargs)
+    finally:
+        handlers[op] = handler
+
+
+def _lie_alike(targets: Sequence[torch.Tensor], operands: Iterable[Any]) -> bool:
+    """Whether every DTensor among the operands is one of a list, cut as the target in the same place of its list."""
+    for operand in operands:
+        if isinstance(operand, DTensor):
+            return False
+        if isinstance(operand, (list, tuple)):
+            for target, tensor in zip(targets, operand, strict=False):
+                if isinstance(tensor, DTensor) and (
+                    tensor.placements != target.placements  # type: ignore[attr-defined]
+                    or tensor.device_mesh != target.device_mesh  # type: ignore[attr-defined]
+                    or any(placement.is_partial() for placement in tensor.placements)
+                ):
+                    return False
+    return True
 
 
 def placed_local(gradient: torch.Tensor, spec: Spec, left: tuple[int, ...] = ()) -> torch.Tensor:
@@ -565,6 +614,28 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
     own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
     of_all = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
     return [hook for hooks in (*own, *of_all) for hook in hooks.values()]
+
+
+def hear_zero_grad(
+    of_optimizer: Callable[[torch.optim.Optimizer, bool], None], of_module: Callable[[nn.Module, bool], None]
+) -> None:
+    """Calls back after each ``zero_grad`` of an optimizer or module, with its ``set_to_none``; once in a process.
+
+    torch has no hook for it, and not every gradient is where it looks.
+    """
+    _call_after(torch.optim.Optimizer, of_optimizer)
+    _call_after(nn.Module, of_module)
+
+
+def _call_after(cls: Any, heard: Callable[[Any, bool], None]) -> None:
+    zero_grad = cls.zero_grad
+
+    @wraps(zero_grad)
+    def zero_grad_and_tell(self: Any, set_to_none: bool = True) -> None:
+        zero_grad(self, set_to_none)
+        heard(self, set_to_none)
+
+    cls.zero_grad = zero_grad_and_tell
 
 
 def join_is_watching(joinable: Joinable) -> bool:

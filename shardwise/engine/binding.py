@@ -166,6 +166,8 @@ class Slot:
 
     def found(self) -> nn.Parameter | None:
         """The parameter that stands in the sharded one's place now: somebody may have replaced it."""
+        if not self.places:
+            return self.sharded
         place = self.places[0]
         return place.params.get(place.name)
 
@@ -258,6 +260,10 @@ class Membership:
 def membership(param: torch.Tensor) -> tuple[Unit, Slot] | None:
     tag = param.__dict__.get(MEMBERSHIP_ATTRIBUTE)
     return tag.owner() if isinstance(tag, Membership) else None
+
+
+def is_member(param: torch.Tensor) -> bool:
+    return MEMBERSHIP_ATTRIBUTE in param.__dict__
 
 
 def tag(param: torch.Tensor, unit: Unit, slot: Slot) -> None:

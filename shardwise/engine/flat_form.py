@@ -264,3 +264,7 @@ class Flat:
             ):
                 return False
         return True
+
+    def named(self, slots: list[Slot]) -> list[Slot]:
+        # Cuts must not move: what has lost its names stays in the line, unused.
+        return slots

@@ -75,6 +75,9 @@ class Form(Protocol):
     def all_show(self, left: list[Any]) -> bool:
         """Whether modules still show what was left there, as trainable as it was."""
 
+    def named(self, slots: list[Slot]) -> list[Slot]:
+        """The slots that stay in the unit when some have lost all their names."""
+
 
 class Rows:
     """Each parameter is cut along one dim, and shown as a DTensor."""
@@ -130,6 +133,9 @@ class Rows:
             for slot in slots
             for place in slot.places
         ]
+
+    def named(self, slots: list[Slot]) -> list[Slot]:
+        return [slot for slot in slots if slot.places]
 
 
 def parts_by_slot(slots: list[Slot], packing: Packing, rank: int) -> list[Part]:

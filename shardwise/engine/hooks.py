@@ -11,14 +11,16 @@ from typing import Any
 
 # By their own names, because every unit asks for them in every step: ``torch`` may make names up, which is why Python
 # searches all of it each time.
+import torch
 from torch import Tensor, is_grad_enabled, nn
 
 from shardwise import trace
 from shardwise.engine.passes import Pass
-from shardwise.engine.structure import map_tensors, tensors_in
+from shardwise.engine.side_outputs import GraphAttributes
+from shardwise.engine.structure import Loans, map_tensors, tensors_in
 from shardwise.engine.unit import Unit
 from shardwise.errors import StateError
-from shardwise.plan.lifecycle import GATHERING, UNSHARDED
+from shardwise.plan.lifecycle import GATHERING, SHARDED, UNSHARDED
 from shardwise.plan.schedule import KEEP
 from shardwise.torch_internals import inside_backward, untraced
 
@@ -51,6 +53,17 @@ def _without_parameters(unit: Unit, output: Any) -> Any:
     return output
 
 
+def _cast_inputs(dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any], loans: Loans) -> Any:
+    if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):
+        # What most blocks take, and most often from a block before it that computed in the same dtype.
+        tensor = args[0]
+        is_cast = tensor.dtype is not dtype and tensor.is_floating_point()
+        return ((tensor.to(dtype),) if is_cast else args), kwargs
+    return loans.change(
+        lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, (args, kwargs)
+    )
+
+
 def _is_plain(tensor: Tensor) -> bool:
     return type(tensor) is Tensor or type(tensor) is nn.Parameter
 
@@ -60,12 +73,18 @@ class Hooks:
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
-        self._visit: Pass | None = None
+        # The calls of the unit's modules that are running, the innermost last: a module may call itself. A call of a
+        # unit that nothing need be gathered for has no pass.
+        self._calls: list[Pass | None] = []
+        self._loans: list[Loans] = []
+        self._attributes = GraphAttributes()
         self._open: list[Pass] = []
         self._arrived = 0
         self._owes_report = False
-        # Modules that still have to run in this forward of the model: a unit of several frees after the last.
+        # A unit of several modules is gathered for the first of them and let go after the last: those that are still
+        # to run in this forward of the model, and the pass that they share.
         self._still_to_run: set[nn.Module] = set()
+        self._shared: Pass | None = None
         self.on_gradient = _held_weakly(self._gradient_arrived)
         precision = unit.precision
         self._input_dtype = precision.param_dtype if precision.cast_forward_inputs else None
@@ -75,78 +94,123 @@ class Hooks:
         self._input_device = None if device.type == "cpu" else device
 
     # --- forward --------------------------------------------------------------------------------------------------
-    # A face calls these around each forward of a module of the unit, outside of what torch.compile traces.
+    # A face calls these around each forward of a module of the unit, outside of what torch.compile traces:
+    # ``pre_forward``, then either ``post_forward`` or, if something raised in between or in it, ``broke_off``.
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a call of the unit's modules is under way."""
+        return bool(self._calls)
 
     @untraced
-    def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def pre_forward(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        input_dtype: torch.dtype | None = None,
+    ) -> Any:
+        """Gathers the parameters and prepares the inputs. If it raises, the call has not begun.
+
+        ``input_dtype`` is what to cast inputs to in this call, where the unit's own policy does not say so.
+        """
         unit = self.unit
+        enters = unit.root.top is unit or not unit.root.in_forward
         if unit.root.in_backward and inside_backward():
-            self._gather_for_recompute()
-        elif not self._still_to_run:
-            if self._input_device is not None and (unit.root.top is unit or not unit.root.in_forward):
-                args, kwargs = self._move_inputs(args, kwargs)
-            self._begin_forward(module)
-        if self._input_dtype is not None:
-            args, kwargs = self._cast_inputs(args, kwargs)
-        visit = self._visit
-        if visit is not None and not visit.has_input_signal and is_grad_enabled():
-            args, kwargs = visit.signal_inputs(args, kwargs)
+            enters = False
+            visit = self._gather_for_recompute()
+        elif self._still_to_run:
+            enters = False
+            visit = self._shared
+        else:
+            visit = self._begin_forward(module)
+        self._calls.append(visit)
+        self._loans.append(loans := Loans())
+        try:
+            if enters and self._input_device is not None:
+                args, kwargs = self._move_inputs(args, kwargs, loans)
+            dtype = self._input_dtype or input_dtype
+            if dtype is not None:
+                args, kwargs = _cast_inputs(dtype, args, kwargs, loans)
+            if visit is not None and not visit.has_input_signal and is_grad_enabled():
+                args, kwargs = visit.signal_inputs(args, kwargs, loans)
+        except BaseException as error:
+            self.broke_off(module, error)
+            raise
         return args, kwargs
 
-    def _begin_forward(self, module: nn.Module) -> None:
+    def _begin_forward(self, module: nn.Module) -> Pass | None:
         unit = self.unit
+        root = unit.root
+        is_outermost = root.top is unit and not self._calls
+        is_within_model = root.in_forward
+        visit: Pass | None = None
+        try:
+            if is_outermost:
+                root.begin_forward()
+                root = unit.root
+            elif not root.in_forward:
+                root.begin_alone()
+            if unit.needs or root.top is unit:
+                visit = Pass(self, root.window)
+                self._hold_and_gather(visit, unit.needs)
+            for chosen in unit.forward_prefetch:
+                chosen.issue_gather(trace.IN_FORWARD, in_forward=True, prefetch=True)
+            for needed in unit.needs:
+                needed.wait_gather()
+        except BaseException as error:
+            for needed in () if visit is None else visit.held:
+                if needed.release():
+                    needed.abandon_gather()
+            if is_outermost:
+                root.break_off_forward(error)
+            raise
         if len(unit.modules) > 1:
             # Its other modules follow within the forward of a model around them; a call outside it is for itself.
-            self._still_to_run = set(unit.modules) if unit.root.in_forward else {module}
-        if unit.root.top is unit:
-            unit.root.begin_forward()
-        root = unit.root
-        if unit.needs or root.top is unit:
-            self._visit = Pass(self, root.window)
-        for needed in unit.needs:
-            if needed.state is UNSHARDED and needed.holders == 0 and (needed.is_unseen or needed.is_stale()):
-                needed.reshard(trace.IN_FORWARD)
-            needed.holders += 1
-            needed.issue_gather(trace.IN_FORWARD, in_forward=True)
-        for chosen in unit.forward_prefetch:
-            chosen.issue_gather(trace.IN_FORWARD, in_forward=True, prefetch=True)
-        for needed in unit.needs:
-            needed.wait_gather()
+            self._still_to_run = set(unit.modules) if is_within_model else {module}
+            self._shared = visit
         if unit.recorder is not None and unit.slots:
             unit.recorder.add(trace.PRE_FORWARD, unit.name, trace.IN_FORWARD, unit.rank)
+        return visit
 
-    def _gather_for_recompute(self) -> None:
+    def _hold_and_gather(self, visit: Pass, needs: tuple[Unit, ...]) -> None:
+        for needed in needs:
+            if (
+                needed.holders == 0
+                and needed.state is not SHARDED
+                and (needed.is_unseen or needed.is_stale())
+            ):
+                needed.reshard(trace.IN_FORWARD)
+            needed.hold()
+            visit.held = (*visit.held, needed)
+            needed.issue_gather(trace.IN_FORWARD, in_forward=True)
+        if self.unit.needs is not needs:
+            # A gather noticed that parameters were tied to another unit's since the last forward.
+            self._hold_and_gather(visit, tuple(found for found in self.unit.needs if found not in visit.held))
+
+    def _gather_for_recompute(self) -> Pass | None:
         """Activation checkpointing runs forward again inside backward: what it gathers, that backward frees."""
         unit = self.unit
-        self._visit = Pass(self, unit.root.window) if unit.needs else None
         for needed in unit.needs:
             needed.issue_gather(trace.IN_PRE_BACKWARD)
             needed.wait_gather()
+        return Pass(self, unit.root.window) if unit.needs else None
 
-    def _move_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _move_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], loans: Loans) -> Any:
         """What enters the model comes from wherever batches are made."""
         if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):
             return (args[0].to(self._input_device),), kwargs
-        return map_tensors(self._move_input, (args, kwargs))
+        return loans.change(self._move_input, (args, kwargs))
 
     def _move_input(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._input_device)
-
-    def _cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):
-            # What most blocks take, and most often from a block before it that computed in the same dtype.
-            return (args if args[0].dtype is self._input_dtype else (self._cast_input(args[0]),)), kwargs
-        return map_tensors(self._cast_input, (args, kwargs))
-
-    def _cast_input(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._input_dtype) if tensor.is_floating_point() else tensor
 
     def _cast_output(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._output_dtype) if tensor.is_floating_point() else tensor
 
     @untraced
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        unit, visit = self.unit, self._visit
+        unit, visit = self.unit, self._calls[-1]
         recomputes = unit.root.in_backward and inside_backward()
         if self._output_dtype is not None:
             output = map_tensors(self._cast_output, output)
@@ -154,42 +218,68 @@ class Hooks:
             if needed.after_forward is not KEEP:
                 output = _without_parameters(needed, output)
         if visit is not None and is_grad_enabled():
+            visit.signal_side_outputs([*self._loans[-1].written(), *self._attributes.graph_tensors(module)])
             output = visit.signal_outputs(output, recomputes)
-        if recomputes:
-            return output
-        self._still_to_run.discard(module)
-        if not self._still_to_run:
-            self._end_forward()
+        if not recomputes:
+            self._still_to_run.discard(module)
+            if self._is_last_call():
+                self._end_forward(visit)
+        self._leave_call()
         return output
 
-    def _end_forward(self) -> None:
-        unit, visit = self.unit, self._visit
-        self._visit = None
+    def _leave_call(self) -> None:
+        self._calls.pop()
+        self._loans.pop().put_back()
+
+    def _is_last_call(self) -> bool:
+        """Whether the call that is about to return is the last of its pass."""
+        return not self._still_to_run and (len(self._calls) < 2 or self._calls[-2] is not self._calls[-1])
+
+    def _end_forward(self, visit: Pass | None) -> None:
+        unit = self.unit
+        self._shared = None
         if unit.recorder is not None and unit.slots:
             unit.recorder.add(trace.POST_FORWARD, unit.name, trace.IN_FORWARD, unit.rank)
-        is_unseen = visit is not None and visit.is_unseen
-        for needed in unit.needs:
-            needed.holders -= 1
-            needed.is_unseen |= is_unseen
-            if needed.holders == 0:
+        if visit is not None:
+            self._let_go(visit)
+        if unit.root.top is unit and len(self._calls) < 2:
+            unit.root.end_forward()
+
+    def _let_go(self, visit: Pass) -> None:
+        """A pass has left forward: frees what it held, unless somebody else holds it or it is kept for backward."""
+        held, visit.held = visit.held, ()
+        for needed in held:
+            needed.is_unseen |= visit.is_unseen
+            if needed.release():
                 if needed.is_unseen or needed.keeps_after_forward():
                     needed.keep()
                 else:
                     needed.reshard(trace.IN_FORWARD, keep_part=True)
-        if unit.root.top is unit:
-            unit.root.end_forward()
 
     def end_without_the_rest(self) -> None:
         """The model's forward is over, and some modules of the unit were not in it: they may come by themselves."""
         if self._still_to_run:
             self._still_to_run.clear()
-            self._end_forward()
+            self._end_forward(self._shared)
 
-    def broke_off(self, error: BaseException) -> None:
-        """A forward of the unit raised: if it was the whole model's, peers are told."""
-        root = self.unit.root
-        if root.top is self.unit and root.in_forward:
-            root.break_off(f"{type(error).__name__} in forward: {error}"[:500])
+    def broke_off(self, module: nn.Module, error: BaseException) -> None:
+        """A call of the unit raised; whoever called it may catch that and go on, so the unit is let go as ever.
+
+        Where the whole model's forward raised, peers are told.
+        """
+        visit, root = self._calls[-1], self.unit.root
+        if not (root.in_backward and inside_backward()):
+            self._still_to_run.discard(module)
+            if self._is_last_call():
+                self._shared = None
+                if visit is not None and visit.held:
+                    if is_grad_enabled():
+                        # What it had computed by then may be used: it may have been put somewhere before it raised.
+                        visit.expect_unseen_backward()
+                    self._let_go(visit)
+        self._leave_call()
+        if root.top is self.unit and not self._calls:
+            root.break_off_forward(error)
 
     # --- backward -------------------------------------------------------------------------------------------------
 
@@ -203,9 +293,11 @@ class Hooks:
         visit.is_open = True
         if not self._open:
             self._arrived = 0
+            if unit.state is not UNSHARDED and unit.gradients.have_come():
+                self._refuse_unannounced_gradients()
         self._open.append(visit)
         for needed in unit.needs:
-            needed.holders += 1
+            needed.hold()
             if needed.gathers_in_backward:
                 needed.issue_gather(trace.IN_PRE_BACKWARD)
         for needed in unit.needs:
@@ -217,9 +309,12 @@ class Hooks:
 
     def post_backward(self, visit: Pass) -> None:
         """The inputs' gradients are done, so nothing of this pass is left in backward."""
-        if not visit.is_open:
-            return
         unit = self.unit
+        if not visit.is_open:
+            if visit.is_unseen:
+                # Only now is it known that backward has come by.
+                unit.is_unseen = False
+            return
         unit.gradients.reduce()
         if unit.recorder is not None:
             self._report(unit.recorder)
@@ -252,6 +347,8 @@ class Hooks:
             self._refuse_unannounced_gradients()
         if unit.gradients.reduce() or self._open:
             self._owes_report = True
+        if self._owes_report:
+            unit.is_unseen = False
         unit.gradients.reduce_the_rest()
         if self._owes_report and unit.recorder is not None:
             self._report(unit.recorder)
@@ -260,14 +357,15 @@ class Hooks:
         self._owes_report = False
 
     def _refuse_unannounced_gradients(self) -> None:
-        """They were computed with whatever was in the memory that the weights were on their way to."""
+        """They were computed with whatever was in the memory that the weights were to be gathered into."""
         unit = self.unit
         unit.gradients.drop()
         raise StateError(
-            f"backward went through unit '{unit.name}' before its weights were there: its outputs did not tell",
-            where=f"end of backward, rank {unit.rank}",
-            fix="leave the hooks that outputs of sharded modules carry where they are; where a graph is to be cut, "
-            "detach()",
+            f"backward went through unit '{unit.name}' before its weights were gathered, so its gradients are wrong: "
+            "it came by a tensor that forward left somewhere else than in its output",
+            where=f"backward, rank {unit.rank}",
+            fix="return that tensor from forward (inside a tuple, dict or dataclass will do), or keep the weights with "
+            "reshard_after_forward=False; and leave the hooks that outputs carry where they are",
         )
 
     def _report(self, recorder: trace.Recorder) -> None:
@@ -279,8 +377,7 @@ class Hooks:
         visit.is_open = False
         self._open.remove(visit)
         for needed in self.unit.needs:
-            needed.holders -= 1
-            if needed.holders == 0:
+            if needed.release():
                 if needed.frees_after_backward:
                     needed.reshard(trace.IN_POST_BACKWARD)
                 else:
@@ -291,7 +388,9 @@ class Hooks:
         for visit in self._open:
             visit.is_open = False
         self._open.clear()
+        self._calls.clear()
+        self._loans.clear()
         self._still_to_run.clear()
-        self._visit = None
+        self._shared = None
         self._owes_report = False
         self._arrived = 0

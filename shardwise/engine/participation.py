@@ -57,7 +57,7 @@ class Participation:
         if not self._is_holding:
             self._is_holding = True
             for unit in self._units:
-                unit.holders += 1
+                unit.hold()
 
     def end_forward(self) -> None:
         """Without grad there is no backward to hold them for."""
@@ -71,8 +71,7 @@ class Participation:
             return
         self._is_holding = False
         for unit, is_freed in zip(self._units, frees, strict=True):
-            unit.holders -= 1
-            if unit.holders == 0 and is_freed:
+            if unit.release() and is_freed:
                 unit.reshard(phase)
 
     def forget(self) -> None:

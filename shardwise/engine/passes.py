@@ -27,12 +27,13 @@ from torch import Tensor, is_grad_enabled
 from torch.autograd.graph import register_multi_grad_hook
 
 from shardwise.engine.participation import with_backward
-from shardwise.engine.structure import map_tensors, tensors_in
+from shardwise.engine.structure import Loans, tensors_in
 from shardwise.plan.schedule import Window
 from shardwise.torch_internals import current_backward, hook_gradient, hook_of_gradient
 
 if TYPE_CHECKING:
     from shardwise.engine.hooks import Hooks
+    from shardwise.engine.unit import Unit
 
 
 class Pass:
@@ -43,6 +44,7 @@ class Pass:
         "before",
         "follower",
         "has_input_signal",
+        "held",
         "hooks",
         "input_node",
         "is_open",
@@ -56,6 +58,8 @@ class Pass:
     def __init__(self, hooks: Hooks, window: Window) -> None:
         self.hooks = hooks
         self.window = window
+        # Units that forward holds for this pass, until it ends.
+        self.held: tuple[Unit, ...] = ()
         self.place: int | None = None
         self.is_open = False
         self.has_input_signal = False
@@ -72,7 +76,7 @@ class Pass:
 
     # --- forward --------------------------------------------------------------------------------------------------
 
-    def signal_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def signal_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], loans: Loans) -> Any:
         """Passes the inputs on as views of themselves that tell when all their gradients are done."""
         if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
             # What most blocks take: nothing to walk, nothing to rebuild.
@@ -96,7 +100,7 @@ class Pass:
             hook_gradient(signals[0], self.inputs_gradients_are_done)
         else:
             register_multi_grad_hook(signals, self.inputs_gradients_are_done, mode="all")
-        return map_tensors(lambda tensor: views.get(id(tensor), tensor), (args, kwargs))
+        return loans.change(lambda tensor: views.get(id(tensor), tensor), (args, kwargs))
 
     def _follows(self, tensor: Tensor) -> bool:
         """Whether another pass's first signal can serve as this one's second.
@@ -120,16 +124,10 @@ class Pass:
         """Hooks the outputs, whose gradient tells that backward has come to this pass."""
         for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
             if tensor.requires_grad:
-                self.num_outputs += 1
-                base = tensor._base
-                if base is None or base.grad_fn is None:
-                    hook_gradient(tensor, self.outputs_gradient_arrives)
-                else:
-                    hook_gradient(tensor, self.views_gradient_arrives)
-                    base.register_hook(self.bases_gradient_arrives)
+                self._signal_output(tensor)
         unit = self.hooks.unit
         if not self.num_outputs:
-            self._expect_unseen_backward()
+            self.expect_unseen_backward()
             return self._with_backward(output) if unit.root.participation is not None else output
         # Joint units have no place in the order: they are there, and ranks may run different ones.
         if self.place is None and not recomputes and not unit.is_joint:
@@ -138,7 +136,24 @@ class Pass:
             unit.gradients.watch(self.hooks.on_gradient)
         return output
 
-    def _expect_unseen_backward(self) -> None:
+    def _signal_output(self, tensor: Tensor) -> None:
+        self.num_outputs += 1
+        base = tensor._base
+        if base is None or base.grad_fn is None:
+            hook_gradient(tensor, self.outputs_gradient_arrives)
+        else:
+            hook_gradient(tensor, self.views_gradient_arrives)
+            base.register_hook(self.bases_gradient_arrives)
+
+    def signal_side_outputs(self, tensors: list[Tensor]) -> None:
+        """Hooks what forward has left elsewhere than in its output, unless an earlier pass has left it there."""
+        for tensor in tensors:
+            if tensor.grad_fn is not None:
+                before = getattr(hook_of_gradient(tensor), "__self__", None)
+                if not isinstance(before, Pass) or before.hooks is not self.hooks:
+                    self._signal_output(tensor)
+
+    def expect_unseen_backward(self) -> None:
         """What was computed may have left in an object that we cannot look into, or as somebody's attribute.
 
         Its backward then finds the parameters where they are, and their gradients tell that it has begun.

@@ -5,7 +5,7 @@ What it does was decided beforehand: how rows are laid out, summed and divided i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -27,6 +27,18 @@ class Partial(NamedTuple):
 
     row: torch.Tensor
     parts: list[Part]
+
+    def zeroed(
+        self, shards: Container[torch.Tensor], set_to_none: bool, run_starts: Sequence[int]
+    ) -> Partial | None:
+        """What is left of it when the gradients of these shards are zeroed; None if nothing is."""
+        zeroed = [part for part in self.parts if part.slot.sharded in shards]
+        for part in zeroed:
+            self.row.as_strided(part.shape, part.strides, run_starts[part.run] + part.start).zero_()
+        if not set_to_none:
+            return self
+        left = [part for part in self.parts if part not in zeroed]
+        return Partial(self.row, left) if left else None
 
 
 class Reduction:

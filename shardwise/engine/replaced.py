@@ -1,22 +1,62 @@
 """Parameters that were replaced from outside: what may take the place of a unit's shards, and what is refused.
 
 ``.to()`` and ``to_empty()`` leave a unit's buffer, ``load_state_dict(assign=True)`` brings new parameters. What came
-must still be the unit's shards, on the device where they live.
+must still be the unit's shards, on the device where they live. Or it is another sharded parameter: then the two names
+have been tied, and the one that was there before is no longer used.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardwise.engine.binding import Slot
+from shardwise.engine.binding import Slot, membership
 from shardwise.errors import StateError
+
+if TYPE_CHECKING:
+    from shardwise.engine.unit import Unit
+
+
+def follow_ties(unit: Unit) -> list[Unit]:
+    """Gives names that show another sharded parameter to that one's slot; returns the units whose parameters these are.
+
+    A slot may be left without a name.
+    """
+    owners: dict[Unit, None] = {}
+    for slot in unit.slots:
+        for place in tuple(slot.places):
+            shown = place.params.get(place.name)
+            if shown is None or shown is slot.sharded or (found := membership(shown)) is None:
+                continue
+            owner, tied = found
+            if tied is slot or (shown is not tied.sharded and shown is not tied.unsharded):
+                continue
+            if owner.precision.param_dtype != unit.precision.param_dtype:
+                raise StateError(
+                    f"parameter '{slot.name}' was tied to '{tied.name}' of unit '{owner.name}', which computes in "
+                    f"{owner.precision.param_dtype or 'its own dtype'} and not in "
+                    f"{unit.precision.param_dtype or 'its own dtype'}",
+                    where=f"unit '{unit.name}', rank {unit.rank}",
+                    fix="give both units the same param_dtype, or tie the parameters before fully_shard",
+                )
+            slot.places.remove(place)
+            tied.places.append(place)
+            owners[owner] = None
+    return list(owners)
 
 
 def adopt_found(slots: list[Slot], unit: str, rank: int) -> None:
     """Takes what stands in the parameters' places now for them; refuses all of it if one does not fit."""
     found = [slot.found() for slot in slots]
     for slot, param in zip(slots, found, strict=True):
+        if slot.is_shown and any(place.params.get(place.name) is not param for place in slot.places):
+            raise StateError(
+                f"parameter '{slot.name}' has several names, and only some of them were given a new parameter",
+                where=f"unit '{unit}', rank {rank}",
+                fix="give all of them the new parameter, or untie them before the model is sharded",
+            )
         if param is None or not slot.fits(param):
             raise StateError(
                 f"parameter '{slot.name}' was replaced by {_described(param)}, which cannot take the place of "

@@ -30,7 +30,6 @@ from shardwise.engine.recorded import note_root
 from shardwise.engine.reduce import PackedReduce, ReduceSettings
 from shardwise.engine.reduction import Reduction, run_user_hooks
 from shardwise.errors import StateError
-from shardwise.plan.lifecycle import GATHERING
 from shardwise.plan.schedule import Window
 from shardwise.torch_internals import backward_passes, inside_backward, queue_end_of_backward
 
@@ -104,12 +103,12 @@ class Root:
                 for unit in units_of(child):
                     names.setdefault(unit, clean_name(name))
         for unit in names:
-            if unit.root is self or not unit.root.is_busy:
+            if unit.root is self:
                 continue
             if unit.root.accord.is_broken:
                 # It ran alone and raised: that step has ended all the same.
                 unit.root.reset()
-            else:
+            elif unit.root.is_busy:
                 raise StateError(
                     f"unit '{unit.name}' is in the middle of a step of its own",
                     where=f"first forward of the model around it, rank {unit.rank}",
@@ -170,9 +169,19 @@ class Root:
         if self.participation is not None:
             self.participation.begin_forward()
 
+    def begin_alone(self) -> None:
+        """A unit of the model runs by itself; it is the first to notice that the model's last step broke off."""
+        has_ended = self.in_backward or self.accord.is_broken
+        if has_ended and not any(unit.hooks.is_running for unit in self.units):
+            self.reset()
+
     def end_forward(self) -> None:
         for unit in self._of_several:
             unit.hooks.end_without_the_rest()
+        for unit in self.units:
+            if unit.prefetched:
+                # It was not run after all, and would be stale when it is.
+                unit.reshard(trace.IN_FORWARD)
         self.in_forward = False
         if self.participation is not None and not self.expects_backward:
             self.participation.end_forward()
@@ -322,11 +331,10 @@ class Root:
             while self._in_flight:
                 self._finish_oldest_reduce()
             if self.is_last_backward:
-                for unit in self.units:
-                    if unit.prefetched and unit.state is GATHERING:
-                        unit.reshard(trace.IN_POST_BACKWARD)
                 if self.participation is not None:
                     self.participation.end_backward()
+                for unit in self.units:
+                    unit.end_step()
             self._take_back(0)
             reduced = self.lanes.reduce.mark()
             # order: reduced gradients before what follows backward, because clipping and the optimizer read them
@@ -353,6 +361,12 @@ class Root:
         """Tells peers that this rank has left the step it was in."""
         if self.is_busy:
             self.accord.break_off(what)
+
+    def break_off_forward(self, error: BaseException) -> None:
+        """The model's forward raised: peers are told, and the next step begins anew."""
+        if self.in_forward:
+            self.break_off(f"{type(error).__name__} in forward: {error}"[:500])
+            self.in_forward = False
 
     def recover(self) -> None:
         """Forgets the last step if it raised before its end, here or on another rank.

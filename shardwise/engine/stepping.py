@@ -14,14 +14,21 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from shardwise.engine.binding import membership
+from shardwise.engine.binding import is_member, membership
 from shardwise.engine.gradients import make_traceable
 from shardwise.errors import StateError
-from shardwise.torch_internals import is_within_compiled, untraced
+from shardwise.torch_internals import (
+    count_foreach_writes,
+    hear_zero_grad,
+    is_within_compiled,
+    parameters_of,
+    untraced,
+)
 
 if TYPE_CHECKING:
     from shardwise.engine.binding import Slot
@@ -67,6 +74,8 @@ class Stepping:
                 self._is_installed = True
                 register_optimizer_step_pre_hook(self._before)
                 register_optimizer_step_post_hook(self._after)
+                count_foreach_writes(is_member)
+                hear_zero_grad(_optimizer_zeroed, _module_zeroed)
 
     def is_own(self, hook: Callable[..., Any]) -> bool:
         """Whether a hook is one of these two, which do nothing to an optimizer of parameters of no unit."""
@@ -85,8 +94,11 @@ class Stepping:
 
     @untraced
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for root in _roots_of(self._units_of(optimizer)):
+        units = self._units_of(optimizer)
+        for root in _roots_of(units):
             root.after_optimizer()
+        for unit in units:
+            unit.was_stepped()
 
     def _units_of(self, optimizer: Optimizer) -> list[Unit]:
         num_params = sum(len(group["params"]) for group in optimizer.param_groups)
@@ -100,6 +112,37 @@ class Stepping:
                         units[found[0]] = None
             known = self._units[optimizer] = (num_params, [weakref.ref(unit) for unit in units])
         return [unit for reference in known[1] if (unit := reference()) is not None]
+
+
+def _optimizer_zeroed(optimizer: Optimizer, set_to_none: bool) -> None:
+    shards = {param for group in optimizer.param_groups for param in group["params"]}
+    units = {found[0]: None for param in shards if (found := membership(param)) is not None}
+    for unit in units:
+        unit.gradients.zero(shards, set_to_none)
+
+
+def _module_zeroed(module: nn.Module, set_to_none: bool) -> None:
+    """The parameters that a module shows between forward and backward may be the gathered ones."""
+    shards: dict[torch.Tensor, None] = {}
+    units: dict[Unit, None] = {}
+    for child in module.modules():
+        for param in parameters_of(child).values():
+            if param is not None and (found := membership(param)) is not None:
+                units[found[0]] = None
+                shards[found[1].sharded] = None
+    for shard in shards:
+        _zero_gradient(shard, set_to_none)
+    for unit in units:
+        unit.gradients.zero(shards, set_to_none)
+
+
+def _zero_gradient(param: torch.Tensor, set_to_none: bool) -> None:
+    gradient = param.grad
+    if gradient is None or set_to_none:
+        param.grad = None
+    else:
+        # A gradient may be a view, which cannot be detached in place.
+        (gradient.requires_grad_(False) if gradient.grad_fn is None else gradient.detach_()).zero_()
 
 
 def _check_is_sharded(optimizer: Optimizer, param: torch.Tensor, unit: Unit, slot: Slot) -> None:

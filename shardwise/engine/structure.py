@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from operator import is_
 from typing import Any
 
@@ -34,16 +34,125 @@ def _collect(value: Any, found: list[torch.Tensor]) -> None:
             _collect(getattr(value, field.name, None), found)
 
 
-def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+def containers_in(value: Any) -> list[Any]:
+    """The lists, dicts and records in ``value`` that somebody could write to, in order."""
+    found: list[Any] = []
+    _collect_containers(value, found)
+    return found
+
+
+def _collect_containers(value: Any, found: list[Any]) -> None:
+    if isinstance(value, torch.Tensor):
+        return
+    if isinstance(value, (list, tuple)):
+        if isinstance(value, list):
+            found.append(value)
+        for item in value:
+            _collect_containers(item, found)
+    elif isinstance(value, dict):
+        found.append(value)
+        for item in value.values():
+            _collect_containers(item, found)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        if not _is_frozen(value):
+            found.append(value)
+        for field in dataclasses.fields(value):
+            _collect_containers(getattr(value, field.name, None), found)
+
+
+def _is_frozen(record: Any) -> bool:
+    return bool(type(record).__dataclass_params__.frozen)
+
+
+class Loans:
+    """Tensors inside containers that a module is given, changed for as long as it runs.
+
+    The module is given the very containers of its caller, since it may write to them: a cache, a list of losses. So
+    tensors are exchanged in place, and put back afterwards wherever they still stand.
+    """
+
+    __slots__ = ("_containers", "_known", "_originals")
+
+    def __init__(self) -> None:
+        # Most calls are given one tensor and no container, and need no more than this.
+        self._containers: dict[int, Any] | None = None
+        self._originals: dict[int, tuple[torch.Tensor, torch.Tensor]]
+        self._known: list[torch.Tensor]
+
+    def change(self, change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+        """``value`` with every tensor changed: tuples and frozen records are copied, others are as they were."""
+        if self._containers is None:
+            self._containers, self._originals, self._known = {}, {}, []
+        for container in containers_in(value):
+            self._containers[id(container)] = container
+
+        def exchange(tensor: torch.Tensor) -> torch.Tensor:
+            changed = change(tensor)
+            if changed is not tensor:
+                self._originals[id(changed)] = (changed, tensor)
+            return changed
+
+        changed = map_tensors(exchange, value, self._containers)
+        if self._containers:
+            self._known += tensors_in(changed)
+        return changed
+
+    def written(self) -> list[torch.Tensor]:
+        """Tensors that have been put into the containers since."""
+        if not self._containers:
+            return []
+        known = set(map(id, self._known))
+        return [
+            tensor
+            for container in self._containers.values()
+            for tensor in tensors_in(container)
+            if id(tensor) not in known
+        ]
+
+    def put_back(self) -> None:
+        if self._containers and self._originals:
+            for container in self._containers.values():
+                map_items(self._original, container)
+
+    def _original(self, value: Any) -> Any:
+        # A tensor may have been changed more than once: cast, then passed on as a view.
+        while (found := self._originals.get(id(value))) is not None:
+            value = found[1]
+        return value
+
+
+def map_items(change: Callable[[Any], Any], container: Any) -> None:
+    """Changes the items of a list, dict or record in place; nothing below them."""
+    if isinstance(container, list):
+        for index, item in enumerate(container):
+            if (changed := change(item)) is not item:
+                container[index] = changed
+    elif isinstance(container, dict):
+        for key, item in list(container.items()):
+            if (changed := change(item)) is not item:
+                container[key] = changed
+    else:
+        for field in dataclasses.fields(container):
+            item = getattr(container, field.name, None)
+            if (changed := change(item)) is not item:
+                setattr(container, field.name, changed)
+
+
+def map_tensors(
+    change: Callable[[torch.Tensor], torch.Tensor], value: Any, in_place: Container[int] = ()
+) -> Any:
     """``value`` with every tensor changed.
 
-    Containers are copied where something in them has changed; all others are passed on as they are, since a module may
-    write to what it is given: a cache, a list of losses.
+    Containers are copied where something in them has changed, except those whose ids are ``in_place``; all others are
+    passed on as they are.
     """
     if isinstance(value, torch.Tensor):
         return change(value)
+    if id(value) in in_place:
+        map_items(lambda item: map_tensors(change, item, in_place), value)
+        return value
     if isinstance(value, (tuple, list)):
-        items = [map_tensors(change, item) for item in value]
+        items = [map_tensors(change, item, in_place) for item in value]
         if all(map(is_, items, value)):
             return value
         if isinstance(value, tuple):
@@ -52,7 +161,7 @@ def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> A
         copied[:] = items
         return copied
     if isinstance(value, dict):
-        changes = {key: map_tensors(change, item) for key, item in value.items()}
+        changes = {key: map_tensors(change, item, in_place) for key, item in value.items()}
         if all(map(is_, changes.values(), value.values())):
             return value
         copied_dict = copy.copy(value)
@@ -60,16 +169,16 @@ def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> A
             copied_dict[key] = item
         return copied_dict
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _map_record(change, value)
+        return _map_record(change, value, in_place)
     return value
 
 
-def _map_record(change: Callable[[torch.Tensor], torch.Tensor], record: Any) -> Any:
+def _map_record(change: Callable[[torch.Tensor], torch.Tensor], record: Any, in_place: Container[int]) -> Any:
     copied = None
     for field in dataclasses.fields(record):
         if hasattr(record, field.name):
             value = getattr(record, field.name)
-            changed = map_tensors(change, value)
+            changed = map_tensors(change, value, in_place)
             if changed is not value:
                 copied = copy.copy(record) if copied is None else copied
                 # Frozen records refuse plain assignment; this copy has no other owner yet.

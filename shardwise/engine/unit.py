@@ -20,7 +20,7 @@ from shardwise.engine.events import UnitEvents
 from shardwise.engine.form import Form
 from shardwise.engine.memory import Memory
 from shardwise.engine.reduce import SUMS, Sums
-from shardwise.engine.replaced import adopt_found, check_are_home
+from shardwise.engine.replaced import adopt_found, check_are_home, follow_ties
 from shardwise.engine.unit_gradients import UnitGradients
 from shardwise.plan.lifecycle import (
     ABANDON,
@@ -96,8 +96,9 @@ class Unit:
         self.holders = 0
         self.prefetched = False
         self._gathers_part = False
-        self._kept_version = 0
-        self._is_kept = False
+        # What the shards were when the parameters shown now were last known to be theirs; None while a step uses them.
+        self._kept_version: int | None = None
+        self._num_steps = 0
         # Kept only because nothing will tell when a backward comes to it.
         self.is_unseen = False
         self._sharded_shown: Shown = []
@@ -144,6 +145,11 @@ class Unit:
         self._note_places()
         show(self._sharded_shown)
 
+    def show_places(self) -> None:
+        """Shows the form that the parameters are in, in all their places, which may have changed."""
+        self._note_places()
+        show(self._unsharded_shown if self.state is UNSHARDED else self._sharded_shown)
+
     @property
     def has_memory(self) -> bool:
         """Whether parameters have left the meta device."""
@@ -186,12 +192,27 @@ class Unit:
 
     def adopt_replaced_parameters(self) -> None:
         """Takes parameters that were replaced from outside back into the unit's buffer."""
+        self._follow_ties()
         adopt_found(self.slots, self.name, self.rank)
         for slot in self.slots:
             tag(slot.sharded, self, slot)
         self.show_sharded()
         check_are_home(self.slots, self.shard_device, self.is_offloaded, self.name, self.rank)
         self._build()
+
+    def _follow_ties(self) -> None:
+        """Names were tied to other sharded parameters: those are gathered for them from now on."""
+        owners = follow_ties(self)
+        if not owners:
+            return
+        self.slots = self.form.named(self.slots)
+        for owner in owners:
+            if owner is self:
+                continue
+            for unit in self.root.units:
+                if self in unit.needs and owner not in unit.needs:
+                    unit.needs = (*unit.needs, owner)
+            owner.show_places()
 
     def _note_trainable(self) -> None:
         """Reads ``requires_grad``, which users may flip between steps, over to the unsharded parameters."""
@@ -256,6 +277,7 @@ class Unit:
             if self.gather_calls.ordered_by_stream:
                 self._finish_gather()
         self.state = TRANSITIONS[state, GATHER]
+        self._kept_version = None
         self.prefetched = prefetch
         if self.recorder is not None:
             self.recorder.add(trace.UNSHARD, self.name, phase, self.rank)
@@ -289,12 +311,13 @@ class Unit:
         if state is SHARDED_AFTER_FORWARD:
             self.memory.gather.drop_part()
         else:
-            if self._is_kept:
+            if self._kept_version is not None:
                 self._take_over_flips()
             self.is_unseen = False
             show(self._sharded_shown)
             self.root.let_go(self)
         step = RESHARD
+        self._kept_version = None
         if self._gathers_part:
             if keep_part:
                 step = KEEP_PART
@@ -305,20 +328,31 @@ class Unit:
         if self.recorder is not None:
             self.recorder.add(trace.RESHARD, self.name, phase, self.rank)
 
+    def end_step(self) -> None:
+        """A backward that nothing follows has ended: shards what nobody holds or has told to stay."""
+        if self.state is SHARDED or self.holders or not self.frees_after_backward or self.is_unseen:
+            return
+        self.reshard(trace.IN_POST_BACKWARD)
+
     def abandon_step(self) -> None:
         """Gives up what a broken-off step has under way, and shards the parameters again."""
         self.holders = 0
         self.hooks.forget()
+        self.abandon_gather()
+        self.gradients.abandon_step()
+
+    def abandon_gather(self) -> None:
+        """Shards the parameters again, without waiting for a gather under way: it may have failed."""
         if self.state is GATHERING and not self.gather_calls.ordered_by_stream:
             self.state = TRANSITIONS[GATHERING, ABANDON]
             self.prefetched = False
+            self._kept_version = None
             if self.memory.gather.abandon():
                 self.root.let_go(self)
             else:
                 # A peer that comes later may still write to the old memory, which goes when it has.
                 self._build()
         self.reshard(trace.IDLE)
-        self.gradients.abandon_step()
 
     def _call_off_gather(self, phase: str) -> None:
         """Drops a gather before anyone saw it; under way on all ranks, it must land before its memory goes."""
@@ -328,35 +362,52 @@ class Unit:
         self.memory.gather.drop_part()
         self.root.let_go(self)
         self.prefetched = False
+        self._kept_version = None
         self.state = TRANSITIONS[GATHERING, ABANDON]
         if self.recorder is not None:
             self.recorder.add(trace.RESHARD, self.name, phase, self.rank)
 
     def _version(self) -> int:
-        return sum(slot.version() for slot in self.slots)
+        return self._num_steps + sum(slot.version() for slot in self.slots)
+
+    def was_stepped(self) -> None:
+        """An optimizer has written to the shards, which torch's foreach and fused kernels do without raising versions.
+
+        Parameters that were kept from before have gone stale.
+        """
+        self._num_steps += 1
+        if self.state is not SHARDED and not self.holders and not self.root.is_busy:
+            self.reshard(trace.IDLE)
+
+    def hold(self) -> None:
+        """Somebody computes with the unsharded parameters: they stay until it is released as often as it was held."""
+        self.holders += 1
+
+    def release(self) -> bool:
+        """One of those who held the unit is done; whether it was the last."""
+        self.holders -= 1
+        return self.holders == 0
 
     def keep(self) -> None:
-        """Stays unsharded for now; notes what the shards are, to notice when the parameters have gone stale."""
-        self._kept_version = self._version()
-        self._is_kept = True
+        """Stays gathered for now; notes what the shards are, to notice when the parameters have gone stale."""
+        if self._kept_version is None:
+            self._kept_version = self._version()
 
     def is_stale(self) -> bool:
         """Whether the shards were written to, or parameters frozen or thawed, since the unit was kept."""
-        return self.state is UNSHARDED and (
+        return self._kept_version is not None and (
             self._version() != self._kept_version
-            or any(
-                not slot.sharded.requires_grad == slot.unsharded.requires_grad == trainable
-                for slot, trainable in zip(self.slots, self.gradients.trainable, strict=True)
+            or (
+                self.state is UNSHARDED
+                and any(
+                    not slot.sharded.requires_grad == slot.unsharded.requires_grad == trainable
+                    for slot, trainable in zip(self.slots, self.gradients.trainable, strict=True)
+                )
             )
         )
 
-    def has_stale_part(self) -> bool:
-        """Whether the shards were written to since a part was kept after forward."""
-        return self.state is SHARDED_AFTER_FORWARD and self._version() != self._kept_version
-
     def _take_over_flips(self) -> None:
         """Freezes and thaws shards as users did with the unsharded parameters while those were shown."""
-        self._is_kept = False
         for slot, trainable in zip(self.slots, self.gradients.trainable, strict=True):
             if slot.unsharded.requires_grad != trainable:
                 slot.sharded.requires_grad_(not trainable)

@@ -5,7 +5,7 @@ Which parameters are trained is the unit's to find out; each choice of them has 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,25 +37,37 @@ class UnitGradients:
         self._plans: dict[tuple[bool, ...], PackedReduce | None] = {}
         self.plan: PackedReduce | None = None
         self._watched: set[int] = set()
-        # Whether some were put by, and whether this backward has reduced any.
+        # Whether some were put by.
         self.are_held = False
-        self._has_reduced = False
+        # The reduces that this backward has started.
+        self._started: set[PackedReduce] = set()
 
     # --- which parameters are trained -----------------------------------------------------------------------------
 
     def train(self, trainable: list[bool]) -> None:
         """Takes the reduce of these parameters from now on; the unsharded ones know already which they are."""
-        unit, key = self._unit, tuple(trainable)
         self.trainable = trainable
         self.num_trainable = sum(trainable)
+        self.plan = self._plan_of(trainable)
+
+    def _plan_of(self, chosen: list[bool]) -> PackedReduce | None:
+        """The reduce of the chosen parameters, planned once."""
+        unit, key = self._unit, tuple(chosen)
         if key not in self._plans:
-            slots = [slot for slot in unit.slots if slot.unsharded.requires_grad]
+            slots = [slot for slot, is_chosen in zip(unit.slots, chosen, strict=True) if is_chosen]
             self._plans[key] = (
                 self._sums.plan(slots, unit.form, unit.mesh, unit.precision, unit.shard_device, unit.pins)
                 if slots
                 else None
             )
-        self.plan = self._plans[key]
+        return self._plans[key]
+
+    def _plan_with_held(self) -> PackedReduce | None:
+        """The reduce of what is trained now and of what was put by, perhaps before it was frozen."""
+        if not self.are_held:
+            return self.plan
+        held = [slot.held is not None for slot in self._unit.slots]
+        return self._plan_of([any(either) for either in zip(held, self.trainable, strict=True)])
 
     @property
     def some_are_frozen(self) -> bool:
@@ -118,6 +130,10 @@ class UnitGradients:
             for slot in plan.slots:
                 slot.hold_gradient(self._unit.precision.reduce_dtype)
             return True
+        if self.are_held:
+            with_held = self._plan_with_held()
+            assert with_held is not None
+            plan = with_held
         if self._is_tensor_parallel:
             gradients = [slot.plain_gradient() for slot in plan.slots]
         else:
@@ -129,29 +145,38 @@ class UnitGradients:
 
     def reduce_the_rest(self) -> None:
         """At the end of a backward: what earlier micro-batches put by and nothing came to; zeros if asked."""
-        if self._has_reduced and not self.are_held:
-            self._has_reduced = False
-            return
-        unit, settings, plan = self._unit, self.settings, self.plan
-        waits_for_replicas = plan is not None and plan.partial is not None and settings.all_reduces
-        wanted = self.are_held or settings.includes_unused or waits_for_replicas
-        if wanted and self.are_synced and plan is not None:
-            self._issue(plan, [None] * len(plan.slots))
-            if unit.frees_after_backward and unit.holders == 0 and unit.root.is_last_backward:
-                # Peers whose backward came by have freed it and will gather it again: this rank must join them.
-                unit.reshard(trace.IN_POST_BACKWARD)
-        self._has_reduced = False
+        if self.are_synced:
+            for plan in self._still_to_reduce():
+                self._issue(plan, [None] * len(plan.slots))
+                unit = self._unit
+                if unit.frees_after_backward and unit.holders == 0 and unit.root.is_last_backward:
+                    # Peers whose backward came by have freed it and will gather it again: this rank must join them.
+                    unit.reshard(trace.IN_POST_BACKWARD)
+        self._started.clear()
+
+    def _still_to_reduce(self) -> list[PackedReduce]:
+        plans: list[PackedReduce | None] = []
+        if self.are_held or (self.settings.includes_unused and not self._started):
+            plans.append(self._plan_with_held())
+        if self.settings.all_reduces:
+            # Parameters may have been frozen since: their sums still wait for the replicas'.
+            plans += [
+                plan
+                for plan in self._plans.values()
+                if plan is not None and plan.partial is not None and plan not in self._started
+            ]
+        return [plan for plan in dict.fromkeys(plans) if plan is not None]
 
     def _issue(self, plan: PackedReduce, gradients: list[torch.Tensor | None]) -> None:
         unit = self._unit
-        plan.is_again = self._has_reduced
-        self._has_reduced = True
+        plan.is_again = bool(self._started)
+        self._started.add(plan)
         if self.are_held:
-            self.are_held = False
             gradients = [
                 slot.add_held(gradient, unit.precision.reduce_dtype)
                 for slot, gradient in zip(plan.slots, gradients, strict=True)
             ]
+            self.are_held = False
         root = unit.root
         if root.accord.guard is not None:
             root.accord.guard.look(unit.name, plan.slots, gradients)
@@ -169,8 +194,22 @@ class UnitGradients:
 
     def abandon_step(self) -> None:
         """Gives up what came in during a step that broke off."""
-        self._has_reduced = False
+        self._started.clear()
         self.drop()
+
+    def zero(self, shards: Container[torch.Tensor], set_to_none: bool) -> None:
+        """As ``zero_grad``, of what users cannot see: gradients put by, and sums that wait for their replicas."""
+        for slot in self._unit.slots:
+            if slot.held is not None and slot.sharded in shards:
+                if set_to_none:
+                    slot.held = None
+                else:
+                    slot.held.zero_()
+        self.are_held = any(slot.held is not None for slot in self._unit.slots)
+        for plan in self._plans.values():
+            if plan is not None and plan.partial is not None:
+                run_starts = [run.start for run in plan.runs]
+                plan.partial = plan.partial.zeroed(shards, set_to_none, run_starts)
 
     def drop(self) -> None:
         """Drops what has come in or was put by."""

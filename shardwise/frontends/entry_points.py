@@ -12,7 +12,7 @@ from shardwise.engine.binding import units_of
 from shardwise.engine.unit import Unit
 from shardwise.errors import ConfigError, ConfigTypeError
 from shardwise.frontends.module import FSDPModule
-from shardwise.frontends.summon import BROKEN_OFF_ATTRIBUTE, WHOLE_ATTRIBUTE, check_shows_whole
+from shardwise.frontends.summon import WHOLE_ATTRIBUTE, check_shows_whole
 from shardwise.frontends.wrapper import FullyShardedDataParallel
 
 
@@ -42,13 +42,11 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         if WHOLE_ATTRIBUTE in module.__dict__:
             check_shows_whole(unit)
             return method(*args, **kwargs)
+        args, kwargs = enter(args, kwargs)
         try:
-            args, kwargs = enter(args, kwargs)
             return hooks.post_forward(module, args, method(*args, **kwargs))
         except BaseException as error:
-            hooks.broke_off(error)
-            if isinstance(module, FullyShardedDataParallel):
-                module.__dict__[BROKEN_OFF_ATTRIBUTE] = True
+            hooks.broke_off(module, error)
             raise
 
     # On the instance, past ``nn.Module.__setattr__``: other modules of the class are not concerned.

@@ -53,7 +53,6 @@ class UnshardHandle:
         """Makes the unsharded parameters usable and shows them in the module. Waiting twice does no harm."""
         for unit in self._units:
             unit.wait_gather()
-            unit.keep()
         self._units = ()
 
 
@@ -75,11 +74,11 @@ class FSDPModule:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Around all of the module's call, not as hooks inside it: ``module.compile()`` traces hooks too.
         hooks = self.__dict__[UNITS_ATTRIBUTE][0].hooks
+        args, kwargs = hooks.pre_forward(self, args, kwargs)
         try:
-            args, kwargs = hooks.pre_forward(self, args, kwargs)
             return hooks.post_forward(self, args, super().__call__(*args, **kwargs))  # type: ignore[misc]
         except BaseException as error:
-            hooks.broke_off(error)
+            hooks.broke_off(self, error)
             raise
 
     # --- parameters by hand ---------------------------------------------------------------------------------------
@@ -100,9 +99,10 @@ class FSDPModule:
             if unit.root.accord.is_broken:
                 unit.root.reset()
             unit.root.settle()
-            if unit.is_stale() or unit.has_stale_part():
+            if unit.is_stale():
                 unit.reshard(trace.IDLE)
             unit.issue_gather(trace.IDLE)
+            unit.keep()
         handle = UnshardHandle(units)
         if async_op:
             return handle

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.engine.structure import map_tensors, tensors_in
+from shardwise.engine.structure import Loans, map_tensors, tensors_in
 from shardwise.torch_internals import buffers_of
 
 _BUFFER_DTYPES = "_shardwise_buffer_dtypes"
@@ -40,18 +40,25 @@ def compute_as_stored(module: nn.Module) -> None:
     """Has a module that is left out of mixed precision take its inputs in full precision, and hand back what it got."""
     casts = _Casts()
     module.register_forward_pre_hook(casts.before, with_kwargs=True)
-    module.register_forward_hook(casts.after)
+    module.register_forward_hook(casts.after, always_call=True)
 
 
 class _Casts:
     def __init__(self) -> None:
-        self._dtypes: list[torch.dtype | None] = []
+        # One for each call that is running: a module may call itself.
+        self._calls: list[tuple[torch.dtype | None, Loans]] = []
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         given = [tensor.dtype for tensor in tensors_in((args, kwargs)) if tensor.is_floating_point()]
-        self._dtypes.append(given[0] if given else None)
-        return cast_floats(torch.float32, (args, kwargs))
+        loans = Loans()
+        self._calls.append((given[0] if given else None, loans))
+        return loans.change(_in_float32, (args, kwargs))
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        dtype = self._dtypes.pop()
+        dtype, loans = self._calls.pop()
+        loans.put_back()
         return output if dtype is None else cast_floats(dtype, output)
+
+
+def _in_float32(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.float32) if tensor.is_floating_point() else tensor

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shardwise import trace
-from shardwise.engine.binding import Slot
+from shardwise.engine.binding import Slot, membership
 from shardwise.engine.unit import Unit
 from shardwise.errors import CheckpointError, StateError
 from shardwise.torch_internals import loads_plainly, parameters_of, spec_of, state_entries
@@ -37,15 +37,28 @@ def keep_state_dicts_sharded(units: Iterable[Unit]) -> None:
                 hooks.slots[place.name] = (unit, slot)
 
 
+def _slots_of(module: nn.Module) -> dict[str, tuple[Unit, Slot]]:
+    """The slots of a module's own parameters by name: those it was sharded with, or was tied to since."""
+    hooks = module.__dict__.get(_HOOKS_ATTRIBUTE)
+    if hooks is None:
+        return {}
+    tied = {
+        name: found
+        for name, param in parameters_of(module).items()
+        if name in hooks.slots and param is not None and (found := membership(param)) is not None
+    }
+    return {**hooks.slots, **tied}
+
+
 class _StateHooks:
-    """The hooks of one module, with the slots of its own parameters by name."""
+    """The hooks of one module, with the slots of its own parameters by name, as it was sharded."""
 
     def __init__(self) -> None:
         self.slots: dict[str, tuple[Unit, Slot]] = {}
 
     def give_sharded(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
         shown = parameters_of(module)
-        for name, (_, slot) in self.slots.items():
+        for name, (_, slot) in _slots_of(module).items():
             value = state_dict.get(prefix + name)
             if value is not None and shown.get(name) is slot.unsharded:
                 sharded = slot.sharded
@@ -53,7 +66,7 @@ class _StateHooks:
 
     def __call__(self, module: nn.Module, state_dict: Any, prefix: str, *_: Any) -> None:
         """Before a load: shows the shards, and cuts them out of values that come whole."""
-        for name, (unit, slot) in self.slots.items():
+        for name, (unit, slot) in _slots_of(module).items():
             if unit.holders:
                 raise StateError(
                     f"a state dict was loaded while unit '{unit.name}' is in use",
@@ -91,8 +104,7 @@ def check_fits(module: nn.Module, state_dict: Any, strict: bool, assign: bool) -
         return
     entries: dict[str, torch.Tensor | None] = {}
     for path, member in members.items():
-        hooks = member.__dict__.get(_HOOKS_ATTRIBUTE)
-        slots = {} if hooks is None else hooks.slots
+        slots = _slots_of(member)
         for name, value in state_entries(member):
             is_unsharded = name in slots and value is slots[name][1].unsharded
             entries[f"{path}.{name}" if path else name] = slots[name][1].sharded if is_unsharded else value

@@ -79,24 +79,14 @@ def shown_whole(
 
 def check_idle(unit: Unit, call: str) -> None:
     root = unit.root
-    is_running = inside_backward() if root.in_backward else root.in_forward and not has_broken_off(root.top)
-    if root.is_busy and not is_running:
-        # A step that raised has ended all the same: what it left behind must not keep anybody from saving the model.
-        root.recover()
-    elif root.is_busy:
+    if root.in_forward or (root.in_backward and inside_backward()):
         raise StateError(
             f"{call} was called in the middle of a step",
             where=f"unit '{unit.name}', rank {unit.rank}, inside a forward or backward",
             fix=f"call {call} between steps",
         )
-
-
-BROKEN_OFF_ATTRIBUTE = "_shardwise_broke_off"
-
-
-def has_broken_off(top: Unit) -> bool:
-    """Whether the last forward of a model raised."""
-    return any(BROKEN_OFF_ATTRIBUTE in module.__dict__ for module in top.modules)
+    # A step that raised has ended all the same: what it left behind must not keep anybody from saving the model.
+    root.recover()
 
 
 def is_shown_whole(unit: Unit) -> bool:

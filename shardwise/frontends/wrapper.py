@@ -30,10 +30,8 @@ from shardwise.frontends.comm_hook import reduce_with_hook
 from shardwise.frontends.norms import clip_grad_norm_
 from shardwise.frontends.options import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from shardwise.frontends.order import watchers_of
-from shardwise.frontends.precision import cast_floats
 from shardwise.frontends.state_dicts import not_copied
 from shardwise.frontends.summon import (
-    BROKEN_OFF_ATTRIBUTE,
     WHOLE_ATTRIBUTE,
     check_shows_whole,
     is_shown_whole,
@@ -191,47 +189,39 @@ class FullyShardedDataParallel(WrapperOptions, ModelMethods):
             check_shows_whole(unit)
             return attributes["_modules"][WRAPPED_NAME](*args, **kwargs)
         root, hooks = unit.root, unit.hooks
-        is_top = root.top is unit
+        is_top = root.top is unit and not hooks.is_running
         if is_top:
-            args, kwargs = self._begin(args, kwargs)
-        elif attributes["_root_dtype"] is not None and not root.is_busy:
-            # Run alone, it is the outermost for once.
-            args, kwargs = cast_floats(attributes["_root_dtype"], (args, kwargs))
+            self._begin()
+        # Run alone, it is the outermost for once.
+        dtype = attributes["_root_dtype"] if is_top or not root.is_busy else None
         watchers = attributes["_watchers"]
+        if watchers and (is_top or root.in_forward):
+            for watcher in watchers:
+                watcher.passes(unit)
+        args, kwargs = hooks.pre_forward(self, args, kwargs, dtype)
         try:
-            if watchers and (is_top or root.in_forward):
-                for watcher in watchers:
-                    watcher.passes(unit)
-            args, kwargs = hooks.pre_forward(self, args, kwargs)
             output = attributes["_modules"][WRAPPED_NAME](*args, **kwargs)
             if watchers and is_top:
                 for watcher in watchers:
                     watcher.end()
             return hooks.post_forward(self, args, output)
         except BaseException as error:
-            hooks.broke_off(error)
-            attributes[BROKEN_OFF_ATTRIBUTE] = True
+            hooks.broke_off(self, error)
             raise
-
-    @untraced
-    def _begin(self, args: Any, kwargs: Any) -> Any:
-        """What the outermost wrapper does before its forward."""
-        attributes = self.__dict__
-        attributes.pop(BROKEN_OFF_ATTRIBUTE, None)
-        if debugs_in_detail() or attributes["_wrapping"].forward_prefetch:
-            self._begin_watching()
-        if attributes["_root_dtype"] is None:
-            return args, kwargs
-        return cast_floats(attributes["_root_dtype"], (args, kwargs))
 
     def _enter_method(self, args: Any, kwargs: Any) -> Any:
         """What a method of the wrapped module that counts as a forward does first, with its inputs."""
         unit: Unit = self.__dict__["_unit"]
-        dtype = self.__dict__["_root_dtype"]
-        if dtype is not None and (unit.root.top is unit or not unit.root.is_busy):
-            args, kwargs = cast_floats(dtype, (args, kwargs))
-        self.__dict__.pop(BROKEN_OFF_ATTRIBUTE, None)
-        return unit.hooks.pre_forward(self, args, kwargs)
+        is_outermost = unit.root.top is unit or not unit.root.is_busy
+        return unit.hooks.pre_forward(
+            self, args, kwargs, self.__dict__["_root_dtype"] if is_outermost else None
+        )
+
+    @untraced
+    def _begin(self) -> None:
+        """What the outermost wrapper does before its forward."""
+        if debugs_in_detail() or self.__dict__["_wrapping"].forward_prefetch:
+            self._begin_watching()
 
     def _begin_watching(self) -> None:
         """Gives all wrappers of this model what watches their order, and begins a forward of it."""
