@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial, wraps
 from types import FrameType
@@ -20,17 +20,23 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import AllgatherOptions as AllgatherOptions
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+from torch._C._functorch import peek_interpreter_stack
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import Variable
+from torch.autograd.graph import _CloneArgBeforeMutateMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.algorithms.join import Joinable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, _pop_mode, _push_mode
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+
+from shardwise.errors import ConfigError
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T", bound=torch.Tensor)
@@ -107,6 +113,10 @@ def all_show(entries: Sequence[tuple[dict[str, Any], str, torch.Tensor, torch.Te
 plain_attributes = torch._C.DisableTorchFunctionSubclass
 
 
+# And one inside it for code of somebody else's, in which they are what they always are.
+enabled_attributes = torch._C._EnableTorchFunction
+
+
 def are_over(tensors: Iterable[torch.Tensor], locals_: Iterable[torch.Tensor]) -> bool:
     """Whether DTensors that need no gradient are over these very local tensors, in order."""
     return all(
@@ -166,6 +176,31 @@ def _lie_alike(targets: Sequence[torch.Tensor], operands: Iterable[Any]) -> bool
                 ):
                     return False
     return True
+
+
+def take_data(is_taken: Callable[[torch.Tensor], bool]) -> None:
+    """Makes ``param.data = value`` write to the shards of DTensors that are ``is_taken``; once in a process.
+
+    Otherwise it does nothing at all: it gives another tensor to the DTensor's outside, which has no elements.
+    """
+
+    def set_data(param: Any, value: torch.Tensor) -> None:
+        if not is_taken(param):
+            torch.Tensor.data.__set__(param, value)  # type: ignore[attr-defined]
+            return
+        if value.shape != param.shape or value.dtype != param.dtype:
+            raise ConfigError(
+                f"a sharded parameter of shape {tuple(param.shape)} and {param.dtype} was given data of shape "
+                f"{tuple(value.shape)} and {value.dtype}",
+                where="param.data = ...",
+                fix="give it data of its own shape and dtype; model.to(dtype) changes the dtype of a whole model",
+            )
+        with torch.no_grad():
+            if not isinstance(value, DTensor):
+                value = distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None)
+            param.copy_(value)
+
+    DTensor.data = property(torch.Tensor.data.__get__, set_data)  # type: ignore[assignment, attr-defined]
 
 
 def placed_local(gradient: torch.Tensor, spec: Spec, left: tuple[int, ...] = ()) -> torch.Tensor:
@@ -247,6 +282,14 @@ def hook_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) ->
         node._register_hook_dict(tensor)
     else:
         tensor.register_hook(hook)
+
+
+def view_aside(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of all of ``tensor``, unseen by modes that record a forward: run again, it may need none."""
+    if torch._C._len_torch_dispatch_stack():
+        with _unrecorded():
+            return tensor.view_as(tensor)
+    return tensor.view_as(tensor)
 
 
 def hook_of_gradient(tensor: torch.Tensor) -> Callable[[torch.Tensor], Any] | None:
@@ -389,6 +432,47 @@ def unseen_by_modes() -> Iterator[None]:
     """Runs collectives past torch's dispatch modes, so that control traffic is not counted as the model's."""
     with _disable_current_modes():
         yield
+
+
+# Modes that watch every operation of a forward, to replay it or to save what it writes to.
+_RECORDING_MODES = (_CachingTorchDispatchMode, _CachedTorchDispatchMode, _CloneArgBeforeMutateMode)
+
+
+def aside() -> AbstractContextManager[Any]:
+    """A context for the engine's own work, which is no part of what the model computes.
+
+    Recorded with a forward, it would be missed or met again when that is replayed; and inside a transform of
+    ``torch.func`` it would act on tensors of that transform. Whoever counts collectives still sees them.
+    """
+    if torch._C._len_torch_dispatch_stack() or peek_interpreter_stack() is not None:
+        return _aside()
+    return _NO_CONTEXT
+
+
+_NO_CONTEXT = nullcontext()
+
+
+@contextmanager
+def _aside() -> Iterator[None]:
+    with _unrecorded(), temporarily_clear_interpreter_stack():
+        yield
+
+
+@contextmanager
+def _unrecorded() -> Iterator[None]:
+    modes = []
+    while torch._C._len_torch_dispatch_stack():
+        modes.append(_pop_mode())
+    seen = [mode for mode in reversed(modes) if not isinstance(mode, _RECORDING_MODES)]
+    for mode in seen:
+        _push_mode(mode)
+    try:
+        yield
+    finally:
+        for _ in seen:
+            _pop_mode()
+        for mode in reversed(modes):
+            _push_mode(mode)
 
 
 def same_structure(one: Any, other: Any) -> bool:

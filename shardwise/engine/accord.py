@@ -40,7 +40,8 @@ class Accord:
     def __init__(self, top: Unit) -> None:
         self._rank = top.rank
         self._groups: list[GroupCalls] = []
-        self._units: list[Unit] = [top]
+        # Weak: the models' modules own them.
+        self._units = [weakref.ref(top)]
         self.wires: list[Wire] = []
         self._epochs: list[int] = []
         self._num_agreed: list[int] = []
@@ -52,15 +53,18 @@ class Accord:
 
     def settle(self, units: Iterable[Unit]) -> int:
         """Finds the groups that units share with other ranks; the model's number among those on its first group."""
-        self._units = list(units)
+        self._units = [weakref.ref(unit) for unit in units]
         self._find_groups()
         if not self.wires:
             return 1
         self.wires[0].num_models += 1
         return self.wires[0].num_models
 
+    def _alive(self) -> list[Unit]:
+        return [unit for reference in self._units if (unit := reference()) is not None]
+
     def _find_groups(self) -> None:
-        found = {calls.wire: calls for unit in self._units for calls in unit.all_calls() if calls.world > 1}
+        found = {calls.wire: calls for unit in self._alive() for calls in unit.all_calls() if calls.world > 1}
         self._groups, self.wires = list(found.values()), list(found)
         self._num_agreed = [0] * len(self.wires)
         self._note_epochs()
@@ -74,7 +78,7 @@ class Accord:
         self._note_epochs()
         if policies.trust().undoes_steps:
             self._undo = self._undo or Undo()
-            self._undo.keep_buffers(self._units[0].modules)
+            self._undo.keep_buffers(self._alive()[0].modules)
         else:
             self._undo = None
 
@@ -83,7 +87,7 @@ class Accord:
         if (policies.trust().non_finite is None) != (self.guard is None):
             self.guard = Guard(self._rank) if self.guard is None else None
         if self._undo is not None:
-            self._undo.keep_gradients(slot for unit in self._units for slot in unit.slots)
+            self._undo.keep_gradients(slot for unit in self._alive() for slot in unit.slots)
 
     def before_optimizer(self, optimizer: torch.optim.Optimizer, in_backward: bool) -> None:
         """Lets an optimizer use the step once all ranks have taken it alike."""

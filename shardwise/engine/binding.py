@@ -187,7 +187,9 @@ class Slot:
         return f"a DTensor of shape {tuple(self.spec.shape)} placed {tuple(self.spec.placements)}"
 
     def adopt(self, param: nn.Parameter) -> None:
-        """Takes ``param``, which fits, for the sharded parameter."""
+        """Takes ``param``, which fits, for the sharded parameter; a gradient put by was the old one's."""
+        if self.sharded is not param:
+            self.held = None
         self.sharded = param
         self.local = local_of(param)
         if self.compute_dtype == self.stored_dtype:

@@ -120,6 +120,8 @@ class FlatSlot(Slot):
         return self.shown_shape if self.line.flat is None else (self.line.flat_numel,)
 
     def adopt(self, param: nn.Parameter) -> None:
+        if self.sharded is not param:
+            self.held = None
         self.sharded = param
         whole = param.detach().reshape(-1)
         self.local = whole if self.line.flat is None else whole[self.start : self.start + self.span.numel]

@@ -22,7 +22,7 @@ from shardwise.engine.unit import Unit
 from shardwise.errors import StateError
 from shardwise.plan.lifecycle import GATHERING, SHARDED, UNSHARDED
 from shardwise.plan.schedule import KEEP
-from shardwise.torch_internals import inside_backward, untraced
+from shardwise.torch_internals import aside, inside_backward, untraced
 
 
 def _held_weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
@@ -36,7 +36,8 @@ def _held_weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
     def call(param: Tensor) -> None:
         alive = reference()
         if alive is not None:
-            alive(param)
+            with aside():
+                alive(param)
 
     return call
 
@@ -115,18 +116,21 @@ class Hooks:
         ``input_dtype`` is what to cast inputs to in this call, where the unit's own policy does not say so.
         """
         unit = self.unit
-        enters = unit.root.top is unit or not unit.root.in_forward
-        if unit.root.in_backward and inside_backward():
-            enters = False
-            visit = self._gather_for_recompute()
-        elif self._still_to_run:
-            enters = False
-            visit = self._shared
-        else:
-            visit = self._begin_forward(module)
+        enters = unit.is_top or not unit.root.in_forward
+        with aside():
+            if unit.root.in_backward and inside_backward():
+                enters = False
+                visit = self._gather_for_recompute()
+            elif self._still_to_run:
+                enters = False
+                visit = self._shared
+            else:
+                visit = self._begin_forward(module)
         self._calls.append(visit)
         self._loans.append(loans := Loans())
         try:
+            if kwargs or len(args) != 1 or not isinstance(args[0], Tensor):
+                loans.note((args, kwargs))
             if enters and self._input_device is not None:
                 args, kwargs = self._move_inputs(args, kwargs, loans)
             dtype = self._input_dtype or input_dtype
@@ -142,7 +146,7 @@ class Hooks:
     def _begin_forward(self, module: nn.Module) -> Pass | None:
         unit = self.unit
         root = unit.root
-        is_outermost = root.top is unit and not self._calls
+        is_outermost = unit.is_top and not self._calls
         is_within_model = root.in_forward
         visit: Pass | None = None
         try:
@@ -151,9 +155,9 @@ class Hooks:
                 root = unit.root
             elif not root.in_forward:
                 root.begin_alone()
-            if unit.needs or root.top is unit:
+            if unit.needs or unit.is_top:
                 visit = Pass(self, root.window)
-                self._hold_and_gather(visit, unit.needs)
+                self._hold_and_gather(visit)
             for chosen in unit.forward_prefetch:
                 chosen.issue_gather(trace.IN_FORWARD, in_forward=True, prefetch=True)
             for needed in unit.needs:
@@ -173,8 +177,11 @@ class Hooks:
             unit.recorder.add(trace.PRE_FORWARD, unit.name, trace.IN_FORWARD, unit.rank)
         return visit
 
-    def _hold_and_gather(self, visit: Pass, needs: tuple[Unit, ...]) -> None:
-        for needed in needs:
+    def _hold_and_gather(self, visit: Pass) -> None:
+        unit = self.unit
+        while len(visit.held) < len(unit.needs):
+            # A gather may notice that parameters were tied to another unit's, which is then needed, too.
+            needed = unit.needs[len(visit.held)]
             if (
                 needed.holders == 0
                 and needed.state is not SHARDED
@@ -184,9 +191,6 @@ class Hooks:
             needed.hold()
             visit.held = (*visit.held, needed)
             needed.issue_gather(trace.IN_FORWARD, in_forward=True)
-        if self.unit.needs is not needs:
-            # A gather noticed that parameters were tied to another unit's since the last forward.
-            self._hold_and_gather(visit, tuple(found for found in self.unit.needs if found not in visit.held))
 
     def _gather_for_recompute(self) -> Pass | None:
         """Activation checkpointing runs forward again inside backward: what it gathers, that backward frees."""
@@ -223,7 +227,8 @@ class Hooks:
         if not recomputes:
             self._still_to_run.discard(module)
             if self._is_last_call():
-                self._end_forward(visit)
+                with aside():
+                    self._end_forward(visit)
         self._leave_call()
         return output
 
@@ -242,7 +247,7 @@ class Hooks:
             unit.recorder.add(trace.POST_FORWARD, unit.name, trace.IN_FORWARD, unit.rank)
         if visit is not None:
             self._let_go(visit)
-        if unit.root.top is unit and len(self._calls) < 2:
+        if unit.is_top and len(self._calls) < 2:
             unit.root.end_forward()
 
     def _let_go(self, visit: Pass) -> None:
@@ -252,7 +257,7 @@ class Hooks:
             needed.is_unseen |= visit.is_unseen
             if needed.release():
                 if needed.is_unseen or needed.keeps_after_forward():
-                    needed.keep()
+                    needed.keep(is_hidden=not is_grad_enabled())
                 else:
                     needed.reshard(trace.IN_FORWARD, keep_part=True)
 
@@ -263,7 +268,7 @@ class Hooks:
             self._end_forward(self._shared)
 
     def broke_off(self, module: nn.Module, error: BaseException) -> None:
-        """A call of the unit raised; whoever called it may catch that and go on, so the unit is let go as ever.
+        """A call of the unit raised; whoever called it may catch that and go on, so the unit is released as ever.
 
         Where the whole model's forward raised, peers are told.
         """
@@ -272,14 +277,24 @@ class Hooks:
             self._still_to_run.discard(module)
             if self._is_last_call():
                 self._shared = None
-                if visit is not None and visit.held:
-                    if is_grad_enabled():
-                        # What it had computed by then may be used: it may have been put somewhere before it raised.
-                        visit.expect_unseen_backward()
-                    self._let_go(visit)
+                if visit is not None:
+                    with aside():
+                        self._release_after_error(visit)
         self._leave_call()
-        if root.top is self.unit and not self._calls:
+        if self.unit.is_top and not self._calls:
             root.break_off_forward(error)
+
+    def _release_after_error(self, visit: Pass) -> None:
+        if is_grad_enabled():
+            # What it had computed by then may be used in this step: it may have been put somewhere before it raised.
+            self.unit.gradients.watch(self.on_gradient)
+        held, visit.held = visit.held, ()
+        for needed in held:
+            if needed.release():
+                if is_grad_enabled() or needed.keeps_after_forward():
+                    needed.keep(is_hidden=not is_grad_enabled())
+                else:
+                    needed.reshard(trace.IN_FORWARD)
 
     # --- backward -------------------------------------------------------------------------------------------------
 
@@ -381,7 +396,7 @@ class Hooks:
                 if needed.frees_after_backward:
                     needed.reshard(trace.IN_POST_BACKWARD)
                 else:
-                    needed.keep()
+                    needed.keep(is_hidden=True)
 
     def forget(self) -> None:
         """Drops what a broken-off step left behind."""

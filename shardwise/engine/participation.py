@@ -13,6 +13,7 @@ from the first of these places to the last, and their full gradients until the l
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
@@ -33,8 +34,12 @@ class Participation:
     """The joint units of one root."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
-        self._units = units
+        self._references = [weakref.ref(unit) for unit in units]
         self._is_holding = False
+
+    @property
+    def _units(self) -> list[Unit]:
+        return [unit for reference in self._references if (unit := reference()) is not None]
 
     def begin_forward(self) -> None:
         for unit in self._units:
@@ -71,8 +76,11 @@ class Participation:
             return
         self._is_holding = False
         for unit, is_freed in zip(self._units, frees, strict=True):
-            if unit.release() and is_freed:
-                unit.reshard(phase)
+            if unit.release():
+                if is_freed:
+                    unit.reshard(phase)
+                else:
+                    unit.keep(is_hidden=True)
 
     def forget(self) -> None:
         """A step broke off, and its units were let go one by one."""

@@ -29,7 +29,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from shardwise.engine.participation import with_backward
 from shardwise.engine.structure import Loans, tensors_in
 from shardwise.plan.schedule import Window
-from shardwise.torch_internals import current_backward, hook_gradient, hook_of_gradient
+from shardwise.torch_internals import aside, current_backward, hook_gradient, hook_of_gradient, view_aside
 
 if TYPE_CHECKING:
     from shardwise.engine.hooks import Hooks
@@ -85,7 +85,7 @@ class Pass:
             self.has_input_signal = True
             if self._follows(args[0]):
                 return args, kwargs
-            view = args[0].view_as(args[0])
+            view = view_aside(args[0])
             hook_gradient(view, self.inputs_gradients_are_done)
             return (view,), kwargs
         inputs = {id(tensor): tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad}
@@ -94,7 +94,7 @@ class Pass:
         self.has_input_signal = True
         if len(inputs) == 1 and self._follows(*inputs.values()):
             return args, kwargs
-        views = {key: tensor.view_as(tensor) for key, tensor in inputs.items()}
+        views = {key: view_aside(tensor) for key, tensor in inputs.items()}
         signals = list(views.values())
         if len(signals) == 1:
             hook_gradient(signals[0], self.inputs_gradients_are_done)
@@ -165,7 +165,7 @@ class Pass:
     def _with_backward(self, output: Any) -> Any:
         """A rank that has run nothing that is trained takes part in backward all the same, if the root may part."""
         unit = self.hooks.unit
-        if unit.root.top is unit:
+        if unit.is_top:
             output = with_backward(output)
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
@@ -178,7 +178,8 @@ class Pass:
         follower = self.follower() if self.follower is not None else None
         if follower is not None:
             follower.inputs_gradients_are_done(gradient)
-        self.hooks.pre_backward(self)
+        with aside():
+            self.hooks.pre_backward(self)
 
     def views_gradient_arrives(self, gradient: Tensor) -> None:
         self.seen_in = current_backward()
@@ -191,7 +192,8 @@ class Pass:
     def inputs_gradients_are_done(self, gradients: Any) -> None:
         if is_grad_enabled():
             self._await_second_backward(gradients)
-        self.hooks.post_backward(self)
+        with aside():
+            self.hooks.post_backward(self)
 
     def _await_second_backward(self, gradients: Any) -> None:
         """With ``create_graph``: a backward through these gradients needs the weights that they were computed with."""
@@ -200,4 +202,5 @@ class Pass:
                 hook_gradient(gradient, self._gradients_gradient_arrives)
 
     def _gradients_gradient_arrives(self, gradient: Tensor) -> None:
-        self.hooks.pre_backward(self)
+        with aside():
+            self.hooks.pre_backward(self)

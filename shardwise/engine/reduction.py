@@ -16,7 +16,13 @@ from shardwise.comm.collectives import Work, land
 from shardwise.comm.streams import Lanes, Mark
 from shardwise.engine.binding import Slot
 from shardwise.engine.gradients import GradientBuffer, Part, Presence
-from shardwise.torch_internals import add_all, local_of, plain_attributes, post_accumulate_hooks
+from shardwise.torch_internals import (
+    add_all,
+    enabled_attributes,
+    local_of,
+    plain_attributes,
+    post_accumulate_hooks,
+)
 
 if TYPE_CHECKING:
     from shardwise.engine.reduce import PackedReduce, ReduceSettings
@@ -254,7 +260,10 @@ class Reduction:
         with plain_attributes():
             for part in self._received:
                 param = part.slot.sharded
-                (given if param.grad is None else added).append(part)
+                if param._backward_hooks:
+                    self._give_through_hooks(part)
+                else:
+                    (given if param.grad is None else added).append(part)
                 if post_accumulate_hooks(param):
                     hooked.append(part.slot)
             if added:
@@ -266,6 +275,19 @@ class Reduction:
                     part.slot.sharded.grad = part.slot.gradient(gradient)
         self._runs = ()
         return hooked
+
+    def _give_through_hooks(self, part: Part) -> None:
+        """Gives out a gradient as the hooks of ``register_hook`` change it."""
+        param, lane = part.slot.sharded, self._lanes.reduce
+        with lane, enabled_attributes():
+            if self.plan.is_offloaded:
+                # order: the transfer before the hooks, because they read the gradient on the host
+                self._lanes.host_after(lane.mark())
+            gradient = part.slot.gradient(self._gradient(part).clone())
+            for hook in tuple((param._backward_hooks or {}).values()):
+                changed = hook(gradient)
+                gradient = gradient if changed is None else changed
+            param.grad = gradient if param.grad is None else param.grad + gradient
 
     def _cut(self, parts: list[Part]) -> Sequence[torch.Tensor]:
         """The gradients of these parts, in their order."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardwise.engine.binding import Slot, membership
+from shardwise.engine.binding import Place, Slot, membership
 from shardwise.errors import StateError
 
 if TYPE_CHECKING:
@@ -28,11 +28,9 @@ def follow_ties(unit: Unit) -> list[Unit]:
     for slot in unit.slots:
         for place in tuple(slot.places):
             shown = place.params.get(place.name)
-            if shown is None or shown is slot.sharded or (found := membership(shown)) is None:
+            if shown is slot.sharded or (found := _tied_to(shown, slot)) is None:
                 continue
             owner, tied = found
-            if tied is slot or (shown is not tied.sharded and shown is not tied.unsharded):
-                continue
             if owner.precision.param_dtype != unit.precision.param_dtype:
                 raise StateError(
                     f"parameter '{slot.name}' was tied to '{tied.name}' of unit '{owner.name}', which computes in "
@@ -45,6 +43,38 @@ def follow_ties(unit: Unit) -> list[Unit]:
             tied.places.append(place)
             owners[owner] = None
     return list(owners)
+
+
+def _tied_to(shown: torch.Tensor | None, slot: Slot) -> tuple[Unit, Slot] | None:
+    """Whose parameter a name shows that was ``slot``'s, if it is another unit's or slot's."""
+    found = None if shown is None else membership(shown)
+    if (
+        found is None
+        or found[1] is slot
+        or (shown is not found[1].sharded and shown is not found[1].unsharded)
+    ):
+        return None
+    return found
+
+
+def ties_while_gathered(unit: Unit) -> dict[Place, Slot]:
+    """The places of gathered parameters that show another sharded parameter now, and its slot; refuses any other."""
+    tied: dict[Place, Slot] = {}
+    for slot in unit.slots:
+        for place in slot.places:
+            shown = place.params.get(place.name)
+            if shown is slot.unsharded or shown is slot.sharded:
+                continue
+            if (found := _tied_to(shown, slot)) is None:
+                raise StateError(
+                    f"parameter '{slot.name}' was replaced by {_described(shown)} while it was gathered, and what "
+                    "came would be forgotten",
+                    where=f"unit '{unit.name}', rank {unit.rank}",
+                    fix="call reshard() first, and give the sharded parameter new values with copy_() or "
+                    "load_state_dict()",
+                )
+            tied[place] = found[1]
+    return tied
 
 
 def adopt_found(slots: list[Slot], unit: str, rank: int) -> None:

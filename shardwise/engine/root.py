@@ -12,6 +12,7 @@ has passed it, and the gather lane takes that memory back before it gathers the 
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING
@@ -31,7 +32,7 @@ from shardwise.engine.reduce import PackedReduce, ReduceSettings
 from shardwise.engine.reduction import Reduction, run_user_hooks
 from shardwise.errors import StateError
 from shardwise.plan.schedule import Window
-from shardwise.torch_internals import backward_passes, inside_backward, queue_end_of_backward
+from shardwise.torch_internals import aside, backward_passes, inside_backward, queue_end_of_backward
 
 if TYPE_CHECKING:
     from shardwise.engine.gradients import Presence
@@ -49,7 +50,8 @@ class _EndOfBackward:
         root, self._root = self._root, None
         assert root is not None
         try:
-            root.end_backward()
+            with aside():
+                root.end_backward()
         except BaseException as error:
             root.break_off(f"{type(error).__name__} at the end of backward")
             raise
@@ -63,7 +65,9 @@ class Root:
     """The step of one model on one rank."""
 
     def __init__(self, top: Unit) -> None:
-        self.top = top
+        # Weak, as all that leads from a root to its units: modules own them, and somebody who keeps one module or
+        # parameter of a model must not keep the memory of all.
+        self._top = weakref.ref(top)
         self.lanes = lanes_for(top.mesh.device)
         self.in_forward = False
         self.in_backward = False
@@ -71,9 +75,7 @@ class Root:
         self.ends_backward = False
         self.is_last_backward = True
         self.window = Window()
-        self.units: list[Unit] = []
-        # Units of several modules, of which a forward of the model need not run all.
-        self._of_several: list[Unit] = []
+        self._family: list[weakref.ref[Unit]] = []
         self._is_settled = False
         self._leaving: deque[tuple[Unit, Mark]] = deque()
         self._in_flight: deque[Reduction] = deque()
@@ -88,10 +90,22 @@ class Root:
 
     # --- the family -----------------------------------------------------------------------------------------------
 
+    @property
+    def top(self) -> Unit:
+        """The outermost unit, whose forward is the model's."""
+        top = self._top()
+        assert top is not None, "a root was used after its model was gone"
+        return top
+
+    @property
+    def units(self) -> list[Unit]:
+        return [unit for reference in self._family if (unit := reference()) is not None]
+
     def _adopt(self, unit: Unit) -> None:
         unit.root = self
-        unit.number = len(self.units)
-        self.units.append(unit)
+        unit.is_top = unit is self._top()
+        unit.number = len(self._family)
+        self._family.append(weakref.ref(unit))
 
     def settle(self) -> None:
         """Adopts every unit below, names them by their place in the model, and checks that all ranks mean the same."""
@@ -107,7 +121,7 @@ class Root:
                 continue
             if unit.root.accord.is_broken:
                 # It ran alone and raised: that step has ended all the same.
-                unit.root.reset()
+                unit.root.recover()
             elif unit.root.is_busy:
                 raise StateError(
                     f"unit '{unit.name}' is in the middle of a step of its own",
@@ -115,12 +129,11 @@ class Root:
                     fix="finish its backward before the outer model runs for the first time",
                 )
         model = self.accord.settle(names)
-        self.units = []
+        self._family = []
         for unit, name in names.items():
             unit.name = name
             unit.events = UnitEvents(name, len(unit.slots), model)
             self._adopt(unit)
-        self._of_several = [unit for unit in self.units if len(unit.modules) > 1]
         check_model(self.units, f"first forward, rank {self.top.rank}")
         self._check_agreement()
         self._is_offloaded = any(unit.is_offloaded for unit in self.units)
@@ -173,12 +186,11 @@ class Root:
         """A unit of the model runs by itself; it is the first to notice that the model's last step broke off."""
         has_ended = self.in_backward or self.accord.is_broken
         if has_ended and not any(unit.hooks.is_running for unit in self.units):
-            self.reset()
+            self.recover()
 
     def end_forward(self) -> None:
-        for unit in self._of_several:
-            unit.hooks.end_without_the_rest()
         for unit in self.units:
+            unit.hooks.end_without_the_rest()
             if unit.prefetched:
                 # It was not run after all, and would be stale when it is.
                 unit.reshard(trace.IN_FORWARD)
@@ -253,10 +265,11 @@ class Root:
             # In a chain of units one look at the graph tells; otherwise parameters do, by their gradients.
             return before.hooks.unit
         number = visit.window.before(visit.place, self._is_reached)
-        return None if number is None else self.units[number]
+        return None if number is None else self._family[number]()
 
     def _is_reached(self, number: int) -> bool:
-        return self.units[number].gradients.are_reached_by_backward()
+        unit = self._family[number]()
+        return unit is not None and unit.gradients.are_reached_by_backward()
 
     def start_reduce(
         self,
@@ -371,12 +384,13 @@ class Root:
     def recover(self) -> None:
         """Forgets the last step if it raised before its end, here or on another rank.
 
-        A forward or backward that ends well says so; a wire that left its path has begun a new epoch.
+        A forward or backward that ends well says so; a wire that left its path has begun a new epoch. What earlier
+        micro-batches put by is not part of a forward that raised.
         """
         if self.is_busy or self.accord.is_broken:
-            self.reset()
+            self.reset(drops_held=self.in_backward)
 
-    def reset(self) -> None:
+    def reset(self, drops_held: bool = True) -> None:
         """Forgets a step that broke off: parameters sharded, nothing in flight, no gradient half way."""
         if self.in_backward and inside_backward():
             raise StateError(
@@ -392,7 +406,7 @@ class Root:
                 # alive: their rows, until compute has waited for the next reduce
                 self._reduced.extend(in_flight)
             for unit in self.units:
-                unit.abandon_step()
+                unit.abandon_step(drops_held)
                 unit.gradients.forget_reduces(unlanded)
             self._take_back(0)
         if self.participation is not None:

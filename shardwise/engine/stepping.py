@@ -27,6 +27,7 @@ from shardwise.torch_internals import (
     hear_zero_grad,
     is_within_compiled,
     parameters_of,
+    take_data,
     untraced,
 )
 
@@ -75,6 +76,7 @@ class Stepping:
                 register_optimizer_step_pre_hook(self._before)
                 register_optimizer_step_post_hook(self._after)
                 count_foreach_writes(is_member)
+                take_data(is_member)
                 hear_zero_grad(_optimizer_zeroed, _module_zeroed)
 
     def is_own(self, hook: Callable[..., Any]) -> bool:

@@ -64,6 +64,9 @@ def _is_frozen(record: Any) -> bool:
     return bool(type(record).__dataclass_params__.frozen)
 
 
+_NONE: dict[int, Any] = {}
+
+
 class Loans:
     """Tensors inside containers that a module is given, changed for as long as it runs.
 
@@ -75,27 +78,29 @@ class Loans:
 
     def __init__(self) -> None:
         # Most calls are given one tensor and no container, and need no more than this.
-        self._containers: dict[int, Any] | None = None
+        self._containers: dict[int, Any] = _NONE
         self._originals: dict[int, tuple[torch.Tensor, torch.Tensor]]
         self._known: list[torch.Tensor]
 
+    def note(self, value: Any) -> None:
+        """Notes the containers in ``value`` and what is in them, before any of it is changed."""
+        if containers := containers_in(value):
+            self._containers = {id(container): container for container in containers}
+            self._originals, self._known = {}, tensors_in(value)
+
     def change(self, change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
         """``value`` with every tensor changed: tuples and frozen records are copied, others are as they were."""
-        if self._containers is None:
-            self._containers, self._originals, self._known = {}, {}, []
-        for container in containers_in(value):
-            self._containers[id(container)] = container
+        if not self._containers:
+            return map_tensors(change, value)
 
         def exchange(tensor: torch.Tensor) -> torch.Tensor:
             changed = change(tensor)
             if changed is not tensor:
                 self._originals[id(changed)] = (changed, tensor)
+                self._known.append(changed)
             return changed
 
-        changed = map_tensors(exchange, value, self._containers)
-        if self._containers:
-            self._known += tensors_in(changed)
-        return changed
+        return map_tensors(exchange, value, self._containers)
 
     def written(self) -> list[torch.Tensor]:
         """Tensors that have been put into the containers since."""

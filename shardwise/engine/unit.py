@@ -15,12 +15,12 @@ from torch import nn
 from shardwise import trace
 from shardwise.comm.collectives import GroupCalls
 from shardwise.comm.mesh import DataMesh
-from shardwise.engine.binding import Shown, Slot, sharded_shown, show, tag, unsharded_shown
+from shardwise.engine.binding import Place, Shown, Slot, sharded_shown, show, tag, unsharded_shown
 from shardwise.engine.events import UnitEvents
 from shardwise.engine.form import Form
 from shardwise.engine.memory import Memory
 from shardwise.engine.reduce import SUMS, Sums
-from shardwise.engine.replaced import adopt_found, check_are_home, follow_ties
+from shardwise.engine.replaced import adopt_found, check_are_home, follow_ties, ties_while_gathered
 from shardwise.engine.unit_gradients import UnitGradients
 from shardwise.plan.lifecycle import (
     ABANDON,
@@ -75,6 +75,7 @@ class Unit:
         # Set before anything else can reach the unit: its hooks on making, its root on adoption.
         self.hooks: Hooks
         self.root: Root
+        self.is_top = True
         self.number = 0
         self.events = UnitEvents(name, len(slots))
 
@@ -101,6 +102,8 @@ class Unit:
         self._num_steps = 0
         # Kept only because nothing will tell when a backward comes to it.
         self.is_unseen = False
+        # Gathered, while modules show the shards.
+        self.is_hidden = False
         self._sharded_shown: Shown = []
         self._unsharded_shown: Shown = []
         self._left: list[Any] = []
@@ -148,7 +151,8 @@ class Unit:
     def show_places(self) -> None:
         """Shows the form that the parameters are in, in all their places, which may have changed."""
         self._note_places()
-        show(self._unsharded_shown if self.state is UNSHARDED else self._sharded_shown)
+        is_gathered = self.state is UNSHARDED and not self.is_hidden
+        show(self._unsharded_shown if is_gathered else self._sharded_shown)
 
     @property
     def has_memory(self) -> bool:
@@ -311,10 +315,11 @@ class Unit:
         if state is SHARDED_AFTER_FORWARD:
             self.memory.gather.drop_part()
         else:
-            if self._kept_version is not None:
-                self._take_over_flips()
-            self.is_unseen = False
+            tied = {} if self._kept_version is None else self._take_over_changes()
+            self.is_unseen = self.is_hidden = False
             show(self._sharded_shown)
+            for place, other in tied.items():
+                place.params[place.name] = other.sharded
             self.root.let_go(self)
         step = RESHARD
         self._kept_version = None
@@ -334,12 +339,12 @@ class Unit:
             return
         self.reshard(trace.IN_POST_BACKWARD)
 
-    def abandon_step(self) -> None:
+    def abandon_step(self, drops_held: bool) -> None:
         """Gives up what a broken-off step has under way, and shards the parameters again."""
         self.holders = 0
         self.hooks.forget()
         self.abandon_gather()
-        self.gradients.abandon_step()
+        self.gradients.abandon_step(drops_held)
 
     def abandon_gather(self) -> None:
         """Shards the parameters again, without waiting for a gather under way: it may have failed."""
@@ -382,16 +387,25 @@ class Unit:
     def hold(self) -> None:
         """Somebody computes with the unsharded parameters: they stay until it is released as often as it was held."""
         self.holders += 1
+        if self.is_hidden:
+            self.is_hidden = False
+            show(self._unsharded_shown)
 
     def release(self) -> bool:
         """One of those who held the unit is done; whether it was the last."""
         self.holders -= 1
         return self.holders == 0
 
-    def keep(self) -> None:
-        """Stays gathered for now; notes what the shards are, to notice when the parameters have gone stale."""
+    def keep(self, is_hidden: bool = False) -> None:
+        """Stays gathered for now; notes what the shards are, to notice when the parameters have gone stale.
+
+        ``is_hidden``: no backward is to come, so whoever looks at the modules now means to read or write the shards.
+        """
         if self._kept_version is None:
             self._kept_version = self._version()
+        if is_hidden and self.state is UNSHARDED:
+            self.is_hidden = True
+            show(self._sharded_shown)
 
     def is_stale(self) -> bool:
         """Whether the shards were written to, or parameters frozen or thawed, since the unit was kept."""
@@ -406,18 +420,22 @@ class Unit:
             )
         )
 
-    def _take_over_flips(self) -> None:
-        """Freezes and thaws shards as users did with the unsharded parameters while those were shown."""
+    def _take_over_changes(self) -> dict[Place, Slot]:
+        """Takes over what users did with the unsharded parameters while those were shown: freezing, thawing, ties.
+
+        Returns the places that were tied to other parameters, and the slots of those.
+        """
         for slot, trainable in zip(self.slots, self.gradients.trainable, strict=True):
             if slot.unsharded.requires_grad != trainable:
                 slot.sharded.requires_grad_(not trainable)
                 slot.unsharded.requires_grad_(trainable)
+        return {} if self.is_hidden else ties_while_gathered(self)
 
     def keeps_after_forward(self) -> bool:
         """The root's parameters are needed at once when backward begins, so it keeps them unless told otherwise.
 
         Without grad there is no backward to keep them for.
         """
-        if self.root.top is self and not self.after_forward_is_explicit and self.root.expects_backward:
+        if self.is_top and not self.after_forward_is_explicit and self.root.expects_backward:
             return True
         return self.after_forward is KEEP

@@ -55,11 +55,13 @@ class UnitGradients:
         unit, key = self._unit, tuple(chosen)
         if key not in self._plans:
             slots = [slot for slot, is_chosen in zip(unit.slots, chosen, strict=True) if is_chosen]
-            self._plans[key] = (
-                self._sums.plan(slots, unit.form, unit.mesh, unit.precision, unit.shard_device, unit.pins)
-                if slots
-                else None
-            )
+            # Its buffers are for backward, whatever mode the forward runs in that has noticed the change.
+            with torch.inference_mode(False):
+                self._plans[key] = (
+                    self._sums.plan(slots, unit.form, unit.mesh, unit.precision, unit.shard_device, unit.pins)
+                    if slots
+                    else None
+                )
         return self._plans[key]
 
     def _plan_with_held(self) -> PackedReduce | None:
@@ -192,10 +194,14 @@ class UnitGradients:
         """The row that holds all of the unit's gradients, if they are as the last backward left them."""
         return None if self.plan is None or self._is_tensor_parallel else self.plan.lent
 
-    def abandon_step(self) -> None:
-        """Gives up what came in during a step that broke off."""
+    def abandon_step(self, drops_held: bool) -> None:
+        """Gives up what came in during a step that broke off, and what was put by before it if that is asked for."""
         self._started.clear()
-        self.drop()
+        if drops_held:
+            self.drop()
+        else:
+            for slot in self._unit.slots:
+                slot.unsharded.grad = None
 
     def zero(self, shards: Container[torch.Tensor], set_to_none: bool) -> None:
         """As ``zero_grad``, of what users cannot see: gradients put by, and sums that wait for their replicas."""

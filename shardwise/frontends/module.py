@@ -97,7 +97,7 @@ class FSDPModule:
         units = _own_units(self)
         for unit in units:
             if unit.root.accord.is_broken:
-                unit.root.reset()
+                unit.root.recover()
             unit.root.settle()
             if unit.is_stale():
                 unit.reshard(trace.IDLE)

@@ -189,7 +189,7 @@ class FullyShardedDataParallel(WrapperOptions, ModelMethods):
             check_shows_whole(unit)
             return attributes["_modules"][WRAPPED_NAME](*args, **kwargs)
         root, hooks = unit.root, unit.hooks
-        is_top = root.top is unit and not hooks.is_running
+        is_top = unit.is_top and not hooks.is_running
         if is_top:
             self._begin()
         # Run alone, it is the outermost for once.
@@ -212,7 +212,7 @@ class FullyShardedDataParallel(WrapperOptions, ModelMethods):
     def _enter_method(self, args: Any, kwargs: Any) -> Any:
         """What a method of the wrapped module that counts as a forward does first, with its inputs."""
         unit: Unit = self.__dict__["_unit"]
-        is_outermost = unit.root.top is unit or not unit.root.is_busy
+        is_outermost = unit.is_top or not unit.root.is_busy
         return unit.hooks.pre_forward(
             self, args, kwargs, self.__dict__["_root_dtype"] if is_outermost else None
         )

@@ -13,6 +13,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwise.engine.binding import membership
+from shardwise.plan.lifecycle import UNSHARDED
 from shardwise.testing.workloads import seeded
 
 
@@ -85,6 +87,14 @@ def is_sharded(module: nn.Module) -> bool:
     shown = {isinstance(param, DTensor) for param in module.parameters(recurse=False)}
     assert len(shown) == 1, "some parameters are sharded and some are not"
     return shown.pop()
+
+
+def is_gathered(module: nn.Module) -> bool:
+    """Whether the module's own parameters are in memory whole, whatever the module shows of them."""
+    units = {
+        found[0] for param in module.parameters(recurse=False) if (found := membership(param)) is not None
+    }
+    return any(unit.state is UNSHARDED for unit in units) if units else not is_sharded(module)
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:

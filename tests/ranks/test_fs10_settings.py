@@ -28,6 +28,7 @@ from tests.ranks.models import (
     data,
     full,
     held_bytes,
+    is_gathered,
     is_sharded,
     match_plain,
     same,
@@ -217,7 +218,8 @@ def kept_after_backward():
             loss = model(data(step, rank, 2, 6)).sum()
         assert counted(gathering) == {GATHER: 4}, "an optimizer's step makes kept weights stale"
         loss.backward()
-        assert not is_sharded(model.layers[0].in_proj)
+        assert is_gathered(model.layers[0].in_proj)
+        assert is_sharded(model.layers[0].in_proj), "whoever looks now means the shards"
         assert held_bytes(weights) > 0
         with torch.no_grad(), CommDebugMode() as idle:
             again = model(data(step, rank, 2, 6)).sum()
@@ -248,8 +250,8 @@ def kept_after_backward_for_one_unit():
     model = sharded_layers()
     model.set_reshard_after_backward(False, recurse=False)
     backward(model)
-    assert not is_sharded(model.first)
-    assert is_sharded(model.layers[0].in_proj)
+    assert is_gathered(model.first)
+    assert not is_gathered(model.layers[0].in_proj)
 
 
 def test_without_recurse_reshard_after_backward_is_set_for_one_unit_alone():

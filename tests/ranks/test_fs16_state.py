@@ -21,6 +21,7 @@ from tests.ranks.models import (
     average_gradients,
     data,
     full,
+    is_gathered,
     is_sharded,
     same,
     same_parameters,
@@ -125,7 +126,7 @@ def in_any_state(reshard):
     check_state(model, values, "after backward")
     model.set_reshard_after_backward(False)
     loss_of(model, 0, rank).backward()
-    assert not is_sharded(model.first)
+    assert is_gathered(model.first)
     check_state(model, values, "kept after backward")
 
 

@@ -14,6 +14,7 @@ from tests.ranks.models import (
     average_gradients,
     data,
     held_bytes,
+    is_gathered,
     is_sharded,
     same,
     same_shard,
@@ -142,8 +143,9 @@ def keeps_what_is_asked(mode):
     model, plain = sharded(True), seeded(Layers())
     model.set_reshard_after_forward(False)
     evaluate(model, mode, 0)
-    assert not is_sharded(model.first)
-    assert not is_sharded(model.layers[1].in_proj)
+    assert is_gathered(model.first)
+    assert is_gathered(model.layers[1].in_proj)
+    assert is_sharded(model.first), "whoever looks now means the shards"
     same(evaluate(model, mode, 1), evaluate(plain, "no_grad", 1), "output")
 
 

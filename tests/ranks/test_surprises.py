@@ -1,0 +1,781 @@
+"""Programs that do what nobody expects of them between and inside steps: the plain model's numbers, or an error.
+
+Each runs on a plain model and on a sharded one, on the same data on every rank, so that averages over ranks change
+nothing and the two must agree to the bit.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import shardwise
+from shardwise import FullyShardedDataParallel, MixedPrecisionPolicy, StateError, fully_shard
+from shardwise.testing import run_ranks
+from shardwise.testing.workloads import seeded
+from tests.ranks.models import is_gathered, is_sharded
+
+WIDTH = 8
+
+
+def inputs(rows=4):
+    return torch.arange(float(rows * WIDTH)).view(rows, WIDTH) / 16 - 1
+
+
+def whole(tensor):
+    return None if tensor is None else tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def wrapped(module):
+    return FullyShardedDataParallel(module, use_orig_params=True)
+
+
+def shard_children(model, **options):
+    for child in model.children():
+        fully_shard(child, **options)
+    return fully_shard(model, **options)
+
+
+def twice(program, *shardings, world_size=2, kind="threads"):
+    """Runs ``program(sharding)`` on every rank, first with None for a plain model; all must return the same."""
+    run_ranks(compare, world_size, program, shardings, kind=kind)
+
+
+def compare(program, shardings):
+    plain = program(None)
+    for sharding in shardings:
+        results, expected = program(sharding), plain
+        if len(results) < len(expected):
+            # Of the wrapper's flat shards, losses are compared, which are scalars.
+            expected = [result for result in expected if result.dim() == 0]
+        assert len(results) == len(expected)
+        for number, (result, wanted) in enumerate(zip(results, expected, strict=True)):
+            is_same = torch.equal(result, wanted) if isinstance(wanted, torch.Tensor) else result == wanted
+            assert is_same, f"{sharding.__name__}: result {number} is {result}, of the plain model {wanted}"
+
+
+def train(model, optimizer, *batches, **arguments):
+    losses = []
+    for x in batches:
+        loss = model(x, **arguments).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+def sgd_of(model):
+    return torch.optim.SGD(model.parameters(), lr=0.5)
+
+
+# --- exceptions -------------------------------------------------------------------------------------------------------
+
+
+class Fallback(nn.Module):
+    """Takes its second layer where the first one raises."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, fails=False):
+        try:
+            return self.first(x[:, :3] if fails else x)
+        except RuntimeError:
+            return self.second(x)
+
+
+def falls_back(sharding):
+    model = seeded(seeded(Fallback()))
+    model = sharding(model) if sharding else model
+    optimizer = sgd_of(model)
+    results = []
+    for fails in (True, False, True, False, False):
+        results += train(model, optimizer, inputs(), fails=fails)
+    with torch.no_grad():
+        model(inputs(), fails=True)
+    return results + train(model, optimizer, inputs(), inputs())
+
+
+def wrap_children(model):
+    for name, child in list(model.named_children()):
+        setattr(model, name, wrapped(child))
+    return wrapped(model)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_a_unit_whose_exception_the_model_catches_goes_on_with_fresh_weights(reshard):
+    def sharded(model):
+        return shard_children(model, reshard_after_forward=reshard)
+
+    twice(falls_back, sharded, wrap_children)
+
+
+def test_a_unit_whose_exception_was_caught_is_freed_when_the_step_ends():
+    def on_a_rank():
+        model = shard_children(seeded(Fallback()))
+        model(inputs(), fails=True).sum().backward()
+        assert not is_gathered(model.first)
+        with torch.no_grad():
+            model(inputs(), fails=True)
+        assert not is_gathered(model.first)
+
+    run_ranks(on_a_rank, 2)
+
+
+def raises_alone(sharding):
+    model = seeded(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)))
+    model = sharding(model) if sharding else model
+    optimizer = sgd_of(model)
+    model(inputs()).sum().backward()
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError):
+        model[0](torch.ones(4, 3))
+    return train(model[0], optimizer, inputs(), inputs(), inputs()) + train(model, optimizer, inputs())
+
+
+def test_a_unit_that_raised_when_called_alone_goes_on_with_fresh_weights():
+    twice(raises_alone, shard_children, wrap_children)
+
+
+def model_raises(sharding):
+    """After an exception of the whole model's, a unit of it is used alone."""
+    model = seeded(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)))
+    model = sharding(model) if sharding else model
+    optimizer = sgd_of(model)
+    with pytest.raises(RuntimeError):
+        model(torch.ones(4, 3))
+    return train(model[1], optimizer, inputs(), inputs()) + train(model, optimizer, inputs())
+
+
+def test_a_unit_may_be_called_alone_after_the_model_raised():
+    twice(model_raises, shard_children)
+
+
+def hook_raises(sharding):
+    model = seeded(seeded(Fallback()))
+    model = sharding(model) if sharding else model
+    optimizer = sgd_of(model)
+    calls = []
+
+    def hook(module, args, output):
+        calls.append(output)
+        if len(calls) == 1:
+            raise RuntimeError("the first time")
+
+    model.first.register_forward_hook(hook)
+    return train(model, optimizer, inputs(), inputs(), inputs())
+
+
+def test_a_forward_hook_that_raises_leaves_the_unit_in_order():
+    twice(hook_raises, shard_children)
+
+
+def held_over_an_exception(sharding):
+    model = seeded(nn.Linear(WIDTH, WIDTH))
+    model = sharding(model) if sharding else model
+    sync = model.set_requires_gradient_sync if sharding else lambda is_on: None
+    sync(False)
+    model(inputs()).square().mean().backward()
+    with pytest.raises(RuntimeError):
+        model(torch.ones(4, 3))
+    sync(True)
+    model(inputs() * 2).square().mean().backward()
+    return [whole(param.grad) for param in model.parameters()]
+
+
+def test_gradients_put_by_without_sync_outlive_a_forward_that_raises():
+    twice(held_over_an_exception, fully_shard)
+
+
+# --- calls ------------------------------------------------------------------------------------------------------------
+
+
+class Tree(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.leaf = nn.Linear(WIDTH, WIDTH)
+        self.join = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, depth=2):
+        if depth == 0:
+            return torch.tanh(self.leaf(x))
+        return torch.tanh(self.join(self(x, depth - 1) + self(-x, depth - 1)))
+
+
+class Top(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tree = Tree()
+        self.out = nn.Linear(WIDTH, 2)
+
+    def forward(self, x):
+        return self.out(self.tree(x))
+
+
+def gradients_and_losses(model, optimizer=None):
+    optimizer = optimizer or sgd_of(model)
+    params = [] if isinstance(model, FullyShardedDataParallel) else optimizer.param_groups[0]["params"]
+    results = []
+    for _ in range(3):
+        loss = model(inputs()).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        results += [loss.detach(), *(whole(param.grad) for param in params)]
+        optimizer.step()
+    return results
+
+
+@pytest.mark.parametrize("make", [Top, Tree])
+def test_a_unit_that_calls_itself_trains_as_ever(make):
+    def program(sharding):
+        model = seeded(make())
+        return gradients_and_losses(sharding(model) if sharding else model)
+
+    def children_as_one(model):
+        fully_shard([*model.children()])
+        return fully_shard(model)
+
+    shardings = [fully_shard, wrapped] if make is Tree else [shard_children, wrap_children, children_as_one]
+    twice(program, *shardings)
+
+
+class LeavesAux(nn.Module):
+    """Leaves a loss beside its output: as an attribute, or in a list that it was given."""
+
+    def __init__(self, where):
+        super().__init__()
+        self.main = nn.Linear(WIDTH, WIDTH)
+        self.gate = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH)
+        self.where = where
+        self.aux = None
+
+    def forward(self, x, found):
+        y = torch.tanh(self.main(x))
+        aux = self.second(torch.tanh(self.gate(x))).square().mean()
+        if self.where == "list":
+            found.append(aux)
+        elif self.where == "global":
+            _FOUND.append(aux)
+        else:
+            self.aux = aux
+        return y
+
+
+_FOUND: list[torch.Tensor] = []
+
+
+class SumsAux(nn.Module):
+    def __init__(self, where):
+        super().__init__()
+        self.blocks = nn.ModuleList(LeavesAux(where) for _ in range(3))
+
+    def forward(self, x):
+        found = [x.sum()]
+        _FOUND.clear()
+        for block in self.blocks:
+            x = block(x, found)
+        aux = [block.aux for block in self.blocks if block.aux is not None]
+        return torch.stack([x.square().mean(), *found[1:], *aux, *_FOUND])
+
+
+def shard_blocks(model):
+    for block in model.blocks:
+        fully_shard(block)
+    return fully_shard(model)
+
+
+@pytest.mark.parametrize("where", ["attribute", "list"])
+def test_backward_may_come_to_a_unit_by_what_forward_left_beside_its_output(where):
+    def program(sharding):
+        model = seeded(SumsAux(where))
+        return gradients_and_losses(sharding(model) if sharding else model)
+
+    twice(program, shard_blocks)
+
+
+def leaves_it_in_a_global():
+    model = shard_blocks(seeded(SumsAux("global")))
+    with pytest.raises(StateError, match="before its weights were gathered"):
+        model(inputs()).sum().backward()
+
+
+def test_backward_by_a_tensor_that_nothing_could_find_is_refused():
+    # Not as threads: they would share the list.
+    run_ranks(leaves_it_in_a_global, 2, kind="gloo")
+
+
+# --- containers -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Record:
+    value: torch.Tensor
+    seen: int = 0
+
+
+class WritesToInputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, values, named, record):
+        values.append(self.layer(values[0]))
+        named["sum"] = values[-1] + named["x"]
+        record.seen += 1
+        record.value = named["sum"] * 2
+        return record.value
+
+
+@pytest.mark.parametrize("precision", [None, torch.float64])
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_a_unit_writes_to_the_very_containers_it_is_given(precision, needs_grad):
+    def on_a_rank():
+        model = seeded(seeded(WritesToInputs()))
+        fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=precision))
+        x = inputs().requires_grad_(needs_grad)
+        values, named, record = [x], {"x": x}, Record(x)
+        output = model(values, named, record)
+        assert len(values) == 2
+        assert values[0] is x
+        assert named["x"] is x
+        assert "sum" in named
+        assert record.seen == 1
+        assert record.value is output
+        values[1].sum().backward()
+        assert model.layer.weight.grad is not None
+
+    run_ranks(on_a_rank, 2)
+
+
+# --- parameters -------------------------------------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.emb = nn.Embedding(10, WIDTH)
+        self.middle = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 10, bias=False)
+
+    def forward(self, indices):
+        return self.head(self.middle(self.emb(indices)))
+
+
+def ties_later(when):
+    def program(sharding):
+        model = seeded(seeded(Tied()))
+        model = sharding(model) if sharding else model
+        tokens = torch.arange(4)
+        optimizer = sgd_of(model)
+        if when == "gathered":
+            model(tokens)
+        elif when == "after a step":
+            model(tokens).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        model.head.weight = model.emb.weight
+        results = []
+        for _ in range(3):
+            loss = model(tokens).square().mean()
+            loss.backward()
+            results += [loss.detach(), whole(model.emb.weight.grad)]
+            optimizer.step()
+            optimizer.zero_grad()
+        return [*results, whole(model.state_dict()["head.weight"]), len(list(model.parameters()))]
+
+    return program
+
+
+@pytest.mark.parametrize("when", ["at once", "gathered", "after a step"])
+@pytest.mark.parametrize("sharding", [fully_shard, shard_children])
+def test_weights_tied_after_sharding_get_both_gradients(when, sharding):
+    twice(ties_later(when), sharding)
+
+
+def test_a_unit_that_was_tied_to_another_is_laid_out_once_and_not_in_every_forward():
+    def on_a_rank():
+        model = fully_shard(seeded(Tied()))
+        model.head.weight = model.emb.weight
+        model(torch.arange(4)).sum().backward()
+        memory = model._shardwise_units[0].memory
+        model(torch.arange(4)).sum().backward()
+        assert model._shardwise_units[0].memory is memory
+
+    run_ranks(on_a_rank, 2)
+
+
+def test_a_parameter_replaced_while_it_is_gathered_is_refused():
+    def on_a_rank():
+        model = fully_shard(nn.Linear(WIDTH, WIDTH))
+        model.unshard()
+        model.weight = nn.Parameter(torch.ones(WIDTH, WIDTH))
+        with pytest.raises(StateError, match="'weight' was replaced"):
+            model.reshard()
+
+    run_ranks(on_a_rank, 2)
+
+
+def frozen_while_accumulating(sharding):
+    model = seeded(nn.Linear(WIDTH, WIDTH))
+    model = sharding(model) if sharding else model
+    results = []
+    for thaws in (False, True):
+        for number in range(3):
+            if sharding:
+                model.set_requires_gradient_sync(number == 2)
+            model.weight.requires_grad_((number == 0) != thaws)
+            model.bias.requires_grad_(True)
+            model(inputs() * (number + 1)).sum().backward()
+        results += [whole(param.grad) for param in model.parameters()]
+        for param in model.parameters():
+            param.grad = None
+    for param in model.parameters():
+        param.requires_grad_(True)
+    model(inputs()).sum().backward()
+    return results + [whole(param.grad) for param in model.parameters()]
+
+
+def test_a_parameter_frozen_between_micro_batches_is_given_what_it_holds():
+    twice(frozen_while_accumulating, fully_shard)
+
+
+def frozen_before_the_all_reduce(sharding):
+    model = seeded(nn.Linear(WIDTH, WIDTH))
+    model = sharding(model) if sharding else model
+    results = []
+    for _ in range(2):
+        for number in range(2):
+            if sharding:
+                model.set_requires_all_reduce(number == 1)
+            model.weight.requires_grad_(number == 0)
+            model(inputs() * (number + 1)).sum().backward()
+        results += [whole(param.grad) for param in model.parameters()]
+        model.zero_grad()
+    return results
+
+
+def test_a_parameter_frozen_before_the_all_reduce_is_given_its_sum():
+    def hybrid(model):
+        return fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+
+    twice(frozen_before_the_all_reduce, hybrid, world_size=4)
+
+
+def assigns_data(sharding):
+    model = seeded(nn.Linear(WIDTH, WIDTH))
+    model = sharding(model) if sharding else model
+    model.weight.data = torch.full((WIDTH, WIDTH), 0.25)
+    model.bias.data = model.bias.data * 2
+    return [model(inputs()).detach(), *(whole(param.detach()) for param in model.parameters())]
+
+
+def test_data_assigned_to_a_sharded_parameter_is_its_value():
+    twice(assigns_data, fully_shard)
+
+
+def test_data_of_another_shape_is_refused():
+    def on_a_rank():
+        model = fully_shard(nn.Linear(WIDTH, WIDTH))
+        with pytest.raises(ValueError, match="was given data of shape"):
+            model.weight.data = torch.ones(3, 3)
+
+    run_ranks(on_a_rank, 2)
+
+
+def hooks_a_gradient(sharding):
+    model = seeded(nn.Linear(WIDTH, WIDTH))
+    model = sharding(model) if sharding else model
+    seen = []
+    model.weight.register_hook(lambda gradient: seen.append(1) or gradient * 2)
+    results = []
+    for _ in range(2):
+        model(inputs()).square().mean().backward()
+        results.append(whole(model.weight.grad).clone())
+    return [*results, len(seen)]
+
+
+def test_a_gradient_hook_on_a_shard_sees_and_changes_the_gradient():
+    twice(hooks_a_gradient, fully_shard)
+
+
+# --- optimizers and gradients -----------------------------------------------------------------------------------------
+
+
+def looks_before_it_steps(foreach, fused=False):
+    def program(sharding):
+        model = seeded(nn.Linear(WIDTH, WIDTH))
+        model = sharding(model) if sharding else model
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.125, foreach=foreach, fused=fused)
+        results = []
+        for _ in range(4):
+            loss = model(inputs()).square().mean()
+            loss.backward()
+            model(inputs())
+            optimizer.step()
+            optimizer.zero_grad()
+            results.append(loss.detach())
+        return results
+
+    return program
+
+
+@pytest.mark.parametrize(("foreach", "fused"), [(False, False), (True, False), (False, True)])
+def test_weights_kept_from_before_a_step_are_not_used_after_it(foreach, fused):
+    def kept_after_backward(model):
+        fully_shard(model).set_reshard_after_backward(False)
+        return model
+
+    def kept_after_forward(model):
+        return fully_shard(model, reshard_after_forward=False)
+
+    twice(looks_before_it_steps(foreach, fused), fully_shard, kept_after_forward, kept_after_backward)
+
+
+@pytest.mark.parametrize("looks_first", [False, True])
+def test_a_kept_teacher_notices_foreach_writes_to_its_shards(looks_first):
+    def program(sharding):
+        teacher = seeded(nn.Linear(WIDTH, WIDTH))
+        teacher = sharding(teacher) if sharding else teacher
+        params = list(teacher.parameters())
+        results = []
+        for _ in range(3):
+            with torch.no_grad():
+                results.append(teacher(inputs()))
+                torch._foreach_mul_(list(teacher.parameters()) if looks_first else params, 0.5)
+                torch._foreach_add_(params, [param.detach() for param in params])
+                torch._foreach_lerp_(params, [torch.zeros_like(param) for param in params], 0.25)
+        return results
+
+    def kept(model):
+        return fully_shard(model, reshard_after_forward=False)
+
+    twice(program, kept)
+
+
+def zeroes_between(zero):
+    def program(sharding):
+        model = seeded(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)))
+        model = sharding(model) if sharding else model
+        optimizer = sgd_of(model)
+        params = list(model.parameters())
+        results = []
+        for _ in range(3):
+            loss = model(inputs()).square().mean()
+            zero(model, optimizer)
+            loss.backward()
+            results += [whole(param.grad).clone() for param in params]
+        return results
+
+    return program
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("whose", ["model's", "optimizer's", "outer module's"])
+def test_zero_grad_between_forward_and_backward_reaches_every_shard(whose, set_to_none):
+    def zero(model, optimizer):
+        owner = {"model's": model, "optimizer's": optimizer, "outer module's": nn.ModuleList([model])}[whose]
+        owner.zero_grad(set_to_none=set_to_none)
+
+    twice(zeroes_between(zero), shard_children)
+
+
+def zeroes_held(zero, defer):
+    def program(sharding):
+        model = seeded(nn.Linear(WIDTH, WIDTH))
+        model = sharding(model) if sharding else model
+        optimizer = sgd_of(model)
+        if sharding:
+            getattr(model, defer)(False)
+        model(inputs() * 3).square().mean().backward()
+        zero(model, optimizer)
+        if sharding:
+            getattr(model, defer)(True)
+        model(inputs()).square().mean().backward()
+        return [whole(param.grad) for param in model.parameters()]
+
+    return program
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("whose", ["model", "optimizer"])
+def test_zero_grad_reaches_what_is_held_without_sync(whose, set_to_none):
+    def zero(model, optimizer):
+        (model if whose == "model" else optimizer).zero_grad(set_to_none=set_to_none)
+
+    def hybrid(model):
+        return fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+
+    twice(zeroes_held(zero, "set_requires_gradient_sync"), fully_shard)
+    twice(zeroes_held(zero, "set_requires_all_reduce"), hybrid, world_size=4)
+
+
+def test_clipping_reaches_the_shards_of_units_that_are_kept():
+    def program(sharding):
+        model = seeded(nn.Linear(WIDTH, WIDTH))
+        model = sharding(model) if sharding else model
+        model(inputs()).sum().backward()
+        norm = shardwise.clip_grad_norm_(model.parameters(), 0.125)
+        return [norm.item() > 1, [whole(param.grad).norm().item() < 0.13 for param in model.parameters()]]
+
+    def kept(model):
+        fully_shard(model).set_reshard_after_backward(False)
+        return model
+
+    twice(program, kept)
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_frozen_unit_without_inputs_to_train_is_sharded_when_the_step_has_ended():
+    def on_a_rank():
+        model = seeded(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)))
+        model[0].requires_grad_(False)
+        shard_children(model, reshard_after_forward=False)
+        model(inputs()).sum().backward()
+        assert not any(map(is_gathered, model))
+        assert all(map(is_sharded, model))
+
+    run_ranks(on_a_rank, 2)
+
+
+def test_units_that_no_backward_came_to_are_sharded_when_the_step_has_ended():
+    def on_a_rank():
+        model = shard_children(seeded(Fallback()), reshard_after_forward=False)
+        model.second(inputs())
+        model(inputs()).sum().backward()
+        assert not is_gathered(model.second)
+
+    run_ranks(on_a_rank, 2)
+
+
+@pytest.mark.parametrize("kept", ["parameter", "module"])
+def test_whoever_keeps_one_part_of_a_model_does_not_keep_the_memory_of_all(kept):
+    def on_a_rank():
+        model = shard_children(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))))
+        model(inputs()).sum().backward()
+        others = [weakref.ref(child._shardwise_units[0].memory) for child in [*model][1:]]
+        part = next(model[0].parameters()) if kept == "parameter" else model[0]
+        del model
+        gc.collect()
+        assert [memory() for memory in others] == [None, None, None]
+        assert part is not None
+
+    run_ranks(on_a_rank, 1)
+
+
+# --- what surrounds a forward -----------------------------------------------------------------------------------------
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + torch.tanh(self.layer(x))
+
+
+def saving_products():
+    def policy(context, op, *args, **kwargs):
+        saved = op is torch.ops.aten.addmm.default
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, whole_of_it):
+        super().__init__()
+        self.blocks = nn.ModuleList(Residual() for _ in range(3))
+        self.whole_of_it = whole_of_it
+
+    def forward(self, x):
+        if self.whole_of_it:
+            return checkpoint(self.run, x, use_reentrant=False, context_fn=saving_products)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False, context_fn=saving_products)
+        return x
+
+    def run(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("whole_of_it", [False, True])
+def test_selective_checkpointing_around_units(whole_of_it):
+    def program(sharding):
+        model = seeded(Checkpointed(whole_of_it))
+        return gradients_and_losses(sharding(model) if sharding else model)
+
+    twice(program, shard_blocks)
+
+
+TRANSFORMS = {
+    "grad": lambda model, x: torch.func.grad(lambda x: model(x).square().sum())(x),
+    "vjp": lambda model, x: torch.func.vjp(model, x)[1](torch.ones_like(x))[0],
+    "jvp": lambda model, x: torch.func.jvp(model, (x,), (torch.ones_like(x),))[1],
+    "jacrev": lambda model, x: torch.func.jacrev(lambda x: model(x).sum(0))(x),
+    "jacfwd": lambda model, x: torch.func.jacfwd(lambda x: model(x).sum(0))(x),
+    "hessian": lambda model, x: torch.func.hessian(lambda x: model(x).square().sum())(x),
+    "vmap": lambda model, x: torch.func.vmap(model)(x),
+}
+
+
+def transforms(transform, sharding):
+    model = seeded(nn.Sequential(*(Residual() for _ in range(3))))
+    model = sharding(model) if sharding else model
+    optimizer = sgd_of(model)
+    results = [TRANSFORMS[transform](model, inputs(2)).detach()]
+    results += gradients_and_losses(model, optimizer)
+    return [*results, TRANSFORMS[transform](model, inputs(2)).detach()]
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_transforms_of_torch_func_go_through_sharded_models(transform):
+    # Not as threads: torch.func, too, has state that threads share.
+    twice(partial(transforms, transform), shard_children, kind="gloo")
+
+
+def mutates_saved(sharding):
+    model = seeded(nn.Sequential(*(Residual() for _ in range(3))))
+    model = sharding(model) if sharding else model
+    results = []
+    for _ in range(2):
+        with torch.autograd.graph.allow_mutation_on_saved_tensors():
+            output = model(inputs())
+            loss = output.square().mean()
+            output.mul_(2)
+            loss.backward()
+        results += [whole(param.grad).clone() for param in model.parameters()]
+    return results
+
+
+def test_saved_tensors_may_be_written_to_where_autograd_allows_it():
+    twice(mutates_saved, shard_children, kind="gloo")
+
+
+def test_training_after_an_evaluation_in_inference_mode_that_saw_new_parameters_trained():
+    def program(sharding):
+        model = seeded(nn.Linear(WIDTH, WIDTH))
+        model.bias.requires_grad_(False)
+        model = sharding(model) if sharding else model
+        model.bias.requires_grad_(True)
+        with torch.inference_mode():
+            model(inputs())
+        return gradients_and_losses(model)
+
+    twice(program, fully_shard)
