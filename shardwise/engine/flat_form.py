@@ -270,3 +270,7 @@ class Flat:
     def named(self, slots: list[Slot]) -> list[Slot]:
         # Cuts must not move: what has lost its names stays in the line, unused.
         return slots
+
+    def own_part(self, slot: Slot, whole: torch.Tensor, mesh: DataMesh) -> torch.Tensor | None:
+        assert isinstance(slot, FlatSlot)
+        return whole.detach().reshape(-1)[slot.span.start : slot.span.stop]

@@ -78,6 +78,9 @@ class Form(Protocol):
     def named(self, slots: list[Slot]) -> list[Slot]:
         """The slots that stay in the unit when some have lost all their names."""
 
+    def own_part(self, slot: Slot, whole: torch.Tensor, mesh: DataMesh) -> torch.Tensor | None:
+        """What this rank keeps of a whole parameter; None where that is not part of it."""
+
 
 class Rows:
     """Each parameter is cut along one dim, and shown as a DTensor."""
@@ -136,6 +139,12 @@ class Rows:
 
     def named(self, slots: list[Slot]) -> list[Slot]:
         return [slot for slot in slots if slot.places]
+
+    def own_part(self, slot: Slot, whole: torch.Tensor, mesh: DataMesh) -> torch.Tensor | None:
+        if slot.tensor_parallel is not None or carries_itself(slot.local):
+            return None
+        span = cut_evenly(slot.shape[slot.dim], mesh.shard.world, mesh.shard.rank)
+        return whole.detach().narrow(slot.dim, span.start, span.numel)
 
 
 def parts_by_slot(slots: list[Slot], packing: Packing, rank: int) -> list[Part]:

@@ -198,6 +198,7 @@ class Hooks:
         for needed in unit.needs:
             needed.issue_gather(trace.IN_PRE_BACKWARD)
             needed.wait_gather()
+            needed.reveal()
         return Pass(self, unit.root.window) if unit.needs else None
 
     def _move_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], loans: Loans) -> Any:

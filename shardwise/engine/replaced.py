@@ -77,6 +77,19 @@ def ties_while_gathered(unit: Unit) -> dict[Place, Slot]:
     return tied
 
 
+def take_written(slot: Slot, own_part: torch.Tensor | None, unit: str, rank: int) -> None:
+    """Somebody wrote to a parameter while it was gathered: its shard takes that over, where it is the same dtype."""
+    if own_part is None or slot.compute_dtype != slot.stored_dtype:
+        raise StateError(
+            f"parameter '{slot.name}' was written to while it was gathered, which its shard of {slot.stored_dtype} "
+            "cannot take over",
+            where=f"unit '{unit}', rank {rank}",
+            fix="write to the sharded parameter: call reshard() first",
+        )
+    with torch.no_grad():
+        slot.local.copy_(own_part)
+
+
 def adopt_found(slots: list[Slot], unit: str, rank: int) -> None:
     """Takes what stands in the parameters' places now for them; refuses all of it if one does not fit."""
     found = [slot.found() for slot in slots]

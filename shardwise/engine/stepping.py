@@ -77,7 +77,7 @@ class Stepping:
                 register_optimizer_step_post_hook(self._after)
                 count_foreach_writes(is_member)
                 take_data(is_member)
-                hear_zero_grad(_optimizer_zeroed, _module_zeroed)
+                hear_zero_grad(optimizer_zeroed, _module_zeroed)
 
     def is_own(self, hook: Callable[..., Any]) -> bool:
         """Whether a hook is one of these two, which do nothing to an optimizer of parameters of no unit."""
@@ -116,7 +116,8 @@ class Stepping:
         return [unit for reference in known[1] if (unit := reference()) is not None]
 
 
-def _optimizer_zeroed(optimizer: Optimizer, set_to_none: bool) -> None:
+def optimizer_zeroed(optimizer: Optimizer, set_to_none: bool) -> None:
+    """The gradients of an optimizer's parameters were zeroed: so are those that are not to be seen yet."""
     shards = {param for group in optimizer.param_groups for param in group["params"]}
     units = {found[0]: None for param in shards if (found := membership(param)) is not None}
     for unit in units:

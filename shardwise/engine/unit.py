@@ -20,7 +20,13 @@ from shardwise.engine.events import UnitEvents
 from shardwise.engine.form import Form
 from shardwise.engine.memory import Memory
 from shardwise.engine.reduce import SUMS, Sums
-from shardwise.engine.replaced import adopt_found, check_are_home, follow_ties, ties_while_gathered
+from shardwise.engine.replaced import (
+    adopt_found,
+    check_are_home,
+    follow_ties,
+    take_written,
+    ties_while_gathered,
+)
 from shardwise.engine.unit_gradients import UnitGradients
 from shardwise.plan.lifecycle import (
     ABANDON,
@@ -100,6 +106,7 @@ class Unit:
         # What the shards were when the parameters shown now were last known to be theirs; None while a step uses them.
         self._kept_version: int | None = None
         self._num_steps = 0
+        self._gathered_versions: list[int] = []
         # Kept only because nothing will tell when a backward comes to it.
         self.is_unseen = False
         # Gathered, while modules show the shards.
@@ -388,8 +395,14 @@ class Unit:
         """Somebody computes with the unsharded parameters: they stay until it is released as often as it was held."""
         self.holders += 1
         if self.is_hidden:
+            self.reveal()
+
+    def reveal(self) -> None:
+        """Shows the parameters that were kept gathered."""
+        if self.is_hidden:
             self.is_hidden = False
             show(self._unsharded_shown)
+            self._note_writes()
 
     def release(self) -> bool:
         """One of those who held the unit is done; whether it was the last."""
@@ -403,9 +416,13 @@ class Unit:
         """
         if self._kept_version is None:
             self._kept_version = self._version()
+            self._note_writes()
         if is_hidden and self.state is UNSHARDED:
             self.is_hidden = True
             show(self._sharded_shown)
+
+    def _note_writes(self) -> None:
+        self._gathered_versions = [slot.unsharded._version for slot in self.slots]
 
     def is_stale(self) -> bool:
         """Whether the shards were written to, or parameters frozen or thawed, since the unit was kept."""
@@ -421,10 +438,13 @@ class Unit:
         )
 
     def _take_over_changes(self) -> dict[Place, Slot]:
-        """Takes over what users did with the unsharded parameters while those were shown: freezing, thawing, ties.
+        """Takes over what users did with the unsharded parameters while those were shown: freezing, writing, tying.
 
         Returns the places that were tied to other parameters, and the slots of those.
         """
+        for slot, version in zip(self.slots, self._gathered_versions, strict=True):
+            if slot.unsharded._version != version:
+                take_written(slot, self.form.own_part(slot, slot.unsharded, self.mesh), self.name, self.rank)
         for slot, trainable in zip(self.slots, self.gradients.trainable, strict=True):
             if slot.unsharded.requires_grad != trainable:
                 slot.sharded.requires_grad_(not trainable)

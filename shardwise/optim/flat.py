@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise.engine.binding import membership, units_of
+from shardwise.engine.stepping import optimizer_zeroed
 from shardwise.engine.unit import Unit
 from shardwise.errors import StateError
 from shardwise.optim.blocks import BlockedStep
@@ -263,6 +264,7 @@ class FlatOptimizer(Optimizer):
                     by_dtype.setdefault((part.device, part.dtype), []).append(part)
         for gradients in by_dtype.values():
             zero_all(gradients)
+        optimizer_zeroed(self, set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
         """Per parameter, with counts of its own for each: whoever loads it may step parameters one by one."""

@@ -779,3 +779,63 @@ def test_training_after_an_evaluation_in_inference_mode_that_saw_new_parameters_
         return gradients_and_losses(model)
 
     twice(program, fully_shard)
+
+
+def writes_to_what_is_shown(sharding):
+    model = seeded(nn.Linear(WIDTH, WIDTH))
+    model = sharding(model) if sharding else model
+    results = []
+    for _ in range(2):
+        results.append(model(inputs()).detach())
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(0.5)
+    return [*results, model(inputs()).detach()]
+
+
+def test_what_is_written_to_gathered_parameters_between_steps_is_kept():
+    twice(writes_to_what_is_shown, fully_shard, shard_children)
+
+
+def test_writing_to_gathered_parameters_of_another_dtype_is_refused():
+    def on_a_rank():
+        model = fully_shard(
+            seeded(nn.Linear(WIDTH, WIDTH)), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        )
+        model(inputs())
+        with torch.no_grad():
+            model.weight.mul_(0.5)
+        with pytest.raises(StateError, match="was written to while it was gathered"):
+            model.reshard()
+
+    run_ranks(on_a_rank, 2)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_kept_unit_is_shown_whole_when_checkpointing_runs_it_again(use_reentrant):
+    class Again(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            return checkpoint(self.block, x.requires_grad_(), use_reentrant=use_reentrant)
+
+    def program(sharding):
+        model = seeded(Again())
+        return gradients_and_losses(sharding(model) if sharding else model)
+
+    def kept(model):
+        return shard_children(model, reshard_after_forward=False)
+
+    twice(program, kept)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_of_a_flat_optimizer_reaches_what_is_held(set_to_none):
+    def zero(model, optimizer):
+        if isinstance(model, shardwise.FSDPModule):
+            optimizer = shardwise.optim.flat(model.parameters(), torch.optim.SGD, lr=0.5)
+        optimizer.zero_grad(set_to_none)
+
+    twice(zeroes_held(zero, "set_requires_gradient_sync"), fully_shard)
