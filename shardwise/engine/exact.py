@@ -31,7 +31,7 @@ from shardwise.engine.gradients import Part, gradient_version
 from shardwise.engine.reduce import PackedReduce, ReduceSettings, Sums, computed_dtype
 from shardwise.engine.reduction import Reduction
 from shardwise.engine.tree_calls import TreeCalls
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, StateError
 from shardwise.plan.tree import is_power_of_two, total, with_term
 from shardwise.policies import MixedPrecisionPolicy
 from shardwise.torch_internals import local_of, post_accumulate_hooks
@@ -260,6 +260,13 @@ class ExactReduction(Reduction):
             tally = before.with_row(self._reduce_number, row)
             runs = [tally.row()] if plan.is_one_run else self._cast_runs(tally.row())
             for number, part in enumerate(plan.parts):
+                if part.slot in received and part.slot.sharded._backward_hooks:
+                    raise StateError(
+                        f"parameter '{part.slot.name}' has a gradient hook, which may change each micro-batch's part "
+                        "of an exact sum",
+                        where=f"backward, rank {plan.mesh.rank}",
+                        fix="use register_post_accumulate_grad_hook, which sees the sum; or leave exact=True out",
+                    )
                 if part.slot in received or number in known:
                     base = tally.base(number, None if number in known else part.slot.sharded.grad)
                     gradient = self._part_of(runs, part, base)

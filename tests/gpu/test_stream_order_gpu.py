@@ -350,6 +350,15 @@ def gradients_reach_the_hosts_hooks_late(deaf_to: Site | None) -> Outcome:
     return torch.cat([seen[id(param)] for param in stage.params]), stage.gradients(3.0)
 
 
+def gradients_reach_the_hosts_tensor_hooks_late(deaf_to: Site | None) -> Outcome:
+    stage = Stage(deaf_to, offload=True)
+    for param in stage.params:
+        param.register_hook(lambda gradient: gradient.clone())
+    stage.lanes.slow = {"reduce"}
+    stage.model(stage.input(3.0)).sum().backward()
+    return stage.read_gradients(), stage.gradients(3.0)
+
+
 def gradients_reach_the_hosts_sum_late(deaf_to: Site | None) -> Outcome:
     stage = Stage(deaf_to, offload=True)
     stage.lanes.slow = {"reduce"}
@@ -448,6 +457,9 @@ WAITS = {
     ),
     "gradients are on the host before hooks read them": Wait(
         Site("_run_hooks", "host_after"), gradients_reach_the_hosts_hooks_late
+    ),
+    "gradients are on the host before hooks change them": Wait(
+        Site("_give_through_hooks", "host_after"), gradients_reach_the_hosts_tensor_hooks_late
     ),
     "gradients are on the host before it adds them": Wait(
         Site("_add_to_existing", "host_after"), gradients_reach_the_hosts_sum_late

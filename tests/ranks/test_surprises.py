@@ -510,6 +510,16 @@ def test_a_gradient_hook_on_a_shard_sees_and_changes_the_gradient():
     twice(hooks_a_gradient, fully_shard)
 
 
+def test_a_gradient_hook_on_an_exact_sum_is_refused():
+    def on_a_rank():
+        model = fully_shard(seeded(nn.Linear(WIDTH, WIDTH)), exact=True)
+        model.weight.register_hook(lambda gradient: gradient * 2)
+        with pytest.raises(StateError, match="'weight' has a gradient hook"):
+            model(inputs()).sum().backward()
+
+    run_ranks(on_a_rank, 2)
+
+
 # --- optimizers and gradients -----------------------------------------------------------------------------------------
 
 
