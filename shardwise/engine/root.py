@@ -31,6 +31,7 @@ from shardwise.engine.recorded import note_root
 from shardwise.engine.reduce import PackedReduce, ReduceSettings
 from shardwise.engine.reduction import Reduction, run_user_hooks
 from shardwise.errors import StateError
+from shardwise.plan.lifecycle import UNSHARDED
 from shardwise.plan.schedule import Window
 from shardwise.torch_internals import aside, backward_passes, inside_backward, queue_end_of_backward
 
@@ -376,10 +377,13 @@ class Root:
             self.accord.break_off(what)
 
     def break_off_forward(self, error: BaseException) -> None:
-        """The model's forward raised: peers are told, and the next step begins anew."""
+        """The model's forward raised: peers are told, and nothing is kept for a backward that will not come."""
         if self.in_forward:
             self.break_off(f"{type(error).__name__} in forward: {error}"[:500])
             self.in_forward = False
+            for unit in self.units:
+                if unit.state is UNSHARDED and not unit.holders:
+                    unit.reshard(trace.IDLE)
 
     def recover(self) -> None:
         """Forgets the last step if it raised before its end, here or on another rank.

@@ -322,11 +322,12 @@ class Unit:
         if state is SHARDED_AFTER_FORWARD:
             self.memory.gather.drop_part()
         else:
-            tied = {} if self._kept_version is None else self._take_over_changes()
+            if not self.is_hidden:
+                tied = {} if self._kept_version is None else self._take_over_changes()
+                show(self._sharded_shown)
+                for place, other in tied.items():
+                    place.params[place.name] = other.sharded
             self.is_unseen = self.is_hidden = False
-            show(self._sharded_shown)
-            for place, other in tied.items():
-                place.params[place.name] = other.sharded
             self.root.let_go(self)
         step = RESHARD
         self._kept_version = None
@@ -425,9 +426,10 @@ class Unit:
         self._gathered_versions = [slot.unsharded._version for slot in self.slots]
 
     def is_stale(self) -> bool:
-        """Whether the shards were written to, or parameters frozen or thawed, since the unit was kept."""
+        """Whether shards were written to or replaced, or parameters frozen or thawed, since the unit was kept."""
         return self._kept_version is not None and (
             self._version() != self._kept_version
+            or (self.is_hidden and not self.form.all_show(self._left))
             or (
                 self.state is UNSHARDED
                 and any(
@@ -449,7 +451,7 @@ class Unit:
             if slot.unsharded.requires_grad != trainable:
                 slot.sharded.requires_grad_(not trainable)
                 slot.unsharded.requires_grad_(trainable)
-        return {} if self.is_hidden else ties_while_gathered(self)
+        return ties_while_gathered(self)
 
     def keeps_after_forward(self) -> bool:
         """The root's parameters are needed at once when backward begins, so it keeps them unless told otherwise.

@@ -96,13 +96,9 @@ class Run:
             itemsize, start_bytes = first.local.itemsize, first.start_bytes
             for member in members:
                 member.start = (member.start_bytes - start_bytes) // itemsize
-            last = members[-1]
-            self.tensor = alias(
-                first.unit.memory.shards,
-                start_bytes,
-                last.start + last.local.numel(),
-                first.local.dtype,
-            )
+            # Not the end of the last: one without elements may stand where another begins.
+            numel = max(member.start + member.local.numel() for member in members)
+            self.tensor = alias(first.unit.memory.shards, start_bytes, numel, first.local.dtype)
         self._shown: State = {}
 
     @property

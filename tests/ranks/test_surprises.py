@@ -849,3 +849,56 @@ def test_zero_grad_of_a_flat_optimizer_reaches_what_is_held(set_to_none):
         optimizer.zero_grad(set_to_none)
 
     twice(zeroes_held(zero, "set_requires_gradient_sync"), fully_shard)
+
+
+class Bare(nn.Module):
+    def __init__(self, rows):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((rows, WIDTH), 0.5))
+
+    def forward(self, x):
+        return x + self.weight.sum(0)
+
+
+def test_a_flat_optimizer_steps_beside_parameters_without_elements():
+    def program(sharding):
+        model = nn.Sequential(Bare(1), Bare(0))
+        model = sharding(model) if sharding else model
+        make = shardwise.optim.flat if sharding else lambda params, cls, **options: cls(params, **options)
+        results = gradients_and_losses(model, make(model.parameters(), torch.optim.SGD, lr=0.5, momentum=0.5))
+        # Of the empty one there is no gradient to compare: whether it is there, or None, is its shape's business.
+        return [result for result in results if result is not None and result.numel()]
+
+    twice(program, fully_shard)
+
+
+def test_after_a_forward_that_raised_the_model_shows_its_shards():
+    def on_a_rank():
+        model = shard_children(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(3, 3), nn.Linear(3, 3)))
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            model(inputs())
+        assert all(map(is_sharded, model))
+        assert not any(map(is_gathered, model))
+
+    run_ranks(on_a_rank, 2)
+
+
+def replaces_after_an_evaluation(sharding):
+    model = seeded(nn.Linear(WIDTH, WIDTH))
+    model = sharding(model) if sharding else model
+    results = []
+    for resharded in (False, True):
+        with torch.inference_mode():
+            model(inputs())
+        model.weight = nn.Parameter(model.weight.detach() * 0.5)
+        if sharding and resharded:
+            model.reshard()
+        results += [model(inputs()).detach()]
+    return results
+
+
+def test_a_parameter_replaced_after_an_evaluation_is_the_new_one():
+    def kept(model):
+        return fully_shard(model, reshard_after_forward=False)
+
+    twice(replaces_after_an_evaluation, kept)
