@@ -223,7 +223,8 @@ class Hooks:
             if needed.after_forward is not KEEP:
                 output = _without_parameters(needed, output)
         if visit is not None and is_grad_enabled():
-            visit.signal_side_outputs([*self._loans[-1].written(), *self._attributes.graph_tensors(module)])
+            if side_outputs := self._side_outputs(module, args):
+                visit.signal_side_outputs(side_outputs)
             output = visit.signal_outputs(output, recomputes)
         if not recomputes:
             self._still_to_run.discard(module)
@@ -232,6 +233,14 @@ class Hooks:
                     self._end_forward(visit)
         self._leave_call()
         return output
+
+    def _side_outputs(self, module: nn.Module, args: tuple[Any, ...]) -> list[Tensor]:
+        loans = self._loans[-1]
+        found = [*loans.written(), *self._attributes.graph_tensors(module)]
+        if not found:
+            return found
+        inputs = {id(tensor) for tensor in (*tensors_in(args), *loans.known)}
+        return [tensor for tensor in found if id(tensor) not in inputs]
 
     def _leave_call(self) -> None:
         self._calls.pop()

@@ -65,6 +65,7 @@ def _is_frozen(record: Any) -> bool:
 
 
 _NONE: dict[int, Any] = {}
+_NO_TENSORS: list[torch.Tensor] = []
 
 
 class Loans:
@@ -74,19 +75,20 @@ class Loans:
     tensors are exchanged in place, and put back afterwards wherever they still stand.
     """
 
-    __slots__ = ("_containers", "_known", "_originals")
+    __slots__ = ("_containers", "_originals", "known")
 
     def __init__(self) -> None:
         # Most calls are given one tensor and no container, and need no more than this.
         self._containers: dict[int, Any] = _NONE
         self._originals: dict[int, tuple[torch.Tensor, torch.Tensor]]
-        self._known: list[torch.Tensor]
+        # Tensors that were in the containers, and what they were changed to.
+        self.known: list[torch.Tensor] = _NO_TENSORS
 
     def note(self, value: Any) -> None:
         """Notes the containers in ``value`` and what is in them, before any of it is changed."""
         if containers := containers_in(value):
             self._containers = {id(container): container for container in containers}
-            self._originals, self._known = {}, tensors_in(value)
+            self._originals, self.known = {}, tensors_in(value)
 
     def change(self, change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
         """``value`` with every tensor changed: tuples and frozen records are copied, others are as they were."""
@@ -97,7 +99,7 @@ class Loans:
             changed = change(tensor)
             if changed is not tensor:
                 self._originals[id(changed)] = (changed, tensor)
-                self._known.append(changed)
+                self.known.append(changed)
             return changed
 
         return map_tensors(exchange, value, self._containers)
@@ -106,7 +108,7 @@ class Loans:
         """Tensors that have been put into the containers since."""
         if not self._containers:
             return []
-        known = set(map(id, self._known))
+        known = set(map(id, self.known))
         return [
             tensor
             for container in self._containers.values()

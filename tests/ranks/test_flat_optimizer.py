@@ -485,6 +485,7 @@ def hooks_and_closures():
     assert losses == sorted(losses, reverse=True)
     assert len(set(losses)) == 4
     # From a model that shows its full parameters, the sharded ones are taken.
+    model.layers[0].unshard()
     assert not any(isinstance(param, DTensor) for param in model.layers[0].parameters())
     again = flat(model, optim.SGD, lr=0.1)
     taken = [param for group in again.param_groups for param in group["params"]]

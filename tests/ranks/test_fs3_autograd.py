@@ -359,7 +359,7 @@ def unannounced_backward():
     units("layers.0", "layers.1")(model)
     optim = torch.optim.SGD(model.parameters())
     model.tampers = True
-    with pytest.raises(StateError, match=r"went through unit 'layers\.0' before its weights were there"):
+    with pytest.raises(StateError, match=r"went through unit 'layers\.0' before its weights were gathered"):
         loss_of(model, 0, dist.get_rank()).backward()
     model.tampers = False
     optim.zero_grad()
