@@ -239,7 +239,7 @@ class Hooks:
         found = [*loans.written(), *self._attributes.graph_tensors(module)]
         if not found:
             return found
-        inputs = {id(tensor) for tensor in (*tensors_in(args), *loans.known)}
+        inputs = {id(tensor) for tensor in (*args, *loans.known)}
         return [tensor for tensor in found if id(tensor) not in inputs]
 
     def _leave_call(self) -> None:
