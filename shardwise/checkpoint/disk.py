@@ -113,9 +113,10 @@ def open_file(path: Path, *, follow_links: bool = True) -> BinaryIO:
 def read_file(path: Path, limit_bytes: int, *, follow_links: bool = True) -> bytes:
     """All of a file; raises OSError if that is more than ``limit_bytes``."""
     with open_file(path, follow_links=follow_links) as file:
-        # Not by the size it claims: files of some file systems are longer than they say.
-        content = file.read(limit_bytes + 1)
-    if len(content) > limit_bytes:
+        # Files of some file systems are longer than they say, so the size alone does not tell.
+        is_short = os.fstat(file.fileno()).st_size <= limit_bytes
+        content = file.read(limit_bytes + 1) if is_short else b""
+    if not is_short or len(content) > limit_bytes:
         raise OSError(errno.EFBIG, f"it has more than {limit_bytes} bytes", str(path))
     return content
 
