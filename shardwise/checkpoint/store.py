@@ -64,7 +64,7 @@ class Store:
     def sweep(self) -> None:
         """Removes what is half written, or half removed; while no rank saves."""
         if self.folder.is_dir():
-            for path in self.folder.glob(".saving-*"):
+            for path in (*self.folder.glob(".saving-*"), self.folder / ".latest"):
                 _delete(path)
 
     def commit(self, step: int) -> None:

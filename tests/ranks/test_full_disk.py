@@ -94,6 +94,10 @@ def parts_at(step, rank):
     return {"model/both": part_of(torch.full((5,), float(step))), "model/rows": rows}
 
 
+def leftovers(store):
+    return sorted(path.name for path in store.folder.iterdir() if path.name.startswith("."))
+
+
 def check_store(store):
     """Everything that has a checkpoint's name is whole, and latest is one of them."""
     for path in store.checkpoints():
@@ -118,7 +122,7 @@ def save_through_faults(folder, kind, failing_rank, again):
         dist.barrier()
         return outcome.problem
 
-    step, failures, faults = 1, 0, 0
+    step, failures, spared, faults = 1, 0, 0, 0
     with Disk() as this_disk:
         assert save(step) is None
         while True:
@@ -131,29 +135,36 @@ def save_through_faults(folder, kind, failing_rank, again):
             dist.barrier()
             if rank == 0:
                 check_store(store)
+                assert problem is not None or store.latest() == store.path_of(wanted)
+                assert kind == "broken" or leftovers(store) == []
             if problem is not None:
                 failures += 1
                 assert "No space left on device" in problem
+            elif fired:
+                spared += 1
             step = wanted + 1
             assert save(step) is None
             if rank == 0:
                 check_store(store)
                 assert store.latest() == store.path_of(step)
                 assert len(store.checkpoints()) == 2
-                left = sorted(path.name for path in store.folder.iterdir() if path.name.startswith("."))
-                assert left == []
+                assert leftovers(store) == []
             dist.barrier()
             if not fired:
-                return outcomes, failures
+                return outcomes, failures, spared
 
 
-@pytest.mark.parametrize("failing_rank", [0, 1])
-@pytest.mark.parametrize("kind", ["once", "full", "broken"])
-def test_a_save_can_fail_anywhere_and_the_next_one_works(tmp_path, kind, failing_rank):
-    again = kind == "once"
+@pytest.mark.parametrize(
+    ("kind", "failing_rank", "again"),
+    [("once", 0, False), ("once", 0, True), ("full", 0, False), ("broken", 0, False), ("once", 1, False)],
+)
+def test_a_save_can_fail_anywhere_and_the_next_one_works(tmp_path, kind, failing_rank, again):
     first, second = run_ranks(save_through_faults, 2, tmp_path, kind, failing_rank, again, kind="gloo")
     assert first == second  # both are told the same, about every save
-    assert first[1] >= (5 if failing_rank == 0 else 3)
+    _, failures, spared = first
+    assert failures >= (5 if failing_rank == 0 else 3)
+    # Old checkpoints that cannot be removed are no reason to call a new one failed.
+    assert spared > 0 or failing_rank == 1 or again
 
 
 def save_without(folder, what):
