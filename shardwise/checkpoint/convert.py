@@ -24,9 +24,10 @@ import torch
 from shardwise.checkpoint.disk import RawFile, bytes_of, create_file, sync_folder, write_text
 from shardwise.checkpoint.manifest import ITEM_BYTES, MANIFEST, Chunk, Manifest, TensorRecord
 from shardwise.checkpoint.parts import dtype_name
+from shardwise.checkpoint.safetensors_file import DTYPE_NAMES
 from shardwise.checkpoint.state import MODEL
 from shardwise.checkpoint.store import Store
-from shardwise.checkpoint.weights import INDEX, SAFETENSORS_NAMES, Weight, Weights
+from shardwise.checkpoint.weights import INDEX, Weight, Weights
 from shardwise.errors import CheckpointError, ConfigError
 
 __all__ = ["export_safetensors", "export_torch", "import_weights"]
@@ -122,7 +123,7 @@ def _write_safetensors(path: Path, weights: list[Weight], dtype: torch.dtype | N
     end = 0
     for weight in weights:
         start, end = end, end + _num_bytes(weight, dtype)
-        kind = SAFETENSORS_NAMES.get(dtype_name(_target_dtype(weight, dtype)))
+        kind = DTYPE_NAMES.get(dtype_name(_target_dtype(weight, dtype)))
         if kind is None or weight.name in header:
             raise CheckpointError(
                 f"a safetensors file cannot hold '{weight.name}' of {_target_dtype(weight, dtype)}",

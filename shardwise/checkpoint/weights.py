@@ -7,54 +7,32 @@ compared where a format has them: what cannot be right is refused, whoever wrote
 
 from __future__ import annotations
 
-import math
 import os
-import struct
-import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardwise.checkpoint import strict_json
-from shardwise.checkpoint.disk import open_file, read_file
-from shardwise.checkpoint.manifest import ITEM_BYTES, MANIFEST, check_shape, first_damage, read_manifest
-from shardwise.checkpoint.parts import dtype_name
+from shardwise.checkpoint.disk import read_file
+from shardwise.checkpoint.manifest import MANIFEST, first_damage, read_manifest
 from shardwise.checkpoint.reading import MappedFiles
+from shardwise.checkpoint.safetensors_file import read_safetensors
 from shardwise.checkpoint.state import MODEL
 from shardwise.checkpoint.store import Store
-from shardwise.checkpoint.strict_json import counts, obj, shown
+from shardwise.checkpoint.strict_json import obj, shown
+from shardwise.checkpoint.torch_file import read_torch_file
 from shardwise.errors import CheckpointError
 
-__all__ = ["SAFETENSORS_NAMES", "Weight", "Weights", "open_weights"]
+__all__ = ["Weight", "Weights", "open_weights"]
 
 BLOCK_BYTES = 64 << 20
 CONFIG_LIMIT_BYTES = 16 << 20
 INDEX = "model.safetensors.index.json"
 INDEX_LIMIT_BYTES = 256 << 20
-HEADER_LIMIT_BYTES = 100_000_000  # as in the reference implementation
-SAFETENSORS_NAMES = {
-    "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "int16": "I16",
-    "uint16": "U16",
-    "int32": "I32",
-    "uint32": "U32",
-    "int64": "I64",
-    "uint64": "U64",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float32": "F32",
-    "float64": "F64",
-    "complex64": "C64",
-}
-_TORCH_NAMES = {theirs: ours for ours, theirs in SAFETENSORS_NAMES.items()}
 
 
 @dataclass(frozen=True)
@@ -66,6 +44,11 @@ class Weight:
     dtype: torch.dtype
     blocks: tuple[tuple[tuple[int, ...], Tensor], ...]
     """Mapped parts, each with its offsets."""
+
+    @staticmethod
+    def of(name: str, tensor: Tensor) -> Weight:
+        """A tensor that is mapped whole."""
+        return Weight(name, tuple(tensor.shape), tensor.dtype, (((0,) * tensor.dim(), tensor),))
 
     @property
     def numel(self) -> int:
@@ -133,10 +116,14 @@ def _weights_in(path: Path) -> Weights | None:
             return _of_checkpoint(checkpoint)
         return _of_folder(path)
     if path.suffix == ".safetensors" and path.exists():
-        return Weights(tuple(_of_safetensors(path)), None)
+        return _of_tensors(read_safetensors(path))
     if path.suffix in (".pt", ".pth", ".bin") and path.exists():
-        return Weights(tuple(_of_torch_file(path)), None)
+        return _of_tensors(read_torch_file(path))
     return None
+
+
+def _of_tensors(tensors: dict[str, Tensor], config: dict[str, Any] | None = None) -> Weights:
+    return Weights(tuple(Weight.of(name, tensor) for name, tensor in tensors.items()), config)
 
 
 def _checkpoint_in(path: Path) -> Path | None:
@@ -177,9 +164,6 @@ def _of_checkpoint(folder: Path) -> Weights:
     return Weights(tensors, config, is_checkpoint=True)
 
 
-# --- safetensors ----------------------------------------------------------------------------------------------------
-
-
 def _of_folder(folder: Path) -> Weights | None:
     """A folder in Hugging Face's layout: the files its index names, or all there are; links are followed, as its
     cache is made of them."""
@@ -191,16 +175,16 @@ def _of_folder(folder: Path) -> Weights | None:
         files = sorted(folder.glob("*.safetensors"))
     if not files:
         return None
-    found: dict[str, Weight] = {}
+    found: dict[str, Tensor] = {}
     for file in files:
-        for weight in _of_safetensors(file):
-            if weight.name in found or (homes is not None and homes.get(weight.name) != file.name):
+        for name, tensor in read_safetensors(file).items():
+            if name in found or (homes is not None and homes.get(name) != file.name):
                 raise CheckpointError(
-                    f"'{weight.name}' is in {file.name}, where it does not belong",
+                    f"'{name}' is in {file.name}, where it does not belong",
                     where=str(folder),
                     fix=f"leave the files of one model in the folder, as {INDEX} lists them",
                 )
-            found[weight.name] = weight
+            found[name] = tensor
     if missing := sorted(set(homes or ()) - set(found)):
         raise CheckpointError(
             f"'{missing[0]}' is not in {(homes or {})[missing[0]]}, where {INDEX} has it",
@@ -208,7 +192,7 @@ def _of_folder(folder: Path) -> Weights | None:
             fix="get the folder again",
         )
     config = folder / "config.json"
-    return Weights(tuple(found.values()), _config(config) if os.path.lexists(config) else None)
+    return _of_tensors(found, _config(config) if os.path.lexists(config) else None)
 
 
 def _weight_map(path: Path) -> dict[str, str]:
@@ -233,157 +217,3 @@ def _config(path: Path) -> dict[str, Any]:
             f"it is no configuration: {error}", where=str(path), fix="get the file again, or remove it"
         ) from None
     return config
-
-
-def _of_safetensors(path: Path) -> list[Weight]:
-    try:
-        with open_file(path) as file:
-            num_bytes = os.fstat(file.fileno()).st_size
-            content = _safetensors_header(file, num_bytes)
-        begin = num_bytes - content.num_bytes
-        mapped = torch.from_file(str(path), shared=False, size=num_bytes, dtype=torch.uint8)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"it is no safetensors file, or a damaged one: {error}", where=str(path), fix="get the file again"
-        ) from None
-    weights = []
-    for name, (dtype, shape, start, stop) in sorted(content.tensors.items()):
-        data = mapped[begin + start : begin + stop]
-        if (begin + start) % dtype.itemsize:
-            data = data.clone()
-        weights.append(Weight(name, shape, dtype, (((0,) * len(shape), data.view(dtype).view(shape)),)))
-    return weights
-
-
-@dataclass(frozen=True)
-class _SafetensorsHeader:
-    tensors: dict[str, tuple[torch.dtype, tuple[int, ...], int, int]]
-    """Dtype, shape, first byte and end, counted from the end of the header."""
-    num_bytes: int
-
-
-def _safetensors_header(file: BinaryIO, num_bytes: int) -> _SafetensorsHeader:
-    """Raises ValueError unless tensors fill the file, in some order, from its header to its end."""
-    length_bytes = file.read(8)
-    if len(length_bytes) < 8:
-        raise ValueError("it ends before its header")
-    (length,) = struct.unpack("<Q", length_bytes)
-    if length > HEADER_LIMIT_BYTES or length > num_bytes - 8:
-        raise ValueError(f"its header of {length} bytes is longer than the file, or than a header may be")
-    header = strict_json.parse(file.read(length))
-    for value in obj(header.pop("__metadata__", {})).values():
-        strict_json.text(value)
-    tensors = {name: _safetensors_entry(name, entry) for name, entry in header.items()}
-    end = 0
-    for name, (_, _, start, stop) in sorted(tensors.items(), key=lambda item: item[1][2:]):
-        if start != end:
-            raise ValueError(f"'{name}' begins at byte {start}, the tensor before it ends at {end}")
-        end = stop
-    if end != num_bytes - 8 - length:
-        raise ValueError(f"its tensors have {end} bytes, there are {num_bytes - 8 - length} after the header")
-    return _SafetensorsHeader(tensors, end)
-
-
-def _safetensors_entry(name: str, entry: Any) -> tuple[torch.dtype, tuple[int, ...], int, int]:
-    obj(entry, ("dtype", "shape", "data_offsets"))
-    theirs, shape = strict_json.text(entry["dtype"]), counts(entry["shape"])
-    start, stop = counts(entry["data_offsets"], 2)
-    if theirs not in _TORCH_NAMES:
-        raise ValueError(f"'{name}' has the dtype {shown(theirs)}, which is unknown")
-    dtype: torch.dtype = getattr(torch, _TORCH_NAMES[theirs])
-    check_shape(shape, dtype.itemsize)
-    if stop - start != math.prod(shape) * dtype.itemsize:
-        raise ValueError(
-            f"'{name}' has {stop - start} bytes, which is not its shape {list(shape)} in {theirs}"
-        )
-    return dtype, shape, start, stop
-
-
-# --- torch's files --------------------------------------------------------------------------------------------------
-
-
-def _of_torch_file(path: Path) -> list[Weight]:
-    with open_file(path) as file:
-        num_bytes = os.fstat(file.fileno()).st_size
-        sizes = _record_sizes(file, str(path))
-    try:
-        loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except Exception as error:  # noqa: BLE001  of any kind: the file decides which
-        first = (str(error).splitlines() or [type(error).__name__])[0]
-        raise CheckpointError(
-            f"torch cannot load it without running code: {first}",
-            where=str(path),
-            fix="save a plain state dict",
-        ) from None
-    for key in ("state_dict", "model"):
-        if isinstance(loaded, dict) and isinstance(loaded.get(key), dict):
-            loaded = loaded[key]
-    if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):
-        raise CheckpointError("it holds no state dict", where=str(path), fix="save model.state_dict()")
-    try:
-        _check_state(loaded, num_bytes, sizes)
-    except ValueError as error:
-        raise CheckpointError(
-            f"its state dict cannot be converted: {error}",
-            where=str(path),
-            fix="save a state dict of plain tensors: {name: tensor.clone() for name, tensor in ...}",
-        ) from None
-    return [
-        Weight(name, tuple(value.shape), value.dtype, (((0,) * value.dim(), value.detach()),))
-        for name, value in sorted(loaded.items())
-    ]
-
-
-def _record_sizes(file: BinaryIO, where: str) -> set[int]:
-    """The sizes of a torch file's records; raises CheckpointError unless each has the bytes that torch.save wrote.
-
-    torch.load maps the file, and so looks at neither checksums nor whether a record is compressed.
-    """
-    try:
-        with zipfile.ZipFile(file) as archive:
-            records = sorted(archive.infolist(), key=lambda record: record.header_offset)
-            end = 0
-            for record in records:
-                if record.compress_type != zipfile.ZIP_STORED or record.compress_size != record.file_size:
-                    raise ValueError(f"its record {shown(record.filename)} is compressed")
-                if record.header_offset < end:
-                    raise ValueError(f"its record {shown(record.filename)} overlaps the one before it")
-                end = record.header_offset + record.file_size
-            if end > archive.start_dir:
-                raise ValueError("its records reach beyond its end")
-            names = {record.filename for record in records}
-            if len(names) != len(records):
-                raise ValueError("two of its records have one name")
-            for record in records:
-                with archive.open(record) as content:
-                    while content.read(1 << 22):
-                        pass  # reading to the end compares the checksum
-            return {record.file_size for record in records}
-    except Exception as error:  # noqa: BLE001  zipfile has no error of its own for much of what can be wrong
-        raise CheckpointError(
-            f"it is no file that torch.save has written in the last years, or a damaged one: {error}",
-            where=where,
-            fix="get the file again; if it is older, or was saved without checksums "
-            "(torch.serialization.set_crc32_options(False)), load and save it anew with torch",
-        ) from None
-
-
-def _check_state(state: dict[Any, Tensor], num_bytes: int, record_sizes: set[int]) -> None:
-    """Refuses what cannot be written as it is, and what a small file makes large."""
-    total_bytes = 0
-    for name, value in state.items():
-        strict_json.text(name).encode()
-        if type(value) not in (Tensor, torch.nn.Parameter):
-            raise ValueError(f"'{name}' is a {type(value).__name__}")
-        if (
-            value.layout != torch.strided
-            or value.device.type != "cpu"
-            or dtype_name(value.dtype) not in ITEM_BYTES
-        ):
-            raise ValueError(f"'{name}' is of {value.dtype}, {value.layout} on {value.device}")
-        if value.untyped_storage().nbytes() not in record_sizes and value.numel():
-            raise ValueError(f"'{name}' claims more or fewer bytes than the file holds for it")
-        check_shape(tuple(value.shape), value.itemsize)
-        total_bytes += value.nbytes
-    if total_bytes > 64 * max(num_bytes, 1 << 20):
-        raise ValueError(f"it makes {total_bytes} bytes of a file of {num_bytes}: tensors are expanded")

@@ -27,10 +27,7 @@ TENSORS = {"grid": torch.arange(24.0).view(4, 6), "bias": torch.arange(5, dtype=
 
 
 def weights(tensors):
-    return Weights(
-        tuple(Weight(n, tuple(t.shape), t.dtype, (((0,) * t.dim(), t),)) for n, t in sorted(tensors.items())),
-        None,
-    )
+    return Weights(tuple(Weight.of(name, tensor) for name, tensor in sorted(tensors.items())), None)
 
 
 @pytest.fixture
