@@ -32,8 +32,7 @@ def _each_once(pairs: list[tuple[str, Any]]) -> Values:
     for key, value in pairs:
         if key in found:
             raise ValueError(f"the key {shown(key)} is there twice")
-        key.encode()  # half of a surrogate pair is a UnicodeEncodeError, which is a ValueError
-        found[key] = value
+        found[text(key)] = value
     return found
 
 
@@ -54,6 +53,7 @@ def obj(value: Any, keys: tuple[str, ...] | None = None) -> Values:
 def text(value: Any) -> str:
     if type(value) is not str:
         raise ValueError(f"{shown(value)} is there in place of text")
+    value.encode()  # half of a surrogate pair is a UnicodeEncodeError, which is a ValueError
     return value
 
 
@@ -74,7 +74,7 @@ def counts(value: Any, length: int | None = None) -> tuple[int, ...]:
 def check_nesting(value: Any, levels: int = MAX_NESTING) -> None:
     """Refuses values that are nested so deeply that whoever walks through them may fail, and text that is none."""
     if type(value) is str:
-        value.encode()
+        text(value)
     elif type(value) in (dict, list):
         if not levels:
             raise ValueError("it is nested too deeply")

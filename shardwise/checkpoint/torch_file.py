@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import pickletools
 import struct
 import zipfile
 from pathlib import Path
@@ -25,6 +26,15 @@ from shardwise.errors import CheckpointError
 __all__ = ["read_torch_file"]
 
 MOST_BYTES_PER_BYTE = 64  # of a file: layers may share weights, which are in it once
+PICKLE_LIMIT_BYTES = 1 << 28
+_GROWS = (
+    "APPEND",
+    "APPENDS",
+    "SETITEM",
+    "SETITEMS",
+    "ADDITEMS",
+    "BUILD",
+)  # opcodes that leave the object they change
 _LOCAL_HEADER = struct.Struct("<26x2H")
 
 Span = tuple[int, int]
@@ -92,6 +102,10 @@ def _checked_records(file: BinaryIO, where: str) -> set[Span]:
                 with archive.open(record) as content:
                     while content.read(1 << 22):
                         pass  # reading to the end compares the checksum
+                if record.filename.endswith("/data.pkl"):
+                    if record.file_size > PICKLE_LIMIT_BYTES:
+                        raise ValueError(f"its pickle has {record.file_size} bytes")
+                    _check_pickle(archive.read(record))
             return spans
     except Exception as error:  # noqa: BLE001  zipfile has no error of its own for much of what can be wrong
         raise CheckpointError(
@@ -102,9 +116,45 @@ def _checked_records(file: BinaryIO, where: str) -> set[Span]:
         ) from None
 
 
+def _check_pickle(content: bytes) -> None:
+    """Refuses objects that a few bytes make huge: a pair of one pair twice, of one pair twice, and so on.
+
+    Loading them is quick, but a dict that has one for a key walks through all of it, and so does an error message.
+    Each object is its size here, in a list of one element: it grows when something is put into it.
+    """
+    limit = MOST_BYTES_PER_BYTE * max(len(content), 1 << 16)
+    stack: list[list[int]] = []
+    marks: list[int] = []
+    memo: dict[Any, list[int]] = {}
+    for code, argument, _ in pickletools.genops(content):
+        before, after = code.stack_before, code.stack_after
+        if code.name in ("GET", "BINGET", "LONG_BINGET"):
+            stack.append(memo[argument])
+        elif code.name in ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"):
+            memo[len(memo) if code.name == "MEMOIZE" else argument] = stack[-1]
+        elif after == [pickletools.markobject]:
+            marks.append(len(stack))
+        else:
+            has_mark = pickletools.markobject in before
+            bottom = marks.pop() if has_mark else len(stack)
+            bottom -= before.index(pickletools.markobject) if has_mark else len(before)
+            if bottom < 0:
+                raise ValueError("its pickle is damaged")
+            taken = stack[bottom:]
+            del stack[bottom:]
+            size = 1 + sum(inner for (inner,) in taken)
+            if size > limit:
+                raise ValueError("its pickle makes a huge object of a few bytes")
+            if taken and code.name in _GROWS:
+                taken[0][0] = size
+                stack.append(taken[0])
+            else:
+                stack.extend([size] for _ in after)
+
+
 def _check_plain(state: dict[Any, Tensor]) -> None:
     for name, value in state.items():
-        strict_json.text(name).encode()
+        strict_json.text(name)
         if type(value) not in (Tensor, torch.nn.Parameter) or value.layout != torch.strided:
             raise ValueError(f"'{name}' is a {type(value).__name__}, {value.layout}")
         if value.device.type != "cpu" or dtype_name(value.dtype) not in ITEM_BYTES:

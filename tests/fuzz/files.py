@@ -253,8 +253,10 @@ class Unpickler(pickle._Unpickler):
         kind, dtype, key, _, numel = saved
         assert kind == "storage"
         content = bytearray(self._archive.read(f"{self._prefix}/data/{key}"))
+        if not numel:
+            return torch.empty(0, dtype=dtype)  # whatever the record holds, none of it is read
         assert len(content) == numel * dtype.itemsize
-        return torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype)
+        return torch.frombuffer(content, dtype=dtype)
 
     @staticmethod
     def _rebuild(storage, offset, size, stride, *_):
@@ -852,10 +854,11 @@ def summary(seed, lines):
             kind: {change: dict(sorted(counter.items())) for change, counter in sorted(changes.items())}
             for kind, changes in sorted(counts.items())
         },
+        "device": "CPU",
+        "cores": os.cpu_count(),
         "torch": torch.__version__,
         "safetensors": safetensors.__version__,
         "python": platform.python_version(),
-        "cpu_cores": os.cpu_count(),
     }
 
 

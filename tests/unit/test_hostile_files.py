@@ -422,6 +422,7 @@ BAD_SAFETENSORS = {
     "three offsets": ({"a": {**A, "data_offsets": [0, 4, 8]}}, 4),
     "metadata that is no text": ({"__metadata__": {"n": 1}, "a": A}, 4),
     "metadata that is a list": ({"__metadata__": [], "a": A}, 4),
+    "metadata with half a character": (b'{"__metadata__":{"a":"\\ud800"},"a":' + ONE + b"}", 4),
     "a list": (b"[]", 0),
     "no utf-8": (b'{"\xff":' + ONE + b"}", 4),
     "half a character": (b'{"\\ud800":' + ONE + b"}", 4),
@@ -544,6 +545,31 @@ def test_a_small_torch_file_cannot_become_a_large_tensor(torch_file):
         {"x": torch.zeros(1, 3).expand(4, 3), "tied": TENSORS["grid"], "grid": TENSORS["grid"]}, torch_file
     )
     assert len(open_weights(torch_file).tensors) == 3
+
+
+def grown(levels, shared):
+    """A pickle of a dict whose key holds something twice that holds something twice, and so on."""
+    content, last = b"\x80\x02}q\x00)q\x01", 1
+    for _ in range(levels):
+        content += (
+            b"h" + bytes([last]) + (b"h" + bytes([last]) if shared else b")") + b"\x86q" + bytes([last + 1])
+        )
+        last += 1
+    return content + b"h\x00h" + bytes([last]) + b"K\x01s."
+
+
+def test_a_pickle_that_makes_a_huge_object_of_a_few_bytes_is_refused(torch_file):
+    rewrite(torch_file, change=lambda name, content: grown(100, True) if name == "data.pkl" else content)
+    refused(torch_file, "makes a huge object of a few bytes")
+    # A list that is put into itself after it was noted: [[..], [..]] of the same list.
+    lists = b"\x80\x02" + b"".join(
+        b"]q" + bytes([n]) + (b"(h" + bytes([n - 1]) + b"h" + bytes([n - 1]) + b"e" if n else b"K\x01a")
+        for n in range(100)
+    )
+    rewrite(torch_file, change=lambda name, content: lists + b"." if name == "data.pkl" else content)
+    refused(torch_file, "makes a huge object of a few bytes")
+    rewrite(torch_file, change=lambda name, content: grown(100, False) if name == "data.pkl" else content)
+    refused(torch_file, "no state dict")
 
 
 def test_a_torch_file_whose_storage_is_not_as_long_as_it_says_is_refused(torch_file):
