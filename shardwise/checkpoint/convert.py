@@ -10,23 +10,25 @@ behind.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import shutil
 import struct
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
-from shardwise.checkpoint.disk import RawFile, bytes_of, sync_folder, write_text
+from shardwise.checkpoint.disk import RawFile, bytes_of, create_file, sync_folder, write_text
 from shardwise.checkpoint.manifest import ITEM_BYTES, MANIFEST, Chunk, Manifest, TensorRecord
 from shardwise.checkpoint.parts import dtype_name
+from shardwise.checkpoint.safetensors_file import DTYPE_NAMES
 from shardwise.checkpoint.state import MODEL
 from shardwise.checkpoint.store import Store
-from shardwise.checkpoint.weights import SAFETENSORS_NAMES, Weight, Weights
-from shardwise.errors import ConfigError
+from shardwise.checkpoint.weights import INDEX, Weight, Weights
+from shardwise.errors import CheckpointError, ConfigError
 
 __all__ = ["export_safetensors", "export_torch", "import_weights"]
 
@@ -44,42 +46,55 @@ def export_safetensors(
         shard_bytes: the most a file of a folder holds, unless a single tensor is larger.
         dtype: what floating-point tensors become; None leaves them.
     """
-    path = _new(target)
-    if path.suffix == ".safetensors":
-        unfinished = path.with_name(f".unfinished-{path.name}")
-        _write_safetensors(unfinished, list(weights.tensors), dtype)
-        os.replace(unfinished, path)
-        return [path]
+    with _becoming(target) as unfinished:
+        if unfinished.suffix == ".safetensors":
+            _write_safetensors(unfinished, list(weights.tensors), dtype)
+            names = [""]
+        else:
+            unfinished.mkdir()
+            names = _write_folder(unfinished, weights, shard_bytes, dtype)
+    return [Path(target).expanduser() / name for name in names]
+
+
+@contextlib.contextmanager
+def _becoming(target: str | Path) -> Iterator[Path]:
+    """A name for what gets the target's own when it is whole on disk; nothing is left of it if it does not."""
+    path = Path(target).expanduser()
+    if os.path.lexists(path):
+        raise ConfigError(f"'{path}' is there already", where=_CALL, fix="choose another name, or remove it")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Nobody else can have put anything under a name in a new folder.
+        with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=path.parent) as folder:
+            unfinished = Path(folder) / path.name
+            yield unfinished
+            os.rename(unfinished, path)
+        sync_folder(path.parent)
+    except OSError as error:
+        raise CheckpointError(
+            f"'{path}' could not be written: {error}", where=_CALL, fix="make room there, or write elsewhere"
+        ) from None
+
+
+def _write_folder(folder: Path, weights: Weights, shard_bytes: int, dtype: torch.dtype | None) -> list[str]:
     shards = _shards(weights, shard_bytes, dtype)
-    unfinished = path.with_name(f".unfinished-{path.name}")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
     names = [
         "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         for number in range(1, len(shards) + 1)
     ]
     total = 0
     for name, shard in zip(names, shards, strict=True):
-        total += _write_safetensors(unfinished / name, shard, dtype)
+        total += _write_safetensors(folder / name, shard, dtype)
     if len(shards) > 1:
         where = {weight.name: name for name, shard in zip(names, shards, strict=True) for weight in shard}
         index = {"metadata": {"total_size": total}, "weight_map": where}
-        write_text(unfinished / "model.safetensors.index.json", json.dumps(index, indent=2) + "\n")
+        write_text(folder / INDEX, json.dumps(index, indent=2) + "\n")
     if weights.config is not None:
         kinds = {_target_dtype(weight, dtype) for weight in weights.tensors}
         config = {**weights.config, "dtype": dtype_name(kinds.pop()) if len(kinds) == 1 else "float32"}
-        write_text(unfinished / "config.json", json.dumps(config, indent=2) + "\n")
-    sync_folder(unfinished)
-    os.rename(unfinished, path)
-    return [path / name for name in names]
-
-
-def _new(target: str | Path) -> Path:
-    path = Path(target).expanduser()
-    if path.exists():
-        raise ConfigError(f"'{path}' is there already", where=_CALL, fix="choose another name, or remove it")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return path
+        write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
+    sync_folder(folder)
+    return names
 
 
 def _target_dtype(weight: Weight, dtype: torch.dtype | None) -> torch.dtype:
@@ -108,11 +123,17 @@ def _write_safetensors(path: Path, weights: list[Weight], dtype: torch.dtype | N
     end = 0
     for weight in weights:
         start, end = end, end + _num_bytes(weight, dtype)
-        kind = SAFETENSORS_NAMES[dtype_name(_target_dtype(weight, dtype))]
+        kind = DTYPE_NAMES.get(dtype_name(_target_dtype(weight, dtype)))
+        if kind is None or weight.name in header:
+            raise CheckpointError(
+                f"a safetensors file cannot hold '{weight.name}' of {_target_dtype(weight, dtype)}",
+                where=_CALL,
+                fix="write a .pt file",
+            )
         header[weight.name] = {"dtype": kind, "shape": weight.shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
+    with create_file(path) as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for weight in weights:
             _write_rows(file, weight, _target_dtype(weight, dtype))
@@ -128,9 +149,7 @@ def _write_rows(file: BinaryIO, weight: Weight, dtype: torch.dtype) -> None:
 
 def export_torch(weights: Weights, target: str | Path, *, dtype: torch.dtype | None = None) -> Path:
     """Writes a plain state dict that ``torch.load`` takes."""
-    path = _new(target)
-    unfinished = path.with_name(f".unfinished-{path.name}")
-    with tempfile.TemporaryDirectory(prefix=".converting-", dir=path.parent) as folder:
+    with _becoming(target) as unfinished:
         state = {}
         for number, weight in enumerate(weights.tensors):
             kind = _target_dtype(weight, dtype)
@@ -138,16 +157,18 @@ def export_torch(weights: Weights, target: str | Path, *, dtype: torch.dtype | N
                 state[weight.name] = torch.empty(weight.shape, dtype=kind)
                 continue
             # Laid out on disk and mapped from there: torch.save reads them one by one.
-            laid_out = Path(folder) / str(number)
-            with laid_out.open("wb") as file:
+            laid_out = unfinished.with_name(f"{number}.tensor")
+            with create_file(laid_out) as file:
                 _write_rows(file, weight, kind)
             mapped = torch.from_file(str(laid_out), shared=False, size=weight.numel, dtype=kind)
             state[weight.name] = mapped.view(weight.shape)
-        torch.save(state, unfinished)
-    with unfinished.open("rb") as file:
-        os.fsync(file.fileno())
-    os.replace(unfinished, path)
-    return path
+        try:
+            torch.save(state, unfinished)
+        except RuntimeError as error:  # torch's word for a full disk
+            raise OSError(str(error).splitlines()[0]) from error
+        with unfinished.open("rb") as file:
+            os.fsync(file.fileno())
+    return Path(target).expanduser()
 
 
 # --- back ---------------------------------------------------------------------------------------------------------
@@ -155,22 +176,22 @@ def export_torch(weights: Weights, target: str | Path, *, dtype: torch.dtype | N
 
 def import_weights(weights: Weights, run_folder: str | Path) -> Path:
     """Makes a run's folder whose one checkpoint, of step 0, holds these weights; where that checkpoint is."""
-    folder = _new(run_folder)
-    store = Store(folder / "checkpoints")
-    saving = store.saving_path(0)
-    saving.mkdir(parents=True)
-    name = "rank-00000.bin"
-    tensors = {}
-    with RawFile(saving / name) as file:
-        for weight in weights.tensors:
-            start = None
-            for block in weight.rows(weight.dtype):
-                placed = file.append(block, aligned=start is None)
-                start = placed if start is None else start
-            chunk = Chunk((0,) * len(weight.shape), weight.shape, name, start or 0)
-            tensors[MODEL + weight.name] = TensorRecord(dtype_name(weight.dtype), weight.shape, (chunk,))
-    run = {"step": 0, "samples": 0, "hugging_face": weights.config}
-    write_text(saving / MANIFEST, Manifest(tensors, {name: file.record}, run).to_text())
-    sync_folder(saving)
-    store.commit(0)
-    return store.path_of(0)
+    with _becoming(run_folder) as unfinished:
+        store = Store(unfinished / "checkpoints")
+        saving = store.saving_path(0)
+        saving.mkdir(parents=True)
+        name = "rank-00000.bin"
+        tensors = {}
+        with RawFile(saving / name) as file:
+            for weight in weights.tensors:
+                start = None
+                for block in weight.rows(weight.dtype):
+                    placed = file.append(block, aligned=start is None)
+                    start = placed if start is None else start
+                chunk = Chunk((0,) * len(weight.shape), weight.shape, name, start or 0)
+                tensors[MODEL + weight.name] = TensorRecord(dtype_name(weight.dtype), weight.shape, (chunk,))
+        run = {"step": 0, "samples": 0, "hugging_face": weights.config}
+        write_text(saving / MANIFEST, Manifest(tensors, {name: file.record}, run).to_text())
+        sync_folder(saving)
+        store.commit(0)
+    return Store(Path(run_folder).expanduser() / "checkpoints").path_of(0)

@@ -1,17 +1,33 @@
-"""Bytes that are on disk when we say so, and how to tell later that none has changed."""
+"""Bytes that are on disk when we say so, and how to tell later that none has changed.
+
+Every file of a checkpoint is opened here. What is opened to be read is a regular file: a pipe would block forever, a
+device never end. What is opened to be written is a new file: a link that lies in its place is removed, not followed.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
+import stat
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
-__all__ = ["FileRecord", "RawFile", "bytes_of", "checksum_of", "sync_folder", "write_text"]
+__all__ = [
+    "FileRecord",
+    "RawFile",
+    "bytes_of",
+    "checksum_of",
+    "create_file",
+    "open_file",
+    "read_file",
+    "sync_folder",
+    "write_text",
+]
 
 ALIGNMENT_BYTES = 64
 
@@ -28,7 +44,7 @@ class RawFile:
     """A file of raw tensors that is written once, from start to end, with a checksum of all of it."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("wb", buffering=0)
+        self._file = create_file(path, buffering=0)
         self._num_bytes = self._crc = 0
 
     @property
@@ -70,18 +86,51 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview((ctypes.c_char * num_bytes).from_address(tensor.data_ptr())).cast("B")
 
 
-def checksum_of(path: Path) -> int:
+def checksum_of(file: BinaryIO) -> int:
     crc = 0
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            crc = zlib.crc32(block, crc)
+    while block := file.read(1 << 22):
+        crc = zlib.crc32(block, crc)
     return crc
+
+
+def open_file(path: Path, *, follow_links: bool = True) -> BinaryIO:
+    """Opens a regular file for reading, at once, whatever lies under its name.
+
+    Raises:
+        OSError: there is none, it is something else, or it is a link and ``follow_links`` is False.
+    """
+    # Without O_NONBLOCK, opening a pipe waits for a writer.
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+    if not follow_links and path.is_symlink():
+        raise OSError(errno.ELOOP, "it is a symbolic link", str(path))
+    descriptor = os.open(path, flags if follow_links else flags | os.O_NOFOLLOW)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def read_file(path: Path, limit_bytes: int, *, follow_links: bool = True) -> bytes:
+    """All of a file; raises OSError if that is more than ``limit_bytes``."""
+    with open_file(path, follow_links=follow_links) as file:
+        # Files of some file systems are longer than they say, so the size alone does not tell.
+        is_short = os.fstat(file.fileno()).st_size <= limit_bytes
+        content = file.read(limit_bytes + 1) if is_short else b""
+    if not is_short or len(content) > limit_bytes:
+        raise OSError(errno.EFBIG, f"it has more than {limit_bytes} bytes", str(path))
+    return content
+
+
+def create_file(path: Path, *, buffering: int = -1) -> BinaryIO:
+    """A new, empty file in place of whatever has its name."""
+    path.unlink(missing_ok=True)
+    return path.open("xb", buffering=buffering)
 
 
 def write_text(path: Path, text: str) -> None:
     """Writes a file that is whole on disk when this returns."""
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
+    with create_file(path) as file:
+        file.write(text.encode())
         file.flush()
         os.fsync(file.fileno())
 

@@ -1,16 +1,18 @@
 """Tensors from a checkpoint's folder.
 
-manifest.json ──DCP: which blocks meet mine──▶ read from mapped files, copied into parts
+manifest.json ──every file's checksum──▶ ──DCP: which blocks meet mine──▶ read from mapped files, copied into parts
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -24,18 +26,57 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from shardwise.checkpoint.manifest import ITEM_BYTES, Chunk, Manifest, TensorRecord
+from shardwise.checkpoint.disk import open_file
+from shardwise.checkpoint.manifest import ITEM_BYTES, Chunk, Manifest, TensorRecord, first_damage
 from shardwise.checkpoint.parts import Part
+from shardwise.errors import CheckpointError
 
-__all__ = ["MappedFiles", "load_parts"]
+__all__ = ["MappedFiles", "check_files", "load_parts"]
 
 
 def load_parts(
-    parts: Mapping[str, Part], folder: Path, manifest: Manifest, group: dist.ProcessGroup | None
+    parts: Mapping[str, Part],
+    folder: Path,
+    manifest: Manifest,
+    group: dist.ProcessGroup | None,
+    *,
+    verify: bool = True,
 ) -> None:
-    """Fills parts, in place, with what a checkpoint holds under their names; on every rank of the group."""
+    """Fills parts, in place, with what a checkpoint holds under their names; on every rank of the group.
+
+    ``verify=False`` is for files whose checksums have just been looked at.
+
+    Raises:
+        CheckpointError: a file is damaged, and nothing has changed; or the checkpoint does not hold the parts.
+    """
+    if verify:
+        check_files(folder, manifest, group)
     planner = _LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    dcp_load(dict(parts), storage_reader=_Reader(folder, manifest), planner=planner, process_group=group)
+    try:
+        dcp_load(dict(parts), storage_reader=_Reader(folder, manifest), planner=planner, process_group=group)
+    except CheckpointException as failure:
+        rank, (error, _) = min(failure.failures.items())
+        raise CheckpointError(
+            f"the checkpoint cannot be loaded: {type(error).__name__}: {error} (rank {rank})",
+            where=str(folder),
+            fix="load it into the model it was saved from, or load another checkpoint of the run",
+        ) from error
+
+
+def check_files(folder: Path, manifest: Manifest, group: dist.ProcessGroup | None = None) -> None:
+    """Compares every file with its checksum, shared out over the ranks of the group; raises CheckpointError on all."""
+    alone = not dist.is_initialized()
+    rank, world_size = (0, 1) if alone else (dist.get_rank(group), dist.get_world_size(group))
+    found: list[str | None] = [None] * world_size
+    found[rank] = first_damage(folder, manifest, sorted(manifest.files)[rank::world_size])
+    if not alone:
+        dist.all_gather_object(found, found[rank], group)
+    if damage := next(filter(None, found), None):
+        raise CheckpointError(
+            f"the checkpoint is damaged: {damage}",
+            where=str(folder),
+            fix="take another checkpoint of the run",
+        )
 
 
 class MappedFiles:
@@ -55,12 +96,25 @@ class MappedFiles:
         if not chunk.numel:
             return torch.empty(chunk.sizes, dtype=dtype)
         if chunk.file not in self._mapped:
-            num_bytes = self._manifest.files[chunk.file].num_bytes
-            self._mapped[chunk.file] = torch.from_file(
-                str(self._folder / chunk.file), shared=False, size=num_bytes, dtype=torch.uint8
-            )
+            self._mapped[chunk.file] = self._map(chunk.file)
         stop = chunk.start + chunk.numel * ITEM_BYTES[record.dtype]
         return self._mapped[chunk.file][chunk.start : stop].view(dtype).view(chunk.sizes)
+
+    def _map(self, name: str) -> torch.Tensor:
+        path, num_bytes = self._folder / name, self._manifest.files[name].num_bytes
+        try:
+            # Reading beyond the end of a mapped file ends the process.
+            with open_file(path, follow_links=False) as file:
+                found_bytes = os.fstat(file.fileno()).st_size
+            if found_bytes != num_bytes:
+                raise OSError(f"it has {found_bytes} bytes, it was written with {num_bytes}")
+            return torch.from_file(str(path), shared=False, size=num_bytes, dtype=torch.uint8)
+        except OSError as error:
+            raise CheckpointError(
+                f"{name} of a checkpoint cannot be read: {error}",
+                where=str(self._folder),
+                fix="take another checkpoint of the run",
+            ) from None
 
 
 class _LoadPlanner(DefaultLoadPlanner):

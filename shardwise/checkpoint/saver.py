@@ -7,11 +7,13 @@ Who writes what is planned in the first save's thread, and again when a rank com
 long as all have the same, ranks stage no more than they will write.
 
 The thread talks to its peers over a group of its own, so that its messages never meet the steps'. A save that fails
-(a full disk) leaves no trace on disk and is told to whoever asks for outcomes; training goes on.
+(a full disk, no memory for the copy) leaves no trace on disk and is told to whoever asks for outcomes; training goes
+on, and the next save starts afresh.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -27,6 +29,7 @@ from shardwise.checkpoint.image import Image, Outline, lay_out
 from shardwise.checkpoint.parts import Part
 from shardwise.checkpoint.store import Store
 from shardwise.checkpoint.writing import WritePlan, plan_writes, write_checkpoint
+from shardwise.engine.stepping import note_checkpoint
 from shardwise.errors import CheckpointError
 
 __all__ = ["Outcome", "Saver"]
@@ -58,6 +61,7 @@ class Saver:
         self, store: Store, group: dist.ProcessGroup, *, keep: int, asynchronous: bool = True
     ) -> None:
         self._store, self._group, self._keep = store, group, keep
+        self._is_first = dist.get_rank(group) == 0
         self._asynchronous = asynchronous
         self._image = Image()
         self._outlines: dict[str, Outline] = {}
@@ -76,11 +80,20 @@ class Saver:
         if not self._on_all(self._plan is not None and outlines == self._outlines):
             self._outlines, self._plan = outlines, None
         layout = lay_out(outlines.items()) if self._plan is None else self._plan.layout
-        self._image.stage(parts, layout)
-        self._thread = threading.Thread(
-            target=self._save, args=(step, run), name=f"save step {step}", daemon=True
+        problem = None
+        try:
+            self._image.stage(parts, layout)
+        except Exception as error:  # noqa: BLE001  the other ranks wait to hear of it, and training goes on
+            problem = CheckpointError(f"the copy in host memory failed: {type(error).__name__}: {error}")
+        thread = threading.Thread(
+            target=self._save_aside, args=(step, run, problem), name=f"save step {step}", daemon=True
         )
-        self._thread.start()
+        try:
+            thread.start()
+        except RuntimeError:  # no more threads: the step waits instead
+            self._save(step, run, problem)
+            return
+        self._thread = thread
         if not self._asynchronous:
             self.wait()
 
@@ -101,24 +114,30 @@ class Saver:
         dist.all_reduce(flag, dist.ReduceOp.MIN, self._group)
         return bool(flag)
 
-    def _save(self, step: int, run: dict[str, Any]) -> None:
-        begin = time.perf_counter()
-        problem = None
+    def _save_aside(self, step: int, run: dict[str, Any], unstaged: CheckpointError | None) -> None:
         if self._asynchronous:
             # Steps go first where cores are few; on Linux this is the priority of the thread alone.
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+        self._save(step, run, unstaged)
+
+    def _save(self, step: int, run: dict[str, Any], unstaged: CheckpointError | None) -> None:
+        begin = time.perf_counter()
+        problem = None
         try:
             if self._plan is None:
                 self._plan = plan_writes(self._outlines, self._group)
             saving, commit = self._store.saving_path(step), partial(self._commit, step)
-            write_checkpoint(self._image, self._plan, saving, run, self._group, commit)
+            write_checkpoint(self._image, self._plan, saving, run, self._group, commit, unstaged)
         except Exception as error:  # noqa: BLE001  whatever it is, it must not end the training
             problem = error.what if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-            if dist.get_rank(self._group) == 0:
-                self._store.discard(step)
+            if self._is_first:
+                with contextlib.suppress(OSError):
+                    self._store.sweep()
         path = self._store.path_of(step)
         self._outcomes.append(Outcome(step, path, time.perf_counter() - begin, problem))
 
     def _commit(self, step: int) -> None:
         self._store.commit(step)
+        note_checkpoint(str(self._store.path_of(step)))
         self._store.prune(self._keep)

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.parts import Offsets, Part, dtype_name, part_of
-from shardwise.checkpoint.reading import load_parts
+from shardwise.checkpoint.reading import check_files, load_parts
 from shardwise.engine.accord import forget_torn_steps
 from shardwise.engine.binding import clean_name, units_of
 from shardwise.errors import CheckpointError
@@ -59,13 +59,19 @@ class TrainingState:
                         parts[f"{OPTIMIZER}{name}/{key}"] = part_of(value, self._offsets)
         return parts
 
-    def load(self, folder: Path, manifest: Manifest, group: dist.ProcessGroup | None) -> bool:
+    def load(
+        self, folder: Path, manifest: Manifest, group: dist.ProcessGroup | None, *, verify: bool = True
+    ) -> bool:
         """Brings back model and optimizer; on every rank. False if there is no optimizer state to bring back.
 
+        ``verify=False`` is for a checkpoint whose checksums have just been looked at.
+
         Raises:
-            CheckpointError: it is of another model; the first mismatch is named and nothing has changed.
+            CheckpointError: it is damaged or of another model; what is wrong first is named and nothing has changed.
         """
         self._check_fits(folder, manifest)
+        if verify:
+            check_files(folder, manifest, group)
         has_state = any(name.startswith(OPTIMIZER) for name in manifest.tensors)
         parts = {MODEL + name: part_of(value, self._offsets) for name, value in self._model_entries()}
         states = self._state_templates(manifest) if has_state else {}
@@ -73,7 +79,7 @@ class TrainingState:
             for key, value in values.items():
                 parts[f"{OPTIMIZER}{self._names[param]}/{key}"] = part_of(value)
         forget_torn_steps(unit for module in self._module.modules() for unit in units_of(module))
-        load_parts(parts, folder, manifest, group)
+        load_parts(parts, folder, manifest, group, verify=False)
         if states:
             self._set_state(states)
         return has_state
@@ -97,13 +103,19 @@ class TrainingState:
             for name, record in manifest.tensors.items()
             if name.startswith(MODEL)
         }
+        names = set(self._names.values())
+        strangers = [
+            name for name in manifest.tensors if name.startswith(OPTIMIZER) and _split(name)[0] not in names
+        ]
         # In the model's own order: the first that differs is the one to look at.
-        for name in [*ours, *theirs]:
+        for name in [*ours, *theirs, *strangers]:
             mine, saved = ours.get(name), theirs.get(name)
-            if mine == saved:
-                continue
             tensor = name.removeprefix(MODEL)
-            if saved is None:
+            if name.startswith(OPTIMIZER):
+                what = f"it has '{name}', and the model has no parameter '{_split(name)[0]}'"
+            elif mine == saved:
+                continue
+            elif saved is None:
                 what = f"it has no '{tensor}', which the model has with shape {mine and mine[0]}"
             elif mine is None:
                 what = f"it has '{tensor}' of shape {saved[0]}, which the model has not"
@@ -131,7 +143,7 @@ class TrainingState:
         keys: dict[str, list[str]] = {}
         for name in manifest.tensors:
             if name.startswith(OPTIMIZER):
-                param_name, key = name.removeprefix(OPTIMIZER).rsplit("/", 1)
+                param_name, key = _split(name)
                 keys.setdefault(param_name, []).append(key)
         templates: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         for param in self._stepped():
@@ -161,3 +173,9 @@ class TrainingState:
             "param_groups": groups,
         }
         optimizer.load_state_dict(state)
+
+
+def _split(name: str) -> tuple[str, str]:
+    """The parameter that an optimizer's tensor belongs to, and what the optimizer calls it."""
+    param_name, _, key = name.removeprefix(OPTIMIZER).rpartition("/")
+    return param_name, key

@@ -1,14 +1,13 @@
 """Weights, wherever they lie: a run, a checkpoint, a Hugging Face folder, a file. Opened, not yet read.
 
 Each tensor is read in blocks of rows, from files that are mapped: a model is never in memory, not even its largest
-tensor. Nothing that is opened here can run code.
+tensor. Nothing that is opened here can run code. Formats are read as strictly as they are specified, and checksums are
+compared where a format has them: what cannot be right is refused, whoever wrote it.
 """
 
 from __future__ import annotations
 
-import json
-import struct
-import zipfile
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,35 +16,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.manifest import ITEM_BYTES, MANIFEST, first_damage, read_manifest
-from shardwise.checkpoint.parts import dtype_name
+from shardwise.checkpoint import strict_json
+from shardwise.checkpoint.disk import read_file
+from shardwise.checkpoint.manifest import MANIFEST, first_damage, read_manifest
 from shardwise.checkpoint.reading import MappedFiles
+from shardwise.checkpoint.safetensors_file import read_safetensors
 from shardwise.checkpoint.state import MODEL
 from shardwise.checkpoint.store import Store
+from shardwise.checkpoint.strict_json import obj, shown
+from shardwise.checkpoint.torch_file import read_torch_file
 from shardwise.errors import CheckpointError
 
-__all__ = ["SAFETENSORS_NAMES", "Weight", "Weights", "open_weights"]
+__all__ = ["Weight", "Weights", "open_weights"]
 
 BLOCK_BYTES = 64 << 20
-SAFETENSORS_NAMES = {
-    "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "int16": "I16",
-    "uint16": "U16",
-    "int32": "I32",
-    "uint32": "U32",
-    "int64": "I64",
-    "uint64": "U64",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float32": "F32",
-    "float64": "F64",
-    "complex64": "C64",
-}
-_TORCH_NAMES = {theirs: ours for ours, theirs in SAFETENSORS_NAMES.items()}
+CONFIG_LIMIT_BYTES = 16 << 20
+INDEX = "model.safetensors.index.json"
+INDEX_LIMIT_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -58,12 +45,19 @@ class Weight:
     blocks: tuple[tuple[tuple[int, ...], Tensor], ...]
     """Mapped parts, each with its offsets."""
 
+    @staticmethod
+    def of(name: str, tensor: Tensor) -> Weight:
+        """A tensor that is mapped whole."""
+        return Weight(name, tuple(tensor.shape), tensor.dtype, (((0,) * tensor.dim(), tensor),))
+
     @property
     def numel(self) -> int:
         return torch.Size(self.shape).numel()
 
     def rows(self, dtype: torch.dtype, block_bytes: int | None = None) -> Iterator[Tensor]:
         """The tensor from its first row to its last, a block at a time, contiguous."""
+        if not self.numel:
+            return
         shape = self.shape or (1,)
         row_bytes = max(1, torch.Size(shape[1:]).numel() * torch.empty(0, dtype=dtype).element_size())
         step = max(1, (BLOCK_BYTES if block_bytes is None else block_bytes) // row_bytes)
@@ -100,23 +94,36 @@ def open_weights(source: str | Path) -> Weights:
         CheckpointError: it is damaged, or none of these.
     """
     path = Path(source).expanduser()
+    try:
+        found = _weights_in(path)
+    except OSError as error:
+        raise CheckpointError(
+            f"it cannot be read: {error}", where=str(source), fix="pass a folder and files that can be read"
+        ) from None
+    if found is None:
+        raise CheckpointError(
+            f"there are no weights in '{source}'",
+            where=str(source),
+            fix="pass a run's folder, a checkpoint's, a folder of .safetensors, or a .safetensors or .pt file",
+        )
+    return found
+
+
+def _weights_in(path: Path) -> Weights | None:
     if path.is_dir():
         checkpoint = _checkpoint_in(path)
         if checkpoint is not None:
             return _of_checkpoint(checkpoint)
-        if files := sorted(path.glob("*.safetensors")):
-            config = path / "config.json"
-            tensors = [weight for file in files for weight in _of_safetensors(file)]
-            return Weights(tuple(tensors), json.loads(config.read_text()) if config.exists() else None)
-    elif path.suffix == ".safetensors" and path.is_file():
-        return Weights(tuple(_of_safetensors(path)), None)
-    elif path.suffix in (".pt", ".pth", ".bin") and path.is_file():
-        return Weights(tuple(_of_torch_file(path)), None)
-    raise CheckpointError(
-        f"there are no weights in '{source}'",
-        where=str(source),
-        fix="pass a run's folder, a checkpoint's, a folder of .safetensors, or a .safetensors or .pt file",
-    )
+        return _of_folder(path)
+    if path.suffix == ".safetensors" and path.exists():
+        return _of_tensors(read_safetensors(path))
+    if path.suffix in (".pt", ".pth", ".bin") and path.exists():
+        return _of_tensors(read_torch_file(path))
+    return None
+
+
+def _of_tensors(tensors: dict[str, Tensor], config: dict[str, Any] | None = None) -> Weights:
+    return Weights(tuple(Weight.of(name, tensor) for name, tensor in tensors.items()), config)
 
 
 def _checkpoint_in(path: Path) -> Path | None:
@@ -147,60 +154,66 @@ def _of_checkpoint(folder: Path) -> Weights:
         for name, record in sorted(manifest.tensors.items())
         if name.startswith(MODEL)
     )
-    return Weights(tensors, manifest.run.get("hugging_face"), is_checkpoint=True)
-
-
-def _of_safetensors(path: Path) -> list[Weight]:
-    num_bytes = path.stat().st_size
-    try:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            if length > min(num_bytes - 8, 100 << 20):
-                raise ValueError("its header is longer than the file")
-            header = json.loads(file.read(length))
-        header.pop("__metadata__", None)
-        mapped = torch.from_file(str(path), shared=False, size=num_bytes, dtype=torch.uint8)
-        weights = []
-        for name, entry in sorted(header.items()):
-            start, stop = entry["data_offsets"]
-            dtype: torch.dtype = getattr(torch, _TORCH_NAMES[entry["dtype"]])
-            shape = tuple(entry["shape"])
-            wanted = torch.Size(shape).numel() * ITEM_BYTES[dtype_name(dtype)]
-            if not 0 <= start <= stop <= num_bytes - 8 - length or stop - start != wanted:
-                raise ValueError(f"'{name}' does not lie inside the file")
-            data = mapped[8 + length + start : 8 + length + stop]
-            if (8 + length + start) % ITEM_BYTES[dtype_name(dtype)]:
-                data = data.clone()
-            weights.append(Weight(name, shape, dtype, (((0,) * len(shape), data.view(dtype).view(shape)),)))
-    except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+    config = manifest.run.get("hugging_face")
+    if config is not None and not isinstance(config, dict):
         raise CheckpointError(
-            f"it is no safetensors file, or a damaged one: {error}", where=str(path), fix="get the file again"
-        ) from None
-    return weights
-
-
-def _of_torch_file(path: Path) -> list[Weight]:
-    if not zipfile.is_zipfile(path):
-        raise CheckpointError(
-            "it is no file that torch.save has written in the last years, or a damaged one",
-            where=str(path),
-            fix="get the file again, or load and save it anew with torch",
+            f"its configuration for Hugging Face is {shown(config)}, no object",
+            where=str(folder),
+            fix="convert another checkpoint of the run",
         )
-    try:
-        loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except Exception as error:  # noqa: BLE001  of any kind: the file decides which
-        first = str(error).splitlines()[0]
+    return Weights(tensors, config, is_checkpoint=True)
+
+
+def _of_folder(folder: Path) -> Weights | None:
+    """A folder in Hugging Face's layout: the files its index names, or all there are; links are followed, as its
+    cache is made of them."""
+    homes: dict[str, str] | None = None
+    if os.path.lexists(folder / INDEX):
+        homes = _weight_map(folder / INDEX)
+        files = [folder / name for name in sorted(set(homes.values()))]
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        return None
+    found: dict[str, Tensor] = {}
+    for file in files:
+        for name, tensor in read_safetensors(file).items():
+            if name in found or (homes is not None and homes.get(name) != file.name):
+                raise CheckpointError(
+                    f"'{name}' is in {file.name}, where it does not belong",
+                    where=str(folder),
+                    fix=f"leave the files of one model in the folder, as {INDEX} lists them",
+                )
+            found[name] = tensor
+    if missing := sorted(set(homes or ()) - set(found)):
         raise CheckpointError(
-            f"torch cannot load it without running code: {first}",
-            where=str(path),
-            fix="save a plain state dict",
+            f"'{missing[0]}' is not in {(homes or {})[missing[0]]}, where {INDEX} has it",
+            where=str(folder),
+            fix="get the folder again",
+        )
+    config = folder / "config.json"
+    return _of_tensors(found, _config(config) if os.path.lexists(config) else None)
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    try:
+        homes = obj(strict_json.parse(read_file(path, INDEX_LIMIT_BYTES)).get("weight_map"))
+        for name in homes.values():
+            if strict_json.text(name) != os.path.basename(name) or not name.endswith(".safetensors"):
+                raise ValueError(f"{shown(name)} is not the name of a safetensors file in its folder")
+    except ValueError as error:
+        raise CheckpointError(
+            f"it lists no files of weights: {error}", where=str(path), fix="get the file again"
         ) from None
-    for key in ("state_dict", "model"):
-        if isinstance(loaded, dict) and isinstance(loaded.get(key), dict):
-            loaded = loaded[key]
-    if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):
-        raise CheckpointError("it holds no state dict", where=str(path), fix="save model.state_dict()")
-    return [
-        Weight(name, tuple(value.shape), value.dtype, (((0,) * value.dim(), value.detach()),))
-        for name, value in sorted(loaded.items())
-    ]
+    return homes
+
+
+def _config(path: Path) -> dict[str, Any]:
+    try:
+        config = strict_json.parse(read_file(path, CONFIG_LIMIT_BYTES))
+        strict_json.check_nesting(config)
+    except ValueError as error:
+        raise CheckpointError(
+            f"it is no configuration: {error}", where=str(path), fix="get the file again, or remove it"
+        ) from None
+    return config

@@ -106,13 +106,17 @@ def write_checkpoint(
     run: dict[str, Any],
     group: dist.ProcessGroup,
     commit: Callable[[], None],
+    unstaged: CheckpointError | None = None,
 ) -> None:
     """Writes what ranks staged into ``folder``; on every rank of the group.
 
-    Once all of it is on disk, the first rank calls ``commit``. Whatever goes wrong on any rank is raised on all.
+    Once all of it is on disk, the first rank calls ``commit``. Whatever goes wrong on any rank is raised on all, and so
+    is ``unstaged``, why this rank could not stage.
     """
 
     def write_file() -> FileRecord | None:
+        if unstaged is not None:
+            raise unstaged
         folder.mkdir(parents=True, exist_ok=True)
         if not plan.layout.starts:
             return None

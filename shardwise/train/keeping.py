@@ -98,7 +98,7 @@ class Keeper:
         found = find_good_checkpoint(self._store, self._team)
         for warning in found.warnings:
             self._display.warn(warning)
-        had_state = self._state.load(found.path, found.manifest, self._team.group)
+        had_state = self._state.load(found.path, found.manifest, self._team.group, verify=False)
         run = found.manifest.run
         progress.step = progress.saved_step = int(run["step"])
         progress.samples = int(run["samples"])

@@ -495,7 +495,7 @@ def test_what_holds_no_weights_or_damaged_ones_is_refused(finished, copied, tmp_
         weights.open_weights(copied)
     (path,) = convert.export_safetensors(weights.open_weights(run), tmp_path / "w.safetensors")
     path.write_bytes(path.read_bytes()[:-4])
-    with pytest.raises(CheckpointError, match="does not lie inside"):
+    with pytest.raises(CheckpointError, match="after the header"):
         weights.open_weights(path)
     path.write_bytes(b"\xff" * 20)
     with pytest.raises(CheckpointError, match="longer than the file"):
