@@ -34,8 +34,7 @@ import torch.distributed as dist
 
 from shardwise import torch_internals
 from shardwise.comm.mesh import forget_meshes
-from shardwise.errors import ConfigError
-from shardwise.testing.failures import lost_its_peers
+from shardwise.errors import ConfigError, lost_its_peers
 
 __all__ = ["CLEAN_UP", "DONE", "READY", "Answer", "Job", "serve"]
 

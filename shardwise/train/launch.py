@@ -15,27 +15,31 @@ import json
 import multiprocessing
 import os
 import re
+import secrets
 import signal
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from shardwise.errors import ConfigError, ShardwiseError
+from shardwise.errors import ConfigError
+from shardwise.train.folder import LOGS
+from shardwise.train.rank_log import Failure, RankLog, log_path, remove_empty_logs, signal_name
 
 __all__ = ["Given", "given_ranks", "joined", "plan_ranks", "run_own_ranks"]
 
 _GRACE_SECONDS = 3.0
+_NOTICED_SECONDS = 1.0
 _TALK_TIMEOUT = timedelta(minutes=30)
 Work = Callable[[torch.device], None]
 
@@ -176,13 +180,28 @@ def _how_then(error: Exception) -> str:
 # --- our own ranks ------------------------------------------------------------------------------------------------
 
 
-def run_own_ranks(work: Work, num_ranks: int, kind: str, *, timeout_seconds: float | None = None) -> int:
-    """Runs ``work`` on ranks of this machine; the exit status of the whole. Ends them when the time is up."""
+def run_own_ranks(
+    work: Work, num_ranks: int, kind: str, *, logs: Path | None = None, timeout_seconds: float | None = None
+) -> int:
+    """Runs ``work`` on ranks of this machine; the exit status of the whole.
+
+    Args:
+        work: what each rank does.
+        num_ranks: how many.
+        kind: of device.
+        logs: a folder for what failing ranks say; without one nothing is kept.
+        timeout_seconds: when to end them.
+    """
     # Forked ranks have everything imported already. A GPU's driver does not survive a fork, so there they are fresh.
     context: Any = multiprocessing.get_context("fork" if kind == "cpu" else "spawn")
-    with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
+    with tempfile.TemporaryDirectory(prefix="shardwise-") as private:
+        folder = Path(private)
+        logs = folder / LOGS if logs is None else logs
+        lengths = [_length(log_path(logs, rank)) for rank in range(num_ranks)]
         ranks: list[BaseProcess] = [
-            context.Process(target=_own_rank, args=(work, rank, num_ranks, kind, folder), name=f"rank {rank}")
+            context.Process(
+                target=_own_rank, args=(work, rank, num_ranks, kind, folder, logs), name=f"rank {rank}"
+            )
             for rank in range(num_ranks)
         ]
         passed_on: list[int] = []
@@ -205,16 +224,37 @@ def run_own_ranks(work: Work, num_ranks: int, kind: str, *, timeout_seconds: flo
                 process.join()
             for number, handler in before.items():
                 signal.signal(number, handler)
+            with contextlib.suppress(OSError):
+                remove_empty_logs(logs)
         if all(process.exitcode == 0 for process in ranks):
             return 130 if signal.SIGINT in passed_on else 0
-        print(_what_happened(ranks, failed, Path(folder)), file=sys.stderr, flush=True)
+        failures = _told(folder) + _untold(ranks, failed, folder, logs, lengths)
+        asked = [-number for number in (signal.SIGTERM, signal.SIGINT)]
+        if passed_on and all(ranks[failure.rank].exitcode in asked for failure in failures):
+            # While they train, ranks save and stop by themselves.
+            name = signal_name(passed_on[0])
+            print(
+                f"error: stopped by {name} outside of training, with nothing to save",
+                file=sys.stderr,
+                flush=True,
+            )
+            return 128 + passed_on[0]
+        print(
+            _what_happened(failures, num_ranks, None if logs.parent == folder else logs),
+            file=sys.stderr,
+            flush=True,
+        )
         return 1
 
 
-def _wait_for_all(ranks: list[BaseProcess], timeout_seconds: float | None) -> list[int]:
-    """Returns when all have ended, when the time is up, or a while after the first that failed; those that did."""
+def _wait_for_all(ranks: list[BaseProcess], timeout_seconds: float | None) -> dict[int, float]:
+    """Returns when all have ended, when the time is up, or a while after the first that failed.
+
+    Returns:
+        Which ranks failed before we ended the rest, and when that was noticed.
+    """
     running = {process.sentinel: rank for rank, process in enumerate(ranks)}
-    failed = []
+    failed = {}
     deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
     while running:
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -225,33 +265,43 @@ def _wait_for_all(ranks: list[BaseProcess], timeout_seconds: float | None) -> li
             rank = running.pop(sentinel)  # type: ignore[arg-type]
             ranks[rank].join()
             if ranks[rank].exitcode:
-                failed.append(rank)
+                failed[rank] = time.monotonic()
                 # Peers notice that it is gone, or wait for it forever.
                 grace = time.monotonic() + _GRACE_SECONDS
                 deadline = grace if deadline is None else min(deadline, grace)
     return failed
 
 
-def _own_rank(work: Work, rank: int, num_ranks: int, kind: str, folder: str) -> None:
+def _own_rank(work: Work, rank: int, num_ranks: int, kind: str, folder: Path, logs: Path) -> None:
     """The body of a rank's process."""
     _end_with_parent()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.environ.update(LOCAL_WORLD_SIZE=str(num_ranks), GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")
+    log = RankLog(logs, rank, partial(_tell_parent, folder))
     given = Given(rank, num_ranks, rank, num_ranks, "127.0.0.1", 0)
-    status = 0
+
+    def end(status: int) -> NoReturn:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        # A rank that failed may have threads that wait for peers which are gone.
+        os._exit(status)
+
+    def fail(error: BaseException) -> NoReturn:
+        _tell_parent(folder, log.failed(error))
+        end(1)
+
     try:
         with joined(given, kind, f"file://{folder}/rendezvous") as device:
-            work(device)
+            try:
+                work(device)
+            except BaseException as error:  # noqa: BLE001  told by the parent
+                # Before the group is left, which may take its time: peers must not be the first to speak.
+                fail(error)
     except BaseException as error:  # noqa: BLE001  told by the parent
-        status = 1
-        text = str(error) if isinstance(error, ShardwiseError) else traceback.format_exc()
-        report = {"time": time.time(), "expected": isinstance(error, ShardwiseError), "text": text}
-        (Path(folder) / f"failed-{rank}").write_text(json.dumps(report))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # A rank that failed may have threads that wait for peers which are gone.
-    os._exit(status)
+        fail(error)
+    end(0)
 
 
 def _end_with_parent() -> None:
@@ -260,30 +310,91 @@ def _end_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
-def _what_happened(ranks: list[BaseProcess], failed: list[int], folder: Path) -> str:
-    """In the words of the rank that failed first; ``failed`` are those that did before we ended the rest."""
-    reports = {}
-    for rank in range(len(ranks)):
-        with contextlib.suppress(OSError, ValueError):
-            reports[rank] = json.loads((folder / f"failed-{rank}").read_text())
-    killed = {
-        rank: signal.Signals(-status).name
-        for rank in failed
-        if (status := ranks[rank].exitcode) is not None and status < 0
-    }
-    expected = {rank: report for rank, report in reports.items() if report["expected"]}
-    # A library that loses its peer may abort; whoever was ended by anything else was ended from outside, and what
-    # its peers report is only that they lost it.
-    first = next((rank for rank in killed if killed[rank] != "SIGABRT" or not reports), None)
-    if first is not None:
-        return (
-            f"error: rank {first} was ended by {killed[first]}, and the others with it\n"
-            "  fix:   continue with --resume; the last checkpoint is whole"
+# --- what happened --------------------------------------------------------------------------------------------------
+
+
+def _tell_parent(folder: Path, failure: Failure) -> None:
+    name = f"failed-{failure.rank}-{secrets.token_hex(4)}"
+    # A disk that is full is a reason to fail, and no reason to be silent about it.
+    try:
+        (folder / f".{name}").write_text(json.dumps(asdict(failure)))
+        (folder / f".{name}").rename(folder / name)
+    except OSError:
+        with contextlib.suppress(OSError):
+            print(f"error: rank {failure.rank} failed\n{failure.text}", file=sys.stderr, flush=True)
+
+
+def _told(folder: Path) -> list[Failure]:
+    return [Failure(**json.loads(path.read_text())) for path in folder.glob("failed-*")]
+
+
+def _untold(
+    ranks: list[BaseProcess], failed: dict[int, float], folder: Path, logs: Path, lengths: list[int]
+) -> list[Failure]:
+    """Of ranks that ended without a word, before we ended the rest: killed, crashed, or by ``os._exit``."""
+    found = []
+    told = {failure.rank for failure in _told(folder) if failure.thread is None}
+    for rank, noticed in failed.items():
+        status = ranks[rank].exitcode
+        if rank in told or status is None:
+            continue
+        if status > 0:
+            what = f"rank {rank} ended with exit status {status}, and without an error of its own"
+        else:
+            what = f"rank {rank} was ended by {signal_name(-status)}"
+        stack = _text_after(log_path(logs, rank), lengths[rank])
+        found.append(
+            Failure(
+                rank,
+                # Noticed a little late, and whatever the others said meanwhile followed from it.
+                noticed - _NOTICED_SECONDS,
+                text=what + (f"\n{stack}" if stack else ""),
+                summary=what,
+                # A library that loses its peer may abort; all other signals come from outside, or from a crash.
+                is_consequence=status == -signal.SIGABRT,
+            )
         )
-    if expected:
-        # A problem that all ranks found together is told by the first of them.
-        return f"error: {expected[min(expected)]['text']}"
-    if not reports:
-        return f"error: {len(ranks)} ranks were not done in time, and were ended"
-    rank = min(reports, key=lambda number: float(reports[number]["time"]))
-    return f"error: rank {rank} failed\n{reports[rank]['text']}"
+    return found
+
+
+def _what_happened(failures: list[Failure], num_ranks: int, logs: Path | None) -> str:
+    """The first failure in full, before all that followed from it."""
+    if not failures:
+        return f"error: {num_ranks} ranks were not done in time, and were ended"
+    failures = sorted(
+        failures, key=lambda failure: (failure.is_consequence, failure.at_seconds, failure.rank)
+    )
+    own = [failure for failure in failures if failure.thread is None]
+    # Threads that raised before the first rank did may be why it did.
+    in_full = failures[: failures.index(own[0]) + 1] if own else failures
+    lines = [_in_full(failure) for failure in in_full]
+    lines += [
+        f"  then:  rank {failure.rank}: {failure.summary}"
+        for failure in failures[len(in_full) :]
+        if failure.text not in {told.text for told in in_full}
+    ]
+    if logs is not None and any(not failure.is_expected for failure in in_full):
+        lines.append(f"  logs:  {logs}")
+        lines.append("  fix:   mend that, and continue with --resume: the last checkpoint is whole")
+    return "\n".join(lines)
+
+
+def _in_full(failure: Failure) -> str:
+    text = failure.text.rstrip()
+    if failure.is_expected and failure.thread is None:
+        return f"error: {text}"
+    if failure.text.startswith(f"rank {failure.rank} "):
+        return f"error: {text}"
+    who = f"thread '{failure.thread}' of rank {failure.rank}" if failure.thread else f"rank {failure.rank}"
+    return f"error: {who} failed\n{text}"
+
+
+def _length(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else 0
+
+
+def _text_after(path: Path, start: int) -> str:
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        file.seek(start)
+        return file.read(1 << 16).decode(errors="replace").strip()
+    return ""

@@ -24,7 +24,7 @@ from shardwise.train.display import Lines
 from shardwise.train.doctor import Finding
 from shardwise.train.live import Live
 from shardwise.train.records import RunFacts, StepRecord, Summary
-from shardwise.train.resume import new_folder, newest_folder
+from shardwise.train.folder import new_folder, newest_folder
 from tests.ranks.training import run_part, small_config, write_text
 
 REPOSITORY = Path(__file__).parents[2]
