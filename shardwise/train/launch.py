@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.errors import ConfigError
-from shardwise.train.folder import LOGS
+from shardwise.train.folder import CHECKPOINTS, LOGS
 from shardwise.train.rank_log import Failure, RankLog, log_path, remove_empty_logs, signal_name
 
 __all__ = ["Given", "given_ranks", "joined", "plan_ranks", "run_own_ranks"]
@@ -342,7 +342,7 @@ def _untold(
             what = f"rank {rank} ended with exit status {status}, and without an error of its own"
         else:
             what = f"rank {rank} was ended by {signal_name(-status)}"
-        stack = _text_after(log_path(logs, rank), lengths[rank])
+        stack = _crashed_thread(_text_after(log_path(logs, rank), lengths[rank]))
         found.append(
             Failure(
                 rank,
@@ -375,7 +375,8 @@ def _what_happened(failures: list[Failure], num_ranks: int, logs: Path | None) -
     ]
     if logs is not None and any(not failure.is_expected for failure in in_full):
         lines.append(f"  logs:  {logs}")
-        lines.append("  fix:   mend that, and continue with --resume: the last checkpoint is whole")
+        if any((logs.parent / CHECKPOINTS).glob("step-*")):
+            lines.append("  fix:   mend that, and continue with --resume: the last checkpoint is whole")
     return "\n".join(lines)
 
 
@@ -387,6 +388,13 @@ def _in_full(failure: Failure) -> str:
         return f"error: {text}"
     who = f"thread '{failure.thread}' of rank {failure.rank}" if failure.thread else f"rank {failure.rank}"
     return f"error: {who} failed\n{text}"
+
+
+def _crashed_thread(dump: str) -> str:
+    """Of what a crash leaves in the log: what it was, and the stack of the thread that it was in."""
+    what = re.search(r"^Fatal Python error: .*$", dump, re.MULTILINE)
+    stack = re.search(r"^Current thread.*\n(?:  File .*\n?)*", dump, re.MULTILINE)
+    return dump if what is None or stack is None else f"{what[0]}\n{stack[0]}"
 
 
 def _length(path: Path) -> int:
