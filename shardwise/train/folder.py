@@ -37,6 +37,7 @@ __all__ = [
 CHECKPOINTS = "checkpoints"
 LOGS = "logs"
 LOCK = ".lock"
+_ENDING_SECONDS = 30.0
 # File systems that cannot lock: there a run goes on without.
 _CANNOT_LOCK = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
@@ -138,6 +139,7 @@ class FolderLock:
         os.close(self._descriptor)
 
     def _taken(self) -> int:
+        deadline = time.monotonic() + _ENDING_SECONDS
         while True:
             descriptor = self._opened()
             try:
@@ -149,6 +151,11 @@ class FolderLock:
                 pass
             except BlockingIOError:
                 holder = _text_of(descriptor)
+                if _has_ended(holder) and time.monotonic() < deadline:
+                    # Its launcher was killed, and the kernel is ending the ranks.
+                    os.close(descriptor)
+                    time.sleep(0.05)
+                    continue
                 os.close(descriptor)
                 raise ConfigError(
                     f"another run is going on in {self._path.parent}" + (f": {holder}" if holder else ""),
@@ -179,6 +186,12 @@ def _text_of(descriptor: int) -> str:
     with contextlib.suppress(OSError):
         return os.pread(descriptor, 200, 0).decode(errors="replace").strip()
     return ""
+
+
+def _has_ended(holder: str) -> bool:
+    """Whether the launcher that wrote this ran on this host, and is gone."""
+    match = re.match(r"process (\d+) on (.*), since", holder)
+    return match is not None and match[2] == socket.gethostname() and not Path(f"/proc/{match[1]}").exists()
 
 
 def _now() -> str:

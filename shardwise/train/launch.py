@@ -15,16 +15,16 @@ import json
 import multiprocessing
 import os
 import re
-import secrets
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NoReturn
@@ -198,9 +198,11 @@ def run_own_ranks(
         folder = Path(private)
         logs = folder / LOGS if logs is None else logs
         lengths = [_length(log_path(logs, rank)) for rank in range(num_ranks)]
+        # Pipes, because a full disk, or too many open files, must not keep a rank from saying so.
+        pipes = [context.Pipe(duplex=False) for _ in range(num_ranks)]
         ranks: list[BaseProcess] = [
             context.Process(
-                target=_own_rank, args=(work, rank, num_ranks, kind, folder, logs), name=f"rank {rank}"
+                target=_own_rank, args=(work, rank, num_ranks, kind, folder, logs, pipes), name=f"rank {rank}"
             )
             for rank in range(num_ranks)
         ]
@@ -216,7 +218,9 @@ def run_own_ranks(
         try:
             for process in ranks:
                 process.start()
-            failed = _wait_for_all(ranks, timeout_seconds)
+            for _, telling in pipes:
+                telling.close()
+            failures = _wait_for_all(ranks, [heard for heard, _ in pipes], timeout_seconds)
         finally:
             for process in ranks:
                 if process.is_alive():
@@ -224,11 +228,13 @@ def run_own_ranks(
                 process.join()
             for number, handler in before.items():
                 signal.signal(number, handler)
+            for heard, _ in pipes:
+                heard.close()
             with contextlib.suppress(OSError):
                 remove_empty_logs(logs)
         if all(process.exitcode == 0 for process in ranks):
             return 130 if signal.SIGINT in passed_on else 0
-        failures = _told(folder) + _untold(ranks, failed, folder, logs, lengths)
+        failures = [_with_crash(failure, logs, lengths) for failure in failures]
         asked = [-number for number in (signal.SIGTERM, signal.SIGINT)]
         if passed_on and all(ranks[failure.rank].exitcode in asked for failure in failures):
             # While they train, ranks save and stop by themselves.
@@ -247,38 +253,72 @@ def run_own_ranks(
         return 1
 
 
-def _wait_for_all(ranks: list[BaseProcess], timeout_seconds: float | None) -> dict[int, float]:
+def _wait_for_all(
+    ranks: list[BaseProcess], heard: list[Connection], timeout_seconds: float | None
+) -> list[Failure]:
     """Returns when all have ended, when the time is up, or a while after the first that failed.
 
     Returns:
-        Which ranks failed before we ended the rest, and when that was noticed.
+        The failures of ranks that ended before we end the rest: as they told them, or as they look from outside.
     """
     running = {process.sentinel: rank for rank, process in enumerate(ranks)}
-    failed = {}
+    telling = {connection: rank for rank, connection in enumerate(heard)}
+    failures: list[Failure] = []
     deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
     while running:
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        ended = wait(list(running), timeout=left)
-        if not ended and deadline is not None:
+        ready = wait([*telling, *running], timeout=left)
+        if not ready and deadline is not None:
             break
-        for sentinel in ended:
-            rank = running.pop(sentinel)  # type: ignore[arg-type]
+        for each in ready:
+            if isinstance(each, Connection):
+                _hear(each, telling, failures)
+                continue
+            rank = running.pop(each)  # type: ignore[arg-type]
             ranks[rank].join()
-            if ranks[rank].exitcode:
-                failed[rank] = time.monotonic()
+            if status := ranks[rank].exitcode:
+                while heard[rank] in telling:
+                    _hear(heard[rank], telling, failures)
+                if all(failure.rank != rank or failure.thread for failure in failures):
+                    failures.append(_untold(rank, status))
                 # Peers notice that it is gone, or wait for it forever.
                 grace = time.monotonic() + _GRACE_SECONDS
                 deadline = grace if deadline is None else min(deadline, grace)
-    return failed
+    return failures
 
 
-def _own_rank(work: Work, rank: int, num_ranks: int, kind: str, folder: Path, logs: Path) -> None:
+def _hear(connection: Connection, telling: dict[Connection, int], failures: list[Failure]) -> None:
+    """Takes one message of a rank, or notes that there will be no more."""
+    try:
+        if connection.poll(_GRACE_SECONDS):
+            failures.append(Failure(**json.loads(connection.recv_bytes())))
+            return
+    except (EOFError, OSError, ValueError):
+        pass
+    telling.pop(connection, None)
+
+
+def _own_rank(
+    work: Work,
+    rank: int,
+    num_ranks: int,
+    kind: str,
+    folder: Path,
+    logs: Path,
+    pipes: list[tuple[Connection, Connection]],
+) -> None:
     """The body of a rank's process."""
+    # Each rank alone has the end of its own pipe: so the parent notices when it is gone.
+    for number, (heard, telling) in enumerate(pipes):
+        heard.close()
+        if number != rank:
+            telling.close()
     _end_with_parent()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.environ.update(LOCAL_WORLD_SIZE=str(num_ranks), GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")
-    log = RankLog(logs, rank, partial(_tell_parent, folder))
+    tell = partial(_tell, pipes[rank][1], threading.Lock())
+    log = RankLog(logs, rank, tell)
     given = Given(rank, num_ranks, rank, num_ranks, "127.0.0.1", 0)
 
     def end(status: int) -> NoReturn:
@@ -289,7 +329,7 @@ def _own_rank(work: Work, rank: int, num_ranks: int, kind: str, folder: Path, lo
         os._exit(status)
 
     def fail(error: BaseException) -> NoReturn:
-        _tell_parent(folder, log.failed(error))
+        tell(log.failed(error))
         end(1)
 
     try:
@@ -313,48 +353,36 @@ def _end_with_parent() -> None:
 # --- what happened --------------------------------------------------------------------------------------------------
 
 
-def _tell_parent(folder: Path, failure: Failure) -> None:
-    name = f"failed-{failure.rank}-{secrets.token_hex(4)}"
-    # A disk that is full is a reason to fail, and no reason to be silent about it.
-    try:
-        (folder / f".{name}").write_text(json.dumps(asdict(failure)))
-        (folder / f".{name}").rename(folder / name)
-    except OSError:
-        with contextlib.suppress(OSError):
-            print(f"error: rank {failure.rank} failed\n{failure.text}", file=sys.stderr, flush=True)
+def _tell(telling: Connection, one_at_a_time: threading.Lock, failure: Failure) -> None:
+    # Who waits for it may be gone.
+    with one_at_a_time, contextlib.suppress(OSError):
+        telling.send_bytes(json.dumps(asdict(failure)).encode())
 
 
-def _told(folder: Path) -> list[Failure]:
-    return [Failure(**json.loads(path.read_text())) for path in folder.glob("failed-*")]
+def _untold(rank: int, status: int) -> Failure:
+    """Of a rank that ended without a word: killed, crashed, or by ``os._exit``."""
+    if status > 0:
+        what = f"rank {rank} ended with exit status {status}, and without an error of its own"
+    else:
+        what = f"rank {rank} was ended by {signal_name(-status)}"
+    return Failure(
+        rank,
+        # Noticed a little late, and whatever the others said meanwhile followed from it.
+        time.monotonic() - _NOTICED_SECONDS,
+        text=what,
+        summary=what,
+        # A library that loses its peer may abort; all other signals come from outside, or from a crash.
+        is_consequence=status == -signal.SIGABRT,
+        is_silent=True,
+    )
 
 
-def _untold(
-    ranks: list[BaseProcess], failed: dict[int, float], folder: Path, logs: Path, lengths: list[int]
-) -> list[Failure]:
-    """Of ranks that ended without a word, before we ended the rest: killed, crashed, or by ``os._exit``."""
-    found = []
-    told = {failure.rank for failure in _told(folder) if failure.thread is None}
-    for rank, noticed in failed.items():
-        status = ranks[rank].exitcode
-        if rank in told or status is None:
-            continue
-        if status > 0:
-            what = f"rank {rank} ended with exit status {status}, and without an error of its own"
-        else:
-            what = f"rank {rank} was ended by {signal_name(-status)}"
-        stack = _crashed_thread(_text_after(log_path(logs, rank), lengths[rank]))
-        found.append(
-            Failure(
-                rank,
-                # Noticed a little late, and whatever the others said meanwhile followed from it.
-                noticed - _NOTICED_SECONDS,
-                text=what + (f"\n{stack}" if stack else ""),
-                summary=what,
-                # A library that loses its peer may abort; all other signals come from outside, or from a crash.
-                is_consequence=status == -signal.SIGABRT,
-            )
-        )
-    return found
+def _with_crash(failure: Failure, logs: Path, lengths: list[int]) -> Failure:
+    """With what a rank that said nothing left in its log since it started."""
+    stack = ""
+    if failure.is_silent:
+        stack = _crashed_thread(_text_after(log_path(logs, failure.rank), lengths[failure.rank]))
+    return replace(failure, text=f"{failure.text}\n{stack}") if stack else failure
 
 
 def _what_happened(failures: list[Failure], num_ranks: int, logs: Path | None) -> str:
@@ -382,9 +410,7 @@ def _what_happened(failures: list[Failure], num_ranks: int, logs: Path | None) -
 
 def _in_full(failure: Failure) -> str:
     text = failure.text.rstrip()
-    if failure.is_expected and failure.thread is None:
-        return f"error: {text}"
-    if failure.text.startswith(f"rank {failure.rank} "):
+    if failure.is_silent or (failure.is_expected and failure.thread is None):
         return f"error: {text}"
     who = f"thread '{failure.thread}' of rank {failure.rank}" if failure.thread else f"rank {failure.rank}"
     return f"error: {who} failed\n{text}"
@@ -394,7 +420,7 @@ def _crashed_thread(dump: str) -> str:
     """Of what a crash leaves in the log: what it was, and the stack of the thread that it was in."""
     what = re.search(r"^Fatal Python error: .*$", dump, re.MULTILINE)
     stack = re.search(r"^Current thread.*\n(?:  File .*\n?)*", dump, re.MULTILINE)
-    return dump if what is None or stack is None else f"{what[0]}\n{stack[0]}"
+    return "" if what is None or stack is None else f"{what[0]}\n{stack[0]}"
 
 
 def _length(path: Path) -> int:

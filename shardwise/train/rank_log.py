@@ -42,6 +42,8 @@ class Failure:
     """Whether the rank was well, and lost a peer."""
     thread: str | None = None
     """Its name, if the rank's main thread went on."""
+    is_silent: bool = False
+    """Whether the rank said nothing, and this is how it looks from outside."""
 
 
 def failure_of(error: BaseException, rank: int, thread: str | None = None) -> Failure:

@@ -86,33 +86,11 @@ class Report:
 
     def draw_curve(self) -> str | None:
         """The loss of the whole run, resumed parts and all, as a PNG; None where matplotlib is not installed."""
-        if optional("matplotlib") is None:
-            return None
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-
-        records = read_metrics(self._folder)
-        figure = Figure(figsize=(7, 4), layout="constrained")
-        axes = figure.add_subplot()
-        axes.plot([record.step for record in records], [record.loss for record in records], label="training")
-        evaluated = [record for record in records if record.eval_loss is not None]
-        if evaluated:
-            axes.plot(
-                [record.step for record in evaluated],
-                [record.eval_loss or 0.0 for record in evaluated],
-                "o-",
-                label="held out",
-            )
-        axes.set_xlabel("step")
-        axes.set_ylabel("loss")
-        axes.grid(alpha=0.3)
-        axes.legend()
-        drawn = io.BytesIO()
-        FigureCanvasAgg(figure).print_png(drawn)
         path = None
         with self._tolerated(CURVE):
-            replace_file(self._folder / CURVE, drawn.getvalue())
-            path = str(self._folder / CURVE)
+            if (drawn := _drawn(read_metrics(self._folder))) is not None:
+                replace_file(self._folder / CURVE, drawn)
+                path = str(self._folder / CURVE)
         return path  # noqa: RET504  set only where nothing was swallowed
 
     def end(self, summary: Summary) -> None:
@@ -132,3 +110,29 @@ class Report:
         except OSError as error:
             if self._unwritten.note(name, error):
                 self._display.warn(f"{name} cannot be written, training goes on: {error.strerror or error}")
+
+
+def _drawn(records: list[StepRecord]) -> bytes | None:
+    if optional("matplotlib") is None:
+        return None
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot([record.step for record in records], [record.loss for record in records], label="training")
+    evaluated = [record for record in records if record.eval_loss is not None]
+    if evaluated:
+        axes.plot(
+            [record.step for record in evaluated],
+            [record.eval_loss or 0.0 for record in evaluated],
+            "o-",
+            label="held out",
+        )
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    drawn = io.BytesIO()
+    FigureCanvasAgg(figure).print_png(drawn)
+    return drawn.getvalue()
