@@ -11,6 +11,7 @@ import contextlib
 import faulthandler
 import os
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -94,6 +95,7 @@ class RankLog:
     ) -> None:
         self._rank, self._on_thread_failure = rank, on_thread_failure
         self._descriptor: int | None = None
+        self._was_enabled = faulthandler.is_enabled()
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._descriptor = open_for_append(log_path(folder, rank))
@@ -114,6 +116,8 @@ class RankLog:
         threading.excepthook = self._hook_before
         if self._descriptor is not None:
             faulthandler.disable()
+            if self._was_enabled:
+                faulthandler.enable(sys.__stderr__)
             os.close(self._descriptor)
             self._descriptor = None
 

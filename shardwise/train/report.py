@@ -91,7 +91,7 @@ class Report:
             if (drawn := _drawn(read_metrics(self._folder))) is not None:
                 replace_file(self._folder / CURVE, drawn)
                 path = str(self._folder / CURVE)
-        return path  # noqa: RET504  set only where nothing was swallowed
+        return path
 
     def end(self, summary: Summary) -> None:
         with self._tolerated(SUMMARY):
