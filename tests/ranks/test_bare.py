@@ -31,8 +31,9 @@ import shardwise
 from shardwise.testing import check_parity, run_ranks
 
 def step():
-    torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    for param in model.parameters():
+        torch.nn.init.constant_(param, 0.25)
     for layer in model:
         shardwise.fully_shard(layer)
     shardwise.fully_shard(model)
@@ -43,7 +44,8 @@ def step():
     return model[0].weight.full_tensor().detach().sum().item()
 
 def parity():
-    model = torch.nn.Linear(4, 4)
+    model = torch.nn.Linear(4, 4, bias=False)
+    torch.nn.init.constant_(model.weight, 0.25)
     return str(check_parity(model, torch.ones(2, 4), shard=shardwise.fully_shard).difference)
 
 if __name__ == "__main__":
