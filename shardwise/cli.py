@@ -31,6 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ShardwiseError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        return 130
 
 
 def parser() -> argparse.ArgumentParser:

@@ -40,6 +40,7 @@ __all__ = ["Given", "given_ranks", "joined", "plan_ranks", "run_own_ranks"]
 
 _GRACE_SECONDS = 3.0
 _NOTICED_SECONDS = 1.0
+_STOPS = (signal.SIGTERM, signal.SIGINT)
 _TALK_TIMEOUT = timedelta(minutes=30)
 Work = Callable[[torch.device], None]
 
@@ -214,10 +215,13 @@ def run_own_ranks(
                 if process.pid is not None and process.is_alive():
                     process.terminate()
 
-        before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+        before = {number: signal.signal(number, pass_on) for number in _STOPS}
         try:
+            # A forked rank has this handler until it has set its own: until then, signals wait.
+            signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
             for process in ranks:
                 process.start()
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)
             for _, telling in pipes:
                 telling.close()
             failures = _wait_for_all(ranks, [heard for heard, _ in pipes], timeout_seconds)
@@ -226,6 +230,7 @@ def run_own_ranks(
                 if process.is_alive():
                     process.kill()
                 process.join()
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)
             for number, handler in before.items():
                 signal.signal(number, handler)
             for heard, _ in pipes:
@@ -235,7 +240,7 @@ def run_own_ranks(
         if all(process.exitcode == 0 for process in ranks):
             return 130 if signal.SIGINT in passed_on else 0
         failures = [_with_crash(failure, logs, lengths) for failure in failures]
-        asked = [-number for number in (signal.SIGTERM, signal.SIGINT)]
+        asked = [-number for number in _STOPS]
         if passed_on and all(ranks[failure.rank].exitcode in asked for failure in failures):
             # While they train, ranks save and stop by themselves.
             name = signal_name(passed_on[0])
@@ -314,8 +319,9 @@ def _own_rank(
         if number != rank:
             telling.close()
     _end_with_parent()
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    for stop in _STOPS:
+        signal.signal(stop, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)
     os.environ.update(LOCAL_WORLD_SIZE=str(num_ranks), GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")
     tell = partial(_tell, pipes[rank][1], threading.Lock())
     log = RankLog(logs, rank, tell)

@@ -116,7 +116,7 @@ class RankLog:
         threading.excepthook = self._hook_before
         if self._descriptor is not None:
             faulthandler.disable()
-            if self._was_enabled:
+            if self._was_enabled and sys.__stderr__ is not None:
                 faulthandler.enable(sys.__stderr__)
             os.close(self._descriptor)
             self._descriptor = None

@@ -105,8 +105,9 @@ def steps_done(folder):
     return len(path.read_text().splitlines()) if path.exists() else 0
 
 
-def wait_for_step(folder, step, over):
-    while steps_done(folder) < step and not over.is_set():
+def wait_for_step(folder, step, over, *, has_ranks=True):
+    """Returns when a step is done, and the ranks of this process are there, or when the run is over."""
+    while not over.is_set() and (steps_done(folder) < step or (has_ranks and process_of(0) is None)):
         time.sleep(0.002)
 
 
@@ -259,7 +260,7 @@ def end_launcher(folder, ranks, step):
     launcher.start()
     over = threading.Event()
     threading.Thread(target=lambda: (launcher.join(), over.set()), daemon=True).start()
-    wait_for_step(folder, step, over)
+    wait_for_step(folder, step, over, has_ranks=False)
     launcher.kill()
     launcher.join()
     return "ended"

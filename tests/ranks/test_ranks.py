@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from shardwise import fully_shard
 from shardwise.comm.stacks import stack_of
 from shardwise.comm.watch import WATCH
-from shardwise.errors import ConfigError, StateError
+from shardwise.errors import ConfigError, PeerFailure, StateError
 from shardwise.testing import RankFailure, RankTimeout, close_pools, run_ranks
 
 CPU_KINDS = ["threads", "gloo"]
@@ -504,12 +504,21 @@ def test_gpu_kinds_say_so_where_there_is_no_gpu(kind):
 # --- the first error ------------------------------------------------------------------------------------------------
 
 
-def break_in_the_model_of_the_last_rank():
+def break_in_the_model_of_the_last_rank(told):
+    """Its peer's error comes up first: the rank looks after something before its own one does."""
     model = fully_shard(torch.nn.Linear(4, 4))
     if dist.get_rank() == dist.get_world_size() - 1:
         model.register_forward_hook(raise_something)
-    for _ in range(3):
-        model(torch.ones(2, 4)).sum().backward()
+    try:
+        for _ in range(3):
+            model(torch.ones(2, 4)).sum().backward()
+    except PeerFailure:
+        told.touch()
+        raise
+    except ValueError:
+        while not told.exists():
+            time.sleep(0.01)
+        raise
 
 
 def raise_something(*_args):
@@ -517,9 +526,9 @@ def raise_something(*_args):
 
 
 @pytest.mark.parametrize("kind", ["threads", "gloo"])
-def test_a_ranks_own_error_is_told_before_what_its_peers_say_of_it(kind):
+def test_a_ranks_own_error_is_told_before_what_its_peers_say_of_it(kind, tmp_path):
     with pytest.raises(RankFailure) as failed:
-        run_ranks(break_in_the_model_of_the_last_rank, 2, kind=kind)
+        run_ranks(break_in_the_model_of_the_last_rank, 2, tmp_path / "told", kind=kind)
     assert failed.value.rank == 1
     assert str(failed.value).startswith("rank 1 of 2 raised ValueError: only here")
     assert isinstance(failed.value.__cause__, ValueError)
