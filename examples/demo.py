@@ -26,7 +26,7 @@ import torch
 
 from shardwise.checkpoint.weights import open_weights
 from shardwise.train.records import read_metrics
-from shardwise.train.resume import new_folder
+from shardwise.train.folder import new_folder
 
 
 def as_typed() -> str:

@@ -31,6 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ShardwiseError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        return 130
 
 
 def parser() -> argparse.ArgumentParser:
@@ -184,17 +187,13 @@ def _doctor(options: argparse.Namespace) -> int:
     return 1 if bad else 0
 
 
-if __name__ == "__main__":
-    sys.exit(main())
-
-
 # --- trace --------------------------------------------------------------------------------------------------------
 
 
 def _add_trace(parser: argparse.ArgumentParser) -> None:
     parser.description = "Show what ranks did last, from the files that they left when they failed."
     parser.add_argument(
-        "files", nargs="+", metavar="file", help="failure-rank0-1234.json, as the error named it"
+        "files", nargs="+", metavar="file", help="shardwise-failure-rank0-….json, as the error named it"
     )
     parser.set_defaults(run=_trace)
 
@@ -204,3 +203,7 @@ def _trace(options: argparse.Namespace) -> int:
 
     print("\n\n".join(read_failure(file).text() for file in options.files))
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

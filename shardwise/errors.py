@@ -23,6 +23,16 @@ __all__ = [
     "StateError",
 ]
 
+# What backends say when a rank at the other end of a connection is gone.
+_LOST_PEER_TEXTS = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Connection refused",
+    "Socket closed",
+    "Broken pipe",
+    "remote process has exited",
+)
+
 
 class ShardwiseError(Exception):
     """The root of the tree.
@@ -75,3 +85,19 @@ class PeerFailure(ShardwiseError, RuntimeError):
 
 class CheckpointError(ShardwiseError, RuntimeError):
     """A checkpoint that cannot be written, read, or fitted to this model."""
+
+
+def lost_its_peers(error: BaseException) -> bool:
+    """Whether a backend raised this because another rank is gone."""
+    text = str(error)
+    return isinstance(error, (RuntimeError, OSError)) and any(sign in text for sign in _LOST_PEER_TEXTS)
+
+
+def follows_from_a_peer(error: BaseException) -> bool:
+    """Whether this error only passes on that another rank failed: then that rank's own error is the one to read."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, PeerFailure) or lost_its_peers(cause):
+            return True
+        cause = cause.__cause__
+    return False

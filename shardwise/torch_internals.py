@@ -241,9 +241,17 @@ def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
 def forget_meshes() -> None:
     """Drops DTensor's caches: they hold meshes, and an equal mesh of the next default group would be given the
     groups of the last one."""
-    from torch.distributed.tensor import _redistribute, debug
+    from torch.distributed.tensor import _redistribute
 
-    debug._clear_sharding_prop_cache()
+    try:
+        from torch.distributed.tensor import debug
+    except ImportError:
+        # Its door needs numpy, which torch itself does without; behind it are these two caches.
+        propagate: Any = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding
+        getattr(propagate, "cache", propagate).cache_clear()
+        torch._C._clear_DTensor_sharding_propagator_cache()
+    else:
+        debug._clear_sharding_prop_cache()
     clear_plans = getattr(_redistribute, "clear_redistribute_planner_cache", None)
     if clear_plans is not None:
         clear_plans()

@@ -114,7 +114,9 @@ class Recorder:
         return {"traceEvents": rows, "displayTimeUnit": "ms"}
 
     def save_chrome(self, path: str | Path) -> None:
-        Path(path).write_text(json.dumps(self.chrome()))
+        """Writes ``chrome()`` to a file that, if it is new, only its owner can read."""
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            json.dump(self.chrome(), file)
 
 
 def _bar(begin: Event, end: Event) -> dict[str, Any]:
@@ -183,14 +185,18 @@ class Failure:
 
 def save_failure(folder: str | None, failure: Failure) -> Path | None:
     """Writes a failure to a file; None where that cannot be done."""
-    place = Path(folder or os.path.join(tempfile.gettempdir(), "shardwise"))
-    file = place / f"failure-rank{failure.rank}-{os.getpid()}.json"
+    place = Path(folder or tempfile.gettempdir())
     try:
         place.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(asdict(failure), indent=1))
+        # A name that nobody can foresee, a file that is new and that nobody else may read: the folder may be shared.
+        descriptor, name = tempfile.mkstemp(
+            prefix=f"shardwise-failure-rank{failure.rank}-{os.getpid()}-", suffix=".json", dir=place
+        )
+        with open(descriptor, "w") as file:
+            json.dump(asdict(failure), file, indent=1)
     except OSError:
         return None
-    return file
+    return Path(name)
 
 
 def read_failure(file: str | Path) -> Failure:

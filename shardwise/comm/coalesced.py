@@ -19,6 +19,7 @@ It moves bytes: tensors of any dtype travel together. It knows no parameters and
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -121,12 +122,15 @@ def all_gather_bytes(message: bytes, group: dist.ProcessGroup) -> list[bytes]:
     lengths = torch.empty(world, dtype=torch.int64, device=device)
     dist.all_gather(list(lengths.split(1)), torch.tensor([len(message)], device=device), group=group)
     sizes = lengths.tolist()
+    if not any(sizes):
+        return [b""] * world
     buffers = [torch.zeros(max(sizes), dtype=torch.uint8, device=device) for _ in range(world)]
     own = torch.zeros_like(buffers[0])
     if message:
         own[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(device)
     dist.all_gather(buffers, own, group=group)
-    return [bytes(buffer[:size].cpu().numpy()) for buffer, size in zip(buffers, sizes, strict=True)]
+    held = [buffer.cpu() for buffer in buffers]
+    return [ctypes.string_at(buffer.data_ptr(), size) for buffer, size in zip(held, sizes, strict=True)]
 
 
 class _NothingToExchange:

@@ -6,6 +6,7 @@ smaller groups of neighbours (*parts*): those groups are cut out of the shard ax
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import weakref
@@ -20,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from shardwise.comm.coalesced import all_gather_bytes
 from shardwise.comm.collectives import GroupCalls, SoloCalls
 from shardwise.errors import ConfigError, StateError
 from shardwise.policies import DataParallelMeshDims
@@ -181,8 +183,8 @@ def mesh_of_groups(shard: dist.ProcessGroup, replicate: dist.ProcessGroup, devic
     """Two axes, replicate and shard; ranks of the replicate group tell each other whom they share shards with."""
 
     def make() -> DeviceMesh:
-        rows: list[Any] = [None] * replicate.size()
-        dist.all_gather_object(rows, dist.get_process_group_ranks(shard), group=replicate)
+        own = json.dumps(dist.get_process_group_ranks(shard)).encode()
+        rows = [json.loads(row) for row in all_gather_bytes(own, replicate)]
         return DeviceMesh.from_group(
             [replicate, shard], device_type, mesh=torch.tensor(rows), mesh_dim_names=_HYBRID_AXES
         )

@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 
+from shardwise.errors import follows_from_a_peer
 from shardwise.testing.failures import Outcome, RankReport
 from shardwise.testing.rank_process import Worker
-from shardwise.testing.worker import CLEAN_UP, Answer, Job
+from shardwise.testing.worker import CLEAN_UP, Answer, Job, ThreadError
 
 __all__ = ["Exchange"]
 
@@ -29,9 +30,19 @@ class Exchange:
         self._answers: dict[int, Answer] = {}
         self._failed: dict[int, RankReport] = {}
         self._stacks: dict[int, str] = {}
+        self._thread_errors: dict[int, list[ThreadError]] = {}
         self.all_well = False
 
     def run(self, jobs: list[Job]) -> list[Answer]:
+        try:
+            return self._run(jobs)
+        finally:
+            if not self.all_well:
+                self._thread_errors = {
+                    rank: worker.thread_errors() for rank, worker in enumerate(self._workers)
+                }
+
+    def _run(self, jobs: list[Job]) -> list[Answer]:
         deadline = time.monotonic() + self._timeout_seconds
         for rank, (worker, job) in enumerate(zip(self._workers, jobs, strict=True)):
             self._send(rank, worker, pickle.dumps(job))
@@ -62,7 +73,23 @@ class Exchange:
                 reports.append(RankReport(rank, Outcome.FINISHED))
             else:
                 reports.append(RankReport(rank, Outcome.TORN_DOWN))
-        return reports
+        return [self._with_thread_errors(report) for report in reports]
+
+    def _with_thread_errors(self, report: RankReport) -> RankReport:
+        """A thread that ended with an exception comes before all that its rank says, and explains why it waits."""
+        errors = self._thread_errors.get(report.rank)
+        if not errors or report.outcome is Outcome.FINISHED:
+            return report
+        details = "\n".join([*(error.details for error in errors), report.summary, report.details])
+        lost = report.exception is not None and follows_from_a_peer(report.exception)
+        return RankReport(
+            report.rank,
+            Outcome.RAISED,
+            errors[0].summary,
+            details,
+            errors[0].at_seconds,
+            None if lost else report.exception,
+        )
 
     def _send(self, rank: int, worker: Worker, message: bytes) -> None:
         try:

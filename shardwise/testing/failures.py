@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from shardwise.errors import ShardwiseError
+from shardwise.errors import ShardwiseError, follows_from_a_peer
 
 __all__ = ["Outcome", "RankFailure", "RankReport", "RankTimeout", "failure_of"]
 
@@ -62,23 +62,9 @@ class RankTimeout(RankFailure):
     """Ranks were still running when the time was up. The message holds the stack of each."""
 
 
-# The order of telling: first what can be a cause (by time), then what followed from it (by rank).
+# The order of telling: first what can be a cause (errors of a rank's own before those about peers, each by time), then
+# what followed from it (by rank).
 _ORDER = {Outcome.RAISED: 0, Outcome.DIED: 0, Outcome.HUNG: 1, Outcome.TORN_DOWN: 2, Outcome.FINISHED: 3}
-
-_LOST_PEER_TEXTS = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Connection refused",
-    "Socket closed",
-    "Broken pipe",
-    "remote process has exited",
-)
-
-
-def lost_its_peers(error: BaseException) -> bool:
-    """Whether this error is what a rank sees of *another* rank's end."""
-    text = str(error)
-    return isinstance(error, (RuntimeError, OSError)) and any(sign in text for sign in _LOST_PEER_TEXTS)
 
 
 def failure_of(reports: Sequence[RankReport], *, call: str, timeout_seconds: float) -> RankFailure:
@@ -118,9 +104,10 @@ def failure_of(reports: Sequence[RankReport], *, call: str, timeout_seconds: flo
     return failure
 
 
-def _order_of_telling(report: RankReport) -> tuple[int, float, int]:
+def _order_of_telling(report: RankReport) -> tuple[int, bool, float, int]:
     is_cause = report.outcome in (Outcome.RAISED, Outcome.DIED)
-    return _ORDER[report.outcome], report.at_seconds if is_cause else 0.0, report.rank
+    is_about_a_peer = report.exception is not None and follows_from_a_peer(report.exception)
+    return _ORDER[report.outcome], is_about_a_peer, report.at_seconds if is_cause else 0.0, report.rank
 
 
 def _ranks(reports: Sequence[RankReport]) -> str:

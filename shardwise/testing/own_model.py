@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.comm.coalesced import all_gather_bytes
 from shardwise.engine.whole import whole_of
 from shardwise.errors import ConfigError
 from shardwise.frontends.fully_shard import fully_shard
@@ -123,9 +124,10 @@ def _check(
 
 def _anywhere(*found: str | None) -> str | None:
     """The first of the differences on any rank: one that sees none may have a peer that does, and all stop alike."""
-    everywhere: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, next((each for each in found if each is not None), None))
-    return next((each for each in everywhere if each is not None), None)
+    assert dist.group.WORLD is not None
+    own = next((each for each in found if each is not None), "")
+    everywhere = all_gather_bytes(own.encode(), dist.group.WORLD)
+    return next((each.decode() for each in everywhere if each), None)
 
 
 def _sgd(params: Any) -> torch.optim.Optimizer:

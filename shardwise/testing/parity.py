@@ -16,6 +16,8 @@ in `workloads.py`. This file knows nothing of how sharding is done: it is handed
 from __future__ import annotations
 
 import copy
+import ctypes
+import pickle
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, cast
@@ -25,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from shardwise.comm.coalesced import all_gather_bytes
 from shardwise.testing.workloads import Batch, Workload
 from shardwise.torch_internals import map_tree
 
@@ -102,7 +105,8 @@ class Piece:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # torch pickles a tensor in about 0.1 ms, which thousands of small pieces would feel.
-        raw = self.values.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        values = self.values.contiguous()
+        raw = ctypes.string_at(values.data_ptr(), values.nbytes)
         return _unpickled_piece, (raw, self.values.dtype, self.values.shape, self.dim, self.replica)
 
 
@@ -288,8 +292,8 @@ def _piece(name: str, value: Tensor) -> Piece:
 
 def gather_histories(local: Sequence[LocalHistory]) -> list[History]:
     """Put the pieces of all ranks together, on every rank; one collective for any number of runs."""
-    by_rank: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(by_rank, list(local))
+    assert dist.group.WORLD is not None
+    by_rank = [pickle.loads(given) for given in all_gather_bytes(pickle.dumps(list(local)), dist.group.WORLD)]
     return [_assemble(pieces) for pieces in zip(*by_rank, strict=True)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
@@ -10,7 +11,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from shardwise.errors import StateError
-from shardwise.testing.worker import serve
+from shardwise.testing.worker import ThreadError, serve, threads_path
 
 __all__ = ["START_SECONDS", "Worker"]
 
@@ -76,6 +77,14 @@ class Worker:
         except OSError:
             return ""
 
+    def thread_errors(self) -> list[ThreadError]:
+        """The exceptions that ended threads of the process in its present call."""
+        try:
+            lines = threads_path(self._stack_path).read_text().splitlines()
+            return [ThreadError(**json.loads(line)) for line in lines]
+        except (OSError, ValueError):
+            return []
+
     def ending(self) -> str:
         self.process.join(1.0)
         code = self.process.exitcode
@@ -95,6 +104,7 @@ class Worker:
             self.process.kill()
         self.process.join(5.0)
         self._stack_path.unlink(missing_ok=True)
+        threads_path(self._stack_path).unlink(missing_ok=True)
 
     def leave(self) -> None:
         """An idle worker ends by itself when its pipe closes."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import json
 import os
 import pickle
 import signal
@@ -23,21 +24,22 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection
-from typing import Any
+from pathlib import Path
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
 
 from shardwise import torch_internals
 from shardwise.comm.mesh import forget_meshes
-from shardwise.errors import ConfigError
-from shardwise.testing.failures import lost_its_peers
+from shardwise.errors import ConfigError, lost_its_peers
 
-__all__ = ["CLEAN_UP", "DONE", "READY", "Answer", "Job", "serve"]
+__all__ = ["CLEAN_UP", "DONE", "READY", "Answer", "Job", "ThreadError", "serve", "threads_path"]
 
 READY = b"ready"
 CLEAN_UP = b"clean up"
@@ -72,6 +74,15 @@ class Answer:
     at_seconds: float = 0.0
 
 
+@dataclass(frozen=True)
+class ThreadError:
+    """An exception that ended a thread of a rank; the rank itself may never have heard of it."""
+
+    summary: str
+    details: str
+    at_seconds: float
+
+
 def serve(connection: Connection, stack_path: str, environment: dict[str, str]) -> None:
     """Take jobs until the caller closes the pipe."""
     os.environ.update(environment)
@@ -80,6 +91,8 @@ def serve(connection: Connection, stack_path: str, environment: dict[str, str]) 
     stack_file = open(stack_path, "w")  # noqa: SIM115  stays open as long as the process: signals write to it
     faulthandler.enable(stack_file)
     faulthandler.register(signal.SIGUSR1, stack_file)
+    threads_file = open(threads_path(stack_path), "w")  # noqa: SIM115  stays open, too
+    threading.excepthook = partial(_note_thread_error, threads_file, threading.excepthook)
     threading.Thread(target=_follow_the_caller, daemon=True).start()
     torch.set_num_threads(1)
     # What was imported stays for good; collections after each call look only at what the call left.
@@ -90,6 +103,7 @@ def serve(connection: Connection, stack_path: str, environment: dict[str, str]) 
             job = pickle.loads(connection.recv_bytes())
         except EOFError:
             return
+        threads_file.truncate(0)  # of the call before
         answer = _do(job)
         connection.send_bytes(pickle.dumps(answer))
         try:
@@ -131,6 +145,26 @@ def _do(job: Job) -> Answer:
             lost_its_peers=lost_its_peers(error),
             at_seconds=time.monotonic(),
         )
+
+
+def threads_path(stack_path: str | Path) -> Path:
+    """Where a worker writes the exceptions that ended its threads, a line of JSON each."""
+    return Path(f"{stack_path}.threads")
+
+
+def _note_thread_error(
+    file: TextIO, hook_before: Callable[[threading.ExceptHookArgs], Any], args: threading.ExceptHookArgs
+) -> None:
+    hook_before(args)
+    error = args.exc_value
+    if error is not None and not isinstance(error, SystemExit):
+        name = "" if args.thread is None else args.thread.name
+        summary = "".join(traceback.format_exception_only(type(error), error)).strip()
+        details = "".join(traceback.format_exception(error))
+        note = ThreadError(f"lost thread {name!r}, which raised {summary}", details, time.monotonic())
+        file.seek(0, os.SEEK_END)
+        file.write(json.dumps(asdict(note)) + "\n")
+        file.flush()
 
 
 def _load(job: Job) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:

@@ -7,7 +7,8 @@ import json
 import os
 import shlex
 import sys
-import traceback
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,15 +17,29 @@ from typing import Any
 import torch
 
 from shardwise.errors import ConfigError, ShardwiseError
+from shardwise.policies import set_trust, trust
 from shardwise.train.config import Config, with_settings
 from shardwise.train.display import Quiet, make_display
-from shardwise.train.launch import given_ranks, joined, plan_ranks, run_own_ranks
+from shardwise.train.extras import require
+from shardwise.train.folder import (
+    LOCK,
+    LOGS,
+    FolderLock,
+    new_folder,
+    newest_folder,
+    refuse_checkpoints_in,
+    refuse_links_in,
+)
+from shardwise.train.launch import Given, given_ranks, joined, plan_ranks, run_own_ranks
 from shardwise.train.loop import Trainer
+from shardwise.train.rank_log import RankLog, failure_of, remove_empty_logs
 from shardwise.train.recipes import RECIPES, load_recipe
-from shardwise.train.resume import new_folder, newest_folder
+from shardwise.train.records import CONFIG
 from shardwise.train.team import Team
 
 __all__ = ["Request", "train"]
+
+_PEER_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -48,68 +63,113 @@ def train(request: Request) -> int:
     num_gpus = torch.cuda.device_count()
     if given is None:
         try:
+            # Here, before any rank exists: what can be refused now is refused at once.
+            require("numpy", "shardwise train")
             num_ranks, kind = plan_ranks(request.ranks, request.device, num_gpus)
-            # Once here, before any rank exists: what can be refused now is refused at once.
-            resolve(request)
+            with opened(request) as (request, folder):
+                work = partial(train_on_rank, request, folder)
+                return run_own_ranks(work, num_ranks, kind, logs=folder / LOGS)
         except ShardwiseError as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
-        return run_own_ranks(partial(train_on_rank, request), num_ranks, kind)
+    return _train_as(given, request, num_gpus)
+
+
+def _train_as(given: Given, request: Request, num_gpus: int) -> int:
+    """The part of a rank that another launcher started."""
+    status = 0
+
+    def tell(error: BaseException) -> None:
+        nonlocal status
+        status = 1
+        failure = failure_of(error, given.rank)
+        if getattr(error, "agreed", False) and given.rank:
+            return
+        if failure.is_consequence:
+            # The rank that failed first speaks first; all of them write to one place.
+            time.sleep(_PEER_SECONDS)
+        told = failure.text if failure.is_expected else f"rank {given.rank} failed\n{failure.text}"
+        print(f"error: {told}", file=sys.stderr, flush=True)
+
     try:
+        require("numpy", "shardwise train")
         kind = ("cuda" if num_gpus else "cpu") if request.device == "auto" else request.device
         with joined(given, kind) as device:
-            train_on_rank(request, device)
-    except ShardwiseError as error:
-        if given.rank == 0 or not getattr(error, "agreed", False):
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        return 1
-    except Exception:  # noqa: BLE001  the launcher only wants a status
-        print(f"error: rank {given.rank} failed\n{traceback.format_exc()}", file=sys.stderr, flush=True)
-        return 1
-    return 0
+            try:
+                team = Team()
+                with contextlib.ExitStack() as stack:
+                    # The first rank holds the folder for all.
+                    request, folder = team.from_first(lambda: stack.enter_context(opened(request)))
+                    log = RankLog(folder / LOGS, given.rank)
+                    stack.callback(log.close)
+                    try:
+                        train_on_rank(request, folder, device, team)
+                    except BaseException as error:
+                        log.failed(error)
+                        raise
+            except Exception as error:  # noqa: BLE001  told before the group is left, which peers notice
+                tell(error)
+    except Exception as error:  # noqa: BLE001  the launcher only wants a status
+        tell(error)
+    return status
 
 
-def train_on_rank(request: Request, device: torch.device) -> None:
-    """One rank's part of a run, in a group that is there."""
-    team = Team()
-    request = team.from_first(partial(_located, request))
+def train_on_rank(request: Request, folder: Path, device: torch.device, team: Team | None = None) -> None:
+    """One rank's part of a run, in a group that is there and a folder that is held."""
+    team = Team() if team is None else team
     config, origin = team.together(partial(resolve, request))
-    resumes = request.resume is not None
-    folder = team.from_first(partial(_folder, request, config))
     output = config.output if request.show is None else replace(config.output, show=request.show)  # type: ignore[arg-type]
     display = make_display(output) if team.rank == 0 else Quiet()
+    before = set_trust(trace_dir=trust().trace_dir or str(folder / LOGS))
     try:
         trainer = Trainer(config, folder, team, device, display, origin)
-    except BaseException:
-        if team.rank == 0 and not resumes:
-            # Nothing has come of it; what has something in it stays.
+        if request.resume is not None:
+            trainer.resume()
+        trainer.run(request.stop_after)
+    finally:
+        set_trust(trace_dir=before.trace_dir)
+
+
+@contextlib.contextmanager
+def opened(request: Request) -> Iterator[tuple[Request, Path]]:
+    """Inside, the run's folder is there and nobody else's: yields it, and the request with the folder to continue.
+
+    Raises:
+        ConfigError: what is asked for cannot be; the folder belongs to another run, or holds links where runs write.
+    """
+    if request.resume == "":
+        named = with_settings(load_recipe(request.recipe or "tiny"), request.settings)
+        request = replace(request, resume=str(newest_folder(named.name)))
+    config, _ = resolve(request)
+    is_new = request.resume is None
+    if request.resume is None:
+        folder = new_folder(config.output.folder, config.name)
+    else:
+        folder = Path(request.resume).resolve()
+    lock = FolderLock(folder)
+    try:
+        refuse_links_in(folder)
+        if is_new:
+            # Again: until it was locked, another run may have begun and ended here.
+            refuse_checkpoints_in(folder)
+        yield request, folder
+    finally:
+        # Of a run that never began nothing stays.
+        is_empty = False
+        with contextlib.suppress(OSError):
+            remove_empty_logs(folder / LOGS)
+            is_empty = is_new and [path.name for path in folder.iterdir()] == [LOCK]
+        lock.release(remove=is_empty)
+        if is_empty:
             with contextlib.suppress(OSError):
                 folder.rmdir()
-        raise
-    if resumes:
-        trainer.resume()
-    trainer.run(request.stop_after)
-
-
-def _located(request: Request) -> Request:
-    """With the folder to continue, where only the newest was asked for."""
-    if request.resume != "":
-        return request
-    config = with_settings(load_recipe(request.recipe or "tiny"), request.settings)
-    return replace(request, resume=str(newest_folder(config.name)))
-
-
-def _folder(request: Request, config: Config) -> Path:
-    if request.resume is None:
-        return new_folder(config.output.folder, config.name)
-    return Path(request.resume).resolve()
 
 
 def resolve(request: Request) -> tuple[Config, dict[str, Any]]:
     """The config that a request means, and how it came about: a resumed run keeps its recipe and settings."""
     recipe, settings = request.recipe, list(request.settings)
     if request.resume:
-        path = Path(request.resume) / "config.json"
+        path = Path(request.resume) / CONFIG
         try:
             before = json.loads(path.read_text())
         except (OSError, ValueError):

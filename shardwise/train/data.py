@@ -6,13 +6,17 @@ token after it; the last part of the corpus is held out for evaluation.
 
 from __future__ import annotations
 
+import json
+import os
+import platform
+import secrets
 import sysconfig
 import zlib
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,8 +25,9 @@ from shardwise.checkpoint.disk import bytes_of
 from shardwise.errors import ConfigError
 from shardwise.train.config import Data
 from shardwise.train.extras import require
+from shardwise.train.files import replace_file
 
-__all__ = ["Corpus", "Samples", "needs_tokenizing", "open_corpus", "tokenize"]
+__all__ = ["Corpus", "Samples", "needs_tokenizing", "open_corpus", "tokenize", "tokens_state"]
 
 _EMBEDDED_BYTES = 4 << 20
 _WHERE = "data.path"
@@ -81,11 +86,12 @@ class Samples:
         rows = torch.stack(
             [self._corpus.read(sample * context, sample * context + context + 1) for sample in samples]
         )
-        highest = int(rows.max())
-        if highest >= self._vocabulary or int(rows.min()) < 0:
+        lowest, highest = int(rows.min()), int(rows.max())
+        if highest >= self._vocabulary or lowest < 0:
+            odd = (rows < 0) | (rows >= self._vocabulary)
             raise ConfigError(
-                f"the data holds token {highest}, and the model knows {self._vocabulary}",
-                where=f"{_WHERE}, sample {samples[int(rows.max(dim=1).values.argmax())]}",
+                f"the data holds token {lowest if lowest < 0 else highest}, and the model knows {self._vocabulary}",
+                where=f"{_WHERE}, sample {samples[int(odd.any(dim=1).to(torch.uint8).argmax())]}",
                 fix="check data.token_dtype and data.tokenizer, or raise model.vocabulary",
             )
         return rows[:, :-1], rows[:, 1:]
@@ -100,17 +106,25 @@ def needs_tokenizing(data: Data) -> bool:
     return not is_binary and (data.tokenizer != "bytes" or data.path.startswith("hf:"))
 
 
-def open_corpus(data: Data, tokenized: Path | None = None) -> Corpus:
-    """The corpus of ``data``; ``tokenized`` is the file that ``tokenize`` wrote, where that is needed.
+def open_corpus(data: Data, tokenized: Path | None = None, vocabulary: int | None = None) -> Corpus:
+    """The corpus of ``data``.
+
+    Args:
+        data: where it is.
+        tokenized: the file that ``tokenize`` wrote, where that is needed.
+        vocabulary: how many different tokens there can be; tells whether a ``.bin`` is read in the wrong dtype.
 
     Raises:
-        ConfigError: there is nothing there, or nothing in it.
+        ConfigError: there is nothing there, nothing in it, or it was written in another dtype.
     """
     if needs_tokenizing(data):
         assert tokenized is not None
         corpus = Corpus([_mapped(tokenized, torch.int32)])
     elif data.path.endswith(".bin"):
-        corpus = Corpus([_mapped(_existing(data.path), getattr(torch, data.token_dtype))])
+        path = _existing(data.path)
+        corpus = Corpus([_mapped(path, getattr(torch, data.token_dtype))])
+        if vocabulary is not None:
+            _check_token_dtype(path, data.token_dtype, vocabulary)
     elif data.path:
         corpus = Corpus(_mapped(path, torch.uint8) for path in _text_files(_existing(data.path)))
     else:
@@ -174,19 +188,141 @@ def _mapped(path: Path, dtype: torch.dtype) -> Tensor:
     return torch.from_file(str(path), shared=False, size=num_bytes // item_bytes, dtype=dtype)
 
 
+# --- the dtype of a binary ------------------------------------------------------------------------------------------
+
+_TOKEN_BYTES = {"uint8": 1, "uint16": 2, "int32": 4, "int64": 8}
+_LOOKED_AT_BYTES = 1 << 16
+_FEWEST_TOKENS = 32
+
+
+def _check_token_dtype(path: Path, asked: str, vocabulary: int) -> None:
+    """Raises ConfigError where a binary was written in another dtype than it is read in, as far as data can tell.
+
+    Read in a dtype that is too wide, tokens exceed the vocabulary soon, which `Samples` notices. Read in one that is
+    too narrow they never do: each token becomes itself and zeros.
+    """
+    sample = _sample_of(path)
+    found = next(
+        (
+            name
+            for name in ("int64", "int32", "uint16")
+            if _TOKEN_BYTES[name] > _TOKEN_BYTES[asked] and _looks_like(sample, name, asked, vocabulary)
+        ),
+        None,
+    )
+    if found is None and asked != "uint8" and _is_text(sample):
+        found = "uint8"
+    if found is not None:
+        raise ConfigError(
+            f"{path} was not written as {asked}, it seems: its tokens are {'text' if found == 'uint8' else found}",
+            where=f"{_WHERE}={path}, data.token_dtype={asked}",
+            fix=f"use data.token_dtype={found}",
+        )
+
+
+def _sample_of(path: Path) -> Tensor:
+    """Bytes from the start, the middle and the end, in whole words of the widest dtype."""
+    length = path.stat().st_size // 8 * 8
+    block = min(length, _LOOKED_AT_BYTES)
+    found = bytearray()
+    with path.open("rb") as file:
+        for start in sorted({0, (length - block) // 16 * 8, length - block}):
+            file.seek(start)
+            found += file.read(block)
+    return torch.frombuffer(found, dtype=torch.uint8) if found else torch.empty(0, dtype=torch.uint8)
+
+
+def _looks_like(sample: Tensor, wide: str, asked: str, vocabulary: int) -> bool:
+    """Whether all words of the wider dtype are tokens, and their first parts are unlike the rest.
+
+    Tokens of the narrow dtype would be alike wherever they stand; the high parts of small numbers are next to nothing.
+    """
+    words = sample.view(getattr(torch, wide)).to(torch.int64)
+    if words.numel() < _FEWEST_TOKENS or int(words.min()) < 0 or int(words.max()) >= vocabulary:
+        return False
+    parts = sample.view(getattr(torch, asked)).to(torch.float64).view(words.numel(), -1)
+    # Compared by size, one bin for each power of two.
+    bins = (parts + 1).log2().to(torch.int64)
+    first, rest = (torch.bincount(part.flatten(), minlength=64) for part in (bins[:, :1], bins[:, 1:]))
+    distance = (first / first.sum() - rest / rest.sum()).abs().sum() / 2
+    return bool(distance > 0.25)
+
+
+def _is_text(sample: Tensor) -> bool:
+    """Whether all bytes are ASCII that can be printed, which numbers of two bytes and more hardly ever are."""
+    printable = ((sample >= 32) & (sample < 127)) | ((sample >= 9) & (sample <= 13))
+    return sample.numel() >= 2 * _FEWEST_TOKENS and bool(printable.all())
+
+
 # --- tokenizing -----------------------------------------------------------------------------------------------------
+
+
+def tokens_state(data: Data, target: Path) -> Literal["good", "stale", "missing"]:
+    """Whether ``target`` holds the tokens of ``data`` as it is now."""
+    if not target.exists():
+        return "missing"
+    try:
+        made = json.loads(_origin_path(target).read_text())
+        is_good = made == {**_origin_of(data), "num_bytes": target.stat().st_size}
+    except (OSError, ValueError, RecursionError):
+        is_good = False
+    return "good" if is_good else "stale"
 
 
 def tokenize(data: Data, target: Path) -> None:
     """Writes the tokens of text files or of a Hugging Face data set into ``target``; done by one rank, once."""
     encode = _encoder(data.tokenizer)
     target.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = target.with_suffix(".unfinished")
-    with unfinished.open("wb") as file:
-        for text in _texts(data):
-            tokens = torch.tensor(encode(text), dtype=torch.int32)
-            file.write(bytes_of(tokens))
-    unfinished.replace(target)
+    # Before anything is read: a file that changes meanwhile is not what these tokens were made of.
+    origin = _origin_of(data)
+    unfinished = target.with_name(f".{target.name}-{secrets.token_hex(4)}")
+    num_bytes = 0
+    try:
+        with unfinished.open("xb") as file:
+            for text in _texts(data):
+                tokens = torch.tensor(encode(text), dtype=torch.int32)
+                num_bytes += file.write(bytes_of(tokens))
+            file.flush()
+            os.fsync(file.fileno())
+        # Without this page the tokens count as stale, so it goes first and comes last.
+        _origin_path(target).unlink(missing_ok=True)
+        unfinished.replace(target)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+    replace_file(_origin_path(target), json.dumps({**origin, "num_bytes": num_bytes}, indent=1) + "\n")
+
+
+def _origin_path(target: Path) -> Path:
+    return target.with_suffix(".json")
+
+
+def _origin_of(data: Data) -> dict[str, Any]:
+    """What tokens are made of: settings, and size and time of every file. Names on a hub stand for themselves."""
+    path = data.path.removeprefix("hf:")
+    sources: dict[str, Any] = {"python": platform.python_version()} if not path else _stats_of(path)
+    return {
+        "path": data.path
+        if data.path.startswith("hf:") or not path
+        else str(Path(path).expanduser().resolve()),
+        "split": data.split,
+        "column": data.column,
+        "files": sources,
+        "tokenizer": data.tokenizer,
+        "tokenizer_files": {} if data.tokenizer == "bytes" else _stats_of(data.tokenizer),
+        "dtype": "int32",
+    }
+
+
+def _stats_of(name: str) -> dict[str, list[int]]:
+    """Size and time of a file, or of all files below a folder; nothing where ``name`` is none of these."""
+    path = Path(name).expanduser()
+    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    return {
+        str(file.relative_to(path)): [found.st_size, found.st_mtime_ns]
+        for file in files
+        if file.is_file() and (found := file.stat())
+    }
 
 
 def _encoder(name: str) -> Any:

@@ -9,13 +9,14 @@ import itertools
 import json
 import sys
 import time
+from collections.abc import Callable
 from typing import Any, Protocol, TextIO
 
 from shardwise.train.config import Output
 from shardwise.train.extras import optional
 from shardwise.train.records import RunFacts, StepRecord, Summary
 
-__all__ = ["Display", "JsonLines", "Lines", "Quiet", "make_display", "sparkline"]
+__all__ = ["Display", "JsonLines", "Lines", "Lossy", "Quiet", "make_display", "sparkline"]
 
 _BARS = "▁▂▃▄▅▆▇█"
 
@@ -50,6 +51,42 @@ def make_display(output: Output, stream: TextIO | None = None) -> Display:
     if show == "quiet":
         return Quiet()
     return Lines(target, output.every)
+
+
+class Lossy:
+    """Shows what can be shown: where the disk behind a log is full, or its reader is gone, the run goes on.
+
+    Args:
+        shown: the display.
+        on_loss: told of each problem.
+    """
+
+    def __init__(self, shown: Display, on_loss: Callable[[OSError], None]) -> None:
+        self._shown, self._on_loss = shown, on_loss
+
+    def begin(self, facts: RunFacts) -> None:
+        self._try(self._shown.begin, facts)
+
+    def step(self, record: StepRecord) -> None:
+        self._try(self._shown.step, record)
+
+    def note(self, text: str) -> None:
+        self._try(self._shown.note, text)
+
+    def warn(self, text: str) -> None:
+        self._try(self._shown.warn, text)
+
+    def end(self, summary: Summary) -> None:
+        self._try(self._shown.end, summary)
+
+    def close(self) -> None:
+        self._try(self._shown.close)
+
+    def _try(self, show: Callable[..., None], *args: object) -> None:
+        try:
+            show(*args)
+        except OSError as error:
+            self._on_loss(error)
 
 
 class Quiet:
@@ -181,6 +218,7 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
         ("memory", f"{in_bytes(summary.memory_bytes)} a rank at most"),
         ("checkpoint", summary.checkpoint or "none"),
         ("curve", summary.curve or ""),
+        ("not written", "; ".join(summary.unwritten)),
     ]
     return [(key, value) for key, value in rows if value]
 

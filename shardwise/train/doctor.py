@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import importlib.util
 import io
 import os
 import platform
@@ -25,6 +26,7 @@ from shardwise.train.launch import run_own_ranks
 
 __all__ = ["Finding", "examine"]
 
+_NEEDED = "numpy"
 _EXTRAS = {
     "rich": "live progress",
     "matplotlib": "the loss curve as a picture",
@@ -58,6 +60,7 @@ def examine(*, ranks: int = 2, timeout_seconds: float = 60.0) -> Iterator[Findin
         yield _talk(torch.cuda.device_count(), "cuda", timeout_seconds)
         yield _kernels()
     yield _compiler()
+    yield _package(_NEEDED, "shardwise train needs it", is_needed=True)
     for package, purpose in _EXTRAS.items():
         yield _package(package, purpose)
 
@@ -142,7 +145,7 @@ def _talk(ranks: int, kind: str, timeout_seconds: float) -> Finding:
         status = run_own_ranks(_exchange, ranks, kind, timeout_seconds=timeout_seconds)
     if status == 0:
         return Finding(name, True, f"met and added up in {time.monotonic() - begun:.1f} s")
-    reason = said.getvalue().strip().splitlines()
+    reason = [line for line in said.getvalue().strip().splitlines() if not line.startswith("  then:")]
     fix = "bring lo up and let no firewall stop it; then read the error of: shardwise train tiny --ranks 2"
     return Finding(name, False, reason[-1] if reason else "did not meet", fix)
 
@@ -165,8 +168,13 @@ def _compiler() -> Finding:
     return Finding("C++ compiler", True, f"{found}, for sharding.compile")
 
 
-def _package(name: str, purpose: str) -> Finding:
+def _package(name: str, purpose: str, *, is_needed: bool = False) -> Finding:
+    # Found as an import would find it; what is only said to be installed does not help.
+    if importlib.util.find_spec(name) is None:
+        good = False if is_needed else None
+        return Finding(name, good, f"not installed: {purpose}", f"pip install {name}")
     try:
-        return Finding(name, True, importlib.metadata.version(name))
+        version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return Finding(name, None, f"not installed: {purpose}", f"pip install {name}")
+        version = "there"
+    return Finding(name, True, version)

@@ -18,24 +18,29 @@ import re
 import signal
 import sys
 import tempfile
+import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from multiprocessing.connection import wait
+from functools import partial
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from shardwise.errors import ConfigError, ShardwiseError
+from shardwise.errors import ConfigError
+from shardwise.train.folder import CHECKPOINTS, LOGS
+from shardwise.train.rank_log import Failure, RankLog, log_path, remove_empty_logs, signal_name
 
 __all__ = ["Given", "given_ranks", "joined", "plan_ranks", "run_own_ranks"]
 
 _GRACE_SECONDS = 3.0
+_NOTICED_SECONDS = 1.0
+_STOPS = (signal.SIGTERM, signal.SIGINT)
 _TALK_TIMEOUT = timedelta(minutes=30)
 Work = Callable[[torch.device], None]
 
@@ -176,13 +181,30 @@ def _how_then(error: Exception) -> str:
 # --- our own ranks ------------------------------------------------------------------------------------------------
 
 
-def run_own_ranks(work: Work, num_ranks: int, kind: str, *, timeout_seconds: float | None = None) -> int:
-    """Runs ``work`` on ranks of this machine; the exit status of the whole. Ends them when the time is up."""
+def run_own_ranks(
+    work: Work, num_ranks: int, kind: str, *, logs: Path | None = None, timeout_seconds: float | None = None
+) -> int:
+    """Runs ``work`` on ranks of this machine; the exit status of the whole.
+
+    Args:
+        work: what each rank does.
+        num_ranks: how many.
+        kind: of device.
+        logs: a folder for what failing ranks say; without one nothing is kept.
+        timeout_seconds: when to end them.
+    """
     # Forked ranks have everything imported already. A GPU's driver does not survive a fork, so there they are fresh.
     context: Any = multiprocessing.get_context("fork" if kind == "cpu" else "spawn")
-    with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
+    with tempfile.TemporaryDirectory(prefix="shardwise-") as private:
+        folder = Path(private)
+        logs = folder / LOGS if logs is None else logs
+        lengths = [_length(log_path(logs, rank)) for rank in range(num_ranks)]
+        # Pipes, because a full disk, or too many open files, must not keep a rank from saying so.
+        pipes = [context.Pipe(duplex=False) for _ in range(num_ranks)]
         ranks: list[BaseProcess] = [
-            context.Process(target=_own_rank, args=(work, rank, num_ranks, kind, folder), name=f"rank {rank}")
+            context.Process(
+                target=_own_rank, args=(work, rank, num_ranks, kind, folder, logs, pipes), name=f"rank {rank}"
+            )
             for rank in range(num_ranks)
         ]
         passed_on: list[int] = []
@@ -193,65 +215,139 @@ def run_own_ranks(work: Work, num_ranks: int, kind: str, *, timeout_seconds: flo
                 if process.pid is not None and process.is_alive():
                     process.terminate()
 
-        before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+        before = {number: signal.signal(number, pass_on) for number in _STOPS}
         try:
+            # A forked rank has this handler until it has set its own: until then, signals wait.
+            signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
             for process in ranks:
                 process.start()
-            failed = _wait_for_all(ranks, timeout_seconds)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)
+            for _, telling in pipes:
+                telling.close()
+            failures = _wait_for_all(ranks, [heard for heard, _ in pipes], timeout_seconds)
         finally:
             for process in ranks:
                 if process.is_alive():
                     process.kill()
                 process.join()
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)
             for number, handler in before.items():
                 signal.signal(number, handler)
+            for heard, _ in pipes:
+                heard.close()
+            with contextlib.suppress(OSError):
+                remove_empty_logs(logs)
         if all(process.exitcode == 0 for process in ranks):
             return 130 if signal.SIGINT in passed_on else 0
-        print(_what_happened(ranks, failed, Path(folder)), file=sys.stderr, flush=True)
+        failures = [_with_crash(failure, logs, lengths) for failure in failures]
+        asked = [-number for number in _STOPS]
+        if passed_on and all(ranks[failure.rank].exitcode in asked for failure in failures):
+            # While they train, ranks save and stop by themselves.
+            name = signal_name(passed_on[0])
+            print(
+                f"error: stopped by {name} outside of training, with nothing to save",
+                file=sys.stderr,
+                flush=True,
+            )
+            return 128 + passed_on[0]
+        print(
+            _what_happened(failures, num_ranks, None if logs.parent == folder else logs),
+            file=sys.stderr,
+            flush=True,
+        )
         return 1
 
 
-def _wait_for_all(ranks: list[BaseProcess], timeout_seconds: float | None) -> list[int]:
-    """Returns when all have ended, when the time is up, or a while after the first that failed; those that did."""
+def _wait_for_all(
+    ranks: list[BaseProcess], heard: list[Connection], timeout_seconds: float | None
+) -> list[Failure]:
+    """Returns when all have ended, when the time is up, or a while after the first that failed.
+
+    Returns:
+        The failures of ranks that ended before we end the rest: as they told them, or as they look from outside.
+    """
     running = {process.sentinel: rank for rank, process in enumerate(ranks)}
-    failed = []
+    telling = {connection: rank for rank, connection in enumerate(heard)}
+    failures: list[Failure] = []
     deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
     while running:
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        ended = wait(list(running), timeout=left)
-        if not ended and deadline is not None:
+        ready = wait([*telling, *running], timeout=left)
+        if not ready and deadline is not None:
             break
-        for sentinel in ended:
-            rank = running.pop(sentinel)  # type: ignore[arg-type]
+        for each in ready:
+            if isinstance(each, Connection):
+                _hear(each, telling, failures)
+                continue
+            rank = running.pop(each)  # type: ignore[arg-type]
             ranks[rank].join()
-            if ranks[rank].exitcode:
-                failed.append(rank)
+            if status := ranks[rank].exitcode:
+                while heard[rank] in telling:
+                    _hear(heard[rank], telling, failures)
+                if all(failure.rank != rank or failure.thread for failure in failures):
+                    failures.append(_untold(rank, status))
                 # Peers notice that it is gone, or wait for it forever.
                 grace = time.monotonic() + _GRACE_SECONDS
                 deadline = grace if deadline is None else min(deadline, grace)
-    return failed
+    return failures
 
 
-def _own_rank(work: Work, rank: int, num_ranks: int, kind: str, folder: str) -> None:
+def _hear(connection: Connection, telling: dict[Connection, int], failures: list[Failure]) -> None:
+    """Takes one message of a rank, or notes that there will be no more."""
+    try:
+        if connection.poll(_GRACE_SECONDS):
+            failures.append(Failure(**json.loads(connection.recv_bytes())))
+            return
+    except (EOFError, OSError, ValueError):
+        pass
+    telling.pop(connection, None)
+
+
+def _own_rank(
+    work: Work,
+    rank: int,
+    num_ranks: int,
+    kind: str,
+    folder: Path,
+    logs: Path,
+    pipes: list[tuple[Connection, Connection]],
+) -> None:
     """The body of a rank's process."""
+    # Each rank alone has the end of its own pipe: so the parent notices when it is gone.
+    for number, (heard, telling) in enumerate(pipes):
+        heard.close()
+        if number != rank:
+            telling.close()
     _end_with_parent()
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    for stop in _STOPS:
+        signal.signal(stop, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)
     os.environ.update(LOCAL_WORLD_SIZE=str(num_ranks), GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")
+    tell = partial(_tell, pipes[rank][1], threading.Lock())
+    log = RankLog(logs, rank, tell)
     given = Given(rank, num_ranks, rank, num_ranks, "127.0.0.1", 0)
-    status = 0
+
+    def end(status: int) -> NoReturn:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        # A rank that failed may have threads that wait for peers which are gone.
+        os._exit(status)
+
+    def fail(error: BaseException) -> NoReturn:
+        tell(log.failed(error))
+        end(1)
+
     try:
         with joined(given, kind, f"file://{folder}/rendezvous") as device:
-            work(device)
+            try:
+                work(device)
+            except BaseException as error:  # noqa: BLE001  told by the parent
+                # Before the group is left, which may take its time: peers must not be the first to speak.
+                fail(error)
     except BaseException as error:  # noqa: BLE001  told by the parent
-        status = 1
-        text = str(error) if isinstance(error, ShardwiseError) else traceback.format_exc()
-        report = {"time": time.time(), "expected": isinstance(error, ShardwiseError), "text": text}
-        (Path(folder) / f"failed-{rank}").write_text(json.dumps(report))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # A rank that failed may have threads that wait for peers which are gone.
-    os._exit(status)
+        fail(error)
+    end(0)
 
 
 def _end_with_parent() -> None:
@@ -260,30 +356,85 @@ def _end_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
-def _what_happened(ranks: list[BaseProcess], failed: list[int], folder: Path) -> str:
-    """In the words of the rank that failed first; ``failed`` are those that did before we ended the rest."""
-    reports = {}
-    for rank in range(len(ranks)):
-        with contextlib.suppress(OSError, ValueError):
-            reports[rank] = json.loads((folder / f"failed-{rank}").read_text())
-    killed = {
-        rank: signal.Signals(-status).name
-        for rank in failed
-        if (status := ranks[rank].exitcode) is not None and status < 0
-    }
-    expected = {rank: report for rank, report in reports.items() if report["expected"]}
-    # A library that loses its peer may abort; whoever was ended by anything else was ended from outside, and what
-    # its peers report is only that they lost it.
-    first = next((rank for rank in killed if killed[rank] != "SIGABRT" or not reports), None)
-    if first is not None:
-        return (
-            f"error: rank {first} was ended by {killed[first]}, and the others with it\n"
-            "  fix:   continue with --resume; the last checkpoint is whole"
-        )
-    if expected:
-        # A problem that all ranks found together is told by the first of them.
-        return f"error: {expected[min(expected)]['text']}"
-    if not reports:
-        return f"error: {len(ranks)} ranks were not done in time, and were ended"
-    rank = min(reports, key=lambda number: float(reports[number]["time"]))
-    return f"error: rank {rank} failed\n{reports[rank]['text']}"
+# --- what happened --------------------------------------------------------------------------------------------------
+
+
+def _tell(telling: Connection, one_at_a_time: threading.Lock, failure: Failure) -> None:
+    # Who waits for it may be gone.
+    with one_at_a_time, contextlib.suppress(OSError):
+        telling.send_bytes(json.dumps(asdict(failure)).encode())
+
+
+def _untold(rank: int, status: int) -> Failure:
+    """Of a rank that ended without a word: killed, crashed, or by ``os._exit``."""
+    if status > 0:
+        what = f"rank {rank} ended with exit status {status}, and without an error of its own"
+    else:
+        what = f"rank {rank} was ended by {signal_name(-status)}"
+    return Failure(
+        rank,
+        # Noticed a little late, and whatever the others said meanwhile followed from it.
+        time.monotonic() - _NOTICED_SECONDS,
+        text=what,
+        summary=what,
+        # A library that loses its peer may abort; all other signals come from outside, or from a crash.
+        is_consequence=status == -signal.SIGABRT,
+        is_silent=True,
+    )
+
+
+def _with_crash(failure: Failure, logs: Path, lengths: list[int]) -> Failure:
+    """With what a rank that said nothing left in its log since it started."""
+    stack = ""
+    if failure.is_silent:
+        stack = _crashed_thread(_text_after(log_path(logs, failure.rank), lengths[failure.rank]))
+    return replace(failure, text=f"{failure.text}\n{stack}") if stack else failure
+
+
+def _what_happened(failures: list[Failure], num_ranks: int, logs: Path | None) -> str:
+    """The first failure in full, before all that followed from it."""
+    if not failures:
+        return f"error: {num_ranks} ranks were not done in time, and were ended"
+    failures = sorted(
+        failures, key=lambda failure: (failure.is_consequence, failure.at_seconds, failure.rank)
+    )
+    own = [failure for failure in failures if failure.thread is None]
+    # Threads that raised before the first rank did may be why it did.
+    in_full = failures[: failures.index(own[0]) + 1] if own else failures
+    lines = [_in_full(failure) for failure in in_full]
+    lines += [
+        f"  then:  rank {failure.rank}: {failure.summary}"
+        for failure in failures[len(in_full) :]
+        if failure.text not in {told.text for told in in_full}
+    ]
+    if logs is not None and any(not failure.is_expected for failure in in_full):
+        lines.append(f"  logs:  {logs}")
+        if any((logs.parent / CHECKPOINTS).glob("step-*")):
+            lines.append("  fix:   mend that, and continue with --resume: the last checkpoint is whole")
+    return "\n".join(lines)
+
+
+def _in_full(failure: Failure) -> str:
+    text = failure.text.rstrip()
+    if failure.is_silent or (failure.is_expected and failure.thread is None):
+        return f"error: {text}"
+    who = f"thread '{failure.thread}' of rank {failure.rank}" if failure.thread else f"rank {failure.rank}"
+    return f"error: {who} failed\n{text}"
+
+
+def _crashed_thread(dump: str) -> str:
+    """Of what a crash leaves in the log: what it was, and the stack of the thread that it was in."""
+    what = re.search(r"^Fatal Python error: .*$", dump, re.MULTILINE)
+    stack = re.search(r"^Current thread.*\n(?:  File .*\n?)*", dump, re.MULTILINE)
+    return "" if what is None or stack is None else f"{what[0]}\n{stack[0]}"
+
+
+def _length(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else 0
+
+
+def _text_after(path: Path, start: int) -> str:
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        file.seek(start)
+        return file.read(1 << 16).decode(errors="replace").strip()
+    return ""

@@ -9,7 +9,9 @@ see `step` and `keeping`.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -19,17 +21,18 @@ import torch
 import shardwise.train.data as data_room
 from shardwise.checkpoint.state import TrainingState
 from shardwise.checkpoint.store import Store
-from shardwise.errors import CheckpointError, StateError
+from shardwise.errors import CheckpointError, ConfigError, StateError
 from shardwise.train.config import Config, as_json
-from shardwise.train.display import Display, Quiet
+from shardwise.train.display import Display, Lossy, Quiet
+from shardwise.train.files import replace_file
+from shardwise.train.folder import CHECKPOINTS
 from shardwise.train.hardware import memory_bytes, peak_flops
 from shardwise.train.interrupt import Interrupt
 from shardwise.train.keeping import Keeper
 from shardwise.train.order import SampleOrder, plan_order
 from shardwise.train.parallel import Parallel
-from shardwise.train.records import RunFacts, StepRecord, Summary, keep_metrics_up_to, read_metrics
-from shardwise.train.report import Report
-from shardwise.train.resume import CHECKPOINTS
+from shardwise.train.records import CONFIG, RunFacts, StepRecord, Summary, read_metrics
+from shardwise.train.report import Report, Unwritten
 from shardwise.train.step import Progress, Stepper
 from shardwise.train.team import Team
 
@@ -60,11 +63,12 @@ class Trainer:
         origin: dict[str, Any] | None = None,
     ) -> None:
         self.config, self.folder, self.team, self.device = config, folder, team, device
-        self.display: Display = Quiet() if display is None or team.rank else display
+        self._unwritten = Unwritten()
+        self.display: Display = Lossy(Quiet() if display is None or team.rank else display, self._not_shown)
         self._origin = origin or {}
         torch.set_num_threads(config.train.threads)
         if data_room.needs_tokenizing(config.data):
-            self._tokenize()
+            team.from_first(self._tokenize)
         self._corpus, samples, order = team.together(self._open_data)
         is_exact = config.train.exact_micro_batches > 0
         self.parallel = Parallel(config.model, config.sharding, device, config.train.seed, is_exact)
@@ -79,15 +83,18 @@ class Trainer:
     # --- set-up -------------------------------------------------------------------------------------------------
 
     def _tokenize(self) -> None:
-        def once() -> None:
-            if not (self.folder / _TOKENS).exists():
-                data_room.tokenize(self.config.data, self.folder / _TOKENS)
-
-        self.team.from_first(once)
+        target = self.folder / _TOKENS
+        state = data_room.tokens_state(self.config.data, target)
+        if state == "stale":
+            self.display.note(
+                "the data or its tokenizer is not what the tokens were made of: making them anew"
+            )
+        if state != "good":
+            data_room.tokenize(self.config.data, target)
 
     def _open_data(self) -> tuple[data_room.Corpus, data_room.Samples, SampleOrder]:
         model, data, train = self.config.model, self.config.data, self.config.train
-        corpus = data_room.open_corpus(data, self.folder / _TOKENS)
+        corpus = data_room.open_corpus(data, self.folder / _TOKENS, model.vocabulary)
         samples = data_room.Samples(corpus, model.context, model.vocabulary, data.held_out)
         seed = train.seed if data.shuffle else None
         return corpus, samples, plan_order(samples.num_training, train, self.team.world_size, seed)
@@ -105,14 +112,13 @@ class Trainer:
             stop_after: a step to stop after, as a signal would.
 
         Raises:
-            StateError: gradients stopped being finite; the weights before that step are saved.
+            StateError: gradients stopped being finite, and the weights before that step are saved; or, on rank 0 when
+                all is done, something beside the checkpoints could not be written.
             CheckpointError: the last checkpoint could not be written.
         """
         config, progress = self.config, self.progress
         begun = time.perf_counter()
         first_step, first_samples = progress.step, progress.samples
-        if self.team.rank == 0:
-            keep_metrics_up_to(self.folder, progress.step)
         facts = self._facts()
         report = self._begin(facts)
         ended = "finished"
@@ -155,10 +161,12 @@ class Trainer:
                 memory_bytes=max(self.team.collect(memory_bytes(self.device))),
                 checkpoint=str(latest) if latest else None,
                 curve=report.draw_curve() if report is not None and progress.step > first_step else None,
+                unwritten=self._unwritten.lines(),
             )
             if report is not None:
                 report.end(summary)
             self.display.end(summary)
+            self._tell_unwritten(summary)
             return summary
         finally:
             self.display.close()
@@ -166,14 +174,54 @@ class Trainer:
                 report.close()
 
     def _begin(self, facts: RunFacts) -> Report | None:
+        self.team.from_first(self._write_config)
         if self.team.rank:
             return None
         self._store.sweep()
-        (self.folder / "config.json").write_text(
-            json.dumps({**self._origin, "config": as_json(self.config)}, indent=2) + "\n"
-        )
         self.display.begin(facts)
-        return Report(self.folder, tensorboard=self.config.output.tensorboard)
+        return Report(
+            self.folder,
+            self.display,
+            self._unwritten,
+            from_step=facts.first_step,
+            tensorboard=self.config.output.tensorboard,
+        )
+
+    def _write_config(self) -> None:
+        """Without it nobody can resume the run: a new one does not begin before it is on disk."""
+        path = self.folder / CONFIG
+        try:
+            replace_file(path, json.dumps({**self._origin, "config": as_json(self.config)}, indent=2) + "\n")
+        except OSError as error:
+            if not path.exists():
+                raise ConfigError(
+                    f"{path} cannot be written: {error.strerror}",
+                    where="output.folder",
+                    fix="make room, or choose another folder",
+                ) from None
+            self._unwritten.note(CONFIG, error)
+            self.display.warn(
+                f"{CONFIG} keeps the settings of before, it cannot be written: {error.strerror}"
+            )
+
+    def _not_shown(self, error: OSError) -> None:
+        # Where standard output cannot be written to, standard error may lead to the same place.
+        if self._unwritten.note("the log", error):
+            with contextlib.suppress(OSError):
+                print(
+                    f"warning: the log cannot be written, training goes on: {error}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+
+    def _tell_unwritten(self, summary: Summary) -> None:
+        if lines := self._unwritten.lines():
+            raise StateError(
+                f"the run {summary.ended} at step {summary.step} and its checkpoint is whole, but not all of it was "
+                "written down:" + "".join(f"\n    {line}" for line in lines),
+                where=str(self.folder),
+                fix="make room; what is missing cannot be brought back, and the run can go on with --resume",
+            )
 
     def _facts(self) -> RunFacts:
         config = self.config
@@ -192,7 +240,9 @@ class Trainer:
             tokens_of_step=config.train.batch_size * config.model.context,
             peak_flops=peak_flops(self.device, config.sharding.precision),
             flops_of_token=self.parallel.flops_of_token,
-            losses_before=tuple(record.loss for record in read_metrics(self.folder)),
+            losses_before=tuple(
+                record.loss for record in read_metrics(self.folder) if record.step <= self.progress.step
+            ),
         )
 
     # --- a step -------------------------------------------------------------------------------------------------

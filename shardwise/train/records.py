@@ -8,9 +8,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["METRICS", "RunFacts", "StepRecord", "Summary", "keep_metrics_up_to", "read_metrics"]
+from shardwise.train.files import replace_file
 
+__all__ = [
+    "CONFIG",
+    "CURVE",
+    "METRICS",
+    "SUMMARY",
+    "TENSORBOARD",
+    "RunFacts",
+    "StepRecord",
+    "Summary",
+    "keep_metrics_up_to",
+    "read_metrics",
+]
+
+CONFIG = "config.json"
 METRICS = "metrics.jsonl"
+SUMMARY = "summary.json"
+CURVE = "loss.png"
+TENSORBOARD = "tensorboard"
 
 
 @dataclass(frozen=True)
@@ -74,24 +91,33 @@ class Summary:
     memory_bytes: int
     checkpoint: str | None
     curve: str | None = None
+    unwritten: tuple[str, ...] = ()
+    """What could not be written, and why; the checkpoints are not among it."""
 
     def as_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
 
 def read_metrics(folder: Path) -> list[StepRecord]:
-    """Every step that a run wrote down; a last line that was cut short by a crash is left out."""
-    records = []
+    """Every step that a run wrote down, in order.
+
+    A line that was cut short by a crash or a full disk is left out. Where a run went back, and the steps after that
+    point could not be removed, the later line of a step counts.
+    """
+    records: list[StepRecord] = []
     path = folder / METRICS
-    for line in path.read_text().splitlines() if path.exists() else []:
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
         try:
-            records.append(StepRecord(**json.loads(line)))
-        except (ValueError, TypeError):
+            record = StepRecord(**json.loads(line))
+            while records and records[-1].step >= record.step:
+                records.pop()
+        except (ValueError, TypeError, RecursionError):
             continue
+        records.append(record)
     return records
 
 
 def keep_metrics_up_to(folder: Path, step: int) -> None:
     """Forgets steps that will be run again."""
     kept = [record.to_json() + "\n" for record in read_metrics(folder) if record.step <= step]
-    (folder / METRICS).write_text("".join(kept))
+    replace_file(folder / METRICS, "".join(kept))

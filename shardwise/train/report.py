@@ -1,69 +1,138 @@
-"""What stays of a run beside its checkpoints: metrics, a summary, a picture of the loss, TensorBoard's events."""
+"""What stays of a run beside its checkpoints: metrics, a summary, a picture of the loss, TensorBoard's events.
+
+None of it is worth a run: what cannot be written is told once, when it first happens, and again at the end.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from shardwise.train.display import Display
 from shardwise.train.extras import optional, require
-from shardwise.train.records import METRICS, StepRecord, Summary, read_metrics
+from shardwise.train.files import LineFile, replace_file
+from shardwise.train.records import (
+    CURVE,
+    METRICS,
+    SUMMARY,
+    TENSORBOARD,
+    StepRecord,
+    Summary,
+    keep_metrics_up_to,
+    read_metrics,
+)
 
-__all__ = ["Report"]
+__all__ = ["Report", "Unwritten"]
+
+
+class Unwritten:
+    """Remembers what could not be written: for each name how often, and the last reason."""
+
+    def __init__(self) -> None:
+        self._problems: dict[str, tuple[int, str]] = {}
+
+    def note(self, name: str, error: OSError) -> bool:
+        """Whether this is the first problem with it."""
+        times, _ = self._problems.get(name, (0, ""))
+        self._problems[name] = (times + 1, error.strerror or str(error))
+        return times == 0
+
+    def lines(self) -> tuple[str, ...]:
+        return tuple(
+            f"{name}: {reason}" + (f", {times} times" if times > 1 else "")
+            for name, (times, reason) in self._problems.items()
+        )
 
 
 class Report:
-    """Written by rank 0 as the run goes; a crash loses at most the line being written."""
+    """Written by rank 0 as the run goes; a crash loses at most the line being written.
 
-    def __init__(self, folder: Path, *, tensorboard: bool) -> None:
-        self._folder = folder
-        self._metrics = (folder / METRICS).open("a", encoding="utf-8", buffering=1)
+    Args:
+        folder: of the run.
+        display: told of what cannot be written.
+        unwritten: where that is remembered.
+        from_step: the step that the run goes on from; what was written about later ones is forgotten.
+        tensorboard: whether to write its events.
+    """
+
+    def __init__(
+        self, folder: Path, display: Display, unwritten: Unwritten, *, from_step: int, tensorboard: bool
+    ) -> None:
+        self._folder, self._display, self._unwritten = folder, display, unwritten
+        self._metrics = LineFile(folder / METRICS)
+        with self._tolerated(METRICS):
+            keep_metrics_up_to(folder, from_step)
         self._events: Any = None
         if tensorboard:
             require("tensorboard", "output.tensorboard")
             from torch.utils.tensorboard import SummaryWriter
 
-            self._events = SummaryWriter(str(folder / "tensorboard"))
+            with self._tolerated(TENSORBOARD):
+                self._events = SummaryWriter(str(folder / TENSORBOARD))
 
     def step(self, record: StepRecord) -> None:
-        self._metrics.write(record.to_json() + "\n")
+        with self._tolerated(METRICS):
+            self._metrics.write(record.to_json())
         if self._events is not None:
-            for name in ("loss", "lr", "grad_norm", "tokens_per_second", "eval_loss"):
-                value = getattr(record, name)
-                if value is not None:
-                    self._events.add_scalar(name, value, record.step)
+            with self._tolerated(TENSORBOARD):
+                for name in ("loss", "lr", "grad_norm", "tokens_per_second", "eval_loss"):
+                    value = getattr(record, name)
+                    if value is not None:
+                        self._events.add_scalar(name, value, record.step)
 
     def draw_curve(self) -> str | None:
         """The loss of the whole run, resumed parts and all, as a PNG; None where matplotlib is not installed."""
-        if optional("matplotlib") is None:
-            return None
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-
-        records = read_metrics(self._folder)
-        figure = Figure(figsize=(7, 4), layout="constrained")
-        axes = figure.add_subplot()
-        axes.plot([record.step for record in records], [record.loss for record in records], label="training")
-        evaluated = [record for record in records if record.eval_loss is not None]
-        if evaluated:
-            axes.plot(
-                [record.step for record in evaluated],
-                [record.eval_loss or 0.0 for record in evaluated],
-                "o-",
-                label="held out",
-            )
-        axes.set_xlabel("step")
-        axes.set_ylabel("loss")
-        axes.grid(alpha=0.3)
-        axes.legend()
-        path = self._folder / "loss.png"
-        FigureCanvasAgg(figure).print_png(str(path))
-        return str(path)
+        path = None
+        with self._tolerated(CURVE):
+            if (drawn := _drawn(read_metrics(self._folder))) is not None:
+                replace_file(self._folder / CURVE, drawn)
+                path = str(self._folder / CURVE)
+        return path
 
     def end(self, summary: Summary) -> None:
-        (self._folder / "summary.json").write_text(json.dumps(summary.as_json(), indent=2) + "\n")
+        with self._tolerated(SUMMARY):
+            replace_file(self._folder / SUMMARY, json.dumps(summary.as_json(), indent=2) + "\n")
 
     def close(self) -> None:
         self._metrics.close()
         if self._events is not None:
-            self._events.close()
+            with self._tolerated(TENSORBOARD):
+                self._events.close()
+
+    @contextlib.contextmanager
+    def _tolerated(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if self._unwritten.note(name, error):
+                self._display.warn(f"{name} cannot be written, training goes on: {error.strerror or error}")
+
+
+def _drawn(records: list[StepRecord]) -> bytes | None:
+    if optional("matplotlib") is None:
+        return None
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot([record.step for record in records], [record.loss for record in records], label="training")
+    evaluated = [record for record in records if record.eval_loss is not None]
+    if evaluated:
+        axes.plot(
+            [record.step for record in evaluated],
+            [record.eval_loss or 0.0 for record in evaluated],
+            "o-",
+            label="held out",
+        )
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    drawn = io.BytesIO()
+    FigureCanvasAgg(figure).print_png(drawn)
+    return drawn.getvalue()

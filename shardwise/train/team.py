@@ -6,6 +6,7 @@ It has a gloo group of its own, so that it works the same on CPUs and GPUs and n
 from __future__ import annotations
 
 import datetime
+import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -42,6 +43,8 @@ class Team:
             result = work()
         except (ShardwiseError, OSError) as error:
             problem = error
+            # Attributes travel with an error, its traceback does not.
+            error.raised_at = f"on rank {self.rank}\n{traceback.format_exc()}"  # type: ignore[union-attr]
         problems: list[Any] = [None] * self.world_size
         dist.all_gather_object(problems, problem, group=self.group)
         first = next((found for found in problems if found is not None), None)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from shardwise import fully_shard
 from shardwise.comm.stacks import stack_of
 from shardwise.comm.watch import WATCH
-from shardwise.errors import ConfigError, StateError
+from shardwise.errors import ConfigError, PeerFailure, StateError
 from shardwise.testing import RankFailure, RankTimeout, close_pools, run_ranks
 
 CPU_KINDS = ["threads", "gloo"]
@@ -499,3 +499,62 @@ def test_ranks_cannot_start_ranks(kind):
 def test_gpu_kinds_say_so_where_there_is_no_gpu(kind):
     with pytest.raises(ConfigError, match="no CUDA device"):
         run_ranks(process_id, 2, kind=kind)
+
+
+# --- the first error ------------------------------------------------------------------------------------------------
+
+
+def break_in_the_model_of_the_last_rank(told):
+    """Its peer's error comes up first: the rank looks after something before its own one does."""
+    model = fully_shard(torch.nn.Linear(4, 4))
+    if dist.get_rank() == dist.get_world_size() - 1:
+        model.register_forward_hook(raise_something)
+    try:
+        for _ in range(3):
+            model(torch.ones(2, 4)).sum().backward()
+    except PeerFailure:
+        told.touch()
+        raise
+    except ValueError:
+        while not told.exists():
+            time.sleep(0.01)
+        raise
+
+
+def raise_something(*_args):
+    raise ValueError("only here")
+
+
+@pytest.mark.parametrize("kind", ["threads", "gloo"])
+def test_a_ranks_own_error_is_told_before_what_its_peers_say_of_it(kind, tmp_path):
+    with pytest.raises(RankFailure) as failed:
+        run_ranks(break_in_the_model_of_the_last_rank, 2, tmp_path / "told", kind=kind)
+    assert failed.value.rank == 1
+    assert str(failed.value).startswith("rank 1 of 2 raised ValueError: only here")
+    assert isinstance(failed.value.__cause__, ValueError)
+
+
+def wait_for_a_thread_that_is_gone():
+    if dist.get_rank() == 1:
+        threading.Thread(target=raise_something, name="loader").start()
+        time.sleep(60)
+    dist.barrier()
+
+
+def test_an_exception_that_ended_a_thread_is_told_before_the_ranks_that_hang_because_of_it():
+    with pytest.raises(RankFailure) as failed:
+        run_ranks(wait_for_a_thread_that_is_gone, 2, kind="gloo", timeout_seconds=3.0)
+    text = str(failed.value)
+    assert text.startswith("rank 1 of 2 lost thread 'loader', which raised ValueError: only here")
+    assert text.index("raise_something") < text.index("rank 0")
+
+
+def end_a_thread_and_go_on():
+    thread = threading.Thread(target=raise_something, name="loader")
+    thread.start()
+    thread.join()
+    return dist.get_rank()
+
+
+def test_a_thread_that_ended_with_an_exception_does_not_fail_a_rank_that_goes_on():
+    assert run_ranks(end_a_thread_and_go_on, 2, kind="gloo") == [0, 1]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import os
+import stat
 
 import pytest
 import torch.distributed as dist
@@ -188,3 +190,46 @@ def two_recorders():
 
 def test_blocks_may_nest():
     run_ranks(two_recorders, 2)
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+FAILURE = trace.Failure(0, [0, 1], "PeerFailure: rank 1 is dead", ["a line"], 3, [("gather the root", 0.5)])
+
+
+def test_a_failure_is_left_in_a_new_file_that_only_its_owner_can_read(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    before = os.umask(0)
+    try:
+        first, second = trace.save_failure(None, FAILURE), trace.save_failure(None, FAILURE)
+    finally:
+        os.umask(before)
+    assert first != second
+    for file in (first, second):
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        assert dataclasses.asdict(trace.read_failure(file))["error"] == FAILURE.error
+
+
+def test_a_failure_is_not_written_to_a_file_or_through_a_link_that_somebody_put_there(tmp_path, monkeypatch):
+    """Whoever shares the folder for temporary files can foresee no name of ours."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    theirs = tmp_path / "theirs"
+    theirs.write_text("theirs")
+    (tmp_path / "shardwise").mkdir()
+    for name in (
+        f"shardwise/failure-rank0-{os.getpid()}.json",
+        f"shardwise-failure-rank0-{os.getpid()}.json",
+    ):
+        (tmp_path / name).symlink_to(theirs)
+    file = trace.save_failure(None, FAILURE)
+    assert theirs.read_text() == "theirs"
+    assert trace.read_failure(file).rank == 0
+
+
+def test_a_chrome_trace_is_for_its_owner_alone(tmp_path):
+    before = os.umask(0)
+    try:
+        trace.Recorder().save_chrome(tmp_path / "step.json")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "step.json").stat().st_mode) == 0o600

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,9 +14,13 @@ import torch.distributed as dist
 
 from shardwise.errors import ConfigError, StateError
 from shardwise.testing import run_ranks
+from shardwise.train import data as data_room
+from shardwise.train import files, loop
+from shardwise.train.extras import require
 from shardwise.train.model import OwnModel
 from tests.ranks.training import (
     STEPS,
+    Noted,
     assert_same,
     checkpoint_at,
     in_mode,
@@ -270,6 +275,94 @@ def test_a_gradient_that_is_no_number_stops_the_run_with_step_and_unit_and_saves
         saved = whole_tensors(checkpoint_at(tmp_path / breaks, 3))
         assert all(bool(value.isfinite().all()) for value in saved.values())
         assert not checkpoint_at(tmp_path / breaks, 4).exists()
+
+
+# --- what a run finds, and cannot write -----------------------------------------------------------------------------
+
+
+def train_on_two_texts(config, folder):
+    """The same folder, asked for one text and then, resumed, for another of the same length."""
+    said, tokens = [], []
+    for resume in (False, True):
+        ours = dataclasses.replace(
+            config, data=dataclasses.replace(config.data, path=f"{folder}/{resume}.txt")
+        )
+        _, lines = run_part(ours, f"{folder}/run", resume=resume, stop_after=4 if resume else 2)
+        said.append(lines)
+        tokens.append(Path(folder, "run", "tokens.bin").read_bytes())
+    return said, tokens
+
+
+class Twice:
+    """A tokenizer."""
+
+    eos_token_id = None
+
+    def encode(self, text, add_special_tokens):
+        return [byte for byte in text.encode() for _ in range(2)]
+
+
+def with_tokenizer(function, *args):
+    found = SimpleNamespace(AutoTokenizer=SimpleNamespace(from_pretrained=lambda name: Twice()))
+    data_room.require = lambda name, purpose: found
+    try:
+        return function(*args)
+    finally:
+        data_room.require = require
+
+
+def test_a_run_is_never_trained_on_tokens_of_other_data(tmp_path):
+    for resume, words in ((False, "the quick brown fox "), (True, "the lazy old dog is ")):
+        (tmp_path / f"{resume}.txt").write_text(words * 60)
+    config = small_config(tmp_path / "False.txt", "data.tokenizer=twice", "train.steps=4")
+    ((said, tokens),) = on_ranks(1, with_tokenizer, train_on_two_texts, config, str(tmp_path))
+    assert tokens[0] != tokens[1]
+    assert b"l\0\0\0l\0\0\0a\0\0\0a" in tokens[1]
+    assert not any("making them anew" in line for line in said[0])
+    assert any("making them anew" in line for line in said[1])
+    assert any("not what the checkpoint was trained on" in line for line in said[1])
+
+
+def train_where_little_can_be_written(config, folder):
+    def full(*_args):
+        raise OSError(28, "No space left on device")
+
+    append, files.open_for_append = files.open_for_append, full
+    try:
+        with pytest.raises(StateError) as told:
+            run_part(config, folder, display=(display := Noted()))
+    finally:
+        files.open_for_append = append
+    return str(told.value), display.lines, display.summary
+
+
+def test_metrics_that_cannot_be_written_do_not_end_a_run_and_are_told_at_its_end(undisturbed, tmp_path):
+    config, _, tensors = undisturbed
+    ((error, lines, summary),) = on_ranks(1, train_where_little_can_be_written, config, tmp_path)
+    assert error.startswith(f"the run finished at step {STEPS} and its checkpoint is whole")
+    assert f"metrics.jsonl: No space left on device, {STEPS} times" in error
+    assert sum("metrics.jsonl cannot be written, training goes on" in line for line in lines) == 1
+    assert summary.unwritten == (f"metrics.jsonl: No space left on device, {STEPS} times",)
+    assert whole_tensors(checkpoint_at(tmp_path)).keys() == tensors.keys()
+
+
+def begin_where_nothing_can_be_written(config, folder):
+    def full(*_args):
+        raise OSError(28, "No space left on device")
+
+    replace, loop.replace_file = loop.replace_file, full
+    try:
+        with pytest.raises(ConfigError) as refused:
+            run_part(config, folder)
+    finally:
+        loop.replace_file = replace
+    return str(refused.value)
+
+
+def test_a_run_that_could_not_be_resumed_is_not_begun_on_any_rank(undisturbed, tmp_path):
+    config, _, _ = undisturbed
+    for told in on_ranks(2, begin_where_nothing_can_be_written, config, tmp_path):
+        assert "config.json cannot be written: No space left on device" in told
 
 
 def test_a_run_writes_down_its_metrics_its_summary_and_its_curve(undisturbed):

@@ -22,9 +22,9 @@ from shardwise.errors import ConfigError
 from shardwise.testing import run_ranks
 from shardwise.train.display import Lines
 from shardwise.train.doctor import Finding
+from shardwise.train.folder import new_folder, newest_folder
 from shardwise.train.live import Live
 from shardwise.train.records import RunFacts, StepRecord, Summary
-from shardwise.train.resume import new_folder, newest_folder
 from tests.ranks.training import run_part, small_config, write_text
 
 REPOSITORY = Path(__file__).parents[2]
@@ -94,19 +94,45 @@ def test_sigterm_saves_and_ends_well_and_the_run_goes_on_in_one_process(tmp_path
     assert (tmp_path / "run" / "loss.png").exists()
 
 
-@pytest.mark.timeout(200)
-def test_ranks_killed_at_random_moments_lose_nothing():
-    soak = [sys.executable, "-m", "tests.soak.kill_ranks", "--kills", "3", "--steps", "8"]
+FAULTS = ("kill at any time", "crash", "raise", "thread", "disk", "files", "launcher", "same folder")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_runs_that_something_happens_to_lose_nothing_and_show_the_first_error_first():
+    schedule = [sys.executable, "-m", "tests.fuzz.faults", "--quiet", "--only", ",".join(FAULTS)]
     done = subprocess.run(
-        soak,
+        [*schedule, "--runs", str(len(FAULTS))],
         cwd=REPOSITORY,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,
-        timeout=190,
+        timeout=590,
     )
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["kills"] == 3
+    outcomes = json.loads(done.stdout)["outcomes"]
+    assert {outcome.partition(":")[0] for outcome in outcomes} == set(FAULTS)
+
+
+@pytest.mark.parametrize("module", ["shardwise", "shardwise.cli"])
+def test_the_command_is_a_module_too(module):
+    done = subprocess.run(
+        [sys.executable, "-m", module, "trace", "/nowhere"],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=70,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("error: /nowhere is not what a failing rank left"), done.stderr
+
+
+def test_the_console_script_is_the_command():
+    (script,) = [
+        line for line in (REPOSITORY / "pyproject.toml").read_text().splitlines() if "shardwise.cli" in line
+    ]
+    assert script == 'shardwise = "shardwise.cli:main"'
+    assert callable(main)
 
 
 # --- refusals -----------------------------------------------------------------------------------------------------

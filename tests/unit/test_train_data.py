@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -149,3 +150,146 @@ def test_a_package_that_is_not_installed_is_told_with_the_command_that_installs_
 
     with pytest.raises(ConfigError, match="pip install surely_not_there"):
         require("surely_not_there", "a test")
+
+
+# --- the dtype of a binary ------------------------------------------------------------------------------------------
+
+DTYPES = ("uint8", "uint16", "int32", "int64")
+
+
+def zipf(vocabulary, count):
+    """Token ids as text has them: small ones most of the time."""
+    generator = torch.Generator().manual_seed(0)
+    uniform = torch.rand(count, generator=generator, dtype=torch.float64)
+    return ((vocabulary**uniform).to(torch.int64) - 1).clamp(0, vocabulary - 1)
+
+
+def write_binary(path, tokens, dtype):
+    width = torch.empty(0, dtype=getattr(torch, dtype)).element_size()
+    path.write_bytes(b"".join(int(token).to_bytes(width, "little") for token in tokens))
+    return path
+
+
+def read_or_refuse(path, asked, vocabulary):
+    """What a run would train on, or the setting that it is told to use."""
+    corpus = data.open_corpus(Data(path=str(path), token_dtype=asked), vocabulary=vocabulary)
+    samples = data.Samples(corpus, 8, vocabulary, 0.0)
+    samples.batch(range(min(samples.num_training, 100)))
+    return corpus
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "written"),
+    [
+        *((200, "uint8"), (256, "uint16"), (256, "int32"), (32000, "uint16"), (32000, "int32")),
+        *((32000, "int64"), (65536, "uint16"), (128256, "int32"), (128256, "int64")),
+    ],
+)
+def test_a_binary_that_is_read_in_another_dtype_is_refused(tmp_path, vocabulary, written):
+    tokens = zipf(vocabulary, 2001)
+    path = write_binary(tmp_path / "tokens.bin", tokens, written)
+    for asked in DTYPES:
+        if asked == written:
+            corpus = read_or_refuse(path, asked, vocabulary)
+            assert corpus.read(0, corpus.num_tokens).tolist() == tokens.tolist()
+        else:
+            with pytest.raises(ConfigError, match=r"data\.token_dtype"):
+                read_or_refuse(path, asked, vocabulary)
+
+
+def test_a_refusal_names_the_dtype_to_use(tmp_path):
+    path = write_binary(tmp_path / "tokens.bin", zipf(50257, 500), "int32")
+    with pytest.raises(ConfigError, match=r"not written as uint16(.|\n)*use data.token_dtype=int32"):
+        read_or_refuse(path, "uint16", 50257)
+    path.write_bytes(b"plain text that somebody called a binary, twice and thrice. " * 20)
+    with pytest.raises(ConfigError, match=r"use data\.token_dtype=uint8"):
+        read_or_refuse(path, "uint16", 50257)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tokens_that_look_odd_are_taken_for_what_they_are(tmp_path, dtype):
+    """Padding, repetition, few tokens, bytes of text in a model that knows more: no reason to refuse."""
+    text = list(b"the quick brown fox jumps over the lazy dog. " * 20)
+    half = zipf(200, 400).tolist()
+    for tokens in (half + [0] * 4000, [0] * 4000 + half, [1] * 500, [5, 0, 7, 0, 9, 0, 1, 0], text):
+        path = write_binary(tmp_path / "tokens.bin", tokens, dtype)
+        corpus = data.open_corpus(Data(path=str(path), token_dtype=dtype), vocabulary=32000)
+        assert corpus.num_tokens == len(tokens)
+
+
+# --- tokens that were made before -----------------------------------------------------------------------------------
+
+
+class Letters:
+    eos_token_id = None
+
+    def __init__(self, factor):
+        self.factor = factor
+
+    def encode(self, text, add_special_tokens):
+        return [ord(letter) * self.factor for letter in text]
+
+
+def tokens_in(path):
+    return data.open_corpus(Data(tokenizer="any"), path)
+
+
+def test_tokens_are_made_anew_when_the_data_the_tokenizer_or_the_file_is_another(tmp_path, monkeypatch):
+    loaded = SimpleNamespace(AutoTokenizer=SimpleNamespace(from_pretrained=lambda name: Letters(len(name))))
+    packages(monkeypatch, transformers=loaded)
+    text, other, target = tmp_path / "text.txt", tmp_path / "other.txt", tmp_path / "run" / "tokens.bin"
+    text.write_text("abc")
+    other.write_text("xyz")
+    choice = Data(path=str(text), tokenizer="t1")
+    assert data.tokens_state(choice, target) == "missing"
+    data.tokenize(choice, target)
+    assert data.tokens_state(choice, target) == "good"
+    assert data.tokens_state(Data(path=str(other), tokenizer="t1"), target) == "stale"
+    assert data.tokens_state(Data(path=str(text), tokenizer="t22"), target) == "stale"
+    assert data.tokens_state(Data(path=str(text), tokenizer="t1", column="body"), target) == "stale"
+    text.write_text("abcd")
+    assert data.tokens_state(choice, target) == "stale"
+    data.tokenize(choice, target)
+    assert tokens_in(target).read(0, 4).tolist() == [2 * ord(letter) for letter in "abcd"]
+    text.write_text("efgh")  # of the same length
+    os.utime(text, (1, 1))
+    assert data.tokens_state(choice, target) == "stale"
+    data.tokenize(choice, target)
+    target.write_bytes(target.read_bytes()[:-4])
+    assert data.tokens_state(choice, target) == "stale"
+    data.tokenize(choice, target)
+    (target.parent / "tokens.json").unlink()
+    assert data.tokens_state(choice, target) == "stale"
+
+
+def test_files_of_a_tokenizer_and_of_a_folder_of_texts_count(tmp_path):
+    texts, tokenizer = tmp_path / "texts", tmp_path / "tokenizer"
+    for made in (texts, tokenizer):
+        made.mkdir()
+        (made / "one").write_text("1")
+    choice = Data(path=str(texts), tokenizer=str(tokenizer))
+    before = data._origin_of(choice)
+    assert data._origin_of(choice) == before
+    (tokenizer / "vocab.json").write_text("{}")
+    assert data._origin_of(choice) != before
+    before = data._origin_of(choice)
+    (texts / "two").write_text("2")
+    assert data._origin_of(choice) != before
+
+
+def test_a_crash_while_tokens_are_made_leaves_none_that_count(tmp_path, monkeypatch):
+    text, target = tmp_path / "text.txt", tmp_path / "run" / "tokens.bin"
+    text.write_text("abc")
+    loaded = SimpleNamespace(AutoTokenizer=SimpleNamespace(from_pretrained=lambda name: Letters(2)))
+    packages(monkeypatch, transformers=loaded)
+    choice = Data(path=str(text), tokenizer="t1")
+    data.tokenize(choice, target)
+    text.write_text("other")
+
+    def crash(*_args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(data, "replace_file", crash)
+    with pytest.raises(KeyboardInterrupt):
+        data.tokenize(choice, target)
+    assert data.tokens_state(choice, target) == "stale"

@@ -1,0 +1,92 @@
+"""Which of several ranks' errors is told first."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from shardwise.errors import ConfigError, PeerFailure, follows_from_a_peer
+from shardwise.train.launch import _untold, _what_happened
+from shardwise.train.rank_log import Failure, RankLog, failure_of, log_path, remove_empty_logs
+
+
+def raised(error):
+    try:
+        raise error
+    except type(error) as caught:
+        return caught
+
+
+def test_a_ranks_own_error_is_told_before_what_its_peers_say_of_it_whoever_spoke_first():
+    lost = failure_of(raised(PeerFailure("rank 1 is dead")), 0)
+    reset = failure_of(raised(RuntimeError("Connection reset by peer")), 2)
+    own = failure_of(raised(ValueError("my data is wrong")), 1)
+    told = _what_happened([lost, reset, own], 3, None)
+    assert told.startswith("error: rank 1 failed\nTraceback")
+    assert told.index("ValueError: my data is wrong") < told.index("rank 1 is dead")
+    assert "  then:  rank 0: PeerFailure: rank 1 is dead" in told
+    assert "  then:  rank 2: RuntimeError: Connection reset by peer" in told
+
+
+def test_of_two_errors_of_their_own_the_earlier_is_told_first():
+    late = Failure(0, 2.0, "Traceback\nLateError", "LateError")
+    early = Failure(1, 1.0, "Traceback\nEarlyError", "EarlyError")
+    assert _what_happened([late, early], 2, None).startswith("error: rank 1 failed\nTraceback\nEarlyError")
+
+
+def test_a_rank_that_was_killed_is_told_before_errors_of_peers_that_nobody_knows():
+    odd = failure_of(raised(RuntimeError("[enforce fail] something of gloo's")), 0)
+    killed = _untold(1, -9)
+    assert _what_happened([odd, killed], 2, None).startswith("error: rank 1 was ended by SIGKILL")
+
+
+def test_an_abort_is_told_after_the_error_that_it_may_have_followed_from():
+    own = failure_of(raised(ValueError("mine")), 0)
+    assert _what_happened([_untold(1, -6), own], 2, None).startswith("error: rank 0 failed")
+    assert _what_happened([_untold(1, -6)], 2, None).startswith("error: rank 1 was ended by SIGABRT")
+
+
+def test_an_exit_without_a_word_is_told_as_that():
+    assert "rank 1 ended with exit status 7" in _what_happened([_untold(1, 7)], 2, None)
+
+
+def test_an_error_that_ranks_found_together_is_told_once():
+    failures = [failure_of(ConfigError("no data", fix="bring some"), rank) for rank in range(4)]
+    assert _what_happened(failures, 4, None) == "error: no data\n  fix:   bring some"
+
+
+def test_an_error_raised_because_of_a_peers_is_a_consequence():
+    wrapped = RuntimeError("training failed")
+    wrapped.__cause__ = PeerFailure("rank 1 is dead")
+    assert follows_from_a_peer(wrapped)
+    assert not follows_from_a_peer(ValueError("mine"))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_exception_of_a_thread_is_logged_and_told_before_the_rank_that_waited_for_it(tmp_path):
+    told = []
+    log = RankLog(tmp_path, 1, told.append)
+    try:
+        thread = threading.Thread(target=lambda: [][0], name="loader")
+        thread.start()
+        thread.join()
+    finally:
+        log.close()
+    assert "IndexError" in log_path(tmp_path, 1).read_text()
+    own = failure_of(raised(RuntimeError("no batch came")), 1)
+    message = _what_happened([own, *told], 2, None)
+    assert message.startswith("error: thread 'loader' of rank 1 failed\nTraceback")
+    assert (
+        message.index("IndexError") < message.index("error: rank 1 failed") < message.index("no batch came")
+    )
+
+
+def test_logs_that_nobody_wrote_to_do_not_stay(tmp_path):
+    quiet, loud = RankLog(tmp_path / "logs", 0), RankLog(tmp_path / "logs", 1)
+    loud.failed(raised(ValueError("mine")))
+    loud.close()
+    quiet.close()
+    remove_empty_logs(tmp_path / "logs")
+    assert [path.name for path in (tmp_path / "logs").iterdir()] == ["rank-1.log"]
+    assert "ValueError: mine" in (tmp_path / "logs" / "rank-1.log").read_text()
