@@ -203,7 +203,7 @@ class TaggedWire(WatchedWire):
         if not near.peers:
             return
         try:
-            posted.starts[self.rank] = near.send(sent, posted.mark)
+            posted.lent[self.rank] = near.send(sent, posted.mark)
         except RuntimeError as error:
             self.fail(error)
         posted.awaited, posted.arriving = near.peers, arriving
