@@ -58,13 +58,13 @@ class Posted:
                 self.looks_itself = True
                 for peer in self.awaited:
                     if self.what == PAYLOAD:
-                        self.lent[peer] = self.near.receive(peer, self.mark, wire.patience_seconds)
+                        self.lent[peer] = self.near.receive(peer, self.mark)
                     else:
-                        self.near.hear(peer, self.mark, self.what, wire.patience_seconds)
+                        self.near.hear(peer, self.mark, self.what)
                 self.looks_itself = False
             for work in self.works:
                 work.wait(*wire.patience)
-        except RuntimeError as error:
+        except Exception as error:  # noqa: BLE001  it is raised again, once peers know
             wire.leave_behind(self)
             wire.fail(error)
         finally:

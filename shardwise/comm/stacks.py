@@ -73,9 +73,13 @@ def stack_of(thread: int) -> list[str]:
     if _SIGNAL is None or not any(alive.ident == thread for alive in threading.enumerate()):
         return [UNKNOWN]
     with _lock:
-        if _notebook is None or _notebook.process != os.getpid():
-            _notebook = _Notebook()
-        written = _notebook.ask(thread)
+        try:
+            if _notebook is None or _notebook.process != os.getpid():
+                _notebook = _Notebook()
+            written = _notebook.ask(thread)
+        except OSError as error:
+            # No room for a file, or no descriptor for one; or the thread has ended just now.
+            return [f"{UNKNOWN}: {error.strerror}"]
     calls: list[str] = []
     for path, number, function in _CALL.findall(written):
         source = linecache.getline(path, int(number)).strip()

@@ -26,8 +26,8 @@ from collections.abc import Callable, Mapping
 from torch import Tensor
 
 from shardwise.comm.arena import MAGIC_BYTES, Arena, Borrower, Lent, Loan, is_possible, map_arena
-from shardwise.comm.pipes import PipeClosed, Pipes, close
-from shardwise.comm.wire import WatchedWire
+from shardwise.comm.pipes import Pipes, close
+from shardwise.comm.wire import LostConnection, WatchedWire
 from shardwise.torch_internals import unseen_by_modes
 
 _LOGGER = logging.getLogger("shardwise")
@@ -79,18 +79,18 @@ class Vicinity:
             self.tell(peer, mark, PAYLOAD, loan.slot)
         return self._borrowers[self._rank].find(loan.slot)
 
-    def receive(self, peer: int, mark: int, seconds: float | None) -> Lent:
+    def receive(self, peer: int, mark: int) -> Lent:
         """Waits until a neighbour has sent what the mark is from."""
-        return self._borrowers[peer].find(self.hear(peer, mark, PAYLOAD, seconds))
+        return self._borrowers[peer].find(self._pipes.hear(peer, (mark, PAYLOAD)))
 
     def tell(self, peer: int, mark: int, what: int, value: int = 0) -> None:
         # One that has left this path listens no more: whoever waits for it finds out why.
-        with contextlib.suppress(PipeClosed):
+        with contextlib.suppress(LostConnection):
             self._pipes.tell(peer, (mark, what), value)
 
-    def hear(self, peer: int, mark: int, what: int, seconds: float | None) -> int:
-        """Waits until a neighbour has come to where the mark is from; for a payload, the slot that it is lent in."""
-        return self._pipes.hear(peer, (mark, what), seconds)
+    def hear(self, peer: int, mark: int, what: int) -> int:
+        """Waits until a neighbour has come to where the mark is from."""
+        return self._pipes.hear(peer, (mark, what))
 
 
 def find_vicinity(wire: WatchedWire, swap: Swap) -> Vicinity:
@@ -123,7 +123,7 @@ def find_vicinity(wire: WatchedWire, swap: Swap) -> Vicinity:
 
 
 def _open(world: int, peers: list[int]) -> tuple[Arena | None, dict[int, tuple[int, int]]]:
-    """An arena and a pipe from each peer, if this machine has such things to give and flags in them can be relied on."""
+    """An arena and a pipe from each peer, if this machine has such things to give."""
     pipes: dict[int, tuple[int, int]] = {}
     if not is_possible() or not hasattr(os, "memfd_create"):
         return None, {}

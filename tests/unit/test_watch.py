@@ -11,10 +11,12 @@ from shardwise.comm.path import Path
 
 
 def test_stacks_are_read_late():
-    wire = SimpleNamespace(path=Path(), thread=threading.get_ident())
-    timeout_seconds = policies.trust().timeout_seconds
-    assert watch._status(wire, None, 1, timeout_seconds / 10)["stack"] == []
-    assert any("in _status" in line for line in watch._status(wire, None, 2, timeout_seconds / 2)["stack"])
+    wire = SimpleNamespace(path=Path(), thread=threading.get_ident(), group=lambda: None)
+    timeout_seconds, sight = policies.trust().timeout_seconds, watch._Sight()
+    assert watch._status(wire, None, sight, timeout_seconds / 10)["stack"] == []
+    assert any(
+        "in _status" in line for line in watch._status(wire, None, sight, timeout_seconds / 2)["stack"]
+    )
 
 
 def test_a_rank_that_gets_on_without_collectives_is_not_still():
