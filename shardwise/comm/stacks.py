@@ -27,7 +27,7 @@ _LOOKS_SECONDS = 0.001
 _HEADER = "Stack (most recent call first):\n"
 _CALL = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 # The outermost calls of threads; what is deeper than can be told ends in dots.
-_ENDS = (" in <module>\n", " in _bootstrap\n", "  ...\n")
+_ENDS = (" in <module>\n", " in _run_module_as_main\n", " in _bootstrap\n", "  ...\n")
 UNKNOWN = "  a place that cannot be told"
 
 

@@ -94,6 +94,7 @@ class _Sight:
     alone_until: float = 0.0
     is_store_gone: bool = False
     trouble: str = ""
+    failure: str = ""
 
     def still_seconds(self, position: tuple[int, ...], now: float) -> float:
         """For how long the rank has been where it is."""
@@ -150,21 +151,24 @@ class Watch:
             with self._lock:
                 sights = list(self._sights.items())
             for wire, sight in sights:
-                self._looks_since = now = time.monotonic()
-                try:
-                    if wire.is_over():
-                        self._leave(wire)
-                    elif now < sight.alone_until:
-                        self._look_alone(wire, sight)
-                    else:
-                        self._look(wire, sight)
-                        if sight.alone_since is not None:
-                            # The others could say nothing either; from here on they can.
-                            sight.alone_since, sight.listens_since, wire.is_alone = None, now, False
-                except Exception as error:  # noqa: BLE001  a watch that ended would leave its rank waiting for ever
-                    self._note_trouble(wire, sight, error, now)
+                self._look_once(wire, sight)
             self._looks_since = None
             sights.clear()
+
+    def _look_once(self, wire: WatchedWire, sight: _Sight) -> None:
+        self._looks_since = now = time.monotonic()
+        try:
+            if wire.is_over():
+                self._leave(wire)
+            elif now < sight.alone_until:
+                self._look_alone(wire, sight)
+            else:
+                self._look(wire, sight)
+                if sight.alone_since is not None:
+                    # The others could say nothing either; from here on they can.
+                    sight.alone_since, sight.listens_since, wire.is_alone = None, now, False
+        except Exception as error:  # noqa: BLE001  a watch that ended would leave its rank waiting for ever
+            self._note_trouble(wire, sight, error, now)
 
     def _oversee(self) -> None:
         """A store whose process was stopped neither answers nor fails: the watch would wait for it with all others."""
@@ -179,10 +183,7 @@ class Watch:
                 if sight.alone_since is None:
                     sight.alone_since = since
                 sight.is_store_gone, sight.trouble = True, _NO_STORE
-                try:
-                    self._look_alone(wire, sight)
-                except Exception:
-                    _LOGGER.exception("the watch of rank %d failed", wire.own_rank)
+                self._look_alone(wire, sight)
             sights.clear()
 
     def _leave(self, wire: WatchedWire) -> None:
@@ -209,10 +210,7 @@ class Watch:
         sight.alone_until = now + _STORE_IS_ASKED_AGAIN_SECONDS
         if sight.alone_since is None:
             sight.alone_since = now
-        try:
-            self._look_alone(wire, sight)
-        except Exception:
-            _LOGGER.exception("the watch of rank %d failed", wire.own_rank)
+        self._look_alone(wire, sight)
 
     def _look(self, wire: WatchedWire, sight: _Sight) -> None:
         now = time.monotonic()
@@ -319,6 +317,14 @@ class Watch:
 
     def _look_alone(self, wire: WatchedWire, sight: _Sight) -> None:
         """Nobody can be asked; what is left is the time that is set."""
+        try:
+            self._count_time_alone(wire, sight)
+        except Exception as error:
+            if sight.failure != repr(error):
+                sight.failure = repr(error)
+                _LOGGER.exception("the watch of rank %d failed", wire.own_rank)
+
+    def _count_time_alone(self, wire: WatchedWire, sight: _Sight) -> None:
         epoch = wire.path.epoch
         waiting = wire.stuck_on()
         now = time.monotonic()
