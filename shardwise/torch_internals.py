@@ -282,7 +282,7 @@ def num_issued(group: dist.ProcessGroup) -> int | None:
     if group not in groups:
         return None
     try:
-        return sum(cast(Any, each)._get_sequence_number_for_group() for each in groups)
+        return sum(int(cast(Any, each)._get_sequence_number_for_group()) for each in groups)
     except RuntimeError:
         # A backend that does not count.
         return None

@@ -79,6 +79,7 @@ class _Sight:
     # After how long a wait it is next said who is late.
     tells_after: float = 0.0
     aftermath_until: float = 0.0
+    is_gone: bool = False
     # Each peer's sign of life as this wait found it; when another one came; and since when this rank listens.
     beats: dict[int, int] = field(default_factory=dict)
     heard_at: dict[int, float] = field(default_factory=dict)
@@ -192,10 +193,12 @@ class Watch:
 
     def end_rank(self, thread: int) -> None:
         """The rank on this thread has ended: those that still wait for it are told so, at once."""
-        for wire in self.wires():
-            if wire.thread == thread:
-                self._leave(wire)
-                wire.board.post_status({**_status(wire, None, _Sight(), 0.0), "gone": True})
+        with self._lock:
+            ended = [(wire, sight) for wire, sight in self._sights.items() if wire.thread == thread]
+        for wire, sight in ended:
+            if not wire.is_over():
+                sight.is_gone = True
+                self._say(wire, sight, None, 0.0, time.monotonic())
 
     def _note_trouble(self, wire: WatchedWire, sight: _Sight, error: Exception, now: float) -> None:
         """The board could not be asked: the store went with the rank that kept it, or this rank is out of something."""
@@ -366,7 +369,7 @@ def _status(wire: WatchedWire, waiting: Waiting | None, sight: _Sight, still_sec
         "sits_seconds": sight.sits_seconds(stack, issued, time.monotonic()),
         "sees": sight.sees,
         "blocked_on": [],
-        "gone": False,
+        "gone": sight.is_gone,
     }
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
+import resource
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -183,6 +186,49 @@ def test_a_slow_rank_is_missed_aloud_and_waited_for_until_its_time_is_up(world_s
     assert main(["trace", told["file"]]) == 0
     assert told["text"] in capsys.readouterr().out
     assert main(["trace", str(tmp_path / "nothing.json")]) == 1
+
+
+def out_of_descriptors(folder):
+    """Rank 0 has none left while it waits for rank 1, which is late but well."""
+    calls, rank = GroupCalls(dist.group.WORLD, torch.device("cpu")), dist.get_rank()
+    own, gathered = torch.full((1,), float(rank)), torch.empty(2)
+    calls.issue_all_gather(gathered, own).wait()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with timeouts_of(timeout_seconds=0.5, trace_dir=str(folder)):
+        if rank == 1:
+            while not (folder / "tried").exists():
+                dawdle(0.02)
+            dawdle(2.0)
+        else:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+            threading.Timer(1.5, resource.setrlimit, (resource.RLIMIT_NOFILE, limits)).start()
+            os.mkdir(folder / "tried")
+        try:
+            calls.issue_all_gather(gathered, own).wait()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    return gathered.tolist()
+
+
+def test_who_is_out_of_descriptors_takes_nobody_for_dead(tmp_path):
+    assert run_ranks(out_of_descriptors, 2, tmp_path, kind="gloo", timeout_seconds=60) == [[0.0, 1.0]] * 2
+
+
+def one_ends_early(folder):
+    calls, rank = GroupCalls(dist.group.WORLD, torch.device("cpu")), dist.get_rank()
+    own, gathered = torch.full((1,), float(rank)), torch.empty(2)
+    calls.issue_all_gather(gathered, own).wait()
+    if rank == 1:
+        return ""
+    with timeouts_of(trace_dir=str(folder)), pytest.raises(PeerFailure) as told:
+        calls.issue_all_gather(gathered, own).wait()
+    return str(told.value)
+
+
+@pytest.mark.parametrize("kind", ["threads", "gloo"])
+def test_a_rank_that_has_ended_is_not_waited_for(kind, tmp_path):
+    told, _ = run_ranks(one_ends_early, 2, tmp_path, kind=kind, timeout_seconds=60)
+    assert "rank 1" in told
 
 
 def new_calls(native):
