@@ -198,7 +198,7 @@ class Watch:
         for wire, sight in ended:
             if not wire.is_over():
                 sight.is_gone = True
-                self._say(wire, sight, None, 0.0, time.monotonic())
+                wire.tell_peers(self._say, wire, sight, None, 0.0, time.monotonic())
 
     def _note_trouble(self, wire: WatchedWire, sight: _Sight, error: Exception, now: float) -> None:
         """The board could not be asked: the store went with the rank that kept it, or this rank is out of something."""

@@ -289,7 +289,7 @@ class WatchedWire(Wire):
             # It will hold on to whatever the frames that it passes hold.
             self._sentence = None
             self._save_events(error)
-            self._tell_peers(self.board.take, self.path.epoch)
+            self.tell_peers(self.board.take, self.path.epoch)
             self._leave_path()
             raise error
 
@@ -299,10 +299,10 @@ class WatchedWire(Wire):
             f"rank {self.own_rank} broke off its step: {what}",
             "read that rank's own error; ranks that catch theirs can go on with the next step together",
         )
-        self._tell_peers(self.end_epoch, self.path.epoch, verdict)
+        self.tell_peers(self.end_epoch, self.path.epoch, verdict)
         self._leave_path()
 
-    def _tell_peers(self, tell: Callable[..., None], *what: Any) -> None:
+    def tell_peers(self, tell: Callable[..., None], *what: Any) -> None:
         """Leaves a note for peers. Whether that works or not, what this rank has to raise stands."""
         if self.is_alone:
             return
