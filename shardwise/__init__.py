@@ -1,7 +1,6 @@
 """shardwise: train PyTorch models too big for one device, by sharding parameters, gradients and optimizer state."""
 
 from shardwise import optim, trace
-from shardwise.comm.patience import patience
 from shardwise.errors import (
     CheckpointError,
     ConfigError,
@@ -102,7 +101,6 @@ __all__ = [
     "hook_with_zero_step_interleaved",
     "lambda_auto_wrap_policy",
     "optim",
-    "patience",
     "register_fsdp_forward_method",
     "set_trust",
     "share_comm_ctx",

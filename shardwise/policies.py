@@ -143,10 +143,14 @@ class TrustPolicy:
         checks: ``"step"`` compares what ranks did before an optimizer uses a step; ``"collective"`` before every
             collective, also where a group's own collectives carry the data (NCCL), at the price of a message each;
             ``"off"`` compares nothing and watches nothing. Read when a group is first used.
-        timeout_seconds: how long a rank waits for another before it explains what it waits for, and raises.
-        start_seconds: how long it waits instead for a rank that has not begun to use the group, and may be loading a
-            model still; after ``timeout_seconds`` it logs who is missing.
-        debugger_grace_seconds: how long it waits instead for a rank that sits in a debugger.
+        timeout_seconds: how long a rank waits for another before it logs who is late, and where that rank is; then it
+            goes on waiting. It raises, after this time, if the other was stopped, gives no sign of life, or waits for
+            this rank in another collective; at once if the other is dead or has done something else.
+        late_seconds: how long it waits for a rank that is alive and running. ``None``: as long as the process group's
+            own timeout.
+        start_seconds: how long it waits for a rank that has not begun to use the group and of which nothing is known
+            yet: it may be loading a model.
+        debugger_grace_seconds: how long it waits for a rank that sits in a debugger.
         non_finite: what to do before an optimizer uses a step in which a rank had a gradient that is infinite or not
             a number: ``"raise"``, on all ranks; ``"skip"`` the step, on all ranks; ``"log"`` it and go on. With
             ``None`` nobody looks.
@@ -157,6 +161,7 @@ class TrustPolicy:
 
     checks: Literal["off", "step", "collective"] = "step"
     timeout_seconds: float = 20.0
+    late_seconds: float | None = None
     start_seconds: float = 600.0
     debugger_grace_seconds: float = 3600.0
     non_finite: Literal["raise", "skip", "log"] | None = None
@@ -176,8 +181,8 @@ class TrustPolicy:
                 where="TrustPolicy(non_finite=...)",
                 fix="use 'raise', 'skip', 'log' or None",
             )
-        for field in ("timeout_seconds", "start_seconds", "debugger_grace_seconds"):
-            if not getattr(self, field) > 0:
+        for field in ("timeout_seconds", "late_seconds", "start_seconds", "debugger_grace_seconds"):
+            if getattr(self, field) is not None and not getattr(self, field) > 0:
                 raise ConfigError(
                     f"TrustPolicy.{field} is {getattr(self, field)!r}",
                     where=f"TrustPolicy({field}=...)",

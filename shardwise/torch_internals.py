@@ -367,9 +367,25 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
 
 def timeout_seconds_of(group: dist.ProcessGroup, device: torch.device) -> float:
     """How long the group waits for a rank by itself."""
-    options = getattr(backend_of(group, device), "options", None)
+    try:
+        options = getattr(backend_of(group, device), "options", None)
+    except RuntimeError:
+        # A group made in Python has no backend, and waits as long as torch does by default.
+        options = None
     timeout: timedelta = getattr(options, "_timeout", dist.constants.default_pg_timeout)
     return timeout.total_seconds()
+
+
+def num_issued(group: dist.ProcessGroup) -> int | None:
+    """How much this process has issued on all its groups; None where the calling thread cannot see the group's rank."""
+    groups = list(dist.distributed_c10d._world.pg_map)
+    if group not in groups:
+        return None
+    try:
+        return sum(int(cast(Any, each)._get_sequence_number_for_group()) for each in groups)
+    except RuntimeError:
+        # A backend that does not count.
+        return None
 
 
 def finished_work() -> Any:

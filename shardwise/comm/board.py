@@ -1,10 +1,11 @@
 """A board: where ranks of one group leave each other notes, beside their collectives.
 
 It is the group's own store (a TCP server, a file or a table in memory), so it works when collectives do not. Nothing
-here waits: a note is there or it is not. In a healthy step nobody writes or reads.
+here waits: a note is there or it is not. While all is well, ranks leave a sign of life every few seconds, and nobody
+reads.
 
     home        host and process of each rank, once
-    status      what a rank that has not moved for a while is doing
+    status      a sign of life, and what a rank that has not moved for a while is doing
     verdict     how an epoch ended; the first one counts, and all ranks raise it
     taken       a rank has raised it
     release     a rank asks to be let out of a collective that will never complete
@@ -20,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 Note = dict[str, Any]
+# When a process began, among the fields of its stat that follow its state.
+BEGAN = 18
 
 
 def _process_table() -> str:
@@ -27,8 +30,17 @@ def _process_table() -> str:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
+    except (FileNotFoundError, PermissionError):
+        # There is no /proc to look at: no other process is in this one's table.
         return str(uuid.uuid4())
+
+
+def _began() -> str | None:
+    """When this process began, as /proc tells it: another one with its number did so later."""
+    try:
+        return Path("/proc/self/stat").read_text().rpartition(")")[2].split()[1:][BEGAN]
+    except (FileNotFoundError, PermissionError):
+        return None
 
 
 class Board:
@@ -40,7 +52,12 @@ class Board:
         self._world = world
         self.processes = _process_table()
         self._homes: dict[int, Note] = {}
-        home = {"host": socket.gethostname(), "processes": self.processes, "pid": os.getpid()}
+        home = {
+            "host": socket.gethostname(),
+            "processes": self.processes,
+            "pid": os.getpid(),
+            "began": _began(),
+        }
         self._write(f"home/{rank}", home)
 
     def _write(self, key: str, note: Note) -> None:

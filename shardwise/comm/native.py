@@ -36,6 +36,9 @@ class _Agreement:
 class NativeWire(WatchedWire):
     """A group whose own collectives carry the data."""
 
+    # NCCL's own watchdog ends the process, and says less.
+    margin_seconds = 15.0
+
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group, device)
         self._store = store_of(group, "shardwise agreement")

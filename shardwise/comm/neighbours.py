@@ -10,6 +10,7 @@ all ranks; if it fails on any of them, nobody does it.
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import secrets
 import struct
@@ -24,6 +25,7 @@ from shardwise.comm.wire import Wire
 
 __all__ = ["Neighbours", "find_neighbours"]
 
+_LOGGER = logging.getLogger("shardwise")
 _MAGIC_BYTES = 16
 _CARD = struct.Struct(f"<qq{_MAGIC_BYTES}s")
 _MASK = (1 << 61) - 1
@@ -57,11 +59,11 @@ def find_neighbours(group: dist.ProcessGroup, wire: Wire) -> Neighbours | None:
     """The ranks of a group if every one can read every other's memory, else None. Called by all ranks."""
     rank, world = group.rank(), group.size()
     magic = ctypes.create_string_buffer(secrets.token_bytes(_MAGIC_BYTES), _MAGIC_BYTES)
-    pipes = {peer: os.pipe() for peer in range(world) if peer != rank}
-    ends = [pipes[peer][1] if peer != rank else -1 for peer in range(world)]
+    pipes = _open_pipes([peer for peer in range(world) if peer != rank])
+    ends = [pipes[peer][1] if peer in pipes else -1 for peer in range(world)]
     own = _CARD.pack(os.getpid(), ctypes.addressof(magic), magic.raw) + struct.pack(f"<{world}q", *ends)
     pids, mouths = [], {}
-    all_read = True
+    all_read = len(pipes) == world - 1
     for peer, card in enumerate(_all_gather(own, group)):
         pid, address, theirs = _CARD.unpack_from(card)
         pids.append(pid)
@@ -71,7 +73,11 @@ def find_neighbours(group: dist.ProcessGroup, wire: Wire) -> Neighbours | None:
             end = struct.unpack_from(f"<{world}q", card, _CARD.size)[rank]
             try:
                 mouths[peer] = os.open(f"/proc/{pid}/fd/{end}", os.O_WRONLY | os.O_CLOEXEC)
-            except OSError:
+            except OSError as error:
+                if end >= 0:
+                    _LOGGER.warning(
+                        "ranks send what they could read: rank %d cannot be told: %s", peer, error
+                    )
                 all_read = False
     # All ranks have tried before any of them lets go of its magic, and of the ends that are theirs no more.
     agreed = all(answer == b"\1" for answer in _all_gather(bytes([all_read]), group))
@@ -81,6 +87,19 @@ def find_neighbours(group: dist.ProcessGroup, wire: Wire) -> Neighbours | None:
         return Neighbours(wire, pids, ears, mouths)
     close([*ears.values(), *mouths.values()])
     return None
+
+
+def _open_pipes(peers: Sequence[int]) -> dict[int, tuple[int, int]]:
+    """A pipe from each peer; none at all if there are no descriptors left for them, which the others are told of."""
+    pipes: dict[int, tuple[int, int]] = {}
+    try:
+        for peer in peers:
+            pipes[peer] = os.pipe()
+    except OSError as error:
+        _LOGGER.warning("ranks send what they could read: no pipe can be opened: %s", error)
+        close([end for ends in pipes.values() for end in ends])
+        return {}
+    return pipes
 
 
 def _all_gather(message: bytes, group: dist.ProcessGroup) -> list[bytes]:

@@ -76,12 +76,13 @@ class Path:
         self.events.append((number, code, time.perf_counter_ns()))
         return digest
 
-    def story(self) -> Story:
+    def story(self, num_told: int = _LENGTH) -> Story:
         """The path up to now, for another thread: whole, though the path may be going on meanwhile."""
         while True:
             epoch, events = self.epoch, tuple(self.events)
             if epoch == self.epoch:
-                return Story(epoch, events[-1][0] if events else 0, [_words[code] for _, code, _ in events])
+                told = [_words[code] for _, code, _ in events[-num_told:]]
+                return Story(epoch, events[-1][0] if events else 0, told)
 
 
 def first_parting(paths: Sequence[tuple[int, list[str]]]) -> int | None:

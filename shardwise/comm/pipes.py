@@ -17,17 +17,14 @@ import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 
-from shardwise.comm.wire import WatchedWire, Wire
+from shardwise.comm.wire import LostConnection, WatchedWire, Wire
+from shardwise.errors import PeerFailure, StateError
 
 _MESSAGE = struct.Struct("<qqq")
 # How often whoever listens looks whether the watch has ended the wait.
 _LOOK_SECONDS = 0.1
 
 Key = tuple[int, int]
-
-
-class PipeClosed(RuntimeError):
-    """Nobody is at the other end."""
 
 
 class Pipes:
@@ -44,28 +41,32 @@ class Pipes:
         """Sends a number under a key; it waits at the peer until that asks for it.
 
         Raises:
-            PipeClosed: it has ended, or listens no more.
+            LostConnection: it has ended, or listens no more.
         """
         try:
             os.write(self._mouths[peer], _MESSAGE.pack(*key, value))
         except BrokenPipeError:
-            raise PipeClosed(f"rank {peer} of the group has ended") from None
-        except OSError as error:
-            raise RuntimeError(f"rank {peer} of the group cannot be told: {error.strerror}") from None
+            raise LostConnection(f"rank {peer} of the group has ended") from None
+        except BlockingIOError:
+            raise StateError(
+                f"rank {peer} of the group was told of more collectives than the pipe to it has room for",
+                where="telling a rank of the same host where to read",
+                fix="wait for collectives before so many of them are under way",
+            ) from None
 
-    def hear(self, peer: int, key: Key, timeout_seconds: float | None = None) -> int:
+    def hear(self, peer: int, key: Key) -> int:
         """Waits for what a peer tells under a key.
 
         Raises:
-            RuntimeError: it has ended, or a verdict or the time that is set has ended the wait.
+            LostConnection: it has ended, or a verdict has ended the wait.
+            PeerFailure: it did not come in time.
         """
-        return self.hear_first((peer,), key, timeout_seconds)[1]
+        return self.hear_first((peer,), key)[1]
 
-    def hear_first(
-        self, peers: Sequence[int], key: Key, timeout_seconds: float | None = None
-    ) -> tuple[int, int]:
+    def hear_first(self, peers: Sequence[int], key: Key) -> tuple[int, int]:
         """The same of several peers: which of them was the first to tell something under the key, and what."""
-        until = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        seconds = self._wire.patience_seconds
+        until = None if seconds is None else time.monotonic() + seconds
         while True:
             for peer in peers:
                 if key in self._heard[peer]:
@@ -79,14 +80,17 @@ class Pipes:
         while not (ready := listening.poll(_LOOK_SECONDS * 1000)):
             names = ", ".join(map(str, sorted(peers)))
             if isinstance(self._wire, WatchedWire) and self._wire.verdict is not None:
-                raise RuntimeError(f"rank {names} of the group does not come")
+                raise LostConnection(f"rank {names} of the group does not come")
             if until is not None and time.monotonic() > until:
-                raise RuntimeError(f"rank {names} of the group did not come in the time that is set")
+                raise PeerFailure(
+                    f"rank {names} of the group did not come within the group's timeout",
+                    fix="look at what that rank is doing",
+                )
         for ear, _ in ready:
             # Written in one go, and so short that it is there as a whole or not at all.
             message = os.read(ear, _MESSAGE.size)
             if not message:
-                raise PipeClosed(f"rank {speakers[ear]} of the group has ended")
+                raise LostConnection(f"rank {speakers[ear]} of the group has ended")
             *key, value = _MESSAGE.unpack(message)
             self._heard[speakers[ear]][key[0], key[1]] = value
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardwise.comm.arena import Lent
 from shardwise.comm.vicinity import PAYLOAD, Vicinity
 
 if TYPE_CHECKING:
@@ -35,11 +36,11 @@ class Posted:
         self.wire = wire
         self.works: list[Any] = []
         self.alive: tuple[torch.Tensor, ...] = ()  # alive: until the messages have landed
-        # Whose word this rank waits for, and what they have said: where things lie.
+        # Whose word this rank waits for, and what it was told that they, and this rank itself, have lent.
         self.near: Vicinity | None = None
         self.awaited: Sequence[int] = ()
         self.what = PAYLOAD
-        self.starts: dict[int, int] = {}
+        self.lent: dict[int, Lent] = {}
         # Where in what others send this rank's part is.
         self.offset = 0
         self.arriving: Sequence[torch.Tensor] = ()
@@ -56,11 +57,14 @@ class Posted:
             if self.near is not None:
                 self.looks_itself = True
                 for peer in self.awaited:
-                    self.starts[peer] = self.near.hear(peer, self.mark, self.what, wire.patience_seconds)
+                    if self.what == PAYLOAD:
+                        self.lent[peer] = self.near.receive(peer, self.mark)
+                    else:
+                        self.near.hear(peer, self.mark, self.what)
                 self.looks_itself = False
             for work in self.works:
                 work.wait(*wire.patience)
-        except RuntimeError as error:
+        except Exception as error:  # noqa: BLE001  it is raised again, once peers know
             wire.leave_behind(self)
             wire.fail(error)
         finally:
@@ -73,18 +77,18 @@ class Posted:
     def take(self) -> None:
         """Copies what neighbours have lent."""
         for peer in self.awaited:
-            self.arriving[peer].copy_(self.lent(peer, self.arriving[peer].dtype))
+            self.arriving[peer].copy_(self.part(peer).view(self.arriving[peer].dtype))
         self.let_go()
 
-    def lent(self, rank: int, dtype: torch.dtype) -> torch.Tensor:
+    def part(self, rank: int) -> torch.Tensor:
         """What a neighbour sent to this rank, where it lies: to be read before it is let go."""
-        assert self.near is not None
-        return self.near.payload(rank, self.starts[rank], self.offset, self.message_bytes).view(dtype)
+        return self.lent[rank].payload(self.offset, self.message_bytes)
 
     def let_go(self) -> None:
-        if self.near is not None:
-            for rank, start in self.starts.items():
-                self.near.mark_read(rank, start)
+        if self.lent:
+            for lent in self.lent.values():
+                lent.mark_read()
+            self.lent = {}
             self.wire.bytes_read += self.message_bytes * len(self.awaited)
 
 
@@ -95,7 +99,7 @@ class PostedRows(Posted):
         pass
 
     def row(self, rank: int) -> torch.Tensor:
-        return self.lent(rank, torch.uint8)
+        return self.part(rank)
 
 
 class PostedSum(Posted):
@@ -106,7 +110,7 @@ class PostedSum(Posted):
 
     def take(self) -> None:
         for peer in self.awaited:
-            self.terms[peer] = self.lent(peer, self.output.dtype)
+            self.terms[peer] = self.part(peer).view(self.output.dtype)
         first, *others = self.terms
         if not others:
             self.output.copy_(first)

@@ -6,6 +6,7 @@ rank 0   step ─ note: "my pieces lie here" ─▶ rank 1   reads them into pla
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 from collections.abc import Sequence
 from itertools import count
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.neighbours import Neighbours
+from shardwise.comm.wire import LostConnection
 from shardwise.errors import RankDisagreement, StateError
 
 __all__ = ["DirectReads", "zeros_in_huge_pages"]
@@ -110,8 +112,13 @@ class DirectReads:
         return there
 
     def _copy(self, peer: int, here: Tensor, there: Tensor, num_bytes: int) -> None:
-        if self._neighbours.read(peer, here, there) != num_bytes:
-            reason = os.strerror(ctypes.get_errno())
+        copied = self._neighbours.read(peer, here, there)
+        if copied < 0 and ctypes.get_errno() == errno.ESRCH:
+            raise LostConnection(f"rank {peer} of the group has ended")
+        if copied != num_bytes:
+            reason = (
+                os.strerror(ctypes.get_errno()) if copied < 0 else f"{copied} of {num_bytes} bytes are there"
+            )
             raise StateError(f"rank {peer}'s memory could not be read: {reason}", where=self._where)
 
     @property

@@ -27,7 +27,7 @@ _LOOKS_SECONDS = 0.001
 _HEADER = "Stack (most recent call first):\n"
 _CALL = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 # The outermost calls of threads; what is deeper than can be told ends in dots.
-_ENDS = (" in <module>\n", " in _bootstrap\n", "  ...\n")
+_ENDS = (" in <module>\n", " in _run_module_as_main\n", " in _bootstrap\n", "  ...\n")
 UNKNOWN = "  a place that cannot be told"
 
 
@@ -73,9 +73,13 @@ def stack_of(thread: int) -> list[str]:
     if _SIGNAL is None or not any(alive.ident == thread for alive in threading.enumerate()):
         return [UNKNOWN]
     with _lock:
-        if _notebook is None or _notebook.process != os.getpid():
-            _notebook = _Notebook()
-        written = _notebook.ask(thread)
+        try:
+            if _notebook is None or _notebook.process != os.getpid():
+                _notebook = _Notebook()
+            written = _notebook.ask(thread)
+        except OSError as error:
+            # No room for a file, or no descriptor for one; or the thread has ended just now.
+            return [f"{UNKNOWN}: {error.strerror}"]
     calls: list[str] = []
     for path, number, function in _CALL.findall(written):
         source = linecache.getline(path, int(number)).strip()

@@ -18,17 +18,19 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import logging
 import os
 import struct
 from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from shardwise.comm.arena import MAGIC_BYTES, Arena, Loan, map_arena, mark_read, payload_at
-from shardwise.comm.pipes import PipeClosed, Pipes, close
-from shardwise.comm.wire import WatchedWire
+from shardwise.comm.arena import MAGIC_BYTES, Arena, Borrower, Lent, Loan, is_possible, map_arena
+from shardwise.comm.pipes import Pipes, close
+from shardwise.comm.wire import LostConnection, WatchedWire
 from shardwise.torch_internals import unseen_by_modes
 
+_LOGGER = logging.getLogger("shardwise")
 _DIGEST_BYTES = 16
 # Process table, process, descriptors of the arena and of the pipe to this rank, the arena's size and first bytes.
 _CARD = struct.Struct(f"<{_DIGEST_BYTES}sqqqq{MAGIC_BYTES}s")
@@ -49,13 +51,13 @@ class Vicinity:
         self, rank: int, world: int, arena: Arena | None, arenas: Mapping[int, Tensor], pipes: Pipes
     ) -> None:
         self.peers = tuple(arenas)
-        self._rank, self._world = rank, world
+        self._rank = rank
         self._arena, self._pipes = arena, pipes
-        self._arenas = dict(arenas)
+        self._borrowers = {peer: Borrower(memory, world, rank) for peer, memory in arenas.items()}
         if arena is not None:
-            self._arenas[rank] = arena.memory
+            self._borrowers[rank] = Borrower(arena.memory, world, rank)
         # A rank reads its own, too: what it sent and what it takes for its own part are then the same.
-        self._readers = tuple(self._arenas)
+        self._readers = tuple(self._borrowers)
         self._unsent: dict[int, Loan] = {}
 
     def lend(self, num_bytes: int) -> Tensor:
@@ -65,8 +67,8 @@ class Vicinity:
         self._unsent[loan.payload.data_ptr()] = loan
         return loan.payload
 
-    def send(self, sent: Tensor, mark: int) -> int:
-        """Lets all neighbours read ``sent`` as it is now; where it lies in this rank's arena."""
+    def send(self, sent: Tensor, mark: int) -> Lent:
+        """Lets all neighbours read ``sent`` as it is now, and this rank too."""
         loan = self._unsent.pop(sent.data_ptr(), None)
         if loan is None:
             payload = self.lend(sent.nbytes)
@@ -74,24 +76,21 @@ class Vicinity:
             loan = self._unsent.pop(payload.data_ptr())
         loan.is_sent = True
         for peer in self.peers:
-            self.tell(peer, mark, PAYLOAD, loan.start)
-        return loan.start
+            self.tell(peer, mark, PAYLOAD, loan.slot)
+        return self._borrowers[self._rank].find(loan.slot)
 
-    def payload(self, rank: int, start: int, offset: int, num_bytes: int) -> Tensor:
-        """Part of what a neighbour, or this rank, has sent."""
-        return payload_at(self._arenas[rank], start, self._world, offset, num_bytes)
-
-    def mark_read(self, rank: int, start: int) -> None:
-        mark_read(self._arenas[rank], start, self._rank)
+    def receive(self, peer: int, mark: int) -> Lent:
+        """Waits until a neighbour has sent what the mark is from."""
+        return self._borrowers[peer].find(self._pipes.hear(peer, (mark, PAYLOAD)))
 
     def tell(self, peer: int, mark: int, what: int, value: int = 0) -> None:
         # One that has left this path listens no more: whoever waits for it finds out why.
-        with contextlib.suppress(PipeClosed):
+        with contextlib.suppress(LostConnection):
             self._pipes.tell(peer, (mark, what), value)
 
-    def hear(self, peer: int, mark: int, what: int, seconds: float | None) -> int:
-        """Waits until a neighbour has come to where the mark is from; for a payload, where that lies."""
-        return self._pipes.hear(peer, (mark, what), seconds)
+    def hear(self, peer: int, mark: int, what: int) -> int:
+        """Waits until a neighbour has come to where the mark is from."""
+        return self._pipes.hear(peer, (mark, what))
 
 
 def find_vicinity(wire: WatchedWire, swap: Swap) -> Vicinity:
@@ -126,6 +125,8 @@ def find_vicinity(wire: WatchedWire, swap: Swap) -> Vicinity:
 def _open(world: int, peers: list[int]) -> tuple[Arena | None, dict[int, tuple[int, int]]]:
     """An arena and a pipe from each peer, if this machine has such things to give."""
     pipes: dict[int, tuple[int, int]] = {}
+    if not is_possible() or not hasattr(os, "memfd_create"):
+        return None, {}
     try:
         for peer in peers:
             pipes[peer] = os.pipe()
@@ -133,9 +134,12 @@ def _open(world: int, peers: list[int]) -> tuple[Arena | None, dict[int, tuple[i
                 # Room for the word of tens of thousands of collectives that nobody has waited for yet.
                 fcntl.fcntl(pipes[peer][0], fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         return Arena(world), pipes
-    except (OSError, RuntimeError, AttributeError):
-        # No descriptors left, no address space left, or no files in memory on this system.
+    except (OSError, RuntimeError) as error:
+        # No descriptors left, or no address space: messages need neither.
         close([end for ends in pipes.values() for end in ends])
+        _LOGGER.warning(
+            "ranks of this host are sent messages, because no memory can be lent to them: %s", error
+        )
         return None, {}
 
 
@@ -157,5 +161,9 @@ def _visit(card: bytes, table: bytes) -> tuple[Tensor, int] | None:
             return None
         # A full pipe means a reader that is in no state to be waited for.
         return memory, os.open(f"/proc/{pid}/fd/{end}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except (OSError, RuntimeError):
+    except (FileNotFoundError, PermissionError, ProcessLookupError):
+        # Another user's, or in a container of its own.
+        return None
+    except (OSError, RuntimeError) as error:
+        _LOGGER.warning("a rank of this host is sent messages, because its memory cannot be read: %s", error)
         return None

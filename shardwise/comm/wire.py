@@ -15,11 +15,12 @@ raise. Then they begin a new path, and the group can be used again if no rank wa
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
@@ -30,14 +31,41 @@ from shardwise.comm.board import Board, Note
 from shardwise.comm.path import Path, code_of, words_of
 from shardwise.comm.stacks import stack_of
 from shardwise.errors import PeerFailure, RankDisagreement, ShardwiseError
-from shardwise.torch_internals import is_destroyed, store_of
+from shardwise.torch_internals import is_destroyed, store_of, timeout_seconds_of
 
+_LOGGER = logging.getLogger("shardwise")
 UNNAMED = code_of("communicate for no unit")
 _ERRORS: dict[str, type[ShardwiseError]] = {
     "PeerFailure": PeerFailure,
     "RankDisagreement": RankDisagreement,
 }
 _WATCH_KNOWS_SECONDS = 8.0
+_LONGEST_REASON = 500
+# How gloo, NCCL and sockets say that nobody is at the other end any more.
+_LOSSES = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Connection refused",
+    "Broken pipe",
+    "Socket closed",
+    "caused pair closure",
+    "remote process",
+    "ncclRemoteError",
+    "communicator was aborted",
+)
+
+
+class LostConnection(RuntimeError):
+    """Nobody is at the other end any more."""
+
+
+def is_lost_connection(error: BaseException) -> bool:
+    """Whether an error is what a rank sees of the end of another."""
+    if isinstance(error, (LostConnection, dist.DistNetworkError)):
+        return True
+    # Backends raise this very class for all that can go wrong.
+    is_of_a_backend = type(error) is RuntimeError or isinstance(error, dist.DistError)
+    return is_of_a_backend and any(sign in str(error) for sign in _LOSSES)
 
 
 def _no_group() -> None:
@@ -80,6 +108,9 @@ class Wire:
 
     # Whether data travels over the wire itself; otherwise the group's own collectives carry it.
     carries = False
+
+    # How long whoever waits on it waits; None where the watch ends waits.
+    patience_seconds: float | None = None
 
     # Whether all ranks can read what others send where it lies, at the moment.
     lends_rows = False
@@ -150,18 +181,22 @@ class Wire:
         """Tells peers that this rank has left the path, and begins a new one."""
         self.path.restart()
 
-    def fail(self, error: Exception) -> NoReturn:
-        """Raises the reason why the group itself gave up, which may be more than it says."""
+    def fail(self, error: BaseException) -> NoReturn:
+        """Raises the reason why a collective failed, which may be more than the error says."""
         raise error
 
 
 class WatchedWire(Wire):
     """A wire on which ranks notice that they part, or that one of them does not come."""
 
+    # How much earlier than the group itself its ranks give up waiting.
+    margin_seconds = 0.0
+
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group, device)
         self.ranks = dist.get_process_group_ranks(group)
         self.own_rank = self.ranks[self.rank]
+        self.is_whole_world = self.world == dist.get_world_size()
         self.thread = threading.get_ident()
         self.checks = policies.trust().checks != "off"
         self.board = Board(store_of(group, "shardwise"), self.rank, self.world)
@@ -187,13 +222,11 @@ class WatchedWire(Wire):
         epoch = self.path.epoch
         try:
             yield
-        except ShardwiseError:
+        except BaseException as error:
+            if self.path.epoch == epoch:
+                self.fail(error)
+            # This rank has broken off by itself, and told its peers: the error is its own.
             raise
-        except RuntimeError as error:
-            if self.path.epoch != epoch:
-                # This rank has broken off by itself, and told its peers: the error is its own.
-                raise
-            self.fail(error)
         finally:
             self.waiting = None
         self.follow()
@@ -206,6 +239,17 @@ class WatchedWire(Wire):
         """Whether the group has ended: nobody is there to be watched, and its store may be gone."""
         group = self.group()
         return group is None or is_destroyed(group)
+
+    def late_seconds(self) -> float:
+        """How long a rank that is alive and running is waited for."""
+        policy = policies.trust()
+        late_seconds = policy.late_seconds
+        if late_seconds is None:
+            group = self.group()
+            late_seconds = (
+                0.0 if group is None else timeout_seconds_of(group, self.device) - self.margin_seconds
+            )
+        return max(policy.timeout_seconds, late_seconds)
 
     def stuck_on(self) -> Waiting | None:
         """What this rank waits on, if it does."""
@@ -245,35 +289,46 @@ class WatchedWire(Wire):
             # It will hold on to whatever the frames that it passes hold.
             self._sentence = None
             self._save_events(error)
-            if not self.is_alone:
-                with contextlib.suppress(Exception):
-                    self.board.take(self.path.epoch)
+            self.tell_peers(self.board.take, self.path.epoch)
             self._leave_path()
             raise error
 
     def break_off(self, what: str) -> None:
-        # The store may be gone, with the rank that kept it: then nobody can be told, and this rank's error stands.
-        if not self.is_alone:
-            verdict = Verdict(
-                PeerFailure,
-                f"rank {self.own_rank} broke off its step: {what}",
-                "read that rank's own error; ranks that catch theirs can go on with the next step together",
-            )
-            with contextlib.suppress(Exception):
-                self.end_epoch(self.path.epoch, verdict)
+        verdict = Verdict(
+            PeerFailure,
+            f"rank {self.own_rank} broke off its step: {what}",
+            "read that rank's own error; ranks that catch theirs can go on with the next step together",
+        )
+        self.tell_peers(self.end_epoch, self.path.epoch, verdict)
         self._leave_path()
+
+    def tell_peers(self, tell: Callable[..., None], *what: Any) -> None:
+        """Leaves a note for peers. Whether that works or not, what this rank has to raise stands."""
+        if self.is_alone:
+            return
+        try:
+            tell(*what)
+        except Exception as error:  # noqa: BLE001  the store may be gone, with the rank that kept it
+            _LOGGER.info("rank %d could not tell its peers why it stops: %s", self.own_rank, _in_short(error))
 
     def _leave_path(self) -> None:
         self.path.restart()
         self.left_at = time.monotonic()
 
-    def fail(self, error: Exception) -> NoReturn:
-        """Raises the verdict, or else the loss of a peer."""
+    def fail(self, error: BaseException) -> NoReturn:
+        """Raises the verdict, if there is one; else the loss of a peer, if it is that; else the error as it is."""
+        is_lost = is_lost_connection(error)
         deadline = time.monotonic() + _WATCH_KNOWS_SECONDS
-        while self.checks and self.verdict is None and time.monotonic() < deadline:
+        while is_lost and self.checks and self.verdict is None and time.monotonic() < deadline:
             # The watch finds out more than a closed connection tells.
             time.sleep(0.05)
-        self.heed_verdict()
+        if isinstance(error, Exception):
+            self.heed_verdict()
+        if not is_lost:
+            waiting = self.stuck_on()
+            place = f" when it was to {words_of(waiting.code)}" if waiting else ""
+            self.break_off(f"{type(error).__name__}{place}: {_in_short(error)}"[:_LONGEST_REASON])
+            raise error
         lost = PeerFailure(
             f"the connection to another rank is lost: {_in_short(error)}",
             where=self._where(),
@@ -304,7 +359,7 @@ class WatchedWire(Wire):
             error.where = f"{error.where}; its last events are in {file}"
 
 
-def _in_short(error: Exception) -> str:
+def _in_short(error: BaseException) -> str:
     """The first line of a backend's error; NCCL says what went wrong further down."""
     first, _, rest = str(error).partition("\n")
     cause = rest.partition("Last error:")[2].strip().partition("\n")[0]

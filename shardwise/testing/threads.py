@@ -34,6 +34,7 @@ import torch.distributed as dist
 
 from shardwise import torch_internals, torch_threads
 from shardwise.comm.mesh import forget_meshes
+from shardwise.comm.watch import WATCH
 from shardwise.errors import StateError
 from shardwise.testing.failures import Outcome, RankReport, failure_of
 
@@ -165,6 +166,7 @@ class _Crew:
             )
             try:
                 self._results[rank] = self._fn(*self._args, **self._kwargs)
+                WATCH.end_rank(threading.get_ident())
                 report = RankReport(rank, Outcome.FINISHED, at_seconds=time.monotonic())
             finally:
                 dist.destroy_process_group()

@@ -86,6 +86,8 @@ class Training:
     seed: int = 0
     threads: int = 1
     """CPU threads a rank computes with."""
+    late_seconds: float = 0.0
+    """How long the others wait for a rank that is late but alive; 0: as long as the process group's own timeout."""
 
 
 @dataclass(frozen=True)
@@ -257,6 +259,7 @@ def check(config: Config) -> None:
         ("optimizer.weight_decay", optimizer.weight_decay),
         ("optimizer.clip", optimizer.clip),
         ("train.exact_micro_batches", train.exact_micro_batches),
+        ("train.late_seconds", train.late_seconds),
         ("sharding.replicas", sharding.replicas),
         ("checkpoint.every", config.checkpoint.every),
         ("checkpoint.keep", config.checkpoint.keep),

@@ -22,6 +22,7 @@ import shardwise.train.data as data_room
 from shardwise.checkpoint.state import TrainingState
 from shardwise.checkpoint.store import Store
 from shardwise.errors import CheckpointError, ConfigError, StateError
+from shardwise.policies import set_trust
 from shardwise.train.config import Config, as_json
 from shardwise.train.display import Display, Lossy, Quiet
 from shardwise.train.files import replace_file
@@ -67,6 +68,8 @@ class Trainer:
         self.display: Display = Lossy(Quiet() if display is None or team.rank else display, self._not_shown)
         self._origin = origin or {}
         torch.set_num_threads(config.train.threads)
+        if config.train.late_seconds:
+            set_trust(late_seconds=config.train.late_seconds)
         if data_room.needs_tokenizing(config.data):
             team.from_first(self._tokenize)
         self._corpus, samples, order = team.together(self._open_data)

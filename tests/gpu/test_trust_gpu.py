@@ -64,7 +64,7 @@ FACES = {"fully_shard": composed, "wrapper": wrapped}
 
 def err(errs_by, checks, looks_at_the_loss, face):
     """Good steps; then the last rank errs. What the others are told goes to the caller as an error's text."""
-    set_trust(timeout_seconds=3.0, checks=checks)
+    set_trust(timeout_seconds=3.0, late_seconds=3.0, checks=checks)
     model, inner = FACES[face]()
     optim = torch.optim.SGD(model.parameters(), lr=0.01)
     x = torch.randn(4, WIDTH, device="cuda")
@@ -121,7 +121,7 @@ def test_with_checks_before_every_collective_no_data_is_mixed():
 
 def begin_without_the_last():
     """The last rank does not come to the model: the others must not get into NCCL, which would not let them out."""
-    set_trust(timeout_seconds=2.0, start_seconds=4.0)
+    set_trust(timeout_seconds=2.0, late_seconds=4.0, start_seconds=4.0)
     model, _ = composed()
     if dist.get_rank() == dist.get_world_size() - 1:
         stall()

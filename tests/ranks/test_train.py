@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.errors import ConfigError, StateError
+from shardwise.policies import set_trust, trust
 from shardwise.testing import run_ranks
 from shardwise.train import data as data_room
 from shardwise.train import files, loop
@@ -374,3 +375,20 @@ def test_a_run_writes_down_its_metrics_its_summary_and_its_curve(undisturbed):
     assert read_metrics(folder)[-1].eval_loss is not None
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert '"ended": "finished"' in (folder / "summary.json").read_text()
+
+
+def run_with_late_seconds(config, folder):
+    before = set_trust()
+    try:
+        run_part(config, folder, stop_after=1)
+        return trust().late_seconds
+    finally:
+        set_trust(late_seconds=before.late_seconds)
+
+
+def test_a_run_says_how_long_a_late_rank_is_waited_for(tmp_path):
+    text = write_text(tmp_path)
+    for seconds, expected in ((0.0, None), (77.0, 77.0)):
+        config = small_config(text, f"train.late_seconds={seconds}")
+        told = on_ranks(2, run_with_late_seconds, config, str(tmp_path / f"run-{seconds}"))
+        assert told == [expected] * 2

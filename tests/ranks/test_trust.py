@@ -14,14 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise import PeerFailure, RankDisagreement
+from shardwise import PeerFailure, RankDisagreement, StateError
 from shardwise.comm import native as native_wires
 from shardwise.comm import wire
 from shardwise.comm.collectives import GroupCalls
 from shardwise.comm.native import NativeWire
 from shardwise.comm.path import code_of
 from shardwise.comm.watch import watch_over
-from shardwise.comm.wire import Verdict
+from shardwise.comm.wire import LostConnection, Verdict
 from shardwise.engine.binding import units_of
 from shardwise.testing import run_ranks
 from tests.ranks import parting, parting_zero
@@ -31,6 +31,8 @@ from tests.ranks.subject import beyond_torch
 
 pytestmark = beyond_torch
 
+LONG_SECONDS = 40.0
+"""What nobody waits for where all is well."""
 
 FACES = {"fully_shard": parting, "wrapper": parting, "zero": parting_zero}
 
@@ -210,10 +212,158 @@ def failing_collectives():
         patch.setattr(type(calls.group), "alltoall_base", lost)
         with pytest.raises(PeerFailure, match="is lost: remote process exited: recv failed\n"):
             calls.issue_exchange(torch.empty(2), torch.ones(2))
+
+        # What is not the end of another rank is raised as it is.
+        def out_of_memory(*_):
+            raise dist.DistBackendError(
+                "NCCL error\nncclUnhandledCudaError\nLast error:\nCuda failure 2 'out of memory'"
+            )
+
+        calls._all_gather = out_of_memory
+        dist.barrier()
+        with pytest.raises(dist.DistBackendError, match="out of memory"):
+            calls.issue_all_gather(torch.empty(2), torch.ones(1))
     calls.wire.sentence(Verdict(PeerFailure, "rank 1 is dead", "").note(), calls.wire.path.epoch)
     calls.wire.note = calls.wire.path.note
     with pytest.raises(PeerFailure, match="rank 1 is dead"):
         calls.issue_reduce_scatter(torch.empty(1), torch.ones(2), average=False)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_lost"),
+    [
+        (RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:48010"), True),
+        (RuntimeError("Application timeout caused pair closure"), True),
+        (dist.DistNetworkError("failed to recv, got 0 bytes"), True),
+        (dist.DistBackendError("NCCL communicator was aborted on rank 1."), True),
+        (LostConnection("rank 1 of the group has ended"), True),
+        (RuntimeError("[gloo/transport/tcp/pair.cc:99] socket: Too many open files"), False),
+        (RuntimeError("ProcessGroupGloo::allgather: invalid tensor size at index 0"), False),
+        (RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 100ms for recv"), False),
+        (dist.DistBackendError("NCCL error: invalid usage, ncclInvalidUsage"), False),
+        (torch.OutOfMemoryError("Broken pipe of thoughts"), False),
+        (OSError(24, "Too many open files"), False),
+    ],
+    ids=lambda value: "" if isinstance(value, bool) else str(value)[:40],
+)
+def test_only_a_lost_connection_is_called_one(error, is_lost):
+    assert wire.is_lost_connection(error) is is_lost
+
+
+def own_errors():
+    """Rank 1 fails in a collective in ways of its own: it raises that, and the other is told of it."""
+    calls, rank = GroupCalls(dist.group.WORLD, torch.device("cpu")), dist.get_rank()
+    told = []
+
+    def gather(fails_in=None):
+        gathered = torch.empty(2)
+        with pytest.MonkeyPatch.context() as patch:
+            if fails_in is not None and rank == 1:
+                patch.setattr(*fails_in)
+            calls.issue_all_gather(gathered, torch.full((1,), float(rank))).wait()
+            if fails_in is not None:
+                # What a rank has sent before it failed arrives; of the failure others hear where they next wait.
+                calls.issue_all_gather(gathered, torch.full((1,), float(rank))).wait()
+        return gathered.tolist()
+
+    def watched(error):
+        with calls.wire.watched(code_of("consolidate something")):
+            if rank == 1:
+                raise error
+            gather()
+
+    def raises(error):
+        def raise_it(*_):
+            raise error
+
+        return raise_it
+
+    with timeouts_of(timeout_seconds=LONG_SECONDS):
+        gather()
+        near = type(calls.wire._vicinity)
+        for attempt, error in (
+            (gather, (near, "send", raises(OSError(24, "Too many open files")))),
+            (gather, (near, "receive", raises(RuntimeError("a bug of ours")))),
+            (gather, (near, "send", raises(MemoryError("too many")))),
+            (watched, torch.OutOfMemoryError("out of memory")),
+            (watched, RuntimeError("shapes do not fit")),
+            (watched, KeyError("state")),
+            (watched, StateError("a wrong moment")),
+            (watched, KeyboardInterrupt("ctrl-c")),
+        ):
+            try:
+                attempt(error)
+            except BaseException as raised:  # noqa: BLE001  whatever it is
+                told.append((type(raised).__name__, str(raised)))
+            assert gather() == [0.0, 1.0]
+    return told
+
+
+def test_what_fails_on_one_rank_is_raised_there_as_it_is_and_told_to_the_others():
+    others, own = run_ranks(own_errors, 2, kind="gloo", timeout_seconds=60)
+    assert [name for name, _ in own] == [
+        "OSError",
+        "RuntimeError",
+        "MemoryError",
+        "OutOfMemoryError",
+        "RuntimeError",
+        "KeyError",
+        "StateError",
+        "KeyboardInterrupt",
+    ]
+    for (name, text), (_, of_peer) in zip(own, others, strict=True):
+        assert f"rank 1 broke off its step: {name}" in of_peer, of_peer
+        assert text.splitlines()[0] in of_peer
+
+
+def deadlock_on_two_groups():
+    """Rank 0 waits for rank 1 in one group, that one for rank 0 in the other."""
+    rank = dist.get_rank()
+    groups = [dist.new_group(), dist.new_group()]
+    for_each = [GroupCalls(group, torch.device("cpu")) for group in groups]
+
+    def gather(calls):
+        gathered = torch.empty(2)
+        calls.issue_all_gather(gathered, torch.full((1,), float(rank))).wait()
+
+    for calls in for_each:
+        gather(calls)
+    with timeouts_of(timeout_seconds=2.0):
+        with pytest.raises((RankDisagreement, PeerFailure)) as told:
+            gather(for_each[rank])
+        return type(told.value).__name__, str(told.value)
+
+
+@pytest.mark.parametrize("kind", ["threads", "gloo"])
+def test_ranks_that_wait_for_each_other_in_two_groups_are_told_though_both_are_alive(kind):
+    told = run_ranks(deadlock_on_two_groups, 2, kind=kind, timeout_seconds=60)
+    assert any(name == "RankDisagreement" and "ranks wait for each other" in text for name, text in told), (
+        told
+    )
+
+
+def a_barrier_on_one():
+    """Rank 1 sits in a collective of torch's that rank 0 will not come to."""
+    calls, rank = GroupCalls(dist.group.WORLD, torch.device("cpu")), dist.get_rank()
+    gathered = torch.empty(2)
+    calls.issue_all_gather(gathered, torch.full((1,), float(rank))).wait()
+    store = dist.distributed_c10d._get_default_store()
+    with timeouts_of(timeout_seconds=2.0):
+        if rank == 1:
+            dist.barrier()
+            store.wait(["told"], timedelta(seconds=30))
+            return ""
+        with pytest.raises(RankDisagreement) as told:
+            calls.issue_all_gather(gathered, torch.full((1,), float(rank))).wait()
+        dist.barrier()
+        store.set("told", "1")
+        return str(told.value)
+
+
+def test_a_rank_that_sits_in_a_collective_of_its_own_is_told_with_its_stack():
+    told, _ = run_ranks(a_barrier_on_one, 2, kind="gloo", timeout_seconds=60)
+    assert "ranks wait for each other: rank 1 did not come to communicate for no unit" in told
+    assert "in barrier" in told
 
 
 def test_a_group_that_gives_up_by_itself_raises_what_the_watch_knows():

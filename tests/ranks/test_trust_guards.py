@@ -103,7 +103,12 @@ def test_the_guard_changes_no_step_that_is_finite():
 
 
 def test_bad_policies_are_refused():
-    for changes in ({"checks": "often"}, {"timeout_seconds": 0}, {"non_finite": "ignore"}):
+    for changes in (
+        {"checks": "often"},
+        {"timeout_seconds": 0},
+        {"late_seconds": 0},
+        {"non_finite": "ignore"},
+    ):
         with pytest.raises(ConfigError, match=next(iter(changes))):
             set_trust(**changes)
 

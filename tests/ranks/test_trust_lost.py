@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
+import resource
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -12,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise import ConfigError, PeerFailure, patience, set_trust, trace
+from shardwise import PeerFailure, set_trust, trace
 from shardwise.cli import main
 from shardwise.comm import watch
 from shardwise.comm.agreement import check_same_model
@@ -104,6 +107,18 @@ def test_a_stopped_rank_that_keeps_the_store_holds_nobody_up(tmp_path):
     assert "the store cannot be asked" in told
 
 
+class Told(logging.Handler):
+    """Keeps what is logged, and lets other processes know."""
+
+    def __init__(self, file):
+        super().__init__()
+        self.file = file
+
+    def emit(self, record):
+        self.file.with_suffix(".tmp").write_text(record.getMessage())
+        self.file.with_suffix(".tmp").rename(self.file)
+
+
 def dawdle(seconds):
     time.sleep(seconds)
 
@@ -114,25 +129,32 @@ def dawdle_until_all_are_told(folder):
 
 
 def slow_ranks(folder):
-    """The last rank comes late, dawdles, sits in a debugger, works alone; steps that nobody gave up must be right."""
+    """The last rank sits in a debugger, is late until it is missed, and is given up; all other steps must be right."""
     is_slow = dist.get_rank() == dist.get_world_size() - 1
     told = {}
-    with timeouts_of(timeout_seconds=LONGEST_SECONDS, debugger_grace_seconds=30.0, trace_dir=folder):
+    said = Told(Path(folder, "said"))
+    logging.getLogger("shardwise").addHandler(said)
+    with timeouts_of(
+        timeout_seconds=LONGEST_SECONDS, debugger_grace_seconds=LONGEST_SECONDS, trace_dir=folder
+    ):
         if is_slow:
             dawdle(0.3)
         run = Run()
         run.good_step()
+        set_trust(timeout_seconds=1.0, late_seconds=1.5)
         if is_slow:
-            dawdle(0.3)
+            in_a_debugger(2.1)
         run.good_step()
-        set_trust(timeout_seconds=2.5)
-        if is_slow:
-            in_a_debugger(3.1)
+        set_trust(late_seconds=None)
+        dist.barrier()
+        said.file.unlink(missing_ok=True)
+        dist.barrier()
+        # Long after the others have said that it is late: they wait for as long as the group does.
+        while is_slow and not (said.file.exists() and "in dawdle" in said.file.read_text()):
+            dawdle(0.02)
         run.good_step()
-        with patience(30.0):
-            if is_slow:
-                dawdle(3.1)
-        run.good_step()
+        logging.getLogger("shardwise").removeHandler(said)
+        set_trust(late_seconds=2.5)
         try:
             if is_slow:
                 dawdle_until_all_are_told(Path(folder))
@@ -147,11 +169,12 @@ def slow_ranks(folder):
 
 
 @pytest.mark.parametrize(("world_size", "kind"), [(2, "gloo"), (3, "threads")])
-def test_a_slow_rank_is_waited_for_until_the_time_is_up_and_then_named_with_its_stack(
-    world_size, kind, tmp_path, capsys
-):
+def test_a_slow_rank_is_missed_aloud_and_waited_for_until_its_time_is_up(world_size, kind, tmp_path, capsys):
     slow = world_size - 1
     of_ranks = run_ranks(slow_ranks, world_size, str(tmp_path), kind=kind, timeout_seconds=60)
+    said = (tmp_path / "said").read_text()
+    assert f"goes on waiting: rank {slow} did not come to gather the root in forward within" in said
+    assert f"rank {slow} is alive, the last it did was to let an optimizer use the step" in said
     for told in of_ranks:
         assert f"rank {slow} did not come to gather the root in forward within" in told["error"]
         assert f"rank {slow} is alive, the last it did was to let an optimizer use the step" in told["error"]
@@ -165,15 +188,47 @@ def test_a_slow_rank_is_waited_for_until_the_time_is_up_and_then_named_with_its_
     assert main(["trace", str(tmp_path / "nothing.json")]) == 1
 
 
-class Told(logging.Handler):
-    """Keeps what is logged, and lets other processes know."""
+def out_of_descriptors(folder):
+    """Rank 0 has none left while it waits for rank 1, which is late but well."""
+    calls, rank = GroupCalls(dist.group.WORLD, torch.device("cpu")), dist.get_rank()
+    own, gathered = torch.full((1,), float(rank)), torch.empty(2)
+    calls.issue_all_gather(gathered, own).wait()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with timeouts_of(timeout_seconds=0.5, trace_dir=str(folder)):
+        if rank == 1:
+            while not (folder / "tried").exists():
+                dawdle(0.02)
+            dawdle(2.0)
+        else:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+            threading.Timer(1.5, resource.setrlimit, (resource.RLIMIT_NOFILE, limits)).start()
+            os.mkdir(folder / "tried")
+        try:
+            calls.issue_all_gather(gathered, own).wait()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    return gathered.tolist()
 
-    def __init__(self, file):
-        super().__init__()
-        self.file = file
 
-    def emit(self, record):
-        self.file.write_text(record.getMessage())
+def test_who_is_out_of_descriptors_takes_nobody_for_dead(tmp_path):
+    assert run_ranks(out_of_descriptors, 2, tmp_path, kind="gloo", timeout_seconds=60) == [[0.0, 1.0]] * 2
+
+
+def one_ends_early(folder):
+    calls, rank = GroupCalls(dist.group.WORLD, torch.device("cpu")), dist.get_rank()
+    own, gathered = torch.full((1,), float(rank)), torch.empty(2)
+    calls.issue_all_gather(gathered, own).wait()
+    if rank == 1:
+        return ""
+    with timeouts_of(trace_dir=str(folder)), pytest.raises(PeerFailure) as told:
+        calls.issue_all_gather(gathered, own).wait()
+    return str(told.value)
+
+
+@pytest.mark.parametrize("kind", ["threads", "gloo"])
+def test_a_rank_that_has_ended_is_not_waited_for(kind, tmp_path):
+    told, _ = run_ranks(one_ends_early, 2, tmp_path, kind=kind, timeout_seconds=60)
+    assert "rank 1" in told
 
 
 def new_calls(native):
@@ -199,7 +254,7 @@ def late_beginners(native, folder):
             while is_late and not said.file.exists():
                 dawdle(0.02)
             check_same_model(["a parameter"], calls, calls.device)
-            set_trust(start_seconds=1.5)
+            set_trust(start_seconds=1.5, late_seconds=1.0)
             calls = new_calls(native)
             if is_late:
                 dawdle_until_all_are_told(folder)
@@ -226,8 +281,3 @@ def test_a_rank_that_has_not_begun_is_waited_for_longer_and_missed_aloud(world_s
     assert nothing == ""
     for text in told:
         assert re.match(rf"ranks? [\d, ]*{late} did not come to .*{_FIRST[native]} within ", text), text
-
-
-def test_no_patience_at_all_is_refused():
-    with pytest.raises(ConfigError, match="is none"), patience(0.0):
-        pass

@@ -1,22 +1,26 @@
 """What is lent to other processes stays as it is until all of them have read it, even when its owner has ended."""
 
 import os
+import platform
 import random
 
 import pytest
 import torch
 
-from shardwise.comm.arena import Arena, map_arena, mark_read, payload_at
+from shardwise import PeerFailure
+from shardwise.comm import arena as arenas
+from shardwise.comm.arena import Arena, Borrower, map_arena
 from shardwise.engine.storage import Movable
 
 
-def reader_of(arena):
-    return map_arena(os.getpid(), arena.descriptor, arena.num_bytes)
+def readers_of(arena, world):
+    memory = map_arena(os.getpid(), arena.descriptor, arena.num_bytes)
+    return [Borrower(memory, world, reader) for reader in range(world)]
 
 
 def test_a_place_is_lent_again_when_all_have_read_and_not_before():
     arena = Arena(world=3)
-    memory = reader_of(arena)
+    borrowers = readers_of(arena, 3)
     chance = random.Random(0)
     expected, unread = {}, []
     for number in range(300):
@@ -27,14 +31,99 @@ def test_a_place_is_lent_again_when_all_have_read_and_not_before():
         unread += [(loan, reader) for reader in range(3) if loan.is_sent]
         while len(unread) > 12:
             read, reader = unread.pop(chance.randrange(len(unread)))
-            seen = payload_at(memory, read.start, 3, 0, read.payload.numel())
+            lent = borrowers[reader].find(read.slot)
+            seen = lent.payload(0, read.payload.numel())
             assert torch.equal(seen, torch.full_like(seen, expected[read])), "it was written over"
-            mark_read(memory, read.start, reader)
+            lent.mark_read()
         if not loan.is_sent:
             loan.is_sent = True
             unread += [(loan, reader) for reader in range(3)]
-    assert arena.lend(1, (0, 1, 2)).end < 300 * 1000, "places are not lent again"
+    last = arena.lend(1, (0, 1, 2))
+    assert last.end - arena._begin < 300 * 1000, "places are not lent again"
+    assert last.slot < 30, "slots are not used again"
     arena.close()
+
+
+def test_no_bytes_that_were_lent_before_are_taken_for_flags():
+    readers = (0, 1)
+    # What a flag would have to hold, in whatever was sent before: ids, counts, masks.
+    for number in range(1, 8):
+        arena = Arena(world=2)
+        borrowers = readers_of(arena, 2)
+        for num_bytes in (64, 4096):
+            loan = arena.lend(num_bytes, readers)
+            loan.payload.view(torch.int64).fill_(number)
+            loan.is_sent = True
+            for borrower in borrowers:
+                borrower.find(loan.slot).mark_read()
+        for num_bytes in (256, 64, 64, 8, 640):
+            loan = arena.lend(num_bytes, readers)
+            loan.is_sent = True
+            assert not loan.is_over(readers), f"loan {loan.number} is over, and nobody has read it"
+            borrowers[0].find(loan.slot).mark_read()
+            assert not loan.is_over(readers), f"loan {loan.number} is over, and one has not read it"
+        arena.close()
+
+
+def test_who_marks_a_loan_late_and_again_marks_no_other():
+    arena = Arena(world=2)
+    borrowers = readers_of(arena, 2)
+    first = arena.lend(64, (0, 1))
+    first.is_sent = True
+    read = [borrower.find(first.slot) for borrower in borrowers]
+    for lent in read:
+        lent.mark_read()
+    second = arena.lend(64, (0, 1))
+    second.payload.fill_(7)
+    second.is_sent = True
+    assert (second.slot, second.start) == (first.slot, first.start)
+    for lent in read:
+        lent.mark_read()
+    assert not second.is_over((0, 1))
+    assert second.payload.tolist() == [7] * 64
+    arena.close()
+
+
+@pytest.mark.parametrize(
+    ("slot", "entry"),
+    [
+        (-1, None),
+        (1 << 16, None),
+        (1 << 60, None),
+        (3, None),
+        (0, {1: -8}),
+        (0, {1: 1 << 62}),
+        (0, {2: 1 << 62}),
+        (0, {2: -1}),
+        (0, {1: 0}),
+    ],
+)
+def test_what_a_peer_cannot_have_lent_is_refused_before_it_is_read(slot, entry):
+    arena = Arena(world=2)
+    loan = arena.lend(64, (0, 1))
+    for position, value in (entry or {}).items():
+        loan.entry[position] = value
+    with pytest.raises(PeerFailure, match="cannot have lent"):
+        readers_of(arena, 2)[1].find(slot)
+    arena.close()
+
+
+def test_more_than_was_lent_is_not_read():
+    arena = Arena(world=2)
+    loan = arena.lend(64, (0, 1))
+    lent = readers_of(arena, 2)[1].find(loan.slot)
+    assert lent.payload(32, 32).numel() == 32
+    with pytest.raises(PeerFailure, match="a loan of 64 bytes"):
+        lent.payload(32, 33)
+    arena.close()
+
+
+@pytest.mark.parametrize(
+    ("machine", "lends"), [("x86_64", True), ("AMD64", True), ("aarch64", False), ("", False)]
+)
+def test_memory_is_lent_only_where_the_machine_keeps_the_order_of_stores(machine, lends, monkeypatch):
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    assert arenas.is_possible() is lends
 
 
 def test_a_loan_that_does_not_fit_is_refused():
@@ -52,14 +141,14 @@ def test_what_a_process_has_lent_can_be_read_after_its_end():
         arena = Arena(world=2)
         loan = arena.lend(5000, (0, 1))
         loan.payload.fill_(7)
-        os.write(card_in, b"%d %d %d" % (arena.descriptor, arena.num_bytes, loan.start))
+        os.write(card_in, b"%d %d %d" % (arena.descriptor, arena.num_bytes, loan.slot))
         os.read(end_out, 1)
         os._exit(0)
-    descriptor, num_bytes, start = map(int, os.read(card_out, 100).split())
+    descriptor, num_bytes, slot = map(int, os.read(card_out, 100).split())
     memory = map_arena(pid, descriptor, num_bytes)
     os.write(end_in, b"x")
     os.waitpid(pid, 0)
-    assert payload_at(memory, start, 2, 0, 5000).tolist() == [7] * 5000
+    assert Borrower(memory, 2, 1).find(slot).payload(0, 5000).tolist() == [7] * 5000
     with pytest.raises(OSError, match="No such file"):
         map_arena(pid, descriptor, num_bytes)
 
@@ -68,6 +157,13 @@ def test_other_files_are_not_taken_for_an_arena(tmp_path):
     with (tmp_path / "file").open("w") as file, pytest.raises(OSError, match="no arena"):
         map_arena(os.getpid(), file.fileno(), 1 << 20)
     assert (tmp_path / "file").stat().st_size == 0
+
+
+def test_an_arena_of_another_size_than_was_told_is_not_mapped():
+    arena = Arena(world=2)
+    with pytest.raises(OSError, match="no arena of"):
+        map_arena(os.getpid(), arena.descriptor, arena.num_bytes + 4096)
+    arena.close()
 
 
 def test_tensors_of_a_movable_buffer_stand_where_it_grows():

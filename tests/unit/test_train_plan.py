@@ -32,8 +32,10 @@ def test_a_setting_is_parsed_as_the_type_of_its_field():
             "data.path=a=b.txt",
             "model.width=64",
             "train.batch_size=1_200",
+            "train.late_seconds=3600",
         ],
     )
+    assert config.train.late_seconds == 3600.0
     assert config.train.steps == 7
     assert config.optimizer.lr == 1e-3
     assert isinstance(config.optimizer.clip, float)

@@ -172,7 +172,7 @@ def ends_waits_for_ranks_that_stall_or_raise_and_goes_on_with_them() -> None:
     before = set_trust()
     try:
         step()
-        set_trust(timeout_seconds=1.5)
+        set_trust(timeout_seconds=1.5, late_seconds=1.5)
         # The owner is rank 0: the others wait for what it steps.
         if rank == 0:
             optimizer._joined, optimizer.optim.step = None, stall  # type: ignore[method-assign]
@@ -184,7 +184,7 @@ def ends_waits_for_ranks_that_stall_or_raise_and_goes_on_with_them() -> None:
             step()
         store.set(f"told {rank}", "1")
         # From here on ranks come, sooner or later.
-        set_trust(timeout_seconds=before.timeout_seconds)
+        set_trust(timeout_seconds=before.timeout_seconds, late_seconds=before.late_seconds)
         optimizer.optim.step = own_step  # type: ignore[method-assign]
         step()
         with pytest.raises(ArithmeticError if rank == 0 else PeerFailure):
@@ -192,4 +192,4 @@ def ends_waits_for_ranks_that_stall_or_raise_and_goes_on_with_them() -> None:
         step()
         step()
     finally:
-        set_trust(timeout_seconds=before.timeout_seconds)
+        set_trust(timeout_seconds=before.timeout_seconds, late_seconds=before.late_seconds)
