@@ -260,7 +260,7 @@ class ExactReduction(Reduction):
             tally = before.with_row(self._reduce_number, row)
             runs = [tally.row()] if plan.is_one_run else self._cast_runs(tally.row())
             for number, part in enumerate(plan.parts):
-                if part.slot in received or number in known:
+                if (part.slot in received or number in known) and not part.is_none:
                     base = tally.base(number, None if number in known else part.slot.sharded.grad)
                     gradient = self._part_of(runs, part, base)
                     part.slot.sharded.grad = given[number] = part.slot.gradient(gradient)

@@ -96,6 +96,24 @@ def clip_grad_norm_(
     return total
 
 
+def dtype_of_gradients(params: Iterable[torch.Tensor]) -> torch.dtype | None:
+    """The real dtype that holds the gradients of all these parameters; None if there is none.
+
+    A shard without elements has no gradient, but peers may have: all ranks must come to the same.
+    """
+    dtype: torch.dtype | None = None
+    for param in params:
+        gradient = param.grad
+        if gradient is not None:
+            own = gradient.dtype
+        elif param.requires_grad and param.numel() == 0:
+            own = param.grad_dtype or param.dtype
+        else:
+            continue
+        dtype = own if dtype is None else torch.promote_types(dtype, own)
+    return None if dtype is None else dtype.to_real()
+
+
 class _Placed(NamedTuple):
     """Elements that lie on a mesh, and the axes over which they are sharded; none where a gradient is missing."""
 

@@ -7,7 +7,7 @@ afterwards, if asked to; gradients that no shard would take over are refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
@@ -122,6 +122,7 @@ def one_shown_whole(
         gradients = {slot: gradient.cpu() for slot, gradient in gradients.items()}
     params = {slot: nn.Parameter(whole, slot.sharded.requires_grad) for slot, whole in wholes.items()}
     for slot, gradient in gradients.items():
+        params[slot].grad_dtype = gradient.dtype
         params[slot].grad = gradient
     marks = unit.modules[0].__dict__
     marks[WHOLE_ATTRIBUTE] = materializes
@@ -134,7 +135,9 @@ def one_shown_whole(
         unit.show_sharded()
         show_flats(unit)
         if writeback:
-            _write_back(unit, left, gradients)
+            _write_back(unit, left)
+            if with_grads:
+                _write_back_gradients(unit, left)
 
 
 def check_shows_whole(unit: Unit) -> None:
@@ -189,7 +192,7 @@ def _left_in(slot: FlatSlot, param: nn.Parameter) -> torch.Tensor | None:
     return next((each for each in found if each is not param), param)
 
 
-def _write_back(unit: Unit, left: dict[FlatSlot, torch.Tensor | None], gradients: Iterable[FlatSlot]) -> None:
+def _write_back(unit: Unit, left: dict[FlatSlot, torch.Tensor | None]) -> None:
     fitting = {slot: whole for slot, whole in left.items() if whole is not None and whole.shape == slot.shape}
     for slot, whole in left.items():
         if slot not in fitting:
@@ -201,7 +204,20 @@ def _write_back(unit: Unit, left: dict[FlatSlot, torch.Tensor | None], gradients
             )
     for slot, whole in fitting.items():
         write_parameter(slot, whole.detach())
-    for slot in gradients:
-        gradient, own = fitting[slot].grad, slot.sharded.grad
-        if gradient is not None and own is not None:
-            shown_part(slot, own).copy_(own_elements(slot, gradient))
+
+
+def _write_back_gradients(unit: Unit, left: dict[FlatSlot, torch.Tensor | None]) -> None:
+    """Gives shards the gradients that the whole parameters have now: changed, set where none was, or dropped."""
+    gradients = {slot: None if whole is None else whole.grad for slot, whole in left.items()}
+    for line in flat_form(unit).lines:
+        shown = [line.slots] if line.flat is not None else [[slot] for slot in line.slots]
+        for slots in shown:
+            param = slots[0].sharded
+            given = [(slot, gradient) for slot in slots if (gradient := gradients.get(slot)) is not None]
+            if not given:
+                param.grad = None
+            elif param.grad is None and (param.numel() or not left[slots[0]].numel()):
+                param.grad = torch.zeros_like(param, dtype=param.grad_dtype)
+            for slot in slots if param.grad is not None else ():
+                part, gradient = shown_part(slot, param.grad), gradients.get(slot)
+                part.zero_() if gradient is None else part.copy_(own_elements(slot, gradient))
