@@ -190,12 +190,12 @@ class Flat:
                     requires_grad=first.requires_grad,
                 )
         slots: list[Slot] = []
-        for index, (each, dtype) in enumerate(zip(found, dtypes, strict=True)):
+        for index, (each, given) in enumerate(zip(found, dtypes, strict=True)):
             line = lines[params[index].kind]
             sharded = each.param if line.flat is None else line.flat
             span, start = layout.own_span(index, rank), layout.own_start(index, rank)
-            is_cast = dtype is not None
-            slots.append(FlatSlot(each, dtype or each.param.dtype, is_cast, line, span, start, sharded))
+            dtype, is_cast = given or each.param.dtype, given is not None
+            slots.append(FlatSlot(each, dtype, is_cast, line, span, start, sharded))
             each.param.grad = None
         self._numbers = {slot: index for index, slot in enumerate(slots)}
         return slots

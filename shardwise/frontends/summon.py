@@ -208,16 +208,17 @@ def _write_back(unit: Unit, left: dict[FlatSlot, torch.Tensor | None]) -> None:
 
 def _write_back_gradients(unit: Unit, left: dict[FlatSlot, torch.Tensor | None]) -> None:
     """Gives shards the gradients that the whole parameters have now: changed, set where none was, or dropped."""
-    gradients = {slot: None if whole is None else whole.grad for slot, whole in left.items()}
+    gradients = {slot: whole.grad for slot, whole in left.items() if whole is not None}
     for line in flat_form(unit).lines:
         shown = [line.slots] if line.flat is not None else [[slot] for slot in line.slots]
         for slots in shown:
             param = slots[0].sharded
-            given = [(slot, gradient) for slot in slots if (gradient := gradients.get(slot)) is not None]
-            if not given:
+            if all(gradients.get(slot) is None for slot in slots):
                 param.grad = None
-            elif param.grad is None and (param.numel() or not left[slots[0]].numel()):
+                continue
+            if param.grad is None and (param.numel() or 0 in slots[0].shape):
                 param.grad = torch.zeros_like(param, dtype=param.grad_dtype)
-            for slot in slots if param.grad is not None else ():
-                part, gradient = shown_part(slot, param.grad), gradients.get(slot)
-                part.zero_() if gradient is None else part.copy_(own_elements(slot, gradient))
+            if param.grad is not None:
+                for slot in slots:
+                    part, gradient = shown_part(slot, param.grad), gradients.get(slot)
+                    part.zero_() if gradient is None else part.copy_(own_elements(slot, gradient))
