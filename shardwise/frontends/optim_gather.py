@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ class _Report:
 
     problem: str | None = None
     states: dict[str, dict[str, _Told]] = field(default_factory=dict)
-    groups: list[list[str]] = field(default_factory=list)
+    groups: list[tuple[list[str], State]] = field(default_factory=list)
 
 
 def named_state(
@@ -87,7 +88,7 @@ def named_state(
             raise problem
         _check_all_can(holdings, reports)
         state = _named_states(holdings, groups, stepped, kind, reports)
-        names = _names_by_group(groups, reports)
+        names = _names_by_group(groups, stepped.options, reports)
     if isinstance(config, FullOptimStateDictConfig) and config.rank0_only and not is_first_rank(model):
         return {}
     order = {name: number for number, name in enumerate(holdings.names)}
@@ -134,8 +135,11 @@ def _report(groups: list[list[Held]], stepped: Stepped, problem: ConfigError | N
                     key: _told(key, value, held.param) for key, value in stepped.state_of(held.param).items()
                 }
                 states.update(dict.fromkeys(held.names, told))
-    names = [[name for held in group for name in held.names] for group in groups]
-    return _Report(None if problem is None else str(problem).splitlines()[0], states, names)
+    named = [
+        ([name for held in group for name in held.names], options)
+        for group, options in zip(groups, stepped.options, strict=False)
+    ]
+    return _Report(None if problem is None else str(problem).splitlines()[0], states, named)
 
 
 def _told(key: str, value: Any, param: torch.Tensor) -> _Told:
@@ -167,17 +171,25 @@ def _check_all_can(holdings: Holdings, by_group: dict[GroupCalls, list[_Report]]
                 )
 
 
-def _names_by_group(groups: list[list[Held]], reports: dict[GroupCalls, list[_Report]]) -> list[list[str]]:
-    """The names of each of the optimizer's groups; what peers alone hold goes where its neighbours are."""
+def _names_by_group(
+    groups: list[list[Held]], options: list[State], by_group: dict[GroupCalls, list[_Report]]
+) -> list[list[str]]:
+    """The names of each of the optimizer's groups; what peers alone hold goes where its neighbours are, or its like."""
     own = [[name for held in group for name in held.names] for group in groups]
     group_of = {name: number for number, names in enumerate(own) for name in names}
-    for told in reports.values():
-        for names in (names for report in told for names in report.groups):
-            number = next((group_of[name] for name in names if name in group_of), None)
-            if number is not None:
-                own[number] += (missing := [name for name in names if name not in group_of])
-                group_of.update(dict.fromkeys(missing, number))
+    for names, settings in (group for told in by_group.values() for report in told for group in report.groups):
+        missing = [name for name in names if name not in group_of]
+        known = (group_of[name] for name in names if name in group_of)
+        alike = (number for number, other in enumerate(options) if _are_alike(other, settings))
+        number = next(chain(known, alike), None) if missing else None
+        if number is not None:
+            own[number] += missing
+            group_of.update(dict.fromkeys(missing, number))
     return own
+
+
+def _are_alike(one: State, other: State) -> bool:
+    return one.keys() == other.keys() and all(is_same(one[key], other[key]) for key in one)
 
 
 # --- what they agree on, and gather ---------------------------------------------------------------------------------
