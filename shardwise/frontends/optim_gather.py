@@ -177,7 +177,9 @@ def _names_by_group(
     """The names of each of the optimizer's groups; what peers alone hold goes where its neighbours are, or its like."""
     own = [[name for held in group for name in held.names] for group in groups]
     group_of = {name: number for number, names in enumerate(own) for name in names}
-    for names, settings in (group for told in by_group.values() for report in told for group in report.groups):
+    for names, settings in (
+        group for told in by_group.values() for report in told for group in report.groups
+    ):
         missing = [name for name in names if name not in group_of]
         known = (group_of[name] for name in names if name in group_of)
         alike = (number for number, other in enumerate(options) if _are_alike(other, settings))
