@@ -136,6 +136,7 @@ class _Gradients:
 def _find_gradients(params: list[torch.Tensor], order: float) -> _Gradients:
     found = _Gradients()
     units = [_unit_of(param) for param in params]
+    _check_not_all_held(units)
     rows = _whole_rows(params, units, order)
     found.is_exact = any(unit is not None and unit.sums.is_exact for unit in units)
     for param, unit in zip(params, units, strict=True):
@@ -163,6 +164,17 @@ def _find_gradients(params: list[torch.Tensor], order: float) -> _Gradients:
         elif gradient is not None:
             found.plain.append(gradient)
     return found
+
+
+def _check_not_all_held(units: list[Unit | None]) -> None:
+    """Some units may reduce more seldom than others; where all of them have yet to, the norm would be of nothing."""
+    trained = [unit for unit in dict.fromkeys(units) if unit is not None and unit.gradients.num_trainable]
+    if trained and all(unit.gradients.are_held for unit in trained):
+        raise StateError(
+            "the gradients to clip are kept back: no backward has reduced them yet",
+            where=f"{_CALL}, unit '{trained[0].name}', rank {trained[0].rank}",
+            fix="run the last backward before it outside of no_sync(), or with set_requires_gradient_sync(True)",
+        )
 
 
 def _flat_parts(unit: Unit, param: torch.Tensor, gradient: torch.Tensor, order: float) -> list[torch.Tensor]:

@@ -8,7 +8,7 @@ parameter, and copied.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum, auto
 from typing import Any
 
@@ -54,16 +54,29 @@ def state_to_load(model: nn.Module, params: list[list[torch.Tensor]], named: Sta
             state[number] = _shard_state(each, [wholes.get(name, {}) for name in each.names], per_element)
     of_groups = {name for group in named["param_groups"] for name in group["params"]}
     state.update((name, value) for name, value in wholes.items() if name not in of_groups)
+    options = _options_by_group(model, groups, named["param_groups"])
     return {
         "state": state,
         "param_groups": [
-            {
-                **_options(model, group, named["param_groups"]),
-                "params": [numbers[id(each.param)] for each in group],
-            }
-            for group in groups
+            {**settings, "params": [numbers[id(each.param)] for each in group]}
+            for settings, group in zip(options, groups, strict=True)
         ],
     }
+
+
+def _options_by_group(
+    model: nn.Module, groups: list[list[Held]], saved: Sequence[Mapping[str, Any]]
+) -> list[State]:
+    """The settings of each group, by the names in it. An empty one takes those of one that was saved empty, or any."""
+    empty = iter([group for group in saved if not group["params"]])
+    return [
+        _options(model, group, saved) if group else _settings(next(empty, saved[0] if saved else {}))
+        for group in groups
+    ]
+
+
+def _settings(group: Mapping[str, Any]) -> State:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def _options(model: nn.Module, group: list[Held], saved: Iterable[Mapping[str, Any]]) -> State:
@@ -81,7 +94,7 @@ def _options(model: nn.Module, group: list[Held], saved: Iterable[Mapping[str, A
         )
     options: State = {}
     for number, name in enumerate(names):
-        found = {key: value for key, value in group_of[name].items() if key not in ("params", "param_names")}
+        found = _settings(group_of[name])
         if number == 0:
             options = found
         for key in {*found, *options} if found is not options else ():
@@ -241,8 +254,8 @@ def rekeyed(
         # torch goes by the place of a number, not by the number: they must stand as the optimizer has them.
         saved = state_dict["param_groups"]
         renumbered = [
-            {**_options(model, group, saved), "params": [keys[each.names[0]] for each in group]}
-            for group in groups
+            {**settings, "params": [keys[each.names[0]] for each in group]}
+            for settings, group in zip(_options_by_group(model, groups, saved), groups, strict=True)
         ]
     else:
         renumbered = [

@@ -56,6 +56,12 @@ def shown_whole(
     units = [unit for unit in dict.fromkeys(u for m in modules for u in units_of(m)) if is_flat(unit)]
     for unit in units:
         check_idle(unit, "summon_full_params")
+        if with_grads and unit.gradients.are_held:
+            raise StateError(
+                f"unit '{unit.name}' has gradients that no backward has reduced yet: there are no whole ones to show",
+                where=f"{where}, with_grads=True, rank {unit.rank}",
+                fix="run a backward outside of no_sync() first, or pass with_grads=False",
+            )
         if is_shown_whole(unit):
             raise StateError(
                 f"unit '{unit.name}' is shown whole already",
