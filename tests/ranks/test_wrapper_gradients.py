@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
-from shardwise.errors import RankDisagreement
+from shardwise.errors import RankDisagreement, StateError
 from shardwise.testing import run_ranks
 from shardwise.testing.workloads import seeded
 from tests.ranks.wrapped import ONE_AXIS
@@ -83,6 +83,28 @@ def zeroed_by_the_optimizer(strategy, orig, set_to_none):
 @pytest.mark.parametrize("strategy", ONE_AXIS)
 def test_zero_grad_of_an_optimizer_drops_gradients_held_without_sync(strategy, orig, set_to_none):
     run_ranks(zeroed_by_the_optimizer, 2, strategy, orig, set_to_none)
+
+
+def held_back():
+    for orig, strategy in itertools.product((False, True), ONE_AXIS):
+        model = linears(use_orig_params=orig, sharding_strategy=strategy)
+        model(torch.ones(2, 4)).sum().backward()
+        with model.no_sync():
+            model(torch.ones(2, 4)).sum().backward()
+        with pytest.raises(StateError, match="the gradients to clip are kept back"):
+            model.clip_grad_norm_(1.0)
+        summoned = FSDP.summon_full_params(model, with_grads=True)
+        with pytest.raises(StateError, match="no whole ones to show"), summoned:
+            pass
+        with FSDP.summon_full_params(model):
+            pass
+        model(torch.ones(2, 4)).sum().backward()
+        assert whole_gradients(model)["1.bias"].tolist() == [6.0] * 4
+        assert model.clip_grad_norm_(1.0) > 6.0
+
+
+def test_gradients_held_without_sync_are_neither_clipped_nor_shown_as_if_there_were_none():
+    run_ranks(held_back, 2)
 
 
 # --- ranks without elements -------------------------------------------------------------------------------------------

@@ -322,6 +322,24 @@ def test_states_that_one_flat_parameter_cannot_hold_are_refused():
     run_ranks(unlike_ones, 2)
 
 
+def empty_groups(orig):
+    """A group without parameters keeps its place and its settings."""
+    model = layers(orig)
+    params = list(model.parameters())
+    optim = adam([{"params": params}, {"params": [], "lr": 0.5}])
+    step(model, optim)
+    state = FSDP.full_optim_state_dict(model, optim, rank0_only=False)
+    other = adam([{"params": [], "lr": 7.0}, {"params": params, "lr": 7.0}])
+    FSDP.optim_state_dict_to_load(model, other, state, load_directly=True)
+    assert [group["lr"] for group in other.param_groups] == [0.5, 0.02]
+    step(model, other)
+
+
+@pytest.mark.parametrize("orig", [False, True])
+def test_empty_groups_have_settings_too(orig):
+    run_ranks(empty_groups, 2, orig)
+
+
 def different_shards():
     model = layers(True)
     optim = adam(model.parameters())
