@@ -123,3 +123,45 @@ def offloaded():
 
 def test_steps_on_the_host_are_seen_by_the_next_forward():
     run_ranks(offloaded, 2)
+
+
+class Skipping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.skips = False
+
+    def forward(self, x):
+        x = self.first(x)
+        return x if self.skips else self.second(x)
+
+
+def gathered_early():
+    """Units that were gathered ahead and not used, with a write to the shards before the next forward."""
+    x = torch.ones(2, 6)
+    for orig, moment in itertools.product((False, True), ("alone", "skipped", "skipped with grad")):
+        plain = seeded(Skipping())
+        model = seeded(Skipping())
+        options = {"forward_prefetch": True, "use_orig_params": orig}
+        model.first, model.second = FSDP(model.first, **options), FSDP(model.second, **options)
+        model = FSDP(model, **options)
+        for _ in range(2):
+            model(x).sum().backward()
+        with torch.set_grad_enabled(moment == "skipped with grad"):
+            if moment == "alone":
+                model.module.first(x)
+            else:
+                model.module.skips = True
+                model(x)
+                model.module.skips = False
+        with torch.no_grad():
+            for param in (*model.parameters(), *plain.parameters()):
+                param.mul_(0.5)
+            torch.testing.assert_close(model(x), plain(x), msg=moment)
+
+
+@pytest.mark.xfail(
+    strict=True, reason="a gather that was issued ahead is not called off when nothing used it"
+)
+def test_a_unit_that_was_gathered_ahead_and_not_used_is_gathered_anew():
+    run_ranks(gathered_early, 2)
