@@ -7,8 +7,10 @@ first place where they part. Control traffic goes over the unit's own group and 
 from __future__ import annotations
 
 import hashlib
+import pickle
 from collections.abc import Sequence
 from itertools import zip_longest
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -60,3 +62,16 @@ def gather_bytes(own: bytes, calls: GroupCalls, device: torch.device) -> list[by
     calls.issue_all_gather(received, sent, _COMPARE).wait()
     everything = bytes(received.cpu().tolist())
     return [everything[start : start + len(own)] for start in range(0, len(everything), len(own))]
+
+
+def gather_objects(own: Any, calls: GroupCalls) -> list[Any]:
+    """Every rank's object, in rank order; between steps, for what differs in size from rank to rank."""
+    if calls.world == 1:
+        return [own]
+    pickled = pickle.dumps(own)
+    with unseen_by_modes(), torch.inference_mode(False), torch.no_grad():
+        sizes = gather_bytes(len(pickled).to_bytes(8, "little"), calls, calls.device)
+        longest = max(int.from_bytes(size, "little") for size in sizes)
+        # Pickles end by themselves: what follows is not read.
+        padded = gather_bytes(pickled.ljust(longest, b"\0"), calls, calls.device)
+    return [pickle.loads(entry) for entry in padded]

@@ -267,7 +267,7 @@ class ExactReduction(Reduction):
                         where=f"backward, rank {plan.mesh.rank}",
                         fix="use register_post_accumulate_grad_hook, which sees the sum; or leave exact=True out",
                     )
-                if part.slot in received or number in known:
+                if (part.slot in received or number in known) and not part.is_none:
                     base = tally.base(number, None if number in known else part.slot.sharded.grad)
                     gradient = self._part_of(runs, part, base)
                     part.slot.sharded.grad = given[number] = part.slot.gradient(gradient)

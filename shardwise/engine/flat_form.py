@@ -52,12 +52,13 @@ class Line:
 class FlatSlot(Slot):
     """One parameter of a line. ``span`` is what this rank holds of it, ``start`` where in the rank's share."""
 
-    __slots__ = ("line", "span", "start")
+    __slots__ = ("is_cast", "line", "span", "start")
 
     def __init__(
         self,
         found: Found,
         compute_dtype: torch.dtype,
+        is_cast: bool,
         line: Line,
         span: Span,
         start: int,
@@ -70,6 +71,8 @@ class FlatSlot(Slot):
         self.shape = tuple(param.shape)
         self.stored_dtype = param.dtype
         self.compute_dtype = compute_dtype
+        # Whether a policy says what is computed in, or the parameter itself.
+        self.is_cast = is_cast
         self.sharded = sharded
         self.local = param.detach().reshape(-1)[span.start : span.stop]
         self.unsharded = sharded
@@ -125,7 +128,7 @@ class FlatSlot(Slot):
         self.sharded = param
         whole = param.detach().reshape(-1)
         self.local = whole if self.line.flat is None else whole[self.start : self.start + self.span.numel]
-        if self.compute_dtype == self.stored_dtype:
+        if not self.is_cast:
             self.compute_dtype = param.dtype
         self.stored_dtype = param.dtype
         if self.line.flat is not None:
@@ -168,10 +171,11 @@ class Flat:
         lines: dict[Hashable, Line] = {}
         params, dtypes = [], []
         for each in found:
-            dtype = self._compute_dtype(each, precision)
-            kind = (each.param.dtype, dtype, each.param.requires_grad)
+            given = self._given_dtype(each, precision)
+            dtype = given or each.param.dtype
+            kind = (each.param.dtype, dtype, given is not None, each.param.requires_grad)
             lines.setdefault(kind, Line(kind, is_whole=mesh.shard.world == 1))
-            dtypes.append(dtype)
+            dtypes.append(given)
             params.append(
                 RowParam(tuple(each.param.shape), 0, kind, each.param.dtype.itemsize, dtype.itemsize)
             )
@@ -188,21 +192,22 @@ class Flat:
                     requires_grad=first.requires_grad,
                 )
         slots: list[Slot] = []
-        for index, (each, dtype) in enumerate(zip(found, dtypes, strict=True)):
+        for index, (each, given) in enumerate(zip(found, dtypes, strict=True)):
             line = lines[params[index].kind]
             sharded = each.param if line.flat is None else line.flat
             span, start = layout.own_span(index, rank), layout.own_start(index, rank)
-            slots.append(FlatSlot(each, dtype, line, span, start, sharded))
+            dtype, is_cast = given or each.param.dtype, given is not None
+            slots.append(FlatSlot(each, dtype, is_cast, line, span, start, sharded))
             each.param.grad = None
         self._numbers = {slot: index for index, slot in enumerate(slots)}
         return slots
 
-    def _compute_dtype(self, found: Found, precision: MixedPrecisionPolicy) -> torch.dtype:
-        param = found.param
-        casts = param.is_floating_point() and not any(
+    def _given_dtype(self, found: Found, precision: MixedPrecisionPolicy) -> torch.dtype | None:
+        """What the policy says a parameter is computed in; None: as it is stored."""
+        casts = found.param.is_floating_point() and not any(
             place.module in self._as_stored for place in found.places
         )
-        return precision.param_dtype if casts and precision.param_dtype is not None else param.dtype
+        return precision.param_dtype if casts else None
 
     def plan(self, params: list[RowParam], world: int) -> Layout:
         self.layout = plan_flat(params, world)
@@ -222,7 +227,13 @@ class Flat:
     def parts(self, slots: list[Slot], packing: Packing, rank: int) -> list[Part]:
         if self._holder is None:
             return [
-                replace(part, shape=slot.shown_shape, strides=contiguous_strides(slot.shown_shape))
+                replace(
+                    part,
+                    shape=slot.shown_shape,
+                    strides=contiguous_strides(slot.shown_shape),
+                    # As torch has it; but a parameter that has no elements at all is trained like any other.
+                    is_none=slot.span.numel == 0 and 0 not in slot.shape,
+                )
                 for part, slot in zip(parts_by_slot(slots, packing, rank), slots, strict=True)
                 if isinstance(slot, FlatSlot)
             ]

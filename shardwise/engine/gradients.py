@@ -31,7 +31,7 @@ class Part:
     """Where the gradient of a sharded parameter lies in its run of the own row.
 
     ``slot`` shows that parameter; ``members`` are the numbers of the full gradients it is made of. ``is_run``: the run
-    is this gradient and nothing else.
+    is this gradient and nothing else. ``is_none``: this rank has no element of the parameter, and its gradient is None.
     """
 
     slot: Slot
@@ -41,6 +41,7 @@ class Part:
     strides: tuple[int, ...]
     members: tuple[int, ...]
     is_run: bool = False
+    is_none: bool = False
 
 
 # Which of a reduce's gradients came; None if all did, as is usual.

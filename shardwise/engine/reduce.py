@@ -158,7 +158,9 @@ class PackedReduce:
             for section in packing.sections
         ]
         self.parts = form.parts(slots, packing, mesh.shard.rank)
-        self.part_numels = _numels_end_to_end(self.parts, self.runs)
+        given = [part for part in self.parts if not part.is_none]
+        self.num_given = len(given)
+        self.part_numels = _numels_end_to_end(given, self.runs)
         # The own row serves as the gradient buffer as it is.
         self.is_one_run = (
             len(self.runs) == 1 and self.runs[0].dtype == self.sum_dtype and shard_device == mesh.device

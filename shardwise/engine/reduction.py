@@ -260,12 +260,14 @@ class Reduction:
         with plain_attributes():
             for part in self._received:
                 param = part.slot.sharded
+                if post_accumulate_hooks(param):
+                    hooked.append(part.slot)
+                if part.is_none:
+                    continue
                 if param._backward_hooks:
                     self._give_through_hooks(part)
                 else:
                     (given if param.grad is None else added).append(part)
-                if post_accumulate_hooks(param):
-                    hooked.append(part.slot)
             if added:
                 self._add_to_existing(added)
             if self._buffer is not None and given:
@@ -292,7 +294,7 @@ class Reduction:
     def _cut(self, parts: list[Part]) -> Sequence[torch.Tensor]:
         """The gradients of these parts, in their order."""
         numels = self.plan.part_numels
-        if numels is not None and len(parts) == len(self.plan.parts):
+        if numels is not None and len(parts) == self.plan.num_given:
             return self._runs[0].split_with_sizes(numels)
         return [self._gradient(part) for part in parts]
 
@@ -315,7 +317,17 @@ class Reduction:
 
 
 def run_user_hooks(slots: list[Slot]) -> None:
-    """Runs the users' post-accumulate hooks, now that the gradients are in place."""
+    """Runs the users' post-accumulate hooks, now that the gradients are in place.
+
+    All ranks run the same hooks, because an optimizer that steps in one meets its peers: where a rank has no element
+    of the parameter, the hook finds an empty gradient for as long as it runs.
+    """
     for slot in slots:
-        for hook in tuple((post_accumulate_hooks(slot.sharded) or {}).values()):
-            hook(slot.sharded)
+        param = slot.sharded
+        has_none = param.grad is None and param.numel() == 0
+        if has_none:
+            param.grad = torch.empty_like(param, dtype=param.grad_dtype)
+        for hook in tuple((post_accumulate_hooks(param) or {}).values()):
+            hook(param)
+        if has_none:
+            param.grad = None

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from shardwise.engine.binding import is_member, membership
+from shardwise.engine.binding import is_member, membership, units_of
 from shardwise.engine.gradients import make_traceable
 from shardwise.errors import StateError
 from shardwise.torch_internals import (
@@ -125,14 +125,16 @@ def optimizer_zeroed(optimizer: Optimizer, set_to_none: bool) -> None:
 
 
 def _module_zeroed(module: nn.Module, set_to_none: bool) -> None:
-    """The parameters that a module shows between forward and backward may be the gathered ones."""
+    """The parameters that a module shows now may be the gathered ones, or whole ones between steps."""
     shards: dict[torch.Tensor, None] = {}
     units: dict[Unit, None] = {}
     for child in module.modules():
-        for param in parameters_of(child).values():
-            if param is not None and (found := membership(param)) is not None:
-                units[found[0]] = None
-                shards[found[1].sharded] = None
+        found = [(unit, slot) for unit in units_of(child) for slot in unit.slots]
+        shown = [param for param in parameters_of(child).values() if param is not None]
+        found += [member for param in shown if (member := membership(param)) is not None]
+        for unit, slot in found:
+            units[unit] = None
+            shards[slot.sharded] = None
     for shard in shards:
         _zero_gradient(shard, set_to_none)
     for unit in units:

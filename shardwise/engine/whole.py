@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from shardwise.comm.agreement import gather_objects
 from shardwise.engine.flat_form import Flat, FlatSlot, Line
 from shardwise.engine.unit import Unit
+from shardwise.errors import RankDisagreement
 from shardwise.torch_internals import unseen_by_modes
 
 
@@ -41,12 +43,15 @@ def whole_of(value: Any) -> Any:
     return on_device.full_tensor().to(value.device)
 
 
-def share_of(line: Line, parts: Sequence[torch.Tensor | None], share_numel: int) -> torch.Tensor | None:
-    """A rank's share of a line, put together from what it has of each parameter; None if it has nothing at all."""
-    present = [part for part in parts if part is not None]
-    if not present:
-        return None
-    share = present[0].new_zeros(share_numel)
+def share_of(
+    line: Line,
+    parts: Sequence[torch.Tensor | None],
+    share_numel: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    """A rank's share of a line, put together from what it has of each parameter; zeros where it has nothing."""
+    share = torch.zeros(share_numel, dtype=dtype, device=device)
     for slot, part in zip(line.slots, parts, strict=True):
         if part is not None:
             share[slot.start : slot.start + slot.span.numel] = part.reshape(-1)
@@ -98,19 +103,45 @@ def gather_parameters(unit: Unit) -> dict[FlatSlot, torch.Tensor]:
 
 def gather_gradients(unit: Unit) -> dict[FlatSlot, torch.Tensor]:
     """Every gradient that shards have, whole. Every rank must call it, and have gradients of the same parameters."""
+    dtypes = _dtypes_of_gradients(unit)
     found: dict[FlatSlot, torch.Tensor] = {}
     for number, line in enumerate(flat_form(unit).lines):
-        parts = [_part_of_gradient(slot) for slot in line.slots]
-        share = share_of(line, parts, flat_form(unit).layout.segments[number].numel)
-        if share is None:
-            continue
-        wholes = wholes_of(unit, number, gather_line(unit, share))
-        found.update(
-            (slot, whole)
-            for slot, whole, part in zip(line.slots, wholes, parts, strict=True)
-            if part is not None
-        )
+        share_numel = flat_form(unit).layout.segments[number].numel
+        for dtype in dict.fromkeys(dtypes[slot] for slot in line.slots if slot in dtypes):
+            chosen = [slot if dtypes.get(slot) is dtype else None for slot in line.slots]
+            parts = [None if slot is None else _part_of_gradient(slot) for slot in chosen]
+            share = share_of(line, parts, share_numel, dtype, unit.mesh.device)
+            wholes = wholes_of(unit, number, gather_line(unit, share))
+            found.update(
+                (slot, whole) for slot, whole in zip(chosen, wholes, strict=True) if slot is not None
+            )
     return found
+
+
+def _dtypes_of_gradients(unit: Unit) -> dict[FlatSlot, torch.dtype]:
+    """The dtypes of the gradients that the ranks have; a rank without elements of a parameter has none of it."""
+    slots = flat_slots(unit)
+    own = [None if (gradient := slot.sharded.grad) is None else gradient.dtype for slot in slots]
+    by_rank = gather_objects(own, unit.mesh.shard)
+    dtypes: dict[FlatSlot, torch.dtype] = {}
+    for index, slot in enumerate(slots):
+        told = {rank: by_rank[rank][index] for rank in ranks_with_elements(unit, index)}
+        if len(set(told.values())) > 1:
+            raise RankDisagreement(
+                f"the gradient of parameter '{slot.name}' is not the same kind on all ranks: "
+                + ", ".join(f"{dtype or 'none'} on rank {rank} of the group" for rank, dtype in told.items()),
+                where=f"unit '{unit.name}', rank {unit.rank}, with_grads=True",
+                fix="drop or set gradients on all ranks alike",
+            )
+        if dtype := next(iter(told.values()), None):
+            dtypes[slot] = dtype
+    return dtypes
+
+
+def ranks_with_elements(unit: Unit, index: int) -> list[int]:
+    """The ranks of the shard group that hold some of a slot; all of them where there is nothing to hold."""
+    layout, ranks = flat_form(unit).layout, range(unit.mesh.shard.world)
+    return [rank for rank in ranks if layout.own_span(index, rank).numel] or list(ranks)
 
 
 def _part_of_gradient(slot: FlatSlot) -> torch.Tensor | None:

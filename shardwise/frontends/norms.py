@@ -96,6 +96,24 @@ def clip_grad_norm_(
     return total
 
 
+def dtype_of_gradients(params: Iterable[torch.Tensor]) -> torch.dtype | None:
+    """The real dtype that holds the gradients of all these parameters; None if there is none.
+
+    A shard without elements has no gradient, but peers may have: all ranks must come to the same.
+    """
+    dtype: torch.dtype | None = None
+    for param in params:
+        gradient = param.grad
+        if gradient is not None:
+            own = gradient.dtype
+        elif param.requires_grad and param.numel() == 0:
+            own = param.grad_dtype or param.dtype
+        else:
+            continue
+        dtype = own if dtype is None else torch.promote_types(dtype, own)
+    return None if dtype is None else dtype.to_real()
+
+
 class _Placed(NamedTuple):
     """Elements that lie on a mesh, and the axes over which they are sharded; none where a gradient is missing."""
 
@@ -118,6 +136,7 @@ class _Gradients:
 def _find_gradients(params: list[torch.Tensor], order: float) -> _Gradients:
     found = _Gradients()
     units = [_unit_of(param) for param in params]
+    _check_not_all_held(units)
     rows = _whole_rows(params, units, order)
     found.is_exact = any(unit is not None and unit.sums.is_exact for unit in units)
     for param, unit in zip(params, units, strict=True):
@@ -145,6 +164,17 @@ def _find_gradients(params: list[torch.Tensor], order: float) -> _Gradients:
         elif gradient is not None:
             found.plain.append(gradient)
     return found
+
+
+def _check_not_all_held(units: list[Unit | None]) -> None:
+    """Some units may reduce more seldom than others; where all of them have yet to, the norm would be of nothing."""
+    trained = [unit for unit in dict.fromkeys(units) if unit is not None and unit.gradients.num_trainable]
+    if trained and all(unit.gradients.are_held for unit in trained):
+        raise StateError(
+            "the gradients to clip are kept back: no backward has reduced them yet",
+            where=f"{_CALL}, unit '{trained[0].name}', rank {trained[0].rank}",
+            fix="run the last backward before it outside of no_sync(), or with set_requires_gradient_sync(True)",
+        )
 
 
 def _flat_parts(unit: Unit, param: torch.Tensor, gradient: torch.Tensor, order: float) -> list[torch.Tensor]:

@@ -1,6 +1,6 @@
-"""Optimizer states of wrapped models: by name and whole (or in DTensors), and back into this rank's shards.
+"""Optimizer states of wrapped models, taken: whole ones or DTensors, by name, into this rank's shards.
 
-    optimizer's state of shards ──gather──▶ whole, by parameter name ──cut──▶ shards, of any world and either face
+    optimizer's state of shards ──optim_gather──▶ whole, by parameter name ──cut──▶ shards, of any world and either face
 
 A state tensor shaped like its parameter is cut like it. Everything else (a step count, say) is the same for all of a
 parameter, and copied.
@@ -8,35 +8,20 @@ parameter, and copied.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum, auto
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from shardwise.comm.mesh import DataMesh
-from shardwise.engine.binding import clean_name, units_of
-from shardwise.engine.flat_form import FlatSlot, Line
-from shardwise.engine.unit import Unit
-from shardwise.engine.whole import (
-    flat_form,
-    gather_line,
-    is_flat,
-    own_elements,
-    share_of,
-    shown_part,
-    whole_of,
-    wholes_of,
-)
-from shardwise.errors import CheckpointError, ConfigError
-from shardwise.frontends.state_types import FullOptimStateDictConfig, StateDictSettings, StateDictType
-from shardwise.frontends.wrapper_state import rows_of
-from shardwise.torch_internals import parameters_of
-
-State = dict[str, Any]
+from shardwise.comm.agreement import gather_objects
+from shardwise.engine.state_span import StateSpan
+from shardwise.engine.whole import own_elements, share_of, whole_of
+from shardwise.errors import CheckpointError, ConfigError, RankDisagreement
+from shardwise.frontends.optim_gather import is_cut, is_same
+from shardwise.frontends.optim_held import Held, Holdings, State, mesh_of
 
 
 class OptimStateKeyType(Enum):
@@ -46,250 +31,208 @@ class OptimStateKeyType(Enum):
     PARAM_ID = auto()
 
 
-@dataclass
-class _Held:
-    """One parameter that an optimizer steps: whose elements it holds, or its own name if it is no shard."""
-
-    param: torch.Tensor
-    names: list[str]
-    local_name: str
-    unit: Unit | None = None
-    number: int = 0
-    line: Line | None = None
-    slots: list[FlatSlot] | None = None
-
-
-def _names_of_slots(model: nn.Module) -> dict[FlatSlot, str]:
-    """Each slot's name in ``model``: that of the first place that shows it."""
-    places: dict[tuple[int, str], FlatSlot] = {}
-    for unit in _flat_units(model):
-        for slot in unit.slots:
-            assert isinstance(slot, FlatSlot)
-            places.update(((id(place.params), place.name), slot) for place in slot.places)
-    names: dict[FlatSlot, str] = {}
-    for path, module in model.named_modules():
-        params = parameters_of(module)
-        for name in params:
-            found = places.get((id(params), name))
-            if found is not None:
-                prefix = clean_name(path)
-                names.setdefault(found, f"{prefix}.{name}" if prefix else name)
-    return names
-
-
-def _flat_units(model: nn.Module) -> list[Unit]:
-    return [unit for unit in dict.fromkeys(u for m in model.modules() for u in units_of(m)) if is_flat(unit)]
-
-
-def _held_by(model: nn.Module, params: Iterable[torch.Tensor]) -> list[_Held]:
-    """What each of the optimizer's parameters holds, in the optimizer's order."""
-    names = _names_of_slots(model)
-    local_names = {id(param): clean_name(name) for name, param in model.named_parameters()}
-    known: dict[int, _Held] = {}
-    for unit in _flat_units(model):
-        for number, line in enumerate(flat_form(unit).lines):
-            groups = [line.slots] if line.flat is not None else [[slot] for slot in line.slots]
-            for slots in groups:
-                sharded = slots[0].sharded
-                own = [names[slot] for slot in slots]
-                local = local_names.get(id(sharded), own[0])
-                known[id(sharded)] = _Held(sharded, own, local, unit, number, line, slots)
-    for name, param in model.named_parameters():
-        known.setdefault(id(param), _Held(param, [clean_name(name)], clean_name(name)))
-    found = []
-    for number, stepped in enumerate(params):
-        if id(stepped) not in known:
-            raise ConfigError(
-                f"the optimizer's parameter number {number} of shape {tuple(stepped.shape)} is none of the model's",
-                where=f"optimizer state of {type(model).__name__}",
-                fix="make the optimizer from the wrapped model's parameters()",
-            )
-        found.append(known[id(stepped)])
-    return found
-
-
-def mesh_of(model: nn.Module) -> DataMesh | None:
-    """The ranks that share the outermost wrapped module."""
-    return next((unit.mesh for unit in _flat_units(model)), None)
-
-
-def is_first_rank(model: nn.Module) -> bool:
-    """Whether this is the first of the ranks that share the model; of all, if nothing of it is wrapped."""
-    mesh = mesh_of(model)
-    return dist.get_rank() == 0 if mesh is None else mesh.is_first
-
-
-def _params_of(optim: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [param for group in optim.param_groups for param in group["params"]]
-
-
-def _is_cut(key: str, value: Any, shape: torch.Size | tuple[int, ...]) -> bool:
-    """Whether a state has an element for each of the parameter's."""
-    return isinstance(value, torch.Tensor) and key != "step" and tuple(value.shape) == tuple(shape)
-
-
-# --- out ------------------------------------------------------------------------------------------------------------
-
-
-def named_state(model: nn.Module, optim: torch.optim.Optimizer, settings: StateDictSettings) -> State:
-    """The optimizer's state by parameter name, of the kind that is set. Every rank must call it."""
-    held = _held_by(model, _params_of(optim))
-    kind, config = settings.state_dict_type, settings.optim_state_dict_config
-    state: State = {}
-    for names, values in _named_values(held, optim, kind):
-        for name, value in zip(names, values, strict=True):
-            state[name] = {key: _offloaded(each, config.offload_to_cpu) for key, each in value.items()}
-    ordered = {name: state[name] for each in held for name in _shown_names(each, kind) if name in state}
-    by_param = {id(each.param): each for each in held}
-    groups = [
-        {
-            **{key: value for key, value in group.items() if key != "params"},
-            "params": [name for param in group["params"] for name in _shown_names(by_param[id(param)], kind)],
-        }
-        for group in optim.param_groups
-    ]
-    if isinstance(config, FullOptimStateDictConfig) and config.rank0_only and not is_first_rank(model):
-        return {}
-    return {"state": ordered, "param_groups": groups}
-
-
-def _shown_names(held: _Held, kind: StateDictType) -> list[str]:
-    """The names a parameter's state goes by: local states of a flat parameter by the flat parameter's own."""
-    return [held.local_name] if kind is StateDictType.LOCAL_STATE_DICT else held.names
-
-
-def _named_values(
-    held: list[_Held], optim: torch.optim.Optimizer, kind: StateDictType
-) -> Iterator[tuple[list[str], list[State]]]:
-    lines: dict[Line, list[_Held]] = {}
-    for each in held:
-        if each.line is None or kind is StateDictType.LOCAL_STATE_DICT:
-            if each.param in optim.state:
-                yield _shown_names(each, kind), [dict(optim.state[each.param])]
-        else:
-            lines.setdefault(each.line, []).append(each)
-    for line, members in lines.items():
-        unit, number = members[0].unit, members[0].number
-        assert unit is not None
-        names = {
-            slot: name for each in members for slot, name in zip(each.slots or (), each.names, strict=True)
-        }
-        values = _whole_states(unit, number, line, members, optim, kind)
-        yield [names[slot] for slot in values], list(values.values())
-
-
-def _whole_states(
-    unit: Unit,
-    number: int,
-    line: Line,
-    members: list[_Held],
-    optim: torch.optim.Optimizer,
-    kind: StateDictType,
-) -> dict[FlatSlot, State]:
-    """The states of one line's parameters: each key that is cut is gathered once for all of them."""
-    found: dict[FlatSlot, State] = {}
-    cut: dict[str, dict[FlatSlot, torch.Tensor]] = {}
-    for each in members:
-        for key, value in optim.state.get(each.param, {}).items():
-            for slot in each.slots or ():
-                if _is_cut(key, value, each.param.shape):
-                    found.setdefault(slot, {})[key] = None
-                    cut.setdefault(key, {})[slot] = shown_part(slot, value)
-                else:
-                    copied = value.clone() if isinstance(value, torch.Tensor) else value
-                    found.setdefault(slot, {})[key] = copied
-    for key, parts in cut.items():
-        share = share_of(
-            line, [parts.get(slot) for slot in line.slots], flat_form(unit).layout.segments[number].numel
-        )
-        assert share is not None
-        for slot, whole in zip(line.slots, wholes_of(unit, number, gather_line(unit, share)), strict=True):
-            if slot in parts:
-                is_sharded = kind is StateDictType.SHARDED_STATE_DICT and unit.mesh.shard.world > 1
-                found[slot][key] = rows_of(whole, unit) if is_sharded else whole.clone()
-    return found
-
-
-def _offloaded(value: Any, offloads: bool) -> Any:
-    return value.cpu() if offloads and isinstance(value, torch.Tensor) else value
-
-
 # --- in -------------------------------------------------------------------------------------------------------------
 
 
 def state_to_load(model: nn.Module, params: list[list[torch.Tensor]], named: State) -> State:
     """A state dict for ``optimizer.load_state_dict``: this rank's elements of ``named``, by the optimizer's numbers.
 
-    ``params`` are the optimizer's parameters by group.
+    ``params`` are the optimizer's parameters by group. Names decide what goes where, not the order of either.
     """
-    held = _held_by(model, [param for group in params for param in group])
+    holdings = Holdings(model)
+    groups = [holdings.of(group) for group in params]
+    held = [each for group in groups for each in group]
     numbers = {id(each.param): number for number, each in enumerate(held)}
-    wholes = {
-        name: {key: whole_of(value) for key, value in state.items()} for name, state in named["state"].items()
-    }
-    state: dict[int, State] = {}
+    wholes = _wholes(model, named["state"])
+    per_element = _keys_per_element(holdings, wholes)
+    state: dict[Any, Any] = {}
     for number, each in enumerate(held):
         if each.local_name in wholes and each.local_name not in each.names:
+            _check_local(each, wholes[each.local_name])
             state[number] = dict(wholes[each.local_name])
-        elif any(name in wholes for name in each.names):
-            state[number] = _shard_state(each, [wholes.get(name, {}) for name in each.names])
-    groups = []
-    for group in params:
-        names = {name for param in group for name in held[numbers[id(param)]].names}
-        names |= {held[numbers[id(param)]].local_name for param in group}
-        known = [saved for saved in named["param_groups"] if names & set(saved["params"])]
-        if not known and names:
-            raise CheckpointError(
-                f"the optimizer state has no group for the parameters {sorted(names)[:3]} ...",
-                where=f"optimizer state of {type(model).__name__}",
-                fix="load a state that was saved from an optimizer of the same model",
-            )
-        options = {key: value for key, value in known[0].items() if key != "params"} if known else {}
-        groups.append({**options, "params": [numbers[id(param)] for param in group]})
-    return {"state": state, "param_groups": groups}
+        elif any(wholes.get(name) for name in each.names):
+            state[number] = _shard_state(each, [wholes.get(name, {}) for name in each.names], per_element)
+    of_groups = {name for group in named["param_groups"] for name in group["params"]}
+    state.update((name, value) for name, value in wholes.items() if name not in of_groups)
+    options = _options_by_group(model, groups, named["param_groups"])
+    return {
+        "state": state,
+        "param_groups": [
+            {**settings, "params": [numbers[id(each.param)] for each in group]}
+            for settings, group in zip(options, groups, strict=True)
+        ],
+    }
 
 
-def _shard_state(held: _Held, states: list[State]) -> State:
+def _options_by_group(
+    model: nn.Module, groups: list[list[Held]], saved: Sequence[Mapping[str, Any]]
+) -> list[State]:
+    """The settings of each group, by the names in it. An empty one takes those of one that was saved empty, or any."""
+    empty = iter([group for group in saved if not group["params"]])
+    return [
+        _options(model, group, saved) if group else _settings(next(empty, saved[0] if saved else {}))
+        for group in groups
+    ]
+
+
+def _settings(group: Mapping[str, Any]) -> State:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _options(model: nn.Module, group: list[Held], saved: Iterable[Mapping[str, Any]]) -> State:
+    """The settings that a group's parameters were saved with: those of one group, or of several that are alike."""
+    group_of = {name: known for known in saved for name in known["params"]}
+    names = [
+        name for each in group for name in ([each.local_name] if each.local_name in group_of else each.names)
+    ]
+    where = f"optimizer state of {type(model).__name__}"
+    if missing := [name for name in names if name not in group_of]:
+        raise CheckpointError(
+            f"the optimizer state has no group for the parameters {missing[:3]}{' ...' if missing[3:] else ''}",
+            where=where,
+            fix="load a state that was saved from an optimizer of the same model",
+        )
+    options: State = {}
+    for number, name in enumerate(names):
+        found = _settings(group_of[name])
+        if number == 0:
+            options = found
+        for key in {*found, *options} if found is not options else ():
+            if key not in found or key not in options or not is_same(found[key], options[key]):
+                raise CheckpointError(
+                    f"'{names[0]}' and '{name}' are in one group of the optimizer, but were saved in two with other "
+                    f"settings: {key} is {options.get(key)!r} and {found.get(key)!r}",
+                    where=where,
+                    fix="make the optimizer with the groups it was saved with; flat parameters hold several "
+                    "parameters each, use_orig_params=True keeps them apart",
+                )
+    return options
+
+
+def _wholes(model: nn.Module, states: Mapping[str, Any]) -> dict[str, Any]:
+    """States with DTensors made whole, in one order on all ranks, which must have the same ones."""
+    sharded = {
+        (name, key): value
+        for name, state in states.items()
+        if isinstance(state, Mapping)
+        for key, value in state.items()
+        if isinstance(value, DTensor)
+    }
+    order = sorted(sharded, key=repr)
+    mesh = mesh_of(model)
+    if mesh is not None:
+        lines = [f"{entry} {tuple(sharded[entry].shape)} {sharded[entry].dtype}" for entry in order]
+        by_rank = gather_objects(lines, mesh.shard)
+        for rank, theirs in enumerate(by_rank):
+            if theirs != lines:
+                differing = sorted({*theirs} ^ {*lines})
+                raise RankDisagreement(
+                    f"ranks were given different optimizer states: {differing[:3]} differ on rank {rank} of the group",
+                    where=f"optimizer state of {type(model).__name__}, rank {mesh.rank}",
+                    fix="load the same checkpoint on every rank",
+                )
+    wholes = {entry: whole_of(sharded[entry]) for entry in order}
+    return {
+        name: {key: wholes.get((name, key), _plain(value)) for key, value in state.items()}
+        if isinstance(state, Mapping)
+        else state
+        for name, state in states.items()
+    }
+
+
+def _plain(value: Any) -> Any:
+    return value.elements if isinstance(value, StateSpan) else value
+
+
+def _keys_per_element(holdings: Holdings, wholes: Mapping[str, Any]) -> set[str]:
+    """The keys that have an element for each of a parameter's: a parameter without dims cannot tell them by shape."""
+    shapes = {name: slot.shape for slot, name in holdings.slot_names.items()}
+    known = [(shapes[name], key, value) for name in shapes for key, value in wholes.get(name, {}).items()]
+    told = {key for shape, key, _ in known if shape}
+    return {key for shape, key, value in known if is_cut(key, value, shape) and (shape or key not in told)}
+
+
+def _check_local(held: Held, state: Mapping[str, Any]) -> None:
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor) and value.dim() and not is_cut(key, value, held.param.shape):
+            raise _unfit(key, value, held.local_name, tuple(held.param.shape))
+
+
+def _unfit(key: str, value: torch.Tensor, name: str, shape: tuple[int, ...]) -> CheckpointError:
+    return CheckpointError(
+        f"state '{key}' of shape {tuple(value.shape)} does not fit a parameter of shape {shape}",
+        where=f"optimizer state of '{name}'",
+        fix="load a state that was saved from an optimizer of the same model",
+    )
+
+
+def _shard_state(held: Held, states: list[State], per_element: set[str]) -> State:
     """This rank's elements of the states of the parameters that one of the optimizer's holds."""
-    if held.slots is None:
+    if held.slots is None or held.line is None:
         return dict(states[0])
     sharded: State = {}
     for key in dict.fromkeys(key for state in states for key in state):
-        values = [state.get(key) for state in states]
-        first = next(value for value in values if value is not None)
         parts: list[torch.Tensor | None] = []
-        for slot, value in zip(held.slots, values, strict=True):
-            if held.line is not None and held.line.flat is None and _is_cut(key, value, held.param.shape):
+        copied: list[Any] = []
+        for slot, name, state in zip(held.slots, held.names, states, strict=True):
+            value: Any = state.get(key)
+            if held.line.flat is None and is_cut(key, value, held.param.shape) and slot.shape:
                 # This rank's own elements, as a local state dict has them.
                 parts.append(value)
-            elif value is None or not _is_cut(key, value, slot.shape):
-                if value is not None and isinstance(value, torch.Tensor) and value.dim() and key != "step":
-                    raise CheckpointError(
-                        f"state '{key}' of shape {tuple(value.shape)} does not fit a parameter of shape {slot.shape}",
-                        where=f"optimizer state of '{slot.name}'",
-                        fix="load a state that was saved from an optimizer of the same model",
-                    )
-                parts.append(None)
-            else:
+            elif key in per_element and is_cut(key, value, slot.shape):
                 parts.append(own_elements(slot, value).to(held.param.device))
-        if all(part is None for part in parts):
-            sharded[key] = first.clone() if isinstance(first, torch.Tensor) else first
-        elif held.line is not None and held.line.flat is not None:
-            sharded[key] = share_of(held.line, parts, held.param.numel())
+            elif isinstance(value, torch.Tensor) and value.dim() and key != "step":
+                raise _unfit(key, value, name, slot.shape)
+            else:
+                parts.append(None)
+                copied.append(value)
+        if len(copied) == len(parts):
+            sharded[key] = _one_of(held, key, copied)
+        elif held.line.flat is not None:
+            present = next(part for part in parts if part is not None)
+            sharded[key] = share_of(held.line, parts, held.param.numel(), present.dtype, held.param.device)
         else:
             sharded[key] = parts[0].clone().view(held.param.shape)  # type: ignore[union-attr]
     return sharded
+
+
+def _one_of(held: Held, key: str, values: list[Any]) -> Any:
+    """The one value that all parameters of a flat parameter have: an optimizer keeps no more than one for it."""
+    first = next(value for value in values if value is not None)
+    for name, value in zip(held.names, values, strict=True):
+        if value is None or not is_same(value, first):
+            raise CheckpointError(
+                f"'{key}' is not the same for all parameters of one flat parameter: {value!r} for '{name}', and "
+                f"{first!r} for another",
+                where=f"optimizer state of '{held.local_name}'",
+                fix="wrap with use_orig_params=True, which keeps the states of parameters apart",
+            )
+    return first.clone() if isinstance(first, torch.Tensor) else first
 
 
 # --- other keys -------------------------------------------------------------------------------------------------------
 
 
 def rekeyed(
-    state_dict: State, key_type: OptimStateKeyType, model: nn.Module, params: list[list[torch.Tensor]]
+    state_dict: State,
+    key_type: OptimStateKeyType,
+    model: nn.Module,
+    params: list[list[torch.Tensor]],
+    is_optimizers_own: bool,
 ) -> State:
-    """The same state by names instead of numbers, or the other way; ``model`` may be a plain one."""
-    names_of = [each.names[0] for each in _held_by(model, [param for group in params for param in group])]
-    keys: dict[Any, Any] = dict(enumerate(names_of))
+    """The same state by names instead of numbers, or the other way; ``model`` may be a plain one.
+
+    ``params`` are the optimizer's by group; or all of the model's, and then the groups are taken as they were saved.
+    """
+    groups = [Holdings(model).of(group) for group in params]
+    held = [each for group in groups for each in group]
+    if flat := next((each for each in held if len(each.names) > 1), None):
+        raise ConfigError(
+            f"'{flat.local_name}' holds {len(flat.names)} parameters: its one state goes by no parameter's name",
+            where="rekey_optim_state_dict",
+            fix="call FullyShardedDataParallel.optim_state_dict(model, optimizer) for a state by names",
+        )
+    keys: dict[Any, Any] = {number: each.names[0] for number, each in enumerate(held)}
     if key_type is OptimStateKeyType.PARAM_ID:
         keys = {name: number for number, name in keys.items()}
     elif key_type is not OptimStateKeyType.PARAM_NAME:
@@ -306,13 +249,19 @@ def rekeyed(
             where="rekey_optim_state_dict",
             fix="pass the model that the optimizer state belongs to",
         )
-    groups = [
-        {**group, "params": [keys[key] for key in group["params"] if key in keys]}
-        for group in state_dict["param_groups"]
-    ]
-    if key_type is OptimStateKeyType.PARAM_ID:
-        # torch takes the numbers of a group in the order of the optimizer's parameters.
-        for group in groups:
-            group["params"].sort()
     state = {keys[key]: value for key, value in state_dict["state"].items()}
-    return {**state_dict, "state": state, "param_groups": groups}
+    if key_type is OptimStateKeyType.PARAM_ID and is_optimizers_own:
+        # torch goes by the place of a number, not by the number: they must stand as the optimizer has them.
+        saved = state_dict["param_groups"]
+        renumbered = [
+            {**settings, "params": [keys[each.names[0]] for each in group]}
+            for settings, group in zip(_options_by_group(model, groups, saved), groups, strict=True)
+        ]
+    else:
+        renumbered = [
+            {**group, "params": sorted(keys[key] for key in group["params"] if key in keys)}
+            if key_type is OptimStateKeyType.PARAM_ID
+            else {**group, "params": [keys[key] for key in group["params"] if key in keys]}
+            for group in state_dict["param_groups"]
+        ]
+    return {**state_dict, "state": state, "param_groups": renumbered}

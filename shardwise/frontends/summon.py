@@ -7,7 +7,7 @@ afterwards, if asked to; gradients that no shard would take over are refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
@@ -56,6 +56,12 @@ def shown_whole(
     units = [unit for unit in dict.fromkeys(u for m in modules for u in units_of(m)) if is_flat(unit)]
     for unit in units:
         check_idle(unit, "summon_full_params")
+        if with_grads and unit.gradients.are_held:
+            raise StateError(
+                f"unit '{unit.name}' has gradients that no backward has reduced yet: there are no whole ones to show",
+                where=f"{where}, with_grads=True, rank {unit.rank}",
+                fix="run a backward outside of no_sync() first, or pass with_grads=False",
+            )
         if is_shown_whole(unit):
             raise StateError(
                 f"unit '{unit.name}' is shown whole already",
@@ -112,6 +118,7 @@ def one_shown_whole(
         gradients = {slot: gradient.cpu() for slot, gradient in gradients.items()}
     params = {slot: nn.Parameter(whole, slot.sharded.requires_grad) for slot, whole in wholes.items()}
     for slot, gradient in gradients.items():
+        params[slot].grad_dtype = gradient.dtype
         params[slot].grad = gradient
     marks = unit.modules[0].__dict__
     marks[WHOLE_ATTRIBUTE] = materializes
@@ -124,7 +131,9 @@ def one_shown_whole(
         unit.show_sharded()
         show_flats(unit)
         if writeback:
-            _write_back(unit, left, gradients)
+            _write_back(unit, left)
+            if with_grads:
+                _write_back_gradients(unit, left)
 
 
 def check_shows_whole(unit: Unit) -> None:
@@ -179,7 +188,7 @@ def _left_in(slot: FlatSlot, param: nn.Parameter) -> torch.Tensor | None:
     return next((each for each in found if each is not param), param)
 
 
-def _write_back(unit: Unit, left: dict[FlatSlot, torch.Tensor | None], gradients: Iterable[FlatSlot]) -> None:
+def _write_back(unit: Unit, left: dict[FlatSlot, torch.Tensor | None]) -> None:
     fitting = {slot: whole for slot, whole in left.items() if whole is not None and whole.shape == slot.shape}
     for slot, whole in left.items():
         if slot not in fitting:
@@ -191,7 +200,21 @@ def _write_back(unit: Unit, left: dict[FlatSlot, torch.Tensor | None], gradients
             )
     for slot, whole in fitting.items():
         write_parameter(slot, whole.detach())
-    for slot in gradients:
-        gradient, own = fitting[slot].grad, slot.sharded.grad
-        if gradient is not None and own is not None:
-            shown_part(slot, own).copy_(own_elements(slot, gradient))
+
+
+def _write_back_gradients(unit: Unit, left: dict[FlatSlot, torch.Tensor | None]) -> None:
+    """Gives shards the gradients that the whole parameters have now: changed, set where none was, or dropped."""
+    gradients = {slot: whole.grad for slot, whole in left.items() if whole is not None}
+    for line in flat_form(unit).lines:
+        shown = [line.slots] if line.flat is not None else [[slot] for slot in line.slots]
+        for slots in shown:
+            param = slots[0].sharded
+            if all(gradients.get(slot) is None for slot in slots):
+                param.grad = None
+                continue
+            if param.grad is None and (param.numel() or 0 in slots[0].shape):
+                param.grad = torch.zeros_like(param, dtype=param.grad_dtype)
+            if param.grad is not None:
+                for slot in slots:
+                    part, gradient = shown_part(slot, param.grad), gradients.get(slot)
+                    part.zero_() if gradient is None else part.copy_(own_elements(slot, gradient))

@@ -27,7 +27,7 @@ from shardwise.engine.unit import Unit
 from shardwise.engine.whole import is_flat
 from shardwise.errors import StateError
 from shardwise.frontends.comm_hook import reduce_with_hook
-from shardwise.frontends.norms import clip_grad_norm_
+from shardwise.frontends.norms import clip_grad_norm_, dtype_of_gradients
 from shardwise.frontends.options import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from shardwise.frontends.order import watchers_of
 from shardwise.frontends.state_dicts import not_copied
@@ -300,9 +300,12 @@ class FullyShardedDataParallel(WrapperOptions, ModelMethods):
         """Scales all gradients of the model down to a norm of at most ``max_norm``; returns the norm before.
 
         As of the unsharded model, whatever mix of strategies and ignored parameters it has; every rank must call it.
+        The norm is computed in float32 or wider, and returned in the dtype that holds all gradients, as torch has it.
         """
         self._check_outermost("clip_grad_norm_")
-        return clip_grad_norm_(self.parameters(), max_norm, norm_type)
+        params = list(self.parameters())
+        total = clip_grad_norm_(params, max_norm, norm_type)
+        return total.to(dtype_of_gradients(params) or total.dtype)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Reduces with ``hook`` instead: ``hook(state, full_gradients, own_shard)``, which fills the last.
@@ -312,26 +315,6 @@ class FullyShardedDataParallel(WrapperOptions, ModelMethods):
         self._check_outermost("register_comm_hook")
         check_not_exact(self._units, "register_comm_hook", "sums them in an order of its own")
         reduce_with_hook(self._units, state, hook)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops gradients, those of shards and those that ``no_sync`` keeps whole."""
-        units: dict[Unit, None] = {}
-        for module in self.modules():
-            units.update(dict.fromkeys(units_of(module)))
-            for param in module.parameters(recurse=False):
-                gradient = param.grad
-                if gradient is not None and set_to_none:
-                    param.grad = None
-                elif gradient is not None:
-                    if gradient.grad_fn is not None:
-                        gradient.detach_()
-                    gradient.requires_grad_(False).zero_()
-        for unit in units:
-            unit.gradients.drop()
-            for slot in unit.slots:
-                # What a module shows now may be the whole parameter.
-                if set_to_none:
-                    slot.sharded.grad = None
 
     def _check_outermost(self, call: str) -> None:
         if self.__dict__["_is_inner"]:

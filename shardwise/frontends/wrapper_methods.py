@@ -16,7 +16,9 @@ from torch import nn
 from shardwise.engine.accord import forget_torn_steps
 from shardwise.engine.binding import units_of
 from shardwise.errors import ConfigError
-from shardwise.frontends.optim_state import OptimStateKeyType, mesh_of, named_state, rekeyed, state_to_load
+from shardwise.frontends.optim_gather import named_state
+from shardwise.frontends.optim_held import mesh_of
+from shardwise.frontends.optim_state import OptimStateKeyType, rekeyed, state_to_load
 from shardwise.frontends.state_types import (
     FullOptimStateDictConfig,
     OptimStateDictConfig,
@@ -126,10 +128,11 @@ class ModelMethods(nn.Module):
     ) -> dict[str, Any]:
         """The optimizer's state by parameter name, of the kind that is set on ``model``; every rank must call it.
 
-        ``optim_state_dict`` and ``group`` are taken for compatibility: the state is the optimizer's, and its ranks are
-        the model's.
+        ``optim_state_dict`` is what ``optim.state_dict()`` gave, if it is not to be asked again. ``group`` is taken for
+        compatibility: the ranks are the model's. Optimizers of different ranks may list parameters in different orders,
+        but must hold the same ones, and the same kinds of state.
         """
-        return named_state(model, optim, ModelMethods.get_state_dict_type(model))
+        return named_state(model, optim, ModelMethods.get_state_dict_type(model), optim_state_dict)
 
     @staticmethod
     def full_optim_state_dict(
@@ -211,8 +214,13 @@ class ModelMethods(nn.Module):
         optim_input: OptimInput = None,
         optim: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
-        """A whole state by names instead of an optimizer's numbers, or the other way; ``model`` may be plain."""
-        return rekeyed(optim_state_dict, optim_state_key_type, model, _groups(model, optim_input, optim))
+        """A whole state by names instead of an optimizer's numbers, or the other way; ``model`` may be plain.
+
+        Without ``optim`` the optimizer is taken to list the parameters of each group in the model's order.
+        """
+        is_own = optim is not None or optim_input is not None
+        groups = _groups(model, optim_input, optim)
+        return rekeyed(optim_state_dict, optim_state_key_type, model, groups, is_own)
 
 
 def _from_first_rank(

@@ -18,10 +18,12 @@ from torch.distributed.tensor import DTensor
 from shardwise import trace
 from shardwise.engine.binding import WRAPPED_NAME, Place, clean_name, is_wrapper, units_of
 from shardwise.engine.flat_form import FlatSlot
+from shardwise.engine.state_span import StateSpan
 from shardwise.engine.storage import contiguous_strides
 from shardwise.engine.unit import Unit
 from shardwise.engine.whole import flat_form, flat_slots, is_flat, own_elements, shown_part, whole_of
 from shardwise.errors import CheckpointError
+from shardwise.frontends.local_shards import local_shard_of
 from shardwise.frontends.precision import own_buffer_dtypes
 from shardwise.frontends.state_types import FullStateDictConfig, StateDictType, settings_of
 from shardwise.frontends.summon import check_idle, is_shown_whole, one_shown_whole, show_flats
@@ -52,10 +54,12 @@ def give_state(
     prefix = options.get("prefix", args[1] if len(args) > 1 else "")
     check_idle(unit, "state_dict")
     whole_units: dict[int, Unit] = {}
+    shards: dict[str, tuple[Unit, list[FlatSlot]]] = {}
     with ExitStack() as stack:
         if settings.state_dict_type is LOCAL:
             unit.reshard(trace.IDLE)
             state = give(*args, **options)
+            shards = dict(_shards_by_key(wrapper, unit, prefix))
         else:
             for needed in dict.fromkeys((unit, *unit.needs)):
                 if is_flat(needed) and not is_shown_whole(needed):
@@ -67,6 +71,8 @@ def give_state(
             value = state.pop(key)
             if isinstance(value, torch.Tensor):
                 value = _given(value.detach(), whole_units, settings.state_dict_type)
+                if key in shards:
+                    value = local_shard_of(*shards[key], value)
                 if settings.state_dict_config.offload_to_cpu:
                     value = value.cpu()
             state[prefix + key[len(prefix) :].removeprefix(f"{WRAPPED_NAME}.")] = value
@@ -76,6 +82,23 @@ def give_state(
         for key in _last_with(prefix, state):
             del state[key]
     return state
+
+
+def _shards_by_key(
+    wrapper: nn.Module, unit: Unit, prefix: str
+) -> Iterator[tuple[str, tuple[Unit, list[FlatSlot]]]]:
+    """Where this wrapper's part of a local state dict has shards, and of which parameters."""
+    needed = [
+        each for each in dict.fromkeys((unit, *unit.needs)) if is_flat(each) and not is_shown_whole(each)
+    ]
+    if unit in needed:
+        for line in flat_form(unit).lines:
+            if line.flat is not None:
+                yield prefix + line.name, (unit, line.slots)
+    unit_of = {slot: each for each in needed for slot in flat_slots(each)}
+    for path, slot, place in own_places(wrapper, unit):
+        if slot.is_shown and slot in unit_of:
+            yield f"{prefix}{WRAPPED_NAME}.{path}{place.name}", (unit_of[slot], [slot])
 
 
 def _restore_buffers(wrapper: nn.Module, state: State, prefix: str) -> None:
@@ -146,6 +169,9 @@ class LoadHooks:
                 needed.reshard(trace.IDLE)
                 needed.take_back_replaced()
         if is_local:
+            for key, value in state.items():
+                if isinstance(value, StateSpan):
+                    state[key] = value.elements
             return
         hide_flats(unit)
         for path, slot, place in own_places(wrapper, unit):

@@ -172,10 +172,12 @@ def check_ranks_agree(
     index = first
     for number, group in enumerate(groups):
         lines.append(f"group {number} of {len(group['params'])} parameters{_simple_options(group)}")
-        for param in group["params"]:
-            lines.append(_description(index, param))
+        names = group.get("param_names", [""] * len(group["params"]))
+        for name, param in zip(names, group["params"], strict=True):
+            lines.append(_description(index, name, param))
             index += 1
     _check_same(lines, process_group)
+    _check_same_order([param for group in groups for param in group["params"]], process_group, first)
 
 
 def _simple_options(group: Mapping[str, Any]) -> str:
@@ -197,11 +199,44 @@ def _check_same(lines: Sequence[str], process_group: dist.ProcessGroup) -> None:
     )
 
 
-def _description(index: int, param: Tensor) -> str:
+def _check_same_order(params: Sequence[Tensor], process_group: dist.ProcessGroup, first: int) -> None:
+    """Raises on every rank if ranks bring the same values in different orders.
+
+    A parameter goes by its number. Ranks whose models were not made equal yet have other values, and nothing is said.
+    """
+    own = b"".join(map(_fingerprint, params))
+    by_rank = all_gather_bytes(own, process_group)
+    size = len(own) // max(len(params), 1)
+    prints = [[each[at : at + size] for at in range(0, len(each), size or 1)] for each in by_rank]
+    for rank, theirs in enumerate(prints):
+        if theirs != prints[0] and sorted(theirs) == sorted(prints[0]):
+            number = next(
+                at for at, (one, other) in enumerate(zip(theirs, prints[0], strict=True)) if one != other
+            )
+            raise RankDisagreement(
+                f"ranks bring their parameters in different orders: parameter {first + number} of rank 0 is parameter "
+                f"{first + theirs.index(prints[0][number])} of rank {rank}",
+                where=f"ZeroRedundancyOptimizer, found on every rank; this is rank {process_group.rank()}",
+                fix="pass the parameters in the same order on every rank",
+            )
+
+
+def _fingerprint(param: Tensor) -> bytes:
+    """A few bytes that tell parameters of one shape apart, as long as their values differ."""
+    if param.layout is not torch.strided or param.is_meta or isinstance(param, DTensor) or not param.numel():
+        return bytes(8)
+    row = param.detach()
+    for _ in range(param.dim() - 1):
+        row = row[0]
+    return hashlib.sha256(repr(row.reshape(-1)[:16].tolist()).encode()).digest()[:8]
+
+
+def _description(index: int, name: str, param: Tensor) -> str:
     trainable = "" if param.requires_grad else ", frozen"
     layout = f"strides {param.stride()}" if param.layout is torch.strided else "sparse"
+    called = f" '{name}'" if name else ""
     return (
-        f"parameter {index}: {str(param.dtype).removeprefix('torch.')} {tuple(param.shape)} "
+        f"parameter {index}{called}: {str(param.dtype).removeprefix('torch.')} {tuple(param.shape)} "
         f"{layout} on {param.device.type}{trainable}"
     )
 

@@ -15,15 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from shardwise.engine.state_span import StateSpan
 from shardwise.errors import CheckpointError
 from shardwise.plan.ownership import Piece
 from shardwise.torch_internals import map_tree
@@ -47,59 +41,6 @@ _LOOSE = "loose"
 _OF_NO_PIECE = ("param_groups", "memory_orders", _LOOSE)
 # Stands between a name and a tensor that would be taken for a span by its size.
 _NO_SPAN = "__no_span__"
-
-
-class StateSpan(Tensor):
-    """Elements of a larger flat tensor, which distributed checkpoints save and load as just that."""
-
-    start = 0
-    # What is computed from a span is a plain tensor, and has no larger one behind it.
-    total_numel = -1
-
-    @classmethod
-    def of(cls, elements: Tensor, start: int, total_numel: int) -> StateSpan:
-        span = elements.detach().as_subclass(cls)
-        span.start, span.total_numel = start, total_numel
-        return span
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> StateSpan:
-        copied = StateSpan.of(self.elements.clone(), self.start, self.total_numel)
-        memo[id(self)] = copied
-        return copied
-
-    @property
-    def elements(self) -> Tensor:
-        return self.as_subclass(Tensor)
-
-    def size(self, dim: Any = None) -> Any:
-        """The size of the larger tensor: what a checkpoint compares with what it holds."""
-        whole = torch.Size([self.total_numel]) if self.total_numel >= 0 else self.elements.size()
-        return whole if dim is None else whole[dim]
-
-    def _chunk(self) -> ChunkStorageMetadata:
-        return ChunkStorageMetadata(
-            offsets=torch.Size([self.start]), sizes=torch.Size([self.elements.numel()])
-        )
-
-    def __create_write_items__(self, fqn: str, _span: object) -> list[WriteItem]:
-        chunk = self._chunk()
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk=chunk,
-                    properties=TensorProperties.create_from_tensor(self.elements),
-                    size=torch.Size([self.total_numel]),
-                ),
-            )
-        ]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [self._chunk()]
-
-    def __get_tensor_shard__(self, _index: MetadataIndex) -> Tensor:
-        return self.elements
 
 
 def sharded_entries(partition: Partition, local: Mapping[Any, Any]) -> dict[str, Any]:

@@ -82,6 +82,35 @@ def finds_ranks_with_other_parameters() -> None:
         ZeroRedundancyOptimizer([torch.zeros(3, device=device())], SGD, lr=0.1, balanced=rank == 1)
 
 
+def finds_ranks_that_list_the_same_parameters_in_other_orders() -> None:
+    """Two layers of one shape: shapes alone do not tell which is which, names and values do."""
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(device())
+    params, named = list(model.parameters()), list(model.named_parameters())
+    _randomize(params, 3)
+    order = [params[2], params[1], params[0], params[3]] if is_last else params
+    with pytest.raises(RankDisagreement, match="parameter 0 of rank 0 is parameter 2 of rank"):
+        ZeroRedundancyOptimizer(order, SGD, lr=0.1)
+    swapped = [named[2], named[1], named[0], named[3]]
+    with torch.no_grad():
+        for param in params:
+            param.fill_(1.0)
+    with pytest.raises(
+        RankDisagreement, match=r"rank 0 has parameter 0 '0\.weight'.*has parameter 0 '1\.weight'"
+    ):
+        ZeroRedundancyOptimizer(swapped if is_last else named, SGD, lr=0.1)
+    # Ranks that are still to be made equal have other values, which is nobody's fault.
+    _randomize(params, dist.get_rank())
+    assert owned_numel(ZeroRedundancyOptimizer(params, SGD, lr=0.1)) > 0
+
+
+def _randomize(params: list[nn.Parameter], seed: int) -> None:
+    generator = torch.Generator(device()).manual_seed(seed)
+    with torch.no_grad():
+        for param in params:
+            param.normal_(generator=generator)
+
+
 def what_one_rank_refuses_keeps_no_other_waiting() -> None:
     """That rank raises its own error, the others say which it was; all go on with the next."""
     is_last = dist.get_rank() == dist.get_world_size() - 1

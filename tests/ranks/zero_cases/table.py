@@ -155,6 +155,9 @@ STATE = (
 ERRORS = (
     Claim(errors.refuses_bad_parameters, nccl=(2,), threads=(2,)),
     Claim(errors.finds_ranks_with_other_parameters, gloo=(3,), nccl=(2,), threads=(3,)),
+    Claim(
+        errors.finds_ranks_that_list_the_same_parameters_in_other_orders, gloo=(3,), nccl=(2,), threads=(2,)
+    ),
     Claim(errors.what_one_rank_refuses_keeps_no_other_waiting, gloo=(3,), nccl=(2,)),
     Claim(errors.keeps_its_groups_when_an_added_one_is_refused),
     Claim(errors.refuses_the_state_of_another_model, nccl=(2,)),
