@@ -158,8 +158,11 @@ class Hooks:
             if unit.needs or unit.is_top:
                 visit = Pass(self, root.window)
                 self._hold_and_gather(visit)
-            for chosen in unit.forward_prefetch:
+            for chosen in unit.forward_prefetch if root.in_forward else ():
                 chosen.issue_gather(trace.IN_FORWARD, in_forward=True, prefetch=True)
+                if chosen.root is not root:
+                    # This forward's end will not call it off if it is not used.
+                    chosen.keep()
             for needed in unit.needs:
                 needed.wait_gather()
         except BaseException as error:

@@ -75,6 +75,7 @@ def clip_grad_norm_(
             f"norm_type is {norm_type}, which is the order of no norm", where=_CALL, fix="pass 1, 2, inf, ..."
         )
     together = foreach is not False
+    params = list(dict.fromkeys(map(_sharded, params)))
     with torch.no_grad():
         found = _find_gradients(params, float(norm_type))
         total = _total_norm(found, float(norm_type), together)
@@ -182,6 +183,12 @@ def _flat_parts(unit: Unit, param: torch.Tensor, gradient: torch.Tensor, order: 
     if order > 0:
         return [gradient]
     return [shown_part(slot, gradient) for slot in flat_slots(unit) if slot.sharded is param]
+
+
+def _sharded(param: torch.Tensor) -> torch.Tensor:
+    """The shard of a parameter, which has the gradient also while a module shows the parameter gathered."""
+    taken = membership(param)
+    return taken[1].sharded if taken is not None and param is taken[1].unsharded else param
 
 
 def _unit_of(param: torch.Tensor) -> Unit | None:

@@ -160,8 +160,5 @@ def gathered_early():
             torch.testing.assert_close(model(x), plain(x), msg=moment)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a gather that was issued ahead is not called off when nothing used it"
-)
 def test_a_unit_that_was_gathered_ahead_and_not_used_is_gathered_anew():
     run_ranks(gathered_early, 2)
