@@ -20,11 +20,12 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from shardwise.plan.layout import Pad, Piece, RowParam, Section, Segment
+from shardwise.plan.layout import ALIGNMENT_BYTES, Pad, Piece, RowParam, Section, Segment
 from shardwise.plan.spans import Span, aligned, ceil_div
 
-# In elements, and the same for all sizes of elements, so that a cast moves no cut; it aligns each to 16 bytes.
-GRID = 16
+# In elements, and the same for all sizes of elements, so that a cast moves no cut: for those of two bytes it is the
+# alignment that all parameters have.
+GRID = ALIGNMENT_BYTES // 2
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,9 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-ALIGNMENT_BYTES = 16
+# Where torch's own tensors begin, too. Kernels for matrices choose how they go about it by the addresses they are
+# given, up to a cache line; a parameter that begins elsewhere than an unsharded one would compute other last bits.
+ALIGNMENT_BYTES = 64
 
 
 @dataclass(frozen=True)

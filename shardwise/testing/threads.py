@@ -30,6 +30,7 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from shardwise import torch_internals, torch_threads
@@ -122,6 +123,8 @@ class _Crew:
         self._timeout_seconds = timeout_seconds
         self._store = dist.HashStore()  # type: ignore[attr-defined]
         self._call_number = next(_call_numbers)
+        # torch counts compute threads for each thread: ranks have what the caller has, whatever an earlier call set.
+        self._num_compute_threads = torch.get_num_threads()
         self._results: list[Any] = [None] * world_size
         self._reports: dict[int, RankReport] = {}
         self._changed = threading.Condition()
@@ -155,6 +158,8 @@ class _Crew:
 
     def _be_rank(self, rank: int) -> None:
         try:
+            if torch.get_num_threads() != self._num_compute_threads:
+                torch.set_num_threads(self._num_compute_threads)
             # Numbers never come twice, so a rank left behind by an earlier call can meet nobody here.
             torch_threads.start_threaded_rank(
                 rank,

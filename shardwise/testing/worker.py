@@ -81,7 +81,8 @@ def serve(connection: Connection, stack_path: str, environment: dict[str, str]) 
     faulthandler.enable(stack_file)
     faulthandler.register(signal.SIGUSR1, stack_file)
     threading.Thread(target=_follow_the_caller, daemon=True).start()
-    torch.set_num_threads(1)
+    # Ranks are the parallelism, unless somebody asked for more; torchrun goes by the same.
+    num_threads = torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else 1
     # What was imported stays for good; collections after each call look only at what the call left.
     gc.freeze()
     connection.send_bytes(READY)
@@ -90,6 +91,7 @@ def serve(connection: Connection, stack_path: str, environment: dict[str, str]) 
             job = pickle.loads(connection.recv_bytes())
         except EOFError:
             return
+        torch.set_num_threads(num_threads)
         answer = _do(job)
         connection.send_bytes(pickle.dumps(answer))
         try:
@@ -108,7 +110,6 @@ def serve(connection: Connection, stack_path: str, environment: dict[str, str]) 
 def _do(job: Job) -> Answer:
     try:
         function, args, kwargs = _load(job)
-        torch.set_num_threads(1)
         # The same start for every call, whatever ran on this worker before.
         torch.manual_seed(0)
         if job.device_index is not None:

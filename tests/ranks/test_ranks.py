@@ -238,13 +238,33 @@ def test_the_caller_has_no_default_group_before_or_after(kind):
     assert not dist.is_initialized()
 
 
-def test_a_process_rank_has_one_thread_the_loopback_and_a_fixed_seed():
+def test_a_process_rank_has_its_compute_threads_the_loopback_and_a_fixed_seed(request):
+    num_threads = request.config.getoption("--compute-threads")
     first = run_ranks(setting, 2, kind="gloo")
     again = run_ranks(setting, 2, kind="gloo")
     assert first == again
     assert first[0] == first[1]
     draw = torch.rand((), generator=torch.Generator().manual_seed(0)).item()
-    assert first[0] == {"threads": 1, "interface": "lo", "backend": "gloo", "draw": draw, "gpu_in_use": False}
+    assert first[0] == {
+        "threads": num_threads,
+        "interface": "lo",
+        "backend": "gloo",
+        "draw": draw,
+        "gpu_in_use": False,
+    }
+
+
+def set_compute_threads(num_threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    return before
+
+
+@pytest.mark.parametrize("kind", CPU_KINDS)
+def test_compute_threads_that_a_call_set_do_not_last_until_the_next(request, kind):
+    num_threads = request.config.getoption("--compute-threads")
+    run_ranks(set_compute_threads, 2, num_threads + 2, kind=kind)
+    assert run_ranks(set_compute_threads, 2, num_threads, kind=kind) == [num_threads] * 2
 
 
 def test_warning_filters_of_the_caller_hold_on_process_ranks():
