@@ -76,7 +76,7 @@ Step = Callable[[Rounded, Rounded, State, int, dict[str, Any]], tuple[Rounded, S
 
 
 def _sgd(param: Rounded, grad: Rounded, state: State, step: int, options: dict[str, Any]) -> Any:
-    assert not (options["weight_decay"] or options["dampening"] or options["nesterov"]), "not written down"
+    assert not any(options[name] for name in ("weight_decay", "dampening", "nesterov")), "not written down"
     number = Rounded.constant
     momentum = state.get("momentum_buffer")
     momentum = grad if momentum is None else number(options["momentum"]) * momentum + grad

@@ -38,7 +38,7 @@ def run_ranks(
     world_size: int,
     *args: Any,
     kind: Kind = "threads",
-    timeout_seconds: float = 60.0,
+    timeout_seconds: float = 300.0,
     **kwargs: Any,
 ) -> list[Result]:
     """Call ``fn(*args, **kwargs)`` on every rank of a fresh default group; the results, in rank order.

@@ -40,7 +40,8 @@ from shardwise.testing.failures import Outcome, RankReport, failure_of
 
 __all__ = ["run_threads"]
 
-_GRACE_SECONDS = 2.0
+_INTERRUPT_SECONDS = 1.0
+_GRACE_SECONDS = 5.0
 _POLL_SECONDS = 0.02
 _FEW_RANKS = 16
 
@@ -206,15 +207,15 @@ class _Crew:
 
     def _stop_the_rest(self) -> None:
         """Wake ranks that wait in a collective, interrupt those that compute, leave those that are deaf."""
-        grace_ends = time.monotonic() + _GRACE_SECONDS
+        began = time.monotonic()
         interrupted = False
         with self._changed:
             while len(self._reports) < len(self._threads):
                 torch_threads.stop_threaded_ranks()
-                remaining = grace_ends - time.monotonic()
-                if remaining < 0:
+                waited_seconds = time.monotonic() - began
+                if waited_seconds > _GRACE_SECONDS:
                     break
-                if remaining < _GRACE_SECONDS / 2 and not interrupted:
+                if waited_seconds > _INTERRUPT_SECONDS and not interrupted:
                     interrupted = True
                     for rank, thread in enumerate(self._threads):
                         # A rank that has reported may be waiting for its next job, which is not to be lost.

@@ -69,7 +69,6 @@ def different_losses(face, device="cpu", tolerance=0.0):
     return different
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("face", FACES)
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_torchs_modules_train_as_unsharded(face, world_size):
@@ -101,7 +100,6 @@ def different_steps(options):
     return different
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("options", ZEROS.values(), ids=ZEROS)
 def test_torchs_modules_train_with_a_divided_optimizer(options):
     assert run_ranks(different_steps, 2, options, kind="gloo") == [{}] * 2
