@@ -23,9 +23,8 @@ from math import prod
 from shardwise.plan.layout import ALIGNMENT_BYTES, Pad, Piece, RowParam, Section, Segment
 from shardwise.plan.spans import Span, aligned, ceil_div
 
-# In elements, and the same for all sizes of elements, so that a cast moves no cut: for those of two bytes it is the
-# alignment that all parameters have.
-GRID = ALIGNMENT_BYTES // 2
+# In elements. Cuts fall on it, so that a part begins on 16 bytes at least, whatever the size of its elements.
+GRID = 16
 
 
 @dataclass(frozen=True)
@@ -100,14 +99,16 @@ def plan_flat(params: Sequence[RowParam], world: int) -> FlatLayout:
     stored_end = sent_end = full_end = 0
     for kind, members in members_by_kind.items():
         stored_itemsize, sent_itemsize = params[members[0]].stored_itemsize, params[members[0]].sent_itemsize
+        # A whole parameter is used where it stands in the line, so it begins as whole parameters do.
+        grid = max(GRID, ALIGNMENT_BYTES // sent_itemsize)
         starts: list[int] = []
         end = 0
         for index in members:
             starts.append(end)
             places[index] = (len(segments), end)
             full_starts[index] = full_end + end * sent_itemsize
-            end = aligned(end + numels[index], GRID)
-        share = max(GRID, aligned(ceil_div(end, world), GRID))
+            end = aligned(end + numels[index], grid)
+        share = max(grid, aligned(ceil_div(end, world), grid))
         segments.append(
             Segment(
                 kind,
