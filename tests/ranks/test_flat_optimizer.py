@@ -38,6 +38,8 @@ from shardwise.testing.workloads import seeded
 from tests.ranks.models import data, full, same
 from tests.rounding import stepped
 
+pytestmark = pytest.mark.arithmetic
+
 WIDTH = 5
 BRAIN, SINGLE, DOUBLE = torch.bfloat16, torch.float32, torch.float64
 

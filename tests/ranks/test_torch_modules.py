@@ -15,6 +15,8 @@ from shardwise import FullyShardedDataParallel, ZeroRedundancyOptimizer, fully_s
 from shardwise.testing import run_ranks
 from tests.ranks.torch_modules import MODELS, losses, output_of, pair
 
+pytestmark = pytest.mark.arithmetic
+
 FACES = ["fully_shard", "wrapper", "wrapper, original parameters"]
 
 

@@ -71,6 +71,7 @@ def parity(cases, tolerance):
     return wrong
 
 
+@pytest.mark.arithmetic
 def test_two_ranks_match_the_oracle_bit_for_bit():
     runs = [*((name, Accumulation()) for name in NAMED), ("tied transformer", LAST_OF_TWO)]
     cases = [
@@ -86,6 +87,7 @@ def test_two_ranks_match_the_oracle_bit_for_bit():
     assert run_ranks(parity, 2, cases, 0.0, kind="gloo") == [[]] * 2
 
 
+@pytest.mark.arithmetic
 def test_more_ranks_match_the_oracle():
     cases = [
         (name, accumulation, {"sharding_strategy": strategy, "use_orig_params": orig})
@@ -130,6 +132,7 @@ def hybrid():
     return wrong
 
 
+@pytest.mark.arithmetic
 def test_hybrid_strategies_match_the_oracle():
     # Not bitwise: pairs of ranks are added first.
     assert run_ranks(hybrid, 4, kind="gloo") == [[]] * 4

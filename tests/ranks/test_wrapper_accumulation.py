@@ -20,6 +20,8 @@ from shardwise.testing.workloads import seeded
 from tests.ranks.models import GATHER, REDUCE, Layers, counted, data
 from tests.ranks.wrapped import device
 
+pytestmark = pytest.mark.arithmetic
+
 NO_SYNC, SYNC = True, False
 INTERLEAVINGS = (
     [(NO_SYNC, 3), (SYNC, 3), (NO_SYNC, 3)],
