@@ -1,11 +1,11 @@
-"""Runs the tests marked `arithmetic` with other instructions and numbers of threads than the machine would take.
+"""Runs the tests marked `arithmetic` with every instruction set of this machine, with one thread and with two.
 
     python -m tests.arithmetic                      # what `make test` leaves out
     python -m tests.arithmetic --all --at-once 6    # all of it, on a machine with many cores
-    python -m tests.arithmetic -- -k exact -x       # the rest is pytest's
+    python -m tests.arithmetic -- -k exact -x       # what follows -- is for pytest
 
-Which kernels torch takes depends on the processor, and may change the last bits of a result. A claim about bits has to
-hold with all of them: those that this machine has are tried one after another.
+torch chooses its kernels by the processor, and the choice may change the last bits of a result. A claim about bits has
+to hold with all of them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).parent.parent
-# As `ATEN_CPU_CAPABILITY` names them, each with all before it.
+# As `ATEN_CPU_CAPABILITY` names them; a machine that has one also has those before it.
 CAPABILITIES = ["default", "avx2", "avx512"]
 THREADS = [1, 2]
 
@@ -34,7 +34,7 @@ def capabilities() -> list[str]:
 
 
 def marked_files() -> list[str]:
-    """Files with such tests, as far as this machine can import them: one with a torch of its own may lack the rest."""
+    """Files with such tests that can be imported here: a machine with its own torch may lack other packages."""
     missing = [name for name in ("hypothesis",) if find_spec(name) is None]
     found = []
     for path in sorted((ROOT / "tests").glob("*/test_*.py")):
@@ -50,7 +50,7 @@ def marked_files() -> list[str]:
 
 
 def run(capability: str, num_threads: int, arguments: list[str], files: list[str]) -> bool:
-    # Threads that wait for work would otherwise spin, in the way of the other ranks.
+    # Idle threads would otherwise spin and slow the other ranks down.
     environment = os.environ | {"ATEN_CPU_CAPABILITY": capability, "OMP_WAIT_POLICY": "passive"}
     command = [sys.executable, "-m", "pytest", "-q", "-m", "arithmetic", "-p", "no:cacheprovider"]
     command += [f"--compute-threads={num_threads}", *arguments, *files]
@@ -58,7 +58,7 @@ def run(capability: str, num_threads: int, arguments: list[str], files: list[str
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
     told = done.stdout.decode(errors="replace").rstrip()
-    # All of it where something failed; otherwise how many tests there were, and how long they took.
+    # The whole output if something failed, otherwise pytest's last line.
     lines = told if done.returncode else told.splitlines()[-1]
     print(f"{capability}, threads {num_threads}: {lines}", flush=True)
     return done.returncode == 0

@@ -1,13 +1,13 @@
-"""How far a result may lie from the exact one, whatever instructions computed it.
+"""A bound for rounding errors that holds whatever instructions computed the result.
 
-A kernel takes a tensor vector by vector, and finishes its end element by element. Compilers fuse a product with the sum
-that follows it where the processor has an instruction for it, in the one loop and not in the other. So the bits of an
-element depend on where in a tensor it lies, on the processor and on the build of torch. What does not depend on them:
-every operation is rounded once, by a relative error of at most half an ulp, or (inside a fused one) not at all.
+A kernel takes a tensor vector by vector and finishes its end element by element. Where the processor has an instruction
+for it, compilers fuse a product with the sum that follows, sometimes in only one of the two loops. So an element's bits
+depend on where in the tensor it lies, on the processor and on the build of torch. What does not depend on them: each
+operation rounds its result once, by at most half an ulp, or not at all where it is fused with the next.
 
-`Rounded` carries that through a formula: a value in float64, beside the largest error that such roundings can add up
-to. Each operation passes on the errors of its operands as its derivative says, and adds its own. It follows that any
-evaluation of the formula lies within `error` of `value`, and two of them within twice that of each other.
+`Rounded` carries this through a formula: a value in float64, and the largest error that such roundings can add up to.
+Each operation propagates the errors of its operands and adds its own rounding. Any evaluation of the formula therefore
+lies within `error` of `value`, and two evaluations lie within twice that of each other.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from math import prod
 from shardwise.plan.layout import ALIGNMENT_BYTES, Pad, Piece, RowParam, Section, Segment
 from shardwise.plan.spans import Span, aligned, ceil_div
 
-# In elements. Cuts fall on it, so that a part begins on 16 bytes at least, whatever the size of its elements.
+# In elements: every cut is a multiple of it, so that a part is aligned to at least 16 bytes, whatever its dtype.
 GRID = 16
 
 
@@ -99,7 +99,7 @@ def plan_flat(params: Sequence[RowParam], world: int) -> FlatLayout:
     stored_end = sent_end = full_end = 0
     for kind, members in members_by_kind.items():
         stored_itemsize, sent_itemsize = params[members[0]].stored_itemsize, params[members[0]].sent_itemsize
-        # A whole parameter is used where it stands in the line, so it begins as whole parameters do.
+        # Modules use whole parameters where they stand in the line, so each is aligned there.
         grid = max(GRID, ALIGNMENT_BYTES // sent_itemsize)
         starts: list[int] = []
         end = 0

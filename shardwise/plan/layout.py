@@ -11,8 +11,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-# Where torch's own tensors begin, too. Kernels for matrices choose how they go about it by the addresses they are
-# given, up to a cache line; a parameter that begins elsewhere than an unsharded one would compute other last bits.
+# A cache line, as torch aligns its own tensors. Matrix kernels sum in an order that depends on alignment: a parameter
+# aligned differently from an unsharded one would give other last bits.
 ALIGNMENT_BYTES = 64
 
 

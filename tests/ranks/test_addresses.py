@@ -1,7 +1,7 @@
-"""Whole parameters begin where torch's own tensors do, on a cache line, however they are sharded.
+"""Whole parameters begin on a cache line, as torch's own tensors do, however they are sharded.
 
-Kernels for products of matrices look at the addresses they are given, and add up in another order where a matrix begins
-in the middle of a vector. Shapes and threads being equal, that could make a sharded model compute other bits.
+Matrix kernels look at the addresses they are given and sum in another order if a matrix starts in the middle of a
+vector. With equal shapes and threads, alignment is what could still make a sharded model compute other bits.
 """
 
 from __future__ import annotations

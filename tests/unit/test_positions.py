@@ -1,9 +1,9 @@
-"""Where in a tensor an element lies changes nothing about its step, where we say so.
+"""Which kernels step an element to the same bits wherever it lies in a tensor.
 
-Tensors are stepped joined, in blocks and as shards of any size. Kernels of torch take a tensor vector by vector, finish
-its end one by one, and cut it up among threads: an element that lies elsewhere may meet other instructions. For which
-kernels it comes to the same is torch's business, and holds by how they are written: a product and the sum that follows
-are fused in both of their loops, or in neither. What `optim` makes of it rests on this page.
+Shardwise steps tensors joined, in blocks and as shards of any size. A kernel of torch takes a tensor vector by vector,
+finishes its end element by element, and splits it among threads, so an element that lies elsewhere may be computed by
+other instructions. Whether the result is the same depends on how the kernel is written: its two loops must round alike,
+both fusing a product with the sum that follows, or neither. `shardwise.optim` relies on what is tested here.
 """
 
 from __future__ import annotations
