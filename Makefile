@@ -1,6 +1,6 @@
 # Two commands bring the project to life on a machine with python3 (3.10 or newer) and make:
 #   make demo    train a small model on two CPU ranks, resume it, check it against one process, export it
-#   make test    all tests
+#   make test    the tests, as this machine computes
 # Everything is installed into .venv; nothing outside this folder is touched.
 
 PYTHON ?= python3
@@ -11,11 +11,11 @@ STAMP  := $(VENV)/.installed
 PYTEST_ARGS ?= -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test test-gpu demo lint format typecheck bench bench-gpu reference clean
+.PHONY: help venv test test-all test-arithmetic test-gpu demo lint format typecheck bench bench-gpu reference clean
 
 help:
 	@sed -n '1,4s/^# \{0,1\}//p' Makefile
-	@echo "also: venv test-gpu lint format typecheck bench bench-gpu reference clean"
+	@echo "also: venv test-all test-arithmetic test-gpu lint format typecheck bench bench-gpu reference clean"
 
 venv: $(STAMP)
 
@@ -30,6 +30,13 @@ $(STAMP): pyproject.toml constraints.txt
 
 test: $(STAMP)
 	$(PY) -m pytest $(PYTEST_ARGS)
+
+# Bits that depend on the processor, with the instructions of smaller ones and with more threads.
+test-arithmetic: $(STAMP)
+	$(PY) -m tests.arithmetic
+
+# What continuous integration runs. Try it with make -k, so that one failure does not hide the next.
+test-all: test test-arithmetic
 
 # With whatever torch the machine has: a GPU machine's own is not replaced.
 test-gpu:

@@ -148,6 +148,24 @@ def cpu_name() -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
 
 
+def adamw_room(step: int, lr: float, scale: torch.Tensor) -> torch.Tensor:
+    """How much further two AdamW may lie apart after one more step, if they differ in nothing but roundings.
+
+    In float32, with torch's betas, and the same gradient g in every step. Each operation and each setting is rounded by
+    at most u = 2**-24 of its result, or not at all where it is fused with the next; between two it is twice that.
+
+    - exp_avg m: (1 - beta1) (g - m) takes 3 roundings, the sum one; what was there before fades by beta1 a step:
+      relative to m, 6 u in all from the former and 2 u from each of the last 10 sums.
+    - exp_avg_sq v: 2 roundings for beta2 v, 3 for (1 - beta2) g g, one for the sum, all of one sign: less than 8 u from
+      each of the last 1000 steps. Its root has half of that.
+    - The rest of the quotient takes 7 roundings. It is at most lr, for m and the root of v are g, but for roundings.
+    - The parameter itself: a setting, a product and a sum, relative to ``scale``, the largest that it was.
+    """
+    half_ulp = 2.0**-24 * 1.01
+    of_quotient = (6 + 2 * min(step, 10)) + 8 * min(step, 1000) / 2 + 2 * 7
+    return half_ulp * (2 * 3 * scale + lr * of_quotient)
+
+
 def loopback_bytes() -> int:
     """Bytes sent over the loopback interface since the machine started."""
     for line in Path("/proc/net/dev").read_text().splitlines():

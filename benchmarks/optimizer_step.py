@@ -5,7 +5,7 @@
 
 Fused AdamW over the 219 parameters of the tiny model, one rank's shards of a fake group of 8. Plain are tensors
 with the very same elements. All three get the same gradients; after the last step the flat optimizer's parameters must
-be within one ulp a step of the plain ones.
+be those of the plain ones but for roundings: fused kernels take the ends of tensors by other instructions.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ from typing import Any
 
 import shards
 import torch
-from measuring import Contender, expect, take_turns, wait_for
+from measuring import Contender, adamw_room, expect, take_turns, wait_for
 from torch import Tensor
 
 import shardwise
 
+LR = 1e-3
+
 
 def measure(args: argparse.Namespace) -> None:
     models, plain = shards.make(args)
-    options: dict[str, Any] = {"lr": 1e-3, "fused": True}
+    options: dict[str, Any] = {"lr": LR, "fused": True}
     optimizers = {
         "plain": torch.optim.AdamW(plain, **options),
         "FSDP2": torch.optim.AdamW(models["FSDP2"].parameters(), **options),
@@ -54,9 +56,9 @@ def measure(args: argparse.Namespace) -> None:
 
 
 def within(got: Tensor, want: Tensor, num_steps: int) -> None:
-    scale = want.abs().clamp_min(1e-2)  # no element stays larger than it is changed by in a few steps
-    ulp = torch.nextafter(scale, torch.full_like(scale, torch.inf)) - scale
-    expect(bool(((got - want).abs() <= num_steps * ulp).all()), "the flat step has left the plain one")
+    scale = want.abs() + num_steps * LR  # in each step it has come no further than that
+    room = sum(adamw_room(step, LR, scale) for step in range(1, num_steps + 1))
+    expect(bool(((got - want).abs() <= room).all()), "the flat step has left the plain one")
 
 
 def main() -> int:

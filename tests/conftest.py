@@ -1,6 +1,7 @@
-"""What every test gets: one compute thread, and no rank process left behind."""
+"""What every test gets: its number of compute threads, and no rank process left behind."""
 
 import gc
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -8,8 +9,21 @@ import torch
 
 from shardwise.testing import close_pools
 
-# Ranks are the parallelism here; with more threads each, they only get in one another's way.
-torch.set_num_threads(1)
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    # Ranks are the parallelism here; with more threads each, they only get in one another's way.
+    parser.addoption("--compute-threads", type=int, default=1, help="threads that every rank computes with")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    num_threads = config.getoption("--compute-threads")
+    torch.set_num_threads(num_threads)
+    # For rank processes and commands, which start after this.
+    os.environ["OMP_NUM_THREADS"] = str(num_threads)
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, threads {torch.get_num_threads()}"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -24,6 +38,12 @@ def pytest_collection_finish() -> None:
     # What was imported stays for good: collections, which stop every rank that is a thread, look at the rest only.
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _every_test_has_its_compute_threads(request: pytest.FixtureRequest) -> None:
+    # A training run in this process has set its own.
+    torch.set_num_threads(request.config.getoption("--compute-threads"))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -39,8 +39,9 @@ def flat(
 ) -> Optimizer:
     """An optimizer of ``optimizer_class`` that steps each unit's shards as one tensor.
 
-    Results are those of ``optimizer_class(params, **options)``, and so is the state dict: per parameter, for
-    ``torch.save``, for ``get_optimizer_state_dict``, and for loading into either kind.
+    Results are those of ``optimizer_class(params, **options)``: to the bit for torch's classes, but for roundings at a
+    parameter's end by CPU kernels that are fused or for floats shorter than float32. So is the state dict: per
+    parameter, for ``torch.save``, for ``get_optimizer_state_dict``, and for loading into either kind.
 
     Args:
         model_or_params: a model, all of whose parameters are taken, or what any torch optimizer takes: parameters,

@@ -9,7 +9,8 @@ whoever looks there, saves it, loads it, or steps tensors one by one sees nothin
 blocks (`blocks`), joined or not.
 
 A kernel takes memory vector by vector, and what is left at a tensor's end one by one; joined, that end lies in the
-middle. So only such tensors are joined of which a kernel makes the same either way.
+middle. So only such tensors are joined of which a kernel makes the same either way: `tests/unit/test_positions.py` says
+which, with the instructions of every processor at hand.
 """
 
 from __future__ import annotations

@@ -20,10 +20,10 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from shardwise.plan.layout import Pad, Piece, RowParam, Section, Segment
+from shardwise.plan.layout import ALIGNMENT_BYTES, Pad, Piece, RowParam, Section, Segment
 from shardwise.plan.spans import Span, aligned, ceil_div
 
-# In elements, and the same for all sizes of elements, so that a cast moves no cut; it aligns each to 16 bytes.
+# In elements: every cut is a multiple of it, so that a part is aligned to at least 16 bytes, whatever its dtype.
 GRID = 16
 
 
@@ -99,14 +99,16 @@ def plan_flat(params: Sequence[RowParam], world: int) -> FlatLayout:
     stored_end = sent_end = full_end = 0
     for kind, members in members_by_kind.items():
         stored_itemsize, sent_itemsize = params[members[0]].stored_itemsize, params[members[0]].sent_itemsize
+        # Modules use whole parameters where they stand in the line, so each is aligned there.
+        grid = max(GRID, ALIGNMENT_BYTES // sent_itemsize)
         starts: list[int] = []
         end = 0
         for index in members:
             starts.append(end)
             places[index] = (len(segments), end)
             full_starts[index] = full_end + end * sent_itemsize
-            end = aligned(end + numels[index], GRID)
-        share = max(GRID, aligned(ceil_div(end, world), GRID))
+            end = aligned(end + numels[index], grid)
+        share = max(grid, aligned(ceil_div(end, world), grid))
         segments.append(
             Segment(
                 kind,

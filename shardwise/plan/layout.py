@@ -11,7 +11,9 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-ALIGNMENT_BYTES = 16
+# A cache line, as torch aligns its own tensors. Matrix kernels sum in an order that depends on alignment: a parameter
+# aligned differently from an unsharded one would give other last bits.
+ALIGNMENT_BYTES = 64
 
 
 @dataclass(frozen=True)

@@ -21,13 +21,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from shardwise.plan.layout import ALIGNMENT_BYTES
 from shardwise.plan.spans import Span, aligned, ceil_div
 
 __all__ = ["BufferLayout", "Extent", "Piece", "even_pieces", "loads_of", "owned_layout", "whole_pieces"]
 
-# Kernels take memory in steps of up to 128 bytes, and finish what is left over one by one. A parameter that is
-# large enough for the gap not to matter starts on such a step, and so does every section: a parameter cut where
-# sections meet is then stepped by the same instructions as if it were whole.
+# Kernels take memory in steps of up to 128 bytes, and finish what is left over one by one. Every section starts on such
+# a step, and so does every parameter that may be cut: it is then stepped by the same instructions as if it were whole.
 _STEP_BYTES = 128
 _LARGE_BYTES = 16 * 1024
 # What is smaller than this part of a section is never cut: it starts the next section instead.
@@ -173,4 +173,4 @@ def _cut(param: int, start: int, extent: Extent, section_bytes: int, world: int)
 
 
 def _alignment(extent: Extent) -> int:
-    return _STEP_BYTES if extent.bytes >= _LARGE_BYTES else extent.itemsize
+    return _STEP_BYTES if extent.bytes >= _LARGE_BYTES else ALIGNMENT_BYTES

@@ -18,7 +18,7 @@ __all__ = ["Exchange"]
 # those that wait for them; then whoever is left is ended.
 _OWN_STORY_SECONDS = 0.3
 _GRACE_SECONDS = 2.0
-_STACK_SECONDS = 1.0
+_STACK_SECONDS = 10.0
 
 
 class Exchange:

@@ -38,7 +38,7 @@ def run_ranks(
     world_size: int,
     *args: Any,
     kind: Kind = "threads",
-    timeout_seconds: float = 60.0,
+    timeout_seconds: float = 300.0,
     **kwargs: Any,
 ) -> list[Result]:
     """Call ``fn(*args, **kwargs)`` on every rank of a fresh default group; the results, in rank order.
@@ -49,8 +49,8 @@ def run_ranks(
             pickle (return CPU tensors).
         world_size: how many ranks.
         kind: ``"threads"``: ranks are threads of this process and share the default random generator.
-            ``"gloo"``: ranks are processes of a reused pool, with one compute thread each and seed 0 at the
-            start of each call.
+            ``"gloo"``: ranks are processes of a reused pool, with one compute thread each (or as many as
+            ``OMP_NUM_THREADS`` says) and seed 0 at the start of each call.
             ``"nccl"``, ``"gloo-cuda"``: the same, each with its CUDA device set; ranks share GPUs where there
             are fewer than ranks.
         timeout_seconds: how long the call may take, from the moment the ranks are there.

@@ -30,6 +30,7 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from shardwise import torch_internals, torch_threads
@@ -40,7 +41,8 @@ from shardwise.testing.failures import Outcome, RankReport, failure_of
 
 __all__ = ["run_threads"]
 
-_GRACE_SECONDS = 2.0
+_INTERRUPT_SECONDS = 1.0
+_GRACE_SECONDS = 5.0
 _POLL_SECONDS = 0.02
 _FEW_RANKS = 16
 
@@ -123,6 +125,8 @@ class _Crew:
         self._timeout_seconds = timeout_seconds
         self._store = dist.HashStore()  # type: ignore[attr-defined]
         self._call_number = next(_call_numbers)
+        # torch counts compute threads for each thread: ranks have what the caller has, whatever an earlier call set.
+        self._num_compute_threads = torch.get_num_threads()
         self._results: list[Any] = [None] * world_size
         self._reports: dict[int, RankReport] = {}
         self._changed = threading.Condition()
@@ -156,6 +160,8 @@ class _Crew:
 
     def _be_rank(self, rank: int) -> None:
         try:
+            if torch.get_num_threads() != self._num_compute_threads:
+                torch.set_num_threads(self._num_compute_threads)
             # Numbers never come twice, so a rank left behind by an earlier call can meet nobody here.
             torch_threads.start_threaded_rank(
                 rank,
@@ -203,15 +209,15 @@ class _Crew:
 
     def _stop_the_rest(self) -> None:
         """Wake ranks that wait in a collective, interrupt those that compute, leave those that are deaf."""
-        grace_ends = time.monotonic() + _GRACE_SECONDS
+        began = time.monotonic()
         interrupted = False
         with self._changed:
             while len(self._reports) < len(self._threads):
                 torch_threads.stop_threaded_ranks()
-                remaining = grace_ends - time.monotonic()
-                if remaining < 0:
+                waited_seconds = time.monotonic() - began
+                if waited_seconds > _GRACE_SECONDS:
                     break
-                if remaining < _GRACE_SECONDS / 2 and not interrupted:
+                if waited_seconds > _INTERRUPT_SECONDS and not interrupted:
                     interrupted = True
                     for rank, thread in enumerate(self._threads):
                         # A rank that has reported may be waiting for its next job, which is not to be lost.

@@ -95,7 +95,8 @@ def serve(connection: Connection, stack_path: str, environment: dict[str, str]) 
     threads_file = open(threads_path(stack_path), "w")  # noqa: SIM115  stays open, too
     threading.excepthook = partial(_note_thread_error, threads_file, threading.excepthook)
     threading.Thread(target=_follow_the_caller, daemon=True).start()
-    torch.set_num_threads(1)
+    # Ranks are the parallelism, unless somebody asked for more; torchrun goes by the same.
+    num_threads = torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else 1
     # What was imported stays for good; collections after each call look only at what the call left.
     gc.freeze()
     connection.send_bytes(READY)
@@ -105,6 +106,7 @@ def serve(connection: Connection, stack_path: str, environment: dict[str, str]) 
         except EOFError:
             return
         threads_file.truncate(0)  # of the call before
+        torch.set_num_threads(num_threads)
         answer = _do(job)
         connection.send_bytes(pickle.dumps(answer))
         try:
@@ -123,7 +125,6 @@ def serve(connection: Connection, stack_path: str, environment: dict[str, str]) 
 def _do(job: Job) -> Answer:
     try:
         function, args, kwargs = _load(job)
-        torch.set_num_threads(1)
         # The same start for every call, whatever ran on this worker before.
         torch.manual_seed(0)
         if job.device_index is not None:

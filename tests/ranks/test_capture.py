@@ -6,8 +6,6 @@ import torch
 import shardwise
 from shardwise.frontends.capturable import Optimizers
 
-pytestmark = pytest.mark.timeout(30)
-
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_without_a_gpu_the_step_runs_as_it_is_and_says_why():

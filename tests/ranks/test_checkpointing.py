@@ -28,6 +28,8 @@ from tests.ranks.models import (
 from tests.ranks.subject import MixedPrecisionPolicy, beyond_torch, fully_shard, record
 from tests.ranks.tables import cases_of, run_cases
 
+pytestmark = pytest.mark.arithmetic
+
 WIDTH = 6
 NUM_LAYERS = 4
 KINDS = ["non-reentrant", "reentrant", "composable"]

@@ -35,7 +35,7 @@ from tests.ranks.models import Layers, data, full
 from tests.ranks.subject import beyond_torch
 from tests.ranks.tables import run_cases
 
-pytestmark = beyond_torch
+pytestmark = [beyond_torch, pytest.mark.arithmetic]
 
 NUM_MICRO_BATCHES = 8
 NUM_STEPS = 3
@@ -106,7 +106,6 @@ def whole(model):
 
 def trained(workload, face, mode, precision, exact=True, device="cpu", **options):
     """What some steps lead to: whole parameters and the norms that were clipped; from rank 0."""
-    torch.set_num_threads(1)
     workload = WORKLOADS[workload]
     model = FACES[face](workload, mode, precision, exact, device, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -251,7 +250,6 @@ def whole_gradients(model, shard, reentrant, tied):
 
 
 def gradients_of_parts(**case):
-    torch.set_num_threads(1)
     plain, model = (TIED_ACROSS_UNITS.model() if case["tied"] else seeded(Parts()) for _ in range(2))
     expected, got = whole_gradients(plain, False, **case), whole_gradients(model, True, **case)
     for name, grad in expected.items():
@@ -342,7 +340,6 @@ def steps_in_hooks():
 
 
 def company():
-    torch.set_num_threads(1)
     return [each() for each in (branches_that_ranks_take, flat_steps, shared_steps, steps_in_hooks)]
 
 

@@ -40,6 +40,8 @@ from tests.ranks.models import (
     same_shard,
 )
 
+pytestmark = pytest.mark.arithmetic
+
 ALL_REDUCE = "c10d.allreduce_"
 LAST_OF_THREE = Accumulation(3, sync_each=False)
 

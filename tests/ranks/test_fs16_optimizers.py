@@ -17,6 +17,8 @@ from tests.ranks.models import data, match_plain
 from tests.ranks.subject import beyond_torch, fully_shard
 from tests.ranks.tables import cases_of, run_cases
 
+pytestmark = pytest.mark.arithmetic
+
 OPTIMIZERS = {
     "Adam": partial(torch.optim.Adam, lr=0.02, weight_decay=0.01),
     "Adam amsgrad": partial(torch.optim.Adam, lr=0.02, amsgrad=True),

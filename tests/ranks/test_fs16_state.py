@@ -149,7 +149,7 @@ def read_by_one_rank():
 
 @beyond_torch
 def test_one_rank_may_read_its_state_alone_in_the_middle_of_a_step():
-    run_ranks(read_by_one_rank, 2, kind="gloo", timeout_seconds=20)
+    run_ranks(read_by_one_rank, 2, kind="gloo")
 
 
 def tied():

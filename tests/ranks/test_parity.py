@@ -27,6 +27,8 @@ from shardwise.testing.parity import (
 from shardwise.testing.workloads import TIED_ACROSS_UNITS, WORKLOADS, Workload
 from tests.ranks.subject import TORCH_IS_THE_SUBJECT, MixedPrecisionPolicy, beyond_torch, fully_shard
 
+pytestmark = pytest.mark.arithmetic
+
 # Ten steps where a promise of its own is kept. Where the same promise is kept in yet another way (ranks as threads,
 # every micro-batch reduced), what goes wrong goes wrong by the first momentum.
 FEW = 3

@@ -11,6 +11,8 @@ from shardwise.testing import run_ranks
 from shardwise.testing.workloads import WORKLOADS
 from tests.ranks.models import full
 
+pytestmark = pytest.mark.arithmetic
+
 POLICIES = {
     "fp32": {},
     "bf16": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},

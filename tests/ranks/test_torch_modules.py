@@ -15,6 +15,8 @@ from shardwise import FullyShardedDataParallel, ZeroRedundancyOptimizer, fully_s
 from shardwise.testing import run_ranks
 from tests.ranks.torch_modules import MODELS, losses, output_of, pair
 
+pytestmark = pytest.mark.arithmetic
+
 FACES = ["fully_shard", "wrapper", "wrapper, original parameters"]
 
 
@@ -69,7 +71,6 @@ def different_losses(face, device="cpu", tolerance=0.0):
     return different
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("face", FACES)
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_torchs_modules_train_as_unsharded(face, world_size):
@@ -101,7 +102,6 @@ def different_steps(options):
     return different
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("options", ZEROS.values(), ids=ZEROS)
 def test_torchs_modules_train_with_a_divided_optimizer(options):
     assert run_ranks(different_steps, 2, options, kind="gloo") == [{}] * 2

@@ -58,6 +58,7 @@ def stop_and_resume_in_every_mode(config, folder):
         assert first + second == whole, mode
 
 
+@pytest.mark.arithmetic
 def test_a_run_that_is_stopped_and_resumed_is_bitwise_the_run_that_was_not(undisturbed, tmp_path):
     config, _, tensors = undisturbed
     on_ranks(2, stop_and_resume_in_every_mode, config, str(tmp_path))
@@ -180,6 +181,7 @@ def run_exactly(config, folder, modes, moved):
             run_part(dataclasses.replace(config, sharding=sharding), f"{folder}/{mode}-{precision}")
 
 
+@pytest.mark.arithmetic
 def test_an_exact_run_is_the_same_to_the_last_bit_on_any_number_of_ranks_in_every_mode(tmp_path):
     from shardwise.train.records import read_metrics
 

@@ -167,7 +167,7 @@ def shuffled(group):
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_the_same_bits_wherever_ranks_are(world_size):
     sights = ["all near", "all far", "another machine"] if world_size == 2 else list(SIGHTS)
-    run_ranks(train_in, world_size, sights, kind="gloo", timeout_seconds=60)
+    run_ranks(train_in, world_size, sights, kind="gloo")
 
 
 def late_on_a_path_that_was_left():
@@ -203,7 +203,7 @@ def late_on_a_path_that_was_left():
 
 
 def test_who_comes_late_to_a_path_that_was_left_reads_what_was_sent_there_and_is_told():
-    _, (seen, told) = run_ranks(late_on_a_path_that_was_left, 2, kind="gloo", timeout_seconds=30)
+    _, (seen, told) = run_ranks(late_on_a_path_that_was_left, 2, kind="gloo")
     assert seen in (None, {1.0, 2.0})
     assert "rank 0 broke off its step: it does not like this path" in told
 
@@ -220,7 +220,7 @@ def say_much():
 
 
 def test_collectives_that_nobody_has_waited_for_may_be_thousands():
-    assert all(run_ranks(say_much, 2, kind="gloo", timeout_seconds=30))
+    assert all(run_ranks(say_much, 2, kind="gloo"))
 
 
 def read_from_a_stopped_rank(folder):
@@ -246,4 +246,4 @@ def read_from_a_stopped_rank(folder):
 
 
 def test_what_a_stopped_rank_has_sent_is_read(tmp_path):
-    assert run_ranks(read_from_a_stopped_rank, 2, tmp_path, kind="gloo", timeout_seconds=30) == [[0, 1]] * 2
+    assert run_ranks(read_from_a_stopped_rank, 2, tmp_path, kind="gloo") == [[0, 1]] * 2

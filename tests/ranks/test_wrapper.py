@@ -71,7 +71,7 @@ def parity(cases, tolerance):
     return wrong
 
 
-@pytest.mark.timeout(170)
+@pytest.mark.arithmetic
 def test_two_ranks_match_the_oracle_bit_for_bit():
     runs = [*((name, Accumulation()) for name in NAMED), ("tied transformer", LAST_OF_TWO)]
     cases = [
@@ -84,10 +84,10 @@ def test_two_ranks_match_the_oracle_bit_for_bit():
             (NO_SHARD, number % 2 == 1),
         ]
     ]
-    assert run_ranks(parity, 2, cases, 0.0, kind="gloo", timeout_seconds=150) == [[]] * 2
+    assert run_ranks(parity, 2, cases, 0.0, kind="gloo") == [[]] * 2
 
 
-@pytest.mark.timeout(170)
+@pytest.mark.arithmetic
 def test_more_ranks_match_the_oracle():
     cases = [
         (name, accumulation, {"sharding_strategy": strategy, "use_orig_params": orig})
@@ -104,7 +104,7 @@ def test_more_ranks_match_the_oracle():
         ("odd MLP", LAST_OF_TWO, {"sharding_strategy": NO_SHARD, "use_orig_params": True}),
     ]
     # NO_SHARD is summed by gloo, in an order of its own.
-    assert run_ranks(parity, 4, cases, 1e-6, kind="gloo", timeout_seconds=150) == [[]] * 4
+    assert run_ranks(parity, 4, cases, 1e-6, kind="gloo") == [[]] * 4
 
 
 def hybrid():
@@ -132,10 +132,10 @@ def hybrid():
     return wrong
 
 
-@pytest.mark.timeout(170)
+@pytest.mark.arithmetic
 def test_hybrid_strategies_match_the_oracle():
     # Not bitwise: pairs of ranks are added first.
-    assert run_ranks(hybrid, 4, kind="gloo", timeout_seconds=150) == [[]] * 4
+    assert run_ranks(hybrid, 4, kind="gloo") == [[]] * 4
 
 
 # --- what is kept, gathered and freed -------------------------------------------------------------------------------

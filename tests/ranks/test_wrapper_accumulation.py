@@ -20,6 +20,8 @@ from shardwise.testing.workloads import seeded
 from tests.ranks.models import GATHER, REDUCE, Layers, counted, data
 from tests.ranks.wrapped import device
 
+pytestmark = pytest.mark.arithmetic
+
 NO_SYNC, SYNC = True, False
 INTERLEAVINGS = (
     [(NO_SYNC, 3), (SYNC, 3), (NO_SYNC, 3)],
@@ -125,11 +127,10 @@ def accumulates(offload):
     return wrong
 
 
-@pytest.mark.timeout(170)
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("offload", [False, True])
 def test_micro_batches_in_and_out_of_no_sync_equal_one_batch(world_size, offload):
-    assert run_ranks(accumulates, world_size, offload, kind="gloo", timeout_seconds=150) == [[]] * world_size
+    assert run_ranks(accumulates, world_size, offload, kind="gloo") == [[]] * world_size
 
 
 def against_plain():

@@ -84,7 +84,7 @@ def differs_at_first():
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_ranks_that_differ_in_the_first_iteration_all_raise(world_size):
-    run_ranks(differs_at_first, world_size, kind="gloo", timeout_seconds=40)
+    run_ranks(differs_at_first, world_size, kind="gloo")
 
 
 def stops_early():
@@ -100,7 +100,7 @@ def stops_early():
 
 
 def test_a_rank_that_ends_early_keeps_nobody_waiting():
-    run_ranks(stops_early, 2, kind="gloo", timeout_seconds=40)
+    run_ranks(stops_early, 2, kind="gloo")
 
 
 def differs_later():
@@ -131,7 +131,7 @@ def differs_later():
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_rank_that_departs_from_the_first_order_warns_once_and_goes_on(world_size):
-    run_ranks(differs_later, world_size, kind="gloo", timeout_seconds=40)
+    run_ranks(differs_later, world_size, kind="gloo")
 
 
 def trains_and_evaluates():
@@ -154,4 +154,4 @@ def trains_and_evaluates():
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_training_and_evaluation_in_turn_never_warn(world_size):
-    run_ranks(trains_and_evaluates, world_size, kind="gloo", timeout_seconds=40)
+    run_ranks(trains_and_evaluates, world_size, kind="gloo")

@@ -2,10 +2,14 @@
 
 from pathlib import Path
 
+import pytest
+
 from shardwise.testing import run_ranks
 from tests.ranks.tables import run_cases
 from tests.ranks.zero_cases import interface, parity
 from tests.ranks.zero_cases.table import LAYOUTS, OPTIMIZER, Run, each_run
+
+pytestmark = pytest.mark.arithmetic
 
 
 @each_run(OPTIMIZER, "gloo", "threads")

@@ -75,4 +75,4 @@ def test_an_error_survives_a_process_pipe(error_type):
 
 def test_the_errors_load_without_torch():
     program = "import runpy, sys; runpy.run_path(sys.argv[1]); sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program, errors.__file__], timeout=30).returncode == 0
+    assert subprocess.run([sys.executable, "-c", program, errors.__file__]).returncode == 0

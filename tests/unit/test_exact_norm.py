@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from shardwise.frontends.exact_norm import largest_of, norm_from, words_of
 
+pytestmark = pytest.mark.arithmetic
+
 CPU = torch.device("cpu")
 
 

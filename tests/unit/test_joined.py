@@ -14,6 +14,8 @@ from torch.utils.dlpack import from_dlpack
 
 from shardwise.optim.joined import JoinedStep
 
+pytestmark = pytest.mark.arithmetic
+
 # Shapes, most of them with an end that fills no vector; one is too large to be joined.
 SHAPES = [(5, 7), (3,), (48, 48), (48,), (1,), (129, 65), (17, 16), (64,), (9, 3), (2, 31)]
 OPTIMIZERS: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {

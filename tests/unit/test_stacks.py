@@ -53,11 +53,11 @@ def dive(over: threading.Event, depth: int = 0) -> None:
         over.wait()
 
 
-def sleep_on(begun: threading.Event, slept: list[float]) -> None:
-    start = time.monotonic()
-    begun.set()
-    time.sleep(1.0)
-    slept.append(time.monotonic() - start)
+def sleep_on(over: threading.Event, slept: list[float]) -> None:
+    while not over.is_set():
+        start = time.monotonic()
+        time.sleep(0.2)
+        slept.append(time.monotonic() - start)
 
 
 def come_and_go(over: threading.Event) -> None:
@@ -93,11 +93,11 @@ def test_of_very_deep_stacks_the_inner_part_is_told():
 
 
 def test_sleeping_is_taken_up_again():
-    begun, slept = threading.Event(), list[float]()
-    with thread_in(lambda over: sleep_on(begun, slept)) as thread:
-        begun.wait()
-        assert any("in sleep_on" in call for call in stack_of(thread))
-    assert slept[0] >= 1.0
+    slept = list[float]()
+    with thread_in(lambda over: sleep_on(over, slept)) as thread:
+        for _ in range(20):
+            assert any("in sleep_on" in call for call in stack_of(thread))
+    assert min(slept) >= 0.2
 
 
 def test_code_that_is_interrupted_finds_errno_as_it_was():
@@ -188,4 +188,4 @@ if pid == 0:
 assert os.waitpid(pid, 0)[1] == 0
 assert any("in parent" in call for call in parent())
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -47,9 +47,7 @@ class Run:
         return f"{self.claim.holds.__name__}{about}-{self.world}-{self.kind}"
 
     def check(self) -> None:
-        # Ranks that share a GPU with one another, and with other tests, take turns there.
-        seconds = 180 if self.kind == "nccl" else 60
-        run_cases(self.claim.holds, self.world, self.claim.cases, kind=self.kind, timeout_seconds=seconds)
+        run_cases(self.claim.holds, self.world, self.claim.cases, kind=self.kind)
 
 
 def each_run(claims: Iterable[Claim], *kinds: str) -> pytest.MarkDecorator:
