@@ -218,11 +218,11 @@ class Watch:
     def _look(self, wire: WatchedWire, sight: _Sight) -> None:
         now = time.monotonic()
         # The training thread may leave the epoch at any moment: what is found out here is about this one.
-        epoch = wire.path.epoch
+        epoch, num_events = wire.path.epoch, wire.path.num_events
         waiting = wire.stuck_on()
         if now < max(sight.aftermath_until, wire.left_at + _AFTERMATH_SECONDS):
             wire.serve_peers()
-        still_seconds = sight.still_seconds((epoch, wire.path.num_events, wire.num_moves, id(waiting)), now)
+        still_seconds = sight.still_seconds((epoch, num_events, wire.num_moves, id(waiting)), now)
         timeout_seconds = policies.trust().timeout_seconds
         moment_seconds = min(_MOMENT_SECONDS, timeout_seconds / _MOMENTS_IN_TIMEOUT)
         longest_silence_seconds = min(_LONGEST_SILENCE_SECONDS, timeout_seconds / _LATE)
@@ -254,9 +254,12 @@ class Watch:
             self._say(wire, sight, waiting, still_seconds, now)
         if waiting is not None and self._is_judge(wire, sight, moment_seconds, now):
             own = wire.path.story()
+            if (own.epoch, own.num_events) != (epoch, num_events):
+                # It has moved on just now: what it waits for there has had no time yet.
+                return
             evidence = self._ask_others(wire, sight, own, still_seconds)
             verdict = judge(wire, waiting, evidence)
-            if verdict is not None and own.epoch == epoch:
+            if verdict is not None:
                 wire.end_epoch(epoch, verdict, void=known)
             elif still_seconds >= max(timeout_seconds, sight.tells_after):
                 sight.tells_after = still_seconds + min(still_seconds, _LONGEST_UNTOLD_SECONDS)

@@ -173,7 +173,10 @@ def test_a_slow_rank_is_missed_aloud_and_waited_for_until_its_time_is_up(world_s
     slow = world_size - 1
     of_ranks = run_ranks(slow_ranks, world_size, str(tmp_path), kind=kind, timeout_seconds=60)
     said = (tmp_path / "said").read_text()
-    assert f"goes on waiting: rank {slow} did not come to gather the root in forward within" in said
+    # On a busy machine others may be late, too.
+    assert re.search(
+        rf"goes on waiting: ranks? [\d, ]*{slow} did not come to gather the root in forward within", said
+    )
     assert f"rank {slow} is alive, the last it did was to let an optimizer use the step" in said
     for told in of_ranks:
         assert f"rank {slow} did not come to gather the root in forward within" in told["error"]

@@ -195,3 +195,23 @@ def test_a_rank_that_does_not_leave_a_collective_of_torchs_sits_there(function, 
     assert sight.sits_seconds(stack, 5, 130.0) == (30.0 if sits else 0.0)
     assert sight.sits_seconds(stack, 6, 140.0) == 0.0, "it has left one and is in the next"
     assert sight.sits_seconds(stack, None, 150.0) == 0.0, "what it has issued is not known"
+
+
+def test_how_long_a_rank_has_waited_is_not_held_against_those_it_waits_for_next(clock):
+    wire = WaitingWire(Board())
+    wire.board.home = lambda rank: {"processes": "elsewhere", "host": "there"}
+
+    def move_on():
+        # Just when the watch reads what the others do, the rank gets on and waits for them at the next place.
+        wire.path.note(code_of("gather 'c' in forward"))
+        return {}
+
+    seen, sight = watch.Watch(), watch._Sight()
+    seen._sights[wire] = sight
+    seen._look_once(wire, sight)
+    clock.now += 2000.0
+    note = wire.board.post_status
+    wire.board.post_status = lambda status: (note(status), move_on())
+    seen._look_once(wire, sight)
+    assert wire.board.posted
+    assert not wire.ended
