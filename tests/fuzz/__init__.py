@@ -1,0 +1,1 @@
+"""Programs and files nobody thought of, made from a seed."""

@@ -1,0 +1,184 @@
+"""Whole programs from a seed: drawn as data, written as source, and the source is what runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from tests.fuzz import actions
+from tests.fuzz.actions import Action, Context, Step, at
+from tests.fuzz.dice import Dice
+from tests.fuzz.models import Architect, Block, written
+from tests.fuzz.oracle import Tolerance
+from tests.fuzz.settings import OPTIMIZERS, Settings, UnitCall, draw_settings, draw_units
+
+
+@dataclass(frozen=True)
+class Program:
+    seed: int
+    settings: Settings
+    model: Block
+    units: tuple[UnitCall, ...]
+    ties: tuple[tuple[str, str], ...] = ()
+    frozen: tuple[str, ...] = ()
+    actions: tuple[Action, ...] = ()
+
+    def context(self, without: frozenset[str] = frozenset()) -> Context:
+        return Context(self.model, self.settings, self.units, without)
+
+
+def draw(seed: int, without: frozenset[str] = frozenset()) -> Program:
+    """The program of a seed; `without` leaves features out."""
+    dice = Dice(seed)
+    settings = draw_settings(dice.split(1), without)
+    if settings.param_dtype:
+        # The oracle casts a unit's parameters around its call; a recompute, or state of another dtype, is beyond it.
+        without = without | {"checkpoint", "recurrent", "batch_norm", "buffer"}
+    model = Architect(dice.split(2), without, settings.dtype == "float64" and not settings.param_dtype).draw()
+    units = draw_units(dice.split(3), model, settings, without)
+    context = Context(model, settings, units, without)
+    ties: list[tuple[str, str]] = []
+    rest = dice.split(4)
+    if "tie_before" not in without and rest.chance(15):
+        pair = actions.draw_pair(rest, context)
+        if pair is not None:
+            ties.append(pair)
+    frozen = rest.some([param.path for param in context.params], 50) if rest.chance(15) else []
+    return Program(
+        seed, settings, model, units, tuple(ties), tuple(frozen), tuple(draw_actions(dice.split(5), context))
+    )
+
+
+def draw_actions(dice: Dice, context: Context) -> list[Action]:
+    drawn: list[Action] = []
+    saved = False
+    count = dice.between(2, 9)
+    kinds = [(weight, kind) for kind, weight in actions.OUTER.items() if kind not in context.without]
+    for number in range(count):
+        if dice.chance(45):
+            drawn.append(actions.draw_step(dice, context, number))
+            saved = saved or any(each.kind == "save" for each in drawn[-1].inner)
+            continue
+        kind = dice.weighted(kinds)
+        if kind == "load" and not saved:
+            kind = "save"
+        saved = saved or kind == "save"
+        action = actions.DRAW[kind](dice, context, number)
+        if action is not None:
+            drawn.append(action)
+    # What an action has left behind shows in the steps after it.
+    drawn += [Action("step", (100 + number, Step())) for number in range(2)]
+    return drawn
+
+
+def source(program: Program) -> str:
+    """The program as a test: classes, a function of a side, and a call that compares."""
+    context = program.context()
+    settings = program.settings
+    make = [f"model = side.build(Model, torch.{settings.dtype})"]
+    make += [f"{at(path)}.float()" for path, block in context.blocks if block.single]
+    make += [f"{at(other)} = {at(one)}" for one, other in program.ties]
+    make += [f"{at(path)}.requires_grad_(False)" for path in program.frozen]
+    for call in program.units:
+        options = "" if call.reshard is None else f", reshard_after_forward={call.reshard}"
+        make.append(f"side.shard({', '.join(at(path) for path in call.paths)}{options})")
+    make.append("return model")
+    lines = ["model = make(side)", "side.ready(model)"]
+    if any(action.kind == "ema" for action in program.actions):
+        lines.append("teacher = make(side)")
+    lines.append(f"optim = {OPTIMIZERS[settings.optimizer].format(params='model.parameters()')}")
+    for action in program.actions:
+        lines += actions.write(action, context)
+    lines += ["side.finish()", 'side.look("at the end")']
+    body = "\n".join(f"    {line}" for line in lines)
+    classes = written(program.model, settings.width)
+    if "raise_oops" in body and "raise_oops" not in classes:
+        from tests.fuzz.models import SUPPORT
+
+        classes = SUPPORT["Oops"] + "\n" + classes
+    made = "\n".join(f"    {line}" for line in make)
+    text = f"{classes.strip()}\n\n\ndef make(side):\n{made}\n\n\ndef program(side):\n{body}\n"
+    return f"{_imports(text)}\n\n\n{text}"
+
+
+def _imports(text: str) -> str:
+    lines = []
+    if "@dataclass" in text:
+        lines.append("from dataclasses import dataclass")
+    if "NamedTuple" in text:
+        lines.append("from typing import NamedTuple")
+    lines += ["import torch", "from torch import nn"]
+    names = [
+        name
+        for name in ("CheckpointPolicy", "checkpoint", "create_selective_checkpoint_contexts")
+        if f"{name}(" in text or f"{name}." in text
+    ]
+    if names:
+        lines.append(f"from torch.utils.checkpoint import {', '.join(names)}")
+    return "\n".join(lines)
+
+
+def as_test(program: Program, sharded: str = "Sharded") -> str:
+    """The source with a test around it, to be pasted into a file."""
+    settings = program.settings
+    options = side_options(program)
+    shown = ", ".join(f"{key}={value!r}" for key, value in options.items())
+    tolerance = tolerance_of(program)
+    text = source(program)
+    return f"""{text}
+
+def test_found_by_seed_{program.seed}():
+    options = dict({shown})
+    run_ranks(compared, {settings.world}, program, {sharded}, options, Tolerance({tolerance.relative!r}), kind={settings.kind!r})
+"""
+
+
+def side_options(program: Program) -> dict[str, Any]:
+    settings = program.settings
+    return {
+        "seed": program.seed % 1000,
+        "mesh_shape": settings.mesh,
+        "param_dtype": _dtype(settings.param_dtype),
+        "reduce_dtype": _dtype(settings.reduce_dtype),
+        "offload": settings.offload,
+    }
+
+
+def _dtype(name: str) -> torch.dtype | None:
+    return getattr(torch, name) if name else None
+
+
+def tolerance_of(program: Program) -> Tolerance:
+    """The same bits, unless the program adds terms in another order than the plain one."""
+    settings = program.settings
+    kinds = program.context().kinds
+    names = [settings.dtype, settings.param_dtype, settings.reduce_dtype]
+    names += ["float32"] if "single" in kinds else []
+    coarsest = max((torch.finfo(getattr(torch, name)).eps, name) for name in names if name)[1]
+    return Tolerance.of(getattr(torch, coarsest), is_exact=not _reorders(program))
+
+
+@cache
+def _reorders(program: Program) -> bool:
+    settings, kinds = program.settings, program.context().kinds
+    if settings.param_dtype or settings.reduce_dtype or "single" in kinds:
+        return True
+    if kinds & {"twice", "mirrored", "recursive"} or program.ties:
+        return True
+    if "fused" in settings.optimizer or "flat" in settings.optimizer:
+        return True
+    for action in program.actions:
+        if action.kind in ("tie", "ema") or (
+            action.kind == "optimizer" and ("fused" in action.args[0] or "flat" in action.args[0])
+        ):
+            return True
+        if action.kind == "step":
+            step = action.args[1]
+            if step.clips or step.backward != "plain":
+                return True
+            if not (step.all_reduces and step.syncs):
+                return True
+    return False

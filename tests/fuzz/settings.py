@@ -1,0 +1,108 @@
+"""What a program runs under: world, mesh, dtypes, precision, optimizer, which modules become units."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tests.fuzz.dice import Dice
+from tests.fuzz.models import Block
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The defaults are what a failure shrinks towards."""
+
+    world: int = 2
+    mesh: tuple[int, ...] = ()  # empty: the default mesh of all ranks
+    kind: str = "threads"
+    width: int = 4
+    rows: int = 3
+    dtype: str = "float64"
+    param_dtype: str = ""  # of the precision policy
+    reduce_dtype: str = ""
+    offload: bool = False
+    optimizer: str = "sgd"
+
+    @property
+    def is_hybrid(self) -> bool:
+        return len(self.mesh) == 2 and self.mesh[0] > 1
+
+
+@dataclass(frozen=True)
+class UnitCall:
+    """One call of `fully_shard`: the modules it is given, and how it reshards."""
+
+    paths: tuple[str, ...]
+    reshard: bool | int | None = None
+
+
+OPTIMIZERS = {
+    "sgd": "torch.optim.SGD({params}, lr=0.125)",
+    "momentum": "torch.optim.SGD({params}, lr=0.125, momentum=0.5)",
+    "sgd_foreach": "torch.optim.SGD({params}, lr=0.125, foreach=True)",
+    "adam": "torch.optim.AdamW({params}, lr=0.03125, eps=0.1)",
+    "adam_foreach": "torch.optim.AdamW({params}, lr=0.03125, eps=0.1, foreach=True)",
+    "adam_fused": "torch.optim.AdamW({params}, lr=0.03125, eps=0.1, fused=True)",
+    "flat_adam": "side.flat(torch.optim.AdamW, {params}, lr=0.03125, eps=0.1)",
+    "flat_sgd": "side.flat(torch.optim.SGD, {params}, lr=0.125, momentum=0.5)",
+}
+
+
+def draw_settings(dice: Dice, without: frozenset[str]) -> Settings:
+    world = dice.weighted([(10, 1), (55, 2), (15, 3), (20, 4)])
+    mesh: tuple[int, ...] = ()
+    if "hybrid" not in without and dice.chance(25):
+        mesh = {1: (1, 1), 2: dice.pick(((2, 1), (1, 2))), 3: (3, 1), 4: dice.pick(((2, 2), (2, 2), (4, 1)))}[world]
+    dtype = "float64" if dice.chance(65) else "float32"
+    param_dtype = reduce_dtype = ""
+    if "precision" not in without and dice.chance(20):
+        param_dtype = "float32" if dtype == "float64" and dice.chance(70) else "bfloat16"
+        reduce_dtype = dice.pick(("", "float32", dtype))
+    return Settings(
+        world=world,
+        mesh=mesh,
+        kind="gloo" if "gloo" not in without and dice.chance(2) else "threads",
+        width=dice.pick((3, 4, 4, 5, 8)),
+        rows=dice.pick((2, 3, 4)),
+        dtype=dtype,
+        param_dtype=param_dtype,
+        reduce_dtype=reduce_dtype,
+        offload="offload" not in without and dice.chance(8),
+        optimizer=dice.pick([name for name in OPTIMIZERS if not any(word in name for word in without)]),
+    )
+
+
+def draw_units(dice: Dice, model: Block, settings: Settings, without: frozenset[str]) -> tuple[UnitCall, ...]:
+    """Some modules below and mostly the model itself, bottom-up; now and then two modules as one unit."""
+    percent = dice.pick((0, 25, 50, 80, 100))
+    found: list[str] = []
+
+    def visit(path: str, block: Block) -> None:
+        for child in block.children:
+            visit(f"{path}.{child.name}" if path else child.name, child)
+        if path and dice.chance(percent):
+            found.append(path)
+
+    visit("", model)
+    calls: list[UnitCall] = []
+    shard_world = settings.mesh[1] if settings.mesh else settings.world
+    while found:
+        path = found.pop(0)
+        paths = [path]
+        if "groups" not in without and found and dice.chance(12) and not _nested(path, found[0]):
+            paths.append(found.pop(0))
+        calls.append(UnitCall(tuple(paths), _draw_reshard(dice, shard_world)))
+    if not calls or "no_root" in without or not dice.chance(7):
+        calls.append(UnitCall(("",), _draw_reshard(dice, shard_world)))
+    return tuple(calls)
+
+
+def _nested(one: str, other: str) -> bool:
+    return f"{other}.".startswith(f"{one}.") or f"{one}.".startswith(f"{other}.")
+
+
+def _draw_reshard(dice: Dice, shard_world: int) -> bool | int | None:
+    options: list[bool | int | None] = [None, None, True, False]
+    if shard_world == 4:
+        options += [2]
+    return dice.pick(options)
