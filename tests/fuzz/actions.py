@@ -73,12 +73,33 @@ class Context:
         return [
             path
             for path in self.of_kind("raising")
-            if not any(path.startswith(f"{outer}." if outer else "") for outer in catching)
+            if not any(is_below(path, outer) for outer in catching)
         ]
 
     def tensor_modules(self) -> list[str]:
-        """Modules that can be called with one tensor."""
+        """Modules that take one tensor."""
         return [path for path, block in self.blocks if path and not block.kind.endswith("_inner")]
+
+    def callable_modules(self, *kinds: str) -> list[str]:
+        """Those that can be called by themselves: no unit around them owns parameters of theirs."""
+        return [
+            path
+            for path, block in self.blocks
+            if path in self.tensor_modules()
+            and (not kinds or block.kind in kinds)
+            and all(self._is_own(path, leaf) for leaf in self._leaves(path))
+        ]
+
+    def _leaves(self, path: str) -> list[str]:
+        return [leaf for leaf, block in self.blocks if is_below(leaf, path) and not block.children]
+
+    def _is_own(self, path: str, leaf: str) -> bool:
+        around = [unit for unit in self.sharded if is_below(leaf, unit)]
+        return not around or is_below(max(around, key=len), path)
+
+
+def is_below(path: str, above: str) -> bool:
+    return not above or f"{path}.".startswith(f"{above}.")
 
 
 def at(path: str) -> str:
@@ -91,7 +112,8 @@ def at(path: str) -> str:
 Drawn = Action | None
 
 
-def draw_step(dice: Dice, context: Context, number: int) -> Action:
+def draw_step(dice: Dice, context: Context, number: int, holds: bool = False) -> Action:
+    """`holds`: an earlier step has left gradients that are not reduced yet."""
     without = context.without
     backward = "plain"
     if dice.chance(25):
@@ -107,6 +129,8 @@ def draw_step(dice: Dice, context: Context, number: int) -> Action:
     if dice.chance(25):
         for _ in range(dice.between(1, 2)):
             kind = dice.weighted([(weight, kind) for kind, weight in INNER.items() if kind not in without])
+            if kind == "zero_grad" and ("zero_between" in without or (holds and "zero_held" in without)):
+                continue
             action = DRAW[kind](dice, context, number * 10 + len(inner) + 500)
             if action is not None:
                 inner.append(action)
@@ -114,6 +138,7 @@ def draw_step(dice: Dice, context: Context, number: int) -> Action:
     all_reduces = not syncs or not context.settings.is_hybrid or dice.chance(80)
     # A step whose gradients are kept back is refused; mostly another micro-batch follows.
     is_last = syncs and all_reduces
+    keeps = not is_last and "zero_held" in without
     step = Step(
         syncs=syncs,
         all_reduces=all_reduces,
@@ -122,7 +147,7 @@ def draw_step(dice: Dice, context: Context, number: int) -> Action:
         fails=fails,
         clips="clip" not in without and is_last and dice.chance(10),
         steps=is_last and dice.chance(85),
-        zeroes=dice.weighted(
+        zeroes="" if keeps else dice.weighted(
             [(70 if is_last else 10, "optim"), (8, "optim_zero"), (8, "model"), (4, "model_zero")]
             + [(10 if is_last else 70, "")]
         ),
@@ -139,14 +164,14 @@ def draw_forward_only(dice: Dice, context: Context, number: int) -> Drawn:
 
 
 def draw_call_part(dice: Dice, context: Context, number: int) -> Drawn:
-    paths = context.tensor_modules()
+    paths = context.callable_modules()
     if not paths:
         return None
     return Action("call_part", (number, dice.pick(paths), dice.pick(("backward", "forward", "no_grad"))))
 
 
 def draw_fail_part(dice: Dice, context: Context, number: int) -> Drawn:
-    paths = [path for path in context.of_kind("linear", "no_bias", "mlp") if path]
+    paths = context.callable_modules("linear", "no_bias", "mlp")
     return Action("fail_part", (number, dice.pick(paths), dice.chance(30))) if paths else None
 
 

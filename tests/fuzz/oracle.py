@@ -138,6 +138,14 @@ class Side:
     def note(self, what: str, value: Any) -> None:
         self.notes.append((what, _snapshot(value)))
 
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        """As `loss.backward`; nothing where everything is frozen."""
+        if loss.requires_grad:
+            self._backward(loss, options)
+
+    def _backward(self, loss: Tensor, options: dict[str, Any]) -> None:
+        raise NotImplementedError
+
     @contextlib.contextmanager
     def catch(self, what: str) -> Iterator[None]:
         """Catches what is raised inside, and notes its type."""
@@ -171,9 +179,11 @@ class Plain(Side):
         super().__post_init__()
         self.is_synced = True
         self._cast_params: set[int] = set()
+        self._units: list[nn.Module] = []
         self.held: dict[Tensor, Tensor] = {}  # gradients of this rank alone, until the next sync
 
     def shard(self, *modules: Any, **options: Any) -> None:
+        self._units += modules
         if self.param_dtype is not None:
             _LowPrecision(modules, self.param_dtype, self._cast_params)
 
@@ -195,8 +205,10 @@ class Plain(Side):
     def call(self, module: Any, method: str, *args: Any) -> None:
         """A method that only sharded modules have, and that changes no number."""
 
-    def backward(self, loss: Tensor, **options: Any) -> None:
-        params = list(self.model.parameters())
+    def _backward(self, loss: Tensor, options: dict[str, Any]) -> None:
+        # What is in no unit is the user's to synchronize.
+        in_units = {param for unit in self._units for param in unit.parameters()}
+        params = [param for param in self.model.parameters() if param in in_units]
         before = [(param, param.grad) for param in params]
         for param in params:
             param.grad = None
@@ -370,7 +382,7 @@ class Sharded(Side):
     def call(self, module: Any, method: str, *args: Any) -> None:
         getattr(module, method)(*args)
 
-    def backward(self, loss: Tensor, **options: Any) -> None:
+    def _backward(self, loss: Tensor, options: dict[str, Any]) -> None:
         loss.backward(**options)
 
     def zero_grad(self, target: Any, set_to_none: bool = True) -> None:

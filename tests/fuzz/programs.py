@@ -54,15 +54,19 @@ def draw(seed: int, without: frozenset[str] = frozenset()) -> Program:
 
 def draw_actions(dice: Dice, context: Context) -> list[Action]:
     drawn: list[Action] = []
-    saved = False
+    saved = holds = False
     count = dice.between(2, 9)
     kinds = [(weight, kind) for kind, weight in actions.OUTER.items() if kind not in context.without]
     for number in range(count):
         if dice.chance(45):
-            drawn.append(actions.draw_step(dice, context, number))
+            drawn.append(actions.draw_step(dice, context, number, holds))
             saved = saved or any(each.kind == "save" for each in drawn[-1].inner)
+            step = drawn[-1].args[1]
+            holds = not (step.syncs and step.all_reduces)
             continue
         kind = dice.weighted(kinds)
+        if holds and f"{kind}_held" in context.without:
+            continue
         if kind == "load" and not saved:
             kind = "save"
         saved = saved or kind == "save"

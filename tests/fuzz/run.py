@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.fuzz.programs import Program, as_test, draw
-from tests.fuzz.shrink import shrunk
+from tests.fuzz.shrink import shape, shrunk
 from tests.fuzz.trial import TIMEOUT_SECONDS, Outcome, run
 
 # Classes that programs define stay in the process that ran them.
@@ -102,6 +102,7 @@ class Failure:
     how: str
     text: str
     test: str = ""
+    shape: str = ""
 
 
 @dataclass
@@ -134,6 +135,7 @@ def run_many(arguments: argparse.Namespace) -> Report:
     report, worker, start = Report(), Worker(), time.monotonic()
     side = "torch" if arguments.torch else "shardwise"
     seen: Counter[str] = Counter()
+    shapes: Counter[str] = Counter()
     seed = arguments.seed
     try:
         while not _is_over(arguments, report, start):
@@ -151,7 +153,11 @@ def run_many(arguments: argparse.Namespace) -> Report:
                     small = shrunk(program, lambda each: worker.run(each, side).how)
                     failure.text = worker.run(small, side).text
                     failure.test = as_test(small)
-                    print(f"{failure.test}\n{_quoted(failure.text)}\n", flush=True)
+                    failure.shape = shape(small)
+                    shapes[failure.shape] += 1
+                    print(f"  {failure.shape}", flush=True)
+                    if shapes[failure.shape] == 1:
+                        print(f"{failure.test}\n{_quoted(failure.text)}\n", flush=True)
             seed += 1
             if report.programs % 500 == 0:
                 rate = report.programs / (time.monotonic() - start)
@@ -196,7 +202,7 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.once:
         print(as_test(draw(arguments.seed, arguments.without)))
     report = run_many(arguments)
-    kinds = Counter(failure.how for failure in report.failures)
+    kinds = Counter(f"{failure.how}; {failure.shape}" for failure in report.failures)
     print(f"{report.programs} programs in {report.seconds:.0f} s, {len(report.failures)} failed")
     for how, count in kinds.most_common():
         print(f"  {count:5d}  {how}")

@@ -198,3 +198,31 @@ def _grafted(block: Block, path: str, graft: Block) -> Block:
 def _paths(model: Block, width: int) -> set[str]:
     found = {path for path, _ in model.walk()}
     return found | {param.path for param in params_of(model, width)}
+
+
+def shape(program: Program) -> str:
+    """What a program is made of, in words: alike for programs that fail for the same reason, once they are small."""
+    words = {f"block {block.kind}" for _, block in program.model.walk() if block.kind != "linear"}
+    for action in program.actions:
+        words.add(action.kind)
+        for inner in action.inner:
+            words.add(f"{inner.kind} inside")
+        for each in (action, *action.inner):
+            words |= {str(value) for value in each.args if isinstance(value, str) and value.isidentifier() and "m" != value[:1]}
+        if action.kind == "step":
+            step = action.args[1]
+            words |= {
+                f"{field.name}={getattr(step, field.name)!r}"
+                for field in fields(Step)
+                if getattr(step, field.name) != field.default and field.name not in ("steps", "zeroes", "fails")
+            }
+            words |= {"caught inside"} if step.fails else set()
+    words.discard("step")
+    for field in fields(Settings):
+        value = getattr(program.settings, field.name)
+        if value != field.default and field.name != "world":
+            words.add(f"{field.name}={value}")
+    words |= {"tied"} if program.ties else set()
+    words |= {"frozen"} if program.frozen else set()
+    words |= {f"reshard={call.reshard}" for call in program.units if call.reshard is not None}
+    return ", ".join(sorted(words)) or "nothing special"

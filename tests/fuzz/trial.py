@@ -72,7 +72,7 @@ def run(program: Program, side: str = "shardwise", runner: Any = run_ranks) -> O
     except RankTimeout as error:
         return Outcome("hangs", str(error))
     except RankFailure as error:
-        return Outcome(_kind_of(error), str(error))
+        return Outcome(_kind_of(error), _told(error))
     bad = [(rank, verdict) for rank, verdict in enumerate(verdicts) if verdict.how]
     if bad:
         text = "\n".join(f"rank {rank}: {verdict.text}" for rank, verdict in bad)
@@ -81,6 +81,11 @@ def run(program: Program, side: str = "shardwise", runner: Any = run_ranks) -> O
     if len(refused) > 1:
         return Outcome("refused on some ranks", f"refused by rank: {[verdict.refused for verdict in verdicts]}")
     return Outcome(refused=refused.pop())
+
+
+def _told(error: RankFailure) -> str:
+    cause = error.__cause__
+    return str(cause) if isinstance(cause, ProgramRaised) else str(error)
 
 
 def _kind_of(error: RankFailure) -> str:
