@@ -156,7 +156,8 @@ def draw_step(dice: Dice, context: Context, number: int, holds: bool = False) ->
 
 
 def draw_eval(dice: Dice, context: Context, number: int) -> Drawn:
-    return Action("eval", (number, dice.pick(("no_grad", "inference_mode", "enable_grad"))))
+    modes = [mode for mode in ("no_grad", "inference_mode", "enable_grad") if mode not in context.without]
+    return Action("eval", (number, dice.pick(modes)))
 
 
 def draw_forward_only(dice: Dice, context: Context, number: int) -> Drawn:

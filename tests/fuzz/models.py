@@ -249,6 +249,7 @@ except Oops:
     "named": (2, 1, "return self.{a}(Two(x, 3)).first", ""),
     "dataclass": (2, 1, "return self.{a}(Parcel(x)).content", ""),
     "appended": (2, 1, "out = []\nself.{a}(x, out)\nreturn out[0]", ""),
+    "appended_more": (2, 1, "out = [x]\nself.{a}(x, out)\nreturn out[0] + out[1]", ""),
     "keyword": (2, 1, "return self.{a}(x=x, scale=0.5)", ""),
 }
 
@@ -260,6 +261,7 @@ _CARRIERS = {
     "named": ("parts", "return Two(self.{a}(parts.first), parts.second)"),
     "dataclass": ("parcel", "return Parcel(self.{a}(parcel.content))"),
     "appended": ("x, out", "out.append(self.{a}(x))"),
+    "appended_more": ("x, out", "out.append(self.{a}(x))"),
     "keyword": ("x, scale", "return self.{a}(x) * scale"),
 }
 
@@ -303,7 +305,7 @@ FEATURES = {
     "selective": ("selective",),
     "reentrant": ("reentrant",),
     "containers": tuple(_CARRIERS),
-    "appended": ("appended",),
+    "appended": ("appended", "appended_more"),
     "in_place": ("in_place", "in_place_direct"),
     "no_grad": ("no_grad",),
     "unused": ("unused",),

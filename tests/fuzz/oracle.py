@@ -178,14 +178,14 @@ class Plain(Side):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.is_synced = True
-        self._cast_params: set[int] = set()
+        self._cast_places: set[tuple[int, str]] = set()
         self._units: list[nn.Module] = []
         self.held: dict[Tensor, Tensor] = {}  # gradients of this rank alone, until the next sync
 
     def shard(self, *modules: Any, **options: Any) -> None:
         self._units += modules
         if self.param_dtype is not None:
-            _LowPrecision(modules, self.param_dtype, self._cast_params)
+            _LowPrecision(modules, self.param_dtype, self._cast_places)
 
     def flat(self, cls: Any, params: Any, **options: Any) -> Any:
         return cls(params, **options)
@@ -200,7 +200,8 @@ class Plain(Side):
         self.is_synced = on
 
     def all_reduce(self, model: Any, on: bool) -> None:
-        self.is_synced = on
+        if len(self.mesh_shape) == 2:  # without replicas there is nothing to put off
+            self.is_synced = on
 
     def call(self, module: Any, method: str, *args: Any) -> None:
         """A method that only sharded modules have, and that changes no number."""
@@ -270,20 +271,18 @@ class Plain(Side):
 class _LowPrecision:
     """A unit of a plain model that computes in another dtype: parameters and inputs are cast in each forward."""
 
-    def __init__(self, modules: tuple[Any, ...], dtype: torch.dtype, taken: set[int]) -> None:
+    def __init__(self, modules: tuple[Any, ...], dtype: torch.dtype, taken: set[tuple[int, str]]) -> None:
         self._dtype = dtype
         self._depth = 0
         self._places: list[tuple[nn.Module, str]] = []
         self._masters: list[Any] = []
-        mine: set[int] = set()
         for module in modules:
             for member in module.modules():
-                for name, param in member.named_parameters(recurse=False):
-                    if id(param) in taken and id(param) not in mine:
-                        continue
-                    mine.add(id(param))
-                    taken.add(id(param))
-                    self._places.append((member, name))
+                for name in member._parameters:
+                    # A place belongs to the innermost unit around it, whoever owns the parameter it shows.
+                    if (id(member), name) not in taken and member._parameters[name] is not None:
+                        taken.add((id(member), name))
+                        self._places.append((member, name))
             module.register_forward_pre_hook(self._enter, with_kwargs=True)
             module.register_forward_hook(self._leave, always_call=True)
 
@@ -296,7 +295,7 @@ class _LowPrecision:
                 if id(master) not in casts:
                     casts[id(master)] = master.to(self._dtype)
                 member._parameters[name] = casts[id(master)]
-        return map_tree(self._cast, (args, kwargs))
+        return tuple(self._cast(each) for each in args), {key: self._cast(each) for key, each in kwargs.items()}
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self._depth -= 1
@@ -304,7 +303,13 @@ class _LowPrecision:
             for (member, name), master in zip(self._places, self._masters, strict=True):
                 member._parameters[name] = master
 
-    def _cast(self, value: Tensor) -> Tensor:
+    def _cast(self, value: Any) -> Any:
+        if isinstance(value, list):
+            value[:] = [self._cast(each) for each in value]  # still the caller's list: the module may append to it
+            return value
+        return map_tree(self._cast_tensor, value)
+
+    def _cast_tensor(self, value: Tensor) -> Tensor:
         return value.to(self._dtype) if value.is_floating_point() else value
 
 
@@ -570,6 +575,8 @@ def compared(
                     return Verdict(refused=name)
         if want is None:
             raise ProgramRaised("".join(traceback.format_exception(got))) from got
+    if want is not None and got is None:
+        return Verdict(f"only plain code raises {type(want).__name__}", "".join(traceback.format_exception(want)))
     found = list(differences(plain.notes, other.notes, tolerance))
     if not found:
         return Verdict()

@@ -97,6 +97,11 @@ def draw_units(dice: Dice, model: Block, settings: Settings, without: frozenset[
     return tuple(calls)
 
 
+def is_fully_sharded(units: tuple[UnitCall, ...]) -> bool:
+    """Whether every parameter is in a unit. Foreach operations do not take plain and sharded tensors together."""
+    return any("" in call.paths for call in units)
+
+
 def _nested(one: str, other: str) -> bool:
     return f"{other}.".startswith(f"{one}.") or f"{one}.".startswith(f"{other}.")
 

@@ -78,7 +78,8 @@ def _plainer_actions(program: Program) -> Iterator[Program]:
             continue
         number, step = action.args
         for field in fields(Step):
-            if getattr(step, field.name) != field.default:
+            # Zeroing gradients is no plainer than leaving them.
+            if getattr(step, field.name) != field.default and field.name not in ("zeroes", "steps"):
                 plainer = replace(step, **{field.name: field.default})
                 yield _with_action(program, index, replace(action, args=(number, plainer)))
         for name, value in (("steps", False), ("zeroes", "")):
@@ -95,7 +96,8 @@ def _with_action(program: Program, index: int, action: Action) -> Program:
 
 def _fewer_units(program: Program) -> Iterator[Program]:
     for index, call in enumerate(program.units):
-        if len(program.units) > 1:
+        # A tie that leaves a unit is a question of its own.
+        if len(program.units) > 1 and not (program.ties and "" in call.paths):
             yield replace(program, units=_without(program.units, index))
         if len(call.paths) > 1:
             for path in call.paths:
