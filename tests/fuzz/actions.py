@@ -128,7 +128,11 @@ def draw_step(dice: Dice, context: Context, number: int, holds: bool = False) ->
     inner: list[Action] = []
     if dice.chance(25):
         for _ in range(dice.between(1, 2)):
-            kind = dice.weighted([(weight, kind) for kind, weight in INNER.items() if kind not in without])
+            kinds = [(weight, kind) for kind, weight in INNER.items() if kind not in without]
+            if context.settings.face == "wrapper":
+                # Whole tensors are shown between steps alone.
+                kinds = [(weight, kind) for weight, kind in kinds if kind not in ("save", "look", "call_part")]
+            kind = dice.weighted(kinds)
             if kind == "zero_grad" and ("zero_between" in without or (holds and "zero_held" in without)):
                 continue
             action = DRAW[kind](dice, context, number * 10 + len(inner) + 500)
@@ -271,12 +275,21 @@ def draw_save(dice: Dice, context: Context, number: int) -> Drawn:
 
 
 def draw_load(dice: Dice, context: Context, number: int) -> Drawn:
-    return Action("load", (dice.pick(("", "assign", "whole")),))
+    ways = [way for way in ("", "assign", "whole") if way not in context.without]
+    return Action("load", (dice.pick(ways),))
 
 
 def draw_optimizer(dice: Dice, context: Context, number: int) -> Drawn:
     names = [name for name in OPTIMIZERS if not any(word in name for word in context.without)]
     return Action("optimizer", (dice.pick(names),))
+
+
+def draw_reload(dice: Dice, context: Context, number: int) -> Drawn:
+    return Action("reload_optimizer")
+
+
+def draw_scale(dice: Dice, context: Context, number: int) -> Drawn:
+    return Action("scale", (dice.pick((0.5, 1.5)),))
 
 
 def draw_ema(dice: Dice, context: Context, number: int) -> Drawn:
@@ -315,6 +328,8 @@ DRAW: dict[str, Callable[[Dice, Context, int], Drawn]] = {
     "load": draw_load,
     "optimizer": draw_optimizer,
     "ema": draw_ema,
+    "reload_optimizer": draw_reload,
+    "scale": draw_scale,
     "deepcopy": draw_deepcopy,
     "look": draw_look,
 }
@@ -344,6 +359,8 @@ OUTER = {
     "load": 5,
     "optimizer": 4,
     "ema": 3,
+    "reload_optimizer": 4,
+    "scale": 4,
     "deepcopy": 1,
     "look": 2,
 }
@@ -375,7 +392,7 @@ def write_step(context: Context, number: int, step: Step, inner: list[str]) -> l
     if not step.all_reduces:
         lines.append("side.all_reduce(model, False)")
     if step.fails:
-        lines.append(f"{at(step.fails)}.fails = True")
+        lines.append(write_set(context, step.fails, "fails", "True"))
     lines.append(f"x = {batch(context, number)}")
     if step.input_needs_grad or step.backward in ("create", "grad_of_input"):
         lines.append("x.requires_grad_()")
@@ -384,7 +401,7 @@ def write_step(context: Context, number: int, step: Step, inner: list[str]) -> l
     if step.backward in ("two_losses", "two_backwards", "crossed_backwards"):
         lines.append(f"other = model({batch(context, number + 1000)}).square().mean()")
     if step.fails:
-        lines.append(f"{at(step.fails)}.fails = False")
+        lines.append(write_set(context, step.fails, "fails", "False"))
     lines += inner
     lines += {
         "plain": ["side.backward(loss)"],
@@ -458,18 +475,18 @@ def write_fail_part(context: Context, number: int, path: str, without_grad: bool
 
 def write_fail_forward(context: Context, number: int, path: str) -> list[str]:
     return [
-        f"{at(path)}.fails = True",
+        write_set(context, path, "fails", "True"),
         f'with side.catch("forward {number}"):',
         f"    model({batch(context, number)})",
-        f"{at(path)}.fails = False",
+        write_set(context, path, "fails", "False"),
     ]
 
 
 def write_fail_backward(context: Context, number: int, path: str) -> list[str]:
     return [
-        f"{at(path)}.fails_in_backward = True",
+        write_set(context, path, "fails_in_backward", "True"),
         f"loss = model({batch(context, number)}).square().mean()",
-        f"{at(path)}.fails_in_backward = False",
+        write_set(context, path, "fails_in_backward", "False"),
         f'with side.catch("backward {number}"):',
         "    side.backward(loss)",
         "side.zero_grad(model)",
@@ -485,8 +502,22 @@ def write_fail_hook(context: Context, number: int, path: str, when: str) -> list
     ]
 
 
+def optimizer(context: Context, name: str) -> str:
+    made = OPTIMIZERS[name].format(params="model.parameters()")
+    if context.settings.face == "zero":
+        made = f"side.zero({made.replace('(', ', ', 1)}"
+    return made
+
+
 def write_optimizer(context: Context, name: str) -> list[str]:
-    return [f"optim = {OPTIMIZERS[name].format(params='model.parameters()')}"]
+    return [f"optim = {optimizer(context, name)}"]
+
+
+def write_set(context: Context, path: str, name: str, value: str) -> str:
+    """An attribute of a module: a wrapper keeps what is set on it to itself."""
+    if context.settings.face == "wrapper":
+        return f"side.inside({at(path)}).{name} = {value}"
+    return f"{at(path)}.{name} = {value}"
 
 
 def write_hook(context: Context, path: str, hook: str) -> list[str]:
@@ -552,12 +583,14 @@ WRITE: dict[str, Callable[..., list[str]]] = {
     "prefetch": lambda context, path, setter, others: [
         f'side.call({at(path)}, "{setter}", [{", ".join(at(other) for other in others)}])'
     ],
-    "switch": lambda context, path: [f"{at(path)}.first = not {at(path)}.first"],
+    "switch": lambda context, path: [write_set(context, path, "first", f"not {at(path)}.first")],
     "hook": write_hook,
     "save": lambda context: ["saved = side.save(model)", 'side.note("saved", saved)'],
     "load": write_load,
     "optimizer": write_optimizer,
     "ema": write_ema,
+    "reload_optimizer": lambda context: ["optim = side.reload(optim)"],
+    "scale": lambda context, factor: [f"side.scale(model, {factor})"],
     "deepcopy": lambda context: ["side.deepcopy(model)"],
     "look": lambda context, number: [f'side.look("look {number}")'],
 }

@@ -14,9 +14,11 @@ from tests.fuzz.dice import Dice
 from tests.fuzz.models import Architect, Block, written
 from tests.fuzz.oracle import Tolerance
 from tests.fuzz.settings import (
-    OPTIMIZERS,
+    NOT_OF_WRAPPERS,
+    NOT_OF_ZERO,
     Settings,
     UnitCall,
+    draw_face,
     draw_settings,
     draw_units,
     is_fully_sharded,
@@ -40,12 +42,18 @@ class Program:
 def draw(seed: int, without: frozenset[str] = frozenset()) -> Program:
     """The program of a seed; `without` leaves features out."""
     dice = Dice(seed)
-    settings = draw_settings(dice.split(1), without)
+    face = draw_face(dice.split(0), without)
+    without = without | {"fully_shard": frozenset(), "wrapper": NOT_OF_WRAPPERS, "zero": NOT_OF_ZERO}[face]
+    settings = draw_settings(dice.split(1), face, without)
+    if not settings.use_orig_params:
+        without = without | {"freeze", "thaw", "freeze_module"}
     if settings.param_dtype:
         # The oracle casts a unit's parameters around its call; a recompute, or state of another dtype, is beyond it.
         without = without | {"checkpoint", "recurrent", "batch_norm", "buffer"}
     model = Architect(dice.split(2), without, settings.dtype == "float64" and not settings.param_dtype).draw()
     units = draw_units(dice.split(3), model, settings, without)
+    if face == "zero":
+        units = (UnitCall(("",)),)
     if not is_fully_sharded(units):
         without = without | {"foreach", "fused", "flat", "ema", "clip"}
         if any(word in settings.optimizer for word in without):
@@ -99,12 +107,14 @@ def source(program: Program) -> str:
     make += [f"{at(path)}.requires_grad_(False)" for path in program.frozen]
     for call in program.units:
         options = "" if call.reshard is None else f", reshard_after_forward={call.reshard}"
-        make.append(f"side.shard({', '.join(at(path) for path in call.paths)}{options})")
+        options = "" if settings.face != "fully_shard" else options
+        into = f"{at(call.paths[0])} = " if settings.face == "wrapper" else ""
+        make.append(f"{into}side.shard({', '.join(at(path) for path in call.paths)}{options})")
     make.append("return model")
     lines = ["model = make(side)", "side.ready(model)"]
     if any(action.kind == "ema" for action in program.actions):
         lines.append("teacher = make(side)")
-    lines.append(f"optim = {OPTIMIZERS[settings.optimizer].format(params='model.parameters()')}")
+    lines += actions.write_optimizer(context, settings.optimizer)
     for action in program.actions:
         lines += actions.write(action, context)
     lines += ["side.finish()", 'side.look("at the end")']
@@ -136,7 +146,10 @@ def _imports(text: str) -> str:
     return "\n".join(lines)
 
 
-def as_test(program: Program, sharded: str = "Sharded") -> str:
+SIDE_NAMES = {"fully_shard": "Sharded", "wrapper": "Wrapped", "zero": "ZeroPlain"}
+
+
+def as_test(program: Program) -> str:
     """The source with a test around it, to be pasted into a file."""
     settings = program.settings
     options = side_options(program)
@@ -147,7 +160,7 @@ def as_test(program: Program, sharded: str = "Sharded") -> str:
 
 def test_found_by_seed_{program.seed}():
     options = dict({shown})
-    run_ranks(compared, {settings.world}, program, {sharded}, options, Tolerance({tolerance.relative!r}), kind={settings.kind!r})
+    run_ranks(compared, {settings.world}, program, {SIDE_NAMES[settings.face]}, options, Tolerance({tolerance.relative!r}), kind={settings.kind!r})
 """
 
 
@@ -159,6 +172,16 @@ def side_options(program: Program) -> dict[str, Any]:
         "param_dtype": _dtype(settings.param_dtype),
         "reduce_dtype": _dtype(settings.reduce_dtype),
         "offload": settings.offload,
+        **({"wrapper": wrapper_options(settings)} if settings.face == "wrapper" else {}),
+        **({"zero_options": {"parameters_as_bucket_view": settings.bucket_view, "balanced": settings.balanced}} if settings.face == "zero" else {}),
+    }
+
+
+def wrapper_options(settings: Settings) -> dict[str, Any]:
+    return {
+        "strategy": settings.strategy,
+        "use_orig_params": settings.use_orig_params,
+        "prefetch": settings.prefetch,
     }
 
 

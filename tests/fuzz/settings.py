@@ -12,6 +12,7 @@ from tests.fuzz.models import Block
 class Settings:
     """The defaults are what a failure shrinks towards."""
 
+    face: str = "fully_shard"  # or "wrapper", "zero"
     world: int = 2
     mesh: tuple[int, ...] = ()  # empty: the default mesh of all ranks
     kind: str = "threads"
@@ -22,10 +23,17 @@ class Settings:
     reduce_dtype: str = ""
     offload: bool = False
     optimizer: str = "sgd"
+    # The wrapper's own.
+    strategy: str = "FULL_SHARD"
+    use_orig_params: bool = True
+    prefetch: str = "BACKWARD_PRE"
+    # ZeRO's own.
+    bucket_view: bool = False
+    balanced: bool = False
 
     @property
     def is_hybrid(self) -> bool:
-        return len(self.mesh) == 2 and self.mesh[0] > 1
+        return self.face == "fully_shard" and len(self.mesh) == 2 and self.mesh[0] > 1
 
 
 @dataclass(frozen=True)
@@ -48,7 +56,21 @@ OPTIMIZERS = {
 }
 
 
-def draw_settings(dice: Dice, without: frozenset[str]) -> Settings:
+# What the other two faces do not have, or what this oracle does not model for them.
+NOT_OF_WRAPPERS = frozenset(
+    "groups tie_after replace unshard reshard setting prefetch precision flat mixed_dtypes ema no_root assign".split()
+)
+NOT_OF_ZERO = frozenset(
+    "groups unshard reshard setting prefetch precision flat ema no_root hybrid offload deepcopy no_sync clip".split()
+)
+
+
+def draw_face(dice: Dice, without: frozenset[str]) -> str:
+    faces = [(68, "fully_shard"), (22, "wrapper"), (10, "zero")]
+    return dice.weighted([face for face in faces if face[1] not in without])
+
+
+def draw_settings(dice: Dice, face: str, without: frozenset[str]) -> Settings:
     world = dice.weighted([(10, 1), (55, 2), (15, 3), (20, 4)])
     mesh: tuple[int, ...] = ()
     if "hybrid" not in without and dice.chance(25):
@@ -58,7 +80,13 @@ def draw_settings(dice: Dice, without: frozenset[str]) -> Settings:
     if "precision" not in without and dice.chance(20):
         param_dtype = "float32" if dtype == "float64" and dice.chance(70) else "bfloat16"
         reduce_dtype = dice.pick(("", "float32", dtype))
+    strategy = dice.pick(("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"))
+    if face == "wrapper" and "HYBRID" in strategy and not mesh:
+        mesh = {1: (1, 1), 2: (2, 1), 3: (1, 3), 4: (2, 2)}[world]
+    elif face == "wrapper" and "HYBRID" not in strategy:
+        mesh = ()
     return Settings(
+        face=face,
         world=world,
         mesh=mesh,
         kind="gloo" if "gloo" not in without and dice.chance(2) else "threads",
@@ -69,6 +97,11 @@ def draw_settings(dice: Dice, without: frozenset[str]) -> Settings:
         reduce_dtype=reduce_dtype,
         offload="offload" not in without and dice.chance(8),
         optimizer=dice.pick([name for name in OPTIMIZERS if not any(word in name for word in without)]),
+        strategy=strategy if face == "wrapper" else "FULL_SHARD",
+        use_orig_params=face != "wrapper" or "flat_params" in without or dice.chance(65),
+        prefetch=dice.pick(("BACKWARD_PRE", "BACKWARD_POST", "")) if face == "wrapper" else "BACKWARD_PRE",
+        bucket_view=face == "zero" and dice.chance(40),
+        balanced=face == "zero" and dice.chance(40),
     )
 
 

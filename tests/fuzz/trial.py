@@ -12,12 +12,27 @@ import torch
 
 import shardwise
 from shardwise.testing import RankFailure, RankTimeout, run_ranks
-from tests.fuzz.oracle import ProgramRaised, Sharded, Tolerance, TorchSharded, Verdict, compared
+from tests.fuzz.oracle import (
+    ProgramRaised,
+    Sharded,
+    Side,
+    Tolerance,
+    TorchSharded,
+    Verdict,
+    Wrapped,
+    ZeroPlain,
+    compared,
+)
 from tests.fuzz.programs import Program, side_options, source, tolerance_of
 
 TIMEOUT_SECONDS = 30.0
 
-SIDES: dict[str, type[Sharded]] = {"shardwise": Sharded, "torch": TorchSharded}
+SIDES: dict[str, type[Side]] = {
+    "fully_shard": Sharded,
+    "wrapper": Wrapped,
+    "zero": ZeroPlain,
+    "torch": TorchSharded,
+}
 
 # What shardwise refuses on purpose though a plain program can do it: a name, and a sign in the message.
 REFUSALS: tuple[tuple[str, str], ...] = (
@@ -63,7 +78,7 @@ def run(program: Program, side: str = "shardwise", runner: Any = run_ranks) -> O
             settings.world,
             source(program),
             f"seed {program.seed}",
-            side,
+            settings.face if side == "shardwise" else side,
             side_options(program),
             tolerance_of(program),
             kind=settings.kind,
