@@ -292,6 +292,34 @@ def draw_scale(dice: Dice, context: Context, number: int) -> Drawn:
     return Action("scale", (dice.pick((0.5, 1.5)),))
 
 
+def draw_after_gradient(dice: Dice, context: Context, number: int) -> Drawn:
+    params: list[Param] = context.params
+    return Action("after_gradient", (dice.pick(params).path,)) if params else None
+
+
+def draw_set_data(dice: Dice, context: Context, number: int) -> Drawn:
+    params: list[Param] = context.params
+    return Action("set_data", (dice.pick(params).path,)) if params else None
+
+
+def draw_scale_gradients(dice: Dice, context: Context, number: int) -> Drawn:
+    return Action("scale_gradients", (0.5,))
+
+
+def draw_keep_gradients(dice: Dice, context: Context, number: int) -> Drawn:
+    return Action("keep_gradients", (number, dice.pick(("model", "optim"))))
+
+
+# What torch.func can run through: no hooks, no checkpoints, no buffers written to.
+_PURE = {"linear", "no_bias", "mlp", "norm", "pair", "residual", "both", "either", "twice", "bare", "embedding"}
+
+
+def draw_func(dice: Dice, context: Context, number: int) -> Drawn:
+    if context.kinds - _PURE:
+        return None
+    return Action("func", (number, dice.pick(("grad", "jvp"))))
+
+
 def draw_ema(dice: Dice, context: Context, number: int) -> Drawn:
     return Action("ema", (number,))
 
@@ -330,6 +358,11 @@ DRAW: dict[str, Callable[[Dice, Context, int], Drawn]] = {
     "ema": draw_ema,
     "reload_optimizer": draw_reload,
     "scale": draw_scale,
+    "after_gradient": draw_after_gradient,
+    "set_data": draw_set_data,
+    "scale_gradients": draw_scale_gradients,
+    "keep_gradients": draw_keep_gradients,
+    "func": draw_func,
     "deepcopy": draw_deepcopy,
     "look": draw_look,
 }
@@ -361,6 +394,11 @@ OUTER = {
     "ema": 3,
     "reload_optimizer": 4,
     "scale": 4,
+    "after_gradient": 4,
+    "set_data": 1,
+    "scale_gradients": 3,
+    "keep_gradients": 3,
+    "func": 3,
     "deepcopy": 1,
     "look": 2,
 }
@@ -375,6 +413,7 @@ INNER = {
     "reshard": 4,
     "save": 2,
     "look": 2,
+    "scale_gradients": 1,
 }
 
 
@@ -556,6 +595,24 @@ def write_ema(context: Context, number: int) -> list[str]:
     ]
 
 
+def write_keep_gradients(context: Context, number: int, target: str) -> list[str]:
+    # Whoever keeps a gradient keeps its values.
+    return [
+        "kept = side.gradients(model)",
+        f"side.zero_grad({target})",
+        f"side.backward(model({batch(context, number)}).square().mean())",
+        f'side.note("kept {number}", kept)',
+    ]
+
+
+def write_func(context: Context, number: int, transform: str) -> list[str]:
+    call = {
+        "grad": "torch.func.grad(lambda x: model(x).square().mean())(x)",
+        "jvp": "torch.func.jvp(model, (x,), (torch.ones_like(x),))",
+    }[transform]
+    return [f"x = {batch(context, number)}", f'side.note("{transform} {number}", {call})']
+
+
 def rebuilt(lines: list[str], context: Context) -> list[str]:
     """Then an optimizer over the parameters that there are now."""
     return [*lines, *write_optimizer(context, context.settings.optimizer)]
@@ -590,6 +647,11 @@ WRITE: dict[str, Callable[..., list[str]]] = {
     "optimizer": write_optimizer,
     "ema": write_ema,
     "reload_optimizer": lambda context: ["optim = side.reload(optim)"],
+    "after_gradient": lambda context, path: [f'side.after_gradient({at(path)}, "{path}")'],
+    "set_data": lambda context, path: [f"{at(path)}.data = {at(path)}.data * 0.5"],
+    "scale_gradients": lambda context, factor: [f"side.scale_gradients(model, {factor})"],
+    "keep_gradients": write_keep_gradients,
+    "func": write_func,
     "scale": lambda context, factor: [f"side.scale(model, {factor})"],
     "deepcopy": lambda context: ["side.deepcopy(model)"],
     "look": lambda context, number: [f'side.look("look {number}")'],

@@ -115,7 +115,7 @@ class Side:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.dtype = torch.float64
         self.model: Any = None
-        self.width = self.rows = 0
+        self._seen: dict[str, Any] = {}
 
     def inside(self, module: Any) -> Any:
         """The module itself, where something is wrapped around it."""
@@ -161,6 +161,18 @@ class Side:
     def note(self, what: str, value: Any) -> None:
         self.notes.append((what, _snapshot(value)))
 
+    def seen(self, what: str, value: Any) -> None:
+        """Noted with the next look: when in a backward a hook runs may differ, what it saw last may not."""
+        self._seen[what] = _snapshot(value)
+
+    def scale_gradients(self, model: Any, factor: float) -> None:
+        for param in model.parameters():
+            if param.grad is not None:
+                param.grad.mul_(factor)
+
+    def gradients(self, model: Any) -> list[Any]:
+        return [param.grad for param in model.parameters()]
+
     def backward(self, loss: Tensor, **options: Any) -> None:
         """As `loss.backward`; nothing where everything is frozen."""
         if loss.requires_grad:
@@ -187,6 +199,8 @@ class Side:
             self.notes.append((f"{what}: gradient {name}", self.shown_gradient(param)))
         for name, buffer in model.named_buffers():
             self.notes.append((f"{what}: buffer {name}", _snapshot(buffer)))
+        self.notes.append((f"{what}: seen by hooks", self._seen))
+        self._seen = {}
 
     def shown(self, param: Tensor) -> Any:
         return _snapshot(param)
@@ -203,6 +217,7 @@ class Plain(Side):
         self.is_synced = True
         self._cast_places: set[tuple[int, str]] = set()
         self._units: list[nn.Module] = []
+        self._after_gradient: dict[Tensor, list[Callable[[Any], None]]] = {}
         self.held: dict[Tensor, Tensor] = {}  # gradients of this rank alone, until the next sync
 
     def shard(self, *modules: Any, **options: Any) -> Any:
@@ -254,9 +269,29 @@ class Plain(Side):
             self._reduce()
 
     def _reduce(self) -> None:
+        if self.wrapper and not self.wrapper["use_orig_params"]:
+            self._fill_flat_gradients()
         for param, average in zip(self.held, self._averages(list(self.held.values())), strict=True):
             param.grad = average if param.grad is None else param.grad + average
+            for hook in self._after_gradient.get(param, ()):
+                hook(param)
         self.held = {}
+
+    def after_gradient(self, param: Any, name: str) -> None:
+        """A hook for when a gradient is complete; of a plain parameter, when it is averaged."""
+        self._after_gradient.setdefault(param, []).append(lambda param: self.seen(name, param.grad))
+
+    def _fill_flat_gradients(self) -> None:
+        """The gradient of a flat parameter is whole: where one of its parameters has a gradient, all have."""
+        taken: set[Tensor] = set()
+        for unit in self._units:
+            owned = [param for param in unit.parameters() if param not in taken and param.requires_grad]
+            taken.update(owned)
+            for dtype in {param.dtype for param in owned}:
+                members = [param for param in owned if param.dtype == dtype]
+                if any(param in self.held for param in members):
+                    for param in members:
+                        self.held.setdefault(param, torch.zeros_like(param))
 
     def _averages(self, grads: list[Tensor]) -> list[Tensor]:
         """Summed over the ranks of a shard group, then over replicas, in rank order; then divided."""
@@ -369,9 +404,14 @@ class Sharded(Side):
             options["offload_policy"] = shardwise.CPUOffloadPolicy(pin_memory=False)
         return options
 
-    def shard(self, *modules: Any, **options: Any) -> None:
+    def shard(self, *modules: Any, **options: Any) -> Any:
         target = modules[0] if len(modules) == 1 else list(modules)
-        shardwise.fully_shard(target, **self._options(), **options)
+        if options.pop("columns", False):
+            options["shard_placement_fn"] = lambda param: Shard(1) if param.dim() > 1 else Shard(0)
+        return shardwise.fully_shard(target, **self._options(), **options)
+
+    def after_gradient(self, param: Any, name: str) -> None:
+        param.register_post_accumulate_grad_hook(lambda param: self.seen(name, param.grad))
 
     def whole(self, value: Any) -> Any:
         return value.full_tensor() if isinstance(value, DTensor) else value.clone()
@@ -509,6 +549,7 @@ class Wrapped(Sharded):
                 self.notes.append((f"{what}: gradient {name}", grad))
             for name, buffer in model.named_buffers():
                 self.notes.append((f"{what}: buffer {name}", _snapshot(buffer)))
+        self.notes.append((f"{what}: seen by hooks", {}))
 
     def finish(self) -> None:
         pass
@@ -557,6 +598,8 @@ class TorchSharded(Sharded):
         from torch.distributed import fsdp
 
         target = modules[0] if len(modules) == 1 else list(modules)
+        if options.pop("columns", False):
+            options["shard_placement_fn"] = lambda param: Shard(1) if param.dim() > 1 else Shard(0)
         fsdp.fully_shard(target, **self._options(), **options)
 
     def _is_sharded(self, module: Any) -> bool:

@@ -76,6 +76,7 @@ def draw_actions(dice: Dice, context: Context) -> list[Action]:
     saved = holds = False
     count = dice.between(2, 9)
     kinds = [(weight, kind) for kind, weight in actions.OUTER.items() if kind not in context.without]
+    hooked = False
     for number in range(count):
         if dice.chance(45):
             drawn.append(actions.draw_step(dice, context, number, holds))
@@ -89,6 +90,9 @@ def draw_actions(dice: Dice, context: Context) -> list[Action]:
         if kind == "load" and not saved:
             kind = "save"
         saved = saved or kind == "save"
+        if kind == "func" and hooked:
+            continue  # hooks would note tensors of a transform
+        hooked = hooked or kind == "hook"
         action = actions.DRAW[kind](dice, context, number)
         if action is not None:
             drawn.append(action)
@@ -107,6 +111,7 @@ def source(program: Program) -> str:
     make += [f"{at(path)}.requires_grad_(False)" for path in program.frozen]
     for call in program.units:
         options = "" if call.reshard is None else f", reshard_after_forward={call.reshard}"
+        options += ", columns=True" if call.columns else ""
         options = "" if settings.face != "fully_shard" else options
         into = f"{at(call.paths[0])} = " if settings.face == "wrapper" else ""
         make.append(f"{into}side.shard({', '.join(at(path) for path in call.paths)}{options})")

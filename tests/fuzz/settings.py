@@ -42,6 +42,7 @@ class UnitCall:
 
     paths: tuple[str, ...]
     reshard: bool | int | None = None
+    columns: bool = False  # cut along dim 1 where there is one
 
 
 OPTIMIZERS = {
@@ -58,10 +59,10 @@ OPTIMIZERS = {
 
 # What the other two faces do not have, or what this oracle does not model for them.
 NOT_OF_WRAPPERS = frozenset(
-    "groups tie_after replace unshard reshard setting prefetch precision flat mixed_dtypes ema no_root assign".split()
+    "columns after_gradient keep_gradients scale_gradients func set_data groups tie_after replace unshard reshard setting prefetch precision flat mixed_dtypes ema no_root assign".split()
 )
 NOT_OF_ZERO = frozenset(
-    "groups unshard reshard setting prefetch precision flat ema no_root hybrid offload deepcopy no_sync clip".split()
+    "columns after_gradient groups unshard reshard setting prefetch precision flat ema no_root hybrid offload deepcopy no_sync clip".split()
 )
 
 
@@ -124,9 +125,9 @@ def draw_units(dice: Dice, model: Block, settings: Settings, without: frozenset[
         paths = [path]
         if "groups" not in without and found and dice.chance(12) and not _nested(path, found[0]):
             paths.append(found.pop(0))
-        calls.append(UnitCall(tuple(paths), _draw_reshard(dice, shard_world)))
+        calls.append(UnitCall(tuple(paths), _draw_reshard(dice, shard_world), _draw_columns(dice, without)))
     if not calls or "no_root" in without or not dice.chance(7):
-        calls.append(UnitCall(("",), _draw_reshard(dice, shard_world)))
+        calls.append(UnitCall(("",), _draw_reshard(dice, shard_world), _draw_columns(dice, without)))
     return tuple(calls)
 
 
@@ -137,6 +138,10 @@ def is_fully_sharded(units: tuple[UnitCall, ...]) -> bool:
 
 def _nested(one: str, other: str) -> bool:
     return f"{other}.".startswith(f"{one}.") or f"{one}.".startswith(f"{other}.")
+
+
+def _draw_columns(dice: Dice, without: frozenset[str]) -> bool:
+    return "columns" not in without and dice.chance(8)
 
 
 def _draw_reshard(dice: Dice, shard_world: int) -> bool | int | None:

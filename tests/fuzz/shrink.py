@@ -101,9 +101,9 @@ def _fewer_units(program: Program) -> Iterator[Program]:
             yield replace(program, units=_without(program.units, index))
         if len(call.paths) > 1:
             for path in call.paths:
-                kept = UnitCall((path,), call.reshard)
+                kept = replace(call, paths=(path,))
                 yield replace(program, units=(*program.units[:index], kept, *program.units[index + 1 :]))
-        if call.reshard is not None:
+        if call.reshard is not None or call.columns:
             plain = UnitCall(call.paths)
             yield replace(program, units=(*program.units[:index], plain, *program.units[index + 1 :]))
 
@@ -174,7 +174,7 @@ def _transplanted(program: Program, path: str, graft: Block, old_path: str | Non
         paths = tuple(new for known in call.paths if (new := moved(known)) is not None and new not in taken)
         taken.update(paths)
         if paths:
-            units.append(UnitCall(paths, call.reshard))
+            units.append(replace(call, paths=paths))
     ties = tuple(
         (one, other) for a, b in program.ties if (one := moved(a)) is not None and (other := moved(b)) is not None
     )
@@ -226,5 +226,6 @@ def shape(program: Program) -> str:
             words.add(f"{field.name}={value}")
     words |= {"tied"} if program.ties else set()
     words |= {"frozen"} if program.frozen else set()
+    words |= {"columns" for call in program.units if call.columns}
     words |= {f"reshard={call.reshard}" for call in program.units if call.reshard is not None}
     return ", ".join(sorted(words)) or "nothing special"

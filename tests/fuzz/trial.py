@@ -37,6 +37,7 @@ SIDES: dict[str, type[Side]] = {
 # What shardwise refuses on purpose though a plain program can do it: a name, and a sign in the message.
 REFUSALS: tuple[tuple[str, str], ...] = (
     ("a parameter replaced by something else", "which cannot take the place of"),
+    ("a parameter replaced while it is gathered", "while it was gathered, and what came would be forgotten"),
     ("a step without gradients that are kept back", "would step without the gradients that were kept back"),
     ("an optimizer over gathered parameters", "as it is while gathered, and a step would not reach the shards"),
 )
