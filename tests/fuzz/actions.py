@@ -71,9 +71,7 @@ class Context:
     def uncaught(self) -> list[str]:
         catching = self.of_kind("catching")
         return [
-            path
-            for path in self.of_kind("raising")
-            if not any(is_below(path, outer) for outer in catching)
+            path for path in self.of_kind("raising") if not any(is_below(path, outer) for outer in catching)
         ]
 
     def tensor_modules(self) -> list[str]:
@@ -131,7 +129,9 @@ def draw_step(dice: Dice, context: Context, number: int, holds: bool = False) ->
             kinds = [(weight, kind) for kind, weight in INNER.items() if kind not in without]
             if context.settings.face == "wrapper":
                 # Whole tensors are shown between steps alone.
-                kinds = [(weight, kind) for weight, kind in kinds if kind not in ("save", "look", "call_part")]
+                kinds = [
+                    (weight, kind) for weight, kind in kinds if kind not in ("save", "look", "call_part")
+                ]
             kind = dice.weighted(kinds)
             if kind == "zero_grad" and ("zero_between" in without or (holds and "zero_held" in without)):
                 continue
@@ -151,9 +151,16 @@ def draw_step(dice: Dice, context: Context, number: int, holds: bool = False) ->
         fails=fails,
         clips="clip" not in without and is_last and dice.chance(10),
         steps=is_last and dice.chance(85),
-        zeroes="" if keeps else dice.weighted(
-            [(70 if is_last else 10, "optim"), (8, "optim_zero"), (8, "model"), (4, "model_zero")]
-            + [(10 if is_last else 70, "")]
+        zeroes=""
+        if keeps
+        else dice.weighted(
+            [
+                (70 if is_last else 10, "optim"),
+                (8, "optim_zero"),
+                (8, "model"),
+                (4, "model_zero"),
+                (10 if is_last else 70, ""),
+            ]
         ),
     )
     return Action("step", (number, step), tuple(inner))
@@ -220,7 +227,9 @@ def draw_tie(dice: Dice, context: Context, number: int) -> Drawn:
 
 def draw_pair(dice: Dice, context: Context) -> tuple[str, str] | None:
     """Two parameters that can share their values."""
-    params: list[Param] = [param for param in context.params if param.path.split(".")[-1] in ("weight", "bias")]
+    params: list[Param] = [
+        param for param in context.params if param.path.split(".")[-1] in ("weight", "bias")
+    ]
     pairs = [
         (one.path, other.path)
         for index, one in enumerate(params)
@@ -311,13 +320,28 @@ def draw_keep_gradients(dice: Dice, context: Context, number: int) -> Drawn:
 
 
 # What torch.func can run through: no hooks, no checkpoints, no buffers written to.
-_PURE = {"linear", "no_bias", "mlp", "norm", "pair", "residual", "both", "either", "twice", "bare", "embedding"}
+_PURE = {
+    "linear",
+    "no_bias",
+    "mlp",
+    "norm",
+    "pair",
+    "residual",
+    "both",
+    "either",
+    "twice",
+    "bare",
+    "embedding",
+}
 
 
 def draw_func(dice: Dice, context: Context, number: int) -> Drawn:
     if context.kinds - _PURE:
         return None
-    return Action("func", (number, dice.pick(("grad", "jvp"))))
+    # Forward differentiation has one level for a whole process, which ranks that are threads would share.
+    return Action(
+        "func", (number, dice.pick(("grad", "jvp") if context.settings.kind == "gloo" else ("grad",)))
+    )
 
 
 def draw_ema(dice: Dice, context: Context, number: int) -> Drawn:
@@ -503,7 +527,11 @@ def write_call_part(context: Context, number: int, path: str, how: str) -> list[
         return ["with torch.no_grad():", f'    side.note("part {number}", {call})']
     lines = [f"part = {call}", f'side.note("part {number}", part)']
     if how == "backward":
-        lines += ["if part.requires_grad:", "    side.backward(part.square().mean())", f'side.look("part {number}")']
+        lines += [
+            "if part.requires_grad:",
+            "    side.backward(part.square().mean())",
+            f'side.look("part {number}")',
+        ]
     return lines
 
 
@@ -534,7 +562,7 @@ def write_fail_backward(context: Context, number: int, path: str) -> list[str]:
 
 def write_fail_hook(context: Context, number: int, path: str, when: str) -> list[str]:
     return [
-        f"handle = {at(path)}.{when}(raise_oops)",
+        f"handle = {inside(context, path)}.{when}(raise_oops)",
         f'with side.catch("hook {number}"):',
         f"    model({batch(context, number)})",
         "handle.remove()",
@@ -552,24 +580,31 @@ def write_optimizer(context: Context, name: str) -> list[str]:
     return [f"optim = {optimizer(context, name)}"]
 
 
+def inside(context: Context, path: str) -> str:
+    """A module itself, not what is wrapped around it."""
+    return f"side.inside({at(path)})" if context.settings.face == "wrapper" else at(path)
+
+
 def write_set(context: Context, path: str, name: str, value: str) -> str:
     """An attribute of a module: a wrapper keeps what is set on it to itself."""
-    if context.settings.face == "wrapper":
-        return f"side.inside({at(path)}).{name} = {value}"
-    return f"{at(path)}.{name} = {value}"
+    return f"{inside(context, path)}.{name} = {value}"
 
 
 def write_hook(context: Context, path: str, hook: str) -> list[str]:
     what = f"{hook} of {path}"
     return {
-        "forward": [f'{at(path)}.register_forward_hook(lambda m, args, out: side.note("{what}", out))'],
-        "forward_scales": [f"{at(path)}.register_forward_hook(lambda m, args, out: out * 0.5)"],
-        "forward_pre": [f'{at(path)}.register_forward_pre_hook(lambda m, args: side.note("{what}", args))'],
+        "forward": [
+            f'{inside(context, path)}.register_forward_hook(lambda m, args, out: side.note("{what}", out))'
+        ],
+        "forward_scales": [f"{inside(context, path)}.register_forward_hook(lambda m, args, out: out * 0.5)"],
+        "forward_pre": [
+            f'{inside(context, path)}.register_forward_pre_hook(lambda m, args: side.note("{what}", args))'
+        ],
         "backward": [
-            f'{at(path)}.register_full_backward_hook(lambda m, into, out: side.note("{what}", out))'
+            f'{inside(context, path)}.register_full_backward_hook(lambda m, into, out: side.note("{what}", out))'
         ],
         "backward_pre": [
-            f'{at(path)}.register_full_backward_pre_hook(lambda m, out: side.note("{what}", out))'
+            f'{inside(context, path)}.register_full_backward_pre_hook(lambda m, out: side.note("{what}", out))'
         ],
     }[hook]
 

@@ -64,7 +64,12 @@ def leaf_params(block: Block, width: int) -> list[tuple[str, tuple[int, ...]]]:
     known: dict[str, list[tuple[str, tuple[int, ...]]]] = {
         "linear": [("weight", (w, w)), ("bias", (w,))],
         "no_bias": [("weight", (w, w))],
-        "mlp": [("up.weight", (size, w)), ("up.bias", (size,)), ("down.weight", (w, size)), ("down.bias", (w,))],
+        "mlp": [
+            ("up.weight", (size, w)),
+            ("up.bias", (size,)),
+            ("down.weight", (w, size)),
+            ("down.bias", (w,)),
+        ],
         "norm": [("weight", (w,)), ("bias", (w,))],
         "batch_norm": [("weight", (w,)), ("bias", (w,))],
         "embedding": [("table.weight", (size, w))],
@@ -101,7 +106,7 @@ _TORCH_LEAVES = {
 }
 
 _LEAF_CLASSES = {
-    "mlp": '''
+    "mlp": """
 class MLP(nn.Module):
     def __init__(self, width, hidden):
         super().__init__()
@@ -109,8 +114,8 @@ class MLP(nn.Module):
 
     def forward(self, x):
         return self.down(torch.tanh(self.up(x)))
-''',
-    "embedding": '''
+""",
+    "embedding": """
 class Lookup(nn.Module):
     def __init__(self, width, rows):
         super().__init__()
@@ -118,8 +123,8 @@ class Lookup(nn.Module):
 
     def forward(self, x):
         return x + self.table(torch.arange(x.shape[0]) % self.table.num_embeddings)
-''',
-    "conv": '''
+""",
+    "conv": """
 class Conv(nn.Module):
     def __init__(self, width):
         super().__init__()
@@ -127,8 +132,8 @@ class Conv(nn.Module):
 
     def forward(self, x):
         return self.conv(x.unsqueeze(1)).squeeze(1)
-''',
-    "recurrent": '''
+""",
+    "recurrent": """
 class Recurrent(nn.Module):
     def __init__(self, width):
         super().__init__()
@@ -136,8 +141,8 @@ class Recurrent(nn.Module):
 
     def forward(self, x):
         return self.gru(x.unsqueeze(1))[0].squeeze(1)
-''',
-    "attention": '''
+""",
+    "attention": """
 class Attention(nn.Module):
     def __init__(self, width):
         super().__init__()
@@ -145,7 +150,7 @@ class Attention(nn.Module):
 
     def forward(self, x):
         return self.att(x, x, x, need_weights=False)[0]
-''',
+""",
     "bare": '''
 class Bare(nn.Module):
     """A parameter of its own, of any number of rows: fewer than ranks, or none."""
@@ -276,23 +281,23 @@ class Oops(Exception):
 def raise_oops(*_):
     raise Oops("in a hook")
 ''',
-    "save_matmuls": '''
+    "save_matmuls": """
 def save_matmuls():
     keep, again = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
     return create_selective_checkpoint_contexts(
         lambda ctx, op, *args, **kwargs: keep if op == torch.ops.aten.addmm.default else again
     )
-''',
-    "Two(": '''
+""",
+    "Two(": """
 class Two(NamedTuple):
     first: torch.Tensor
     second: int
-''',
-    "Parcel(": '''
+""",
+    "Parcel(": """
 @dataclass
 class Parcel:
     content: torch.Tensor
-''',
+""",
 }
 
 # Features that can be left out, and the kinds that need them.
@@ -418,7 +423,9 @@ def _class(block: Block, name: str, children: list[str]) -> str:
             arguments = f"x, depth={block.options[0]}"
     names = {letter: child.name for letter, child in zip("ab", block.children, strict=False)}
     lines = [f"\nclass {name}(nn.Module):", "    def __init__(self):", "        super().__init__()"]
-    lines += [f"        self.{child.name} = {made}" for child, made in zip(block.children, children, strict=True)]
+    lines += [
+        f"        self.{child.name} = {made}" for child, made in zip(block.children, children, strict=True)
+    ]
     if extra:
         lines.append(f"        {extra}")
     lines += ["", f"    def forward(self, {arguments}):"]

@@ -93,7 +93,9 @@ class Raised:
         return self.name == other.name or other.name in self.names
 
 
-KEPT = "kept"  # a module shows something else than its shards: there is nothing to compare before they are back
+KEPT = (
+    "kept"  # a module shows something else than its shards: there is nothing to compare before they are back
+)
 
 Notes = list[tuple[str, Any]]
 
@@ -279,7 +281,8 @@ class Plain(Side):
 
     def after_gradient(self, param: Any, name: str) -> None:
         """A hook for when a gradient is complete; of a plain parameter, when it is averaged."""
-        self._after_gradient.setdefault(param, []).append(lambda param: self.seen(name, param.grad))
+        if param.requires_grad:
+            self._after_gradient.setdefault(param, []).append(lambda param: self.seen(name, param.grad))
 
     def _fill_flat_gradients(self) -> None:
         """The gradient of a flat parameter is whole: where one of its parameters has a gradient, all have."""
@@ -318,7 +321,10 @@ class Plain(Side):
         else:
             params = [param for group in target.param_groups for param in group["params"]]
         for param in params:
-            self.held.pop(param, None)
+            if set_to_none:
+                self.held.pop(param, None)
+            elif param in self.held:
+                self.held[param] = torch.zeros_like(param)
 
     def clip(self, model: Any, max_norm: float) -> Tensor:
         return torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
@@ -357,7 +363,9 @@ class _LowPrecision:
                 if id(master) not in casts:
                     casts[id(master)] = master.to(self._dtype)
                 member._parameters[name] = casts[id(master)]
-        return tuple(self._cast(each) for each in args), {key: self._cast(each) for key, each in kwargs.items()}
+        return tuple(self._cast(each) for each in args), {
+            key: self._cast(each) for key, each in kwargs.items()
+        }
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self._depth -= 1
@@ -367,7 +375,9 @@ class _LowPrecision:
 
     def _cast(self, value: Any) -> Any:
         if isinstance(value, list):
-            value[:] = [self._cast(each) for each in value]  # still the caller's list: the module may append to it
+            value[:] = [
+                self._cast(each) for each in value
+            ]  # still the caller's list: the module may append to it
             return value
         return map_tree(self._cast_tensor, value)
 
@@ -411,7 +421,8 @@ class Sharded(Side):
         return shardwise.fully_shard(target, **self._options(), **options)
 
     def after_gradient(self, param: Any, name: str) -> None:
-        param.register_post_accumulate_grad_hook(lambda param: self.seen(name, param.grad))
+        if param.requires_grad:
+            param.register_post_accumulate_grad_hook(lambda param: self.seen(name, param.grad))
 
     def whole(self, value: Any) -> Any:
         return value.full_tensor() if isinstance(value, DTensor) else value.clone()
@@ -542,7 +553,9 @@ class Wrapped(Sharded):
         model = self.model if model is None else model
         # Gradients that `no_sync` keeps are not part of what is shown whole.
         with_grads = not self._holds
-        with shardwise.FullyShardedDataParallel.summon_full_params(model, with_grads=with_grads, writeback=False):
+        with shardwise.FullyShardedDataParallel.summon_full_params(
+            model, with_grads=with_grads, writeback=False
+        ):
             for name, param in model.named_parameters():
                 self.notes.append((f"{what}: parameter {name}", _snapshot(param)))
                 grad = _snapshot(param.grad) if with_grads else KEPT
@@ -559,9 +572,7 @@ class ZeroPlain(Plain):
     """A plain model whose optimizer is shardwise's `ZeroRedundancyOptimizer`."""
 
     def zero(self, cls: Any, params: Any, **options: Any) -> Any:
-        return shardwise.ZeroRedundancyOptimizer(
-            params, optimizer_class=cls, **self.zero_options, **options
-        )
+        return shardwise.ZeroRedundancyOptimizer(params, optimizer_class=cls, **self.zero_options, **options)
 
     def reload(self, optim: Any) -> Any:
         """Its state goes by way of one rank."""
@@ -589,7 +600,9 @@ class TorchSharded(Sharded):
         options = super()._options()
         (self.param_dtype, self.reduce_dtype), self.offload = precision, offload
         if precision != (None, None):
-            options["mp_policy"] = fsdp.MixedPrecisionPolicy(param_dtype=precision[0], reduce_dtype=precision[1])
+            options["mp_policy"] = fsdp.MixedPrecisionPolicy(
+                param_dtype=precision[0], reduce_dtype=precision[1]
+            )
         if offload:
             options["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=False)
         return options
@@ -650,12 +663,12 @@ def differences(expected: Notes, actual: Notes, tolerance: Tolerance) -> Iterato
         if what != what_too:
             yield f"noted {what_too!r}, expected {what!r}"
             return
-        if got is KEPT or isinstance(got, str) and got == KEPT:
+        if isinstance(got, str) and got == KEPT:
             continue
         yield from _difference(what, want, got, tolerance)
     if len(expected) != len(actual):
-        longer = expected if len(expected) > len(actual) else actual
-        yield f"{len(actual)} notes, expected {len(expected)}; the next is {longer[min(len(expected), len(actual))][0]!r}"
+        longer, count = max(expected, actual, key=len), min(len(expected), len(actual))
+        yield f"{len(actual)} notes, expected {len(expected)}; the next is {longer[count][0]!r}"
 
 
 def _difference(what: str, want: Any, got: Any, tolerance: Tolerance) -> Iterator[str]:
@@ -745,7 +758,9 @@ def compared(
         if want is None:
             raise ProgramRaised("".join(traceback.format_exception(got))) from got
     if want is not None and got is None:
-        return Verdict(f"only plain code raises {type(want).__name__}", "".join(traceback.format_exception(want)))
+        return Verdict(
+            f"only plain code raises {type(want).__name__}", "".join(traceback.format_exception(want))
+        )
     found = list(differences(plain.notes, other.notes, tolerance))
     if not found:
         return Verdict()

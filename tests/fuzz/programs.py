@@ -1,18 +1,13 @@
-"""Whole programs from a seed: drawn as data, written as source, and the source is what runs."""
+"""Whole programs from a seed: drawn as data, written as source, and the source is what runs. It needs no torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import Any
-
-import torch
 
 from tests.fuzz import actions
 from tests.fuzz.actions import Action, Context, Step, at
 from tests.fuzz.dice import Dice
 from tests.fuzz.models import Architect, Block, written
-from tests.fuzz.oracle import Tolerance
 from tests.fuzz.settings import (
     NOT_OF_WRAPPERS,
     NOT_OF_ZERO,
@@ -149,84 +144,3 @@ def _imports(text: str) -> str:
     if names:
         lines.append(f"from torch.utils.checkpoint import {', '.join(names)}")
     return "\n".join(lines)
-
-
-SIDE_NAMES = {"fully_shard": "Sharded", "wrapper": "Wrapped", "zero": "ZeroPlain"}
-
-
-def as_test(program: Program) -> str:
-    """The source with a test around it, to be pasted into a file."""
-    settings = program.settings
-    options = side_options(program)
-    shown = ", ".join(f"{key}={value!r}" for key, value in options.items())
-    tolerance = tolerance_of(program)
-    text = source(program)
-    return f"""{text}
-
-def test_found_by_seed_{program.seed}():
-    options = dict({shown})
-    run_ranks(compared, {settings.world}, program, {SIDE_NAMES[settings.face]}, options, Tolerance({tolerance.relative!r}), kind={settings.kind!r})
-"""
-
-
-def side_options(program: Program) -> dict[str, Any]:
-    settings = program.settings
-    return {
-        "seed": program.seed % 1000,
-        "mesh_shape": settings.mesh,
-        "param_dtype": _dtype(settings.param_dtype),
-        "reduce_dtype": _dtype(settings.reduce_dtype),
-        "offload": settings.offload,
-        **({"wrapper": wrapper_options(settings)} if settings.face == "wrapper" else {}),
-        **({"zero_options": {"parameters_as_bucket_view": settings.bucket_view, "balanced": settings.balanced}} if settings.face == "zero" else {}),
-    }
-
-
-def wrapper_options(settings: Settings) -> dict[str, Any]:
-    return {
-        "strategy": settings.strategy,
-        "use_orig_params": settings.use_orig_params,
-        "prefetch": settings.prefetch,
-    }
-
-
-def _dtype(name: str) -> torch.dtype | None:
-    return getattr(torch, name) if name else None
-
-
-def tolerance_of(program: Program) -> Tolerance:
-    """The same bits, unless the program adds terms in another order than the plain one."""
-    settings = program.settings
-    kinds = program.context().kinds
-    names = [settings.dtype, settings.param_dtype, settings.reduce_dtype]
-    names += ["float32"] if "single" in kinds else []
-    coarsest = max((torch.finfo(getattr(torch, name)).eps, name) for name in names if name)[1]
-    return Tolerance.of(getattr(torch, coarsest), is_exact=not _reorders(program))
-
-
-@cache
-def _reorders(program: Program) -> bool:
-    settings, kinds = program.settings, program.context().kinds
-    if settings.param_dtype or settings.reduce_dtype or "single" in kinds:
-        return True
-    if kinds & {"twice", "mirrored", "recursive"} or program.ties:
-        return True
-    # An input's gradient is a sum over its uses, and a unit sums its own uses first: of three terms, in another order.
-    uses = [block.kind for _, block in program.model.walk() if block.kind in ("both", "residual", "list", "no_grad")]
-    uses += [block.kind for _, block in program.model.walk() if "append" in block.kind]
-    if len(uses) > 1 or "attention" in kinds:
-        return True
-    if "fused" in settings.optimizer or "flat" in settings.optimizer:
-        return True
-    for action in program.actions:
-        if action.kind in ("tie", "ema") or (
-            action.kind == "optimizer" and ("fused" in action.args[0] or "flat" in action.args[0])
-        ):
-            return True
-        if action.kind == "step":
-            step = action.args[1]
-            if step.clips or step.backward != "plain":
-                return True
-            if not (step.all_reduces and step.syncs):
-                return True
-    return False

@@ -19,9 +19,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from tests.fuzz.programs import Program, as_test, draw
+from tests.fuzz.programs import Program, draw
 from tests.fuzz.shrink import shape, shrunk
-from tests.fuzz.trial import TIMEOUT_SECONDS, Outcome, run
+from tests.fuzz.trial import TIMEOUT_SECONDS, Outcome, as_test, run
 
 # Classes that programs define stay in the process that ran them.
 _PROGRAMS_A_WORKER = 400
@@ -161,7 +161,10 @@ def run_many(arguments: argparse.Namespace) -> Report:
             seed += 1
             if report.programs % 500 == 0:
                 rate = report.programs / (time.monotonic() - start)
-                print(f"{report.programs} programs, {len(report.failures)} failed, {rate:.1f} a second", flush=True)
+                print(
+                    f"{report.programs} programs, {len(report.failures)} failed, {rate:.1f} a second",
+                    flush=True,
+                )
     finally:
         worker.close()
     report.seconds = time.monotonic() - start

@@ -58,12 +58,25 @@ OPTIMIZERS = {
 
 
 # What the other two faces do not have, or what this oracle does not model for them.
-NOT_OF_WRAPPERS = frozenset(
-    "columns after_gradient keep_gradients scale_gradients func set_data groups tie_after replace unshard reshard setting prefetch precision flat mixed_dtypes ema no_root assign".split()
+_ENGINE_ONLY = frozenset(
+    {"columns", "after_gradient", "groups", "unshard", "reshard", "setting", "prefetch", "no_root"}
 )
-NOT_OF_ZERO = frozenset(
-    "columns after_gradient groups unshard reshard setting prefetch precision flat ema no_root hybrid offload deepcopy no_sync clip".split()
+_NOT_MODELLED = frozenset({"precision", "flat", "ema"})
+NOT_OF_WRAPPERS = (
+    _ENGINE_ONLY
+    | _NOT_MODELLED
+    | {
+        "keep_gradients",
+        "scale_gradients",
+        "func",
+        "set_data",
+        "tie_after",
+        "replace",
+        "mixed_dtypes",
+        "assign",
+    }
 )
+NOT_OF_ZERO = _ENGINE_ONLY | _NOT_MODELLED | {"hybrid", "offload", "deepcopy", "no_sync", "clip"}
 
 
 def draw_face(dice: Dice, without: frozenset[str]) -> str:
@@ -75,7 +88,9 @@ def draw_settings(dice: Dice, face: str, without: frozenset[str]) -> Settings:
     world = dice.weighted([(10, 1), (55, 2), (15, 3), (20, 4)])
     mesh: tuple[int, ...] = ()
     if "hybrid" not in without and dice.chance(25):
-        mesh = {1: (1, 1), 2: dice.pick(((2, 1), (1, 2))), 3: (3, 1), 4: dice.pick(((2, 2), (2, 2), (4, 1)))}[world]
+        mesh = {1: (1, 1), 2: dice.pick(((2, 1), (1, 2))), 3: (3, 1), 4: dice.pick(((2, 2), (2, 2), (4, 1)))}[
+            world
+        ]
     dtype = "float64" if dice.chance(65) else "float32"
     param_dtype = reduce_dtype = ""
     if "precision" not in without and dice.chance(20):

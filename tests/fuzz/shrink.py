@@ -1,8 +1,8 @@
 """From a program that fails to a small one that fails alike.
 
-Every step tries programs that are a little smaller (an action less, a setting at its default, a block replaced by one of
-its children) and takes the first that still fails in the same way. Nothing here runs a program: it is handed a function
-that does and says how it failed.
+Every step tries programs that are a little smaller (an action less, a setting at its default, a block replaced by one
+of its children) and takes the first that still fails in the same way. Nothing here runs a program: it is handed a
+function that does and says how it failed.
 """
 
 from __future__ import annotations
@@ -96,8 +96,9 @@ def _with_action(program: Program, index: int, action: Action) -> Program:
 
 def _fewer_units(program: Program) -> Iterator[Program]:
     for index, call in enumerate(program.units):
-        # A tie that leaves a unit is a question of its own.
-        if len(program.units) > 1 and not (program.ties and "" in call.paths):
+        # A tie that leaves a unit is a question of its own, and names change where the outermost wrapper goes.
+        is_needed = "" in call.paths and (program.ties or program.settings.face == "wrapper")
+        if len(program.units) > 1 and not is_needed:
             yield replace(program, units=_without(program.units, index))
         if len(call.paths) > 1:
             for path in call.paths:
@@ -176,7 +177,9 @@ def _transplanted(program: Program, path: str, graft: Block, old_path: str | Non
         if paths:
             units.append(replace(call, paths=paths))
     ties = tuple(
-        (one, other) for a, b in program.ties if (one := moved(a)) is not None and (other := moved(b)) is not None
+        (one, other)
+        for a, b in program.ties
+        if (one := moved(a)) is not None and (other := moved(b)) is not None
     )
     if units:
         yield replace(
@@ -193,7 +196,9 @@ def _grafted(block: Block, path: str, graft: Block) -> Block:
     if not path:
         return graft
     head, _, rest = path.partition(".")
-    children = tuple(_grafted(child, rest, graft) if child.name == head else child for child in block.children)
+    children = tuple(
+        _grafted(child, rest, graft) if child.name == head else child for child in block.children
+    )
     return replace(block, children=children)
 
 
@@ -210,13 +215,18 @@ def shape(program: Program) -> str:
         for inner in action.inner:
             words.add(f"{inner.kind} inside")
         for each in (action, *action.inner):
-            words |= {str(value) for value in each.args if isinstance(value, str) and value.isidentifier() and "m" != value[:1]}
+            words |= {
+                str(value)
+                for value in each.args
+                if isinstance(value, str) and value.isidentifier() and value[:1] != "m"
+            }
         if action.kind == "step":
             step = action.args[1]
             words |= {
                 f"{field.name}={getattr(step, field.name)!r}"
                 for field in fields(Step)
-                if getattr(step, field.name) != field.default and field.name not in ("steps", "zeroes", "fails")
+                if getattr(step, field.name) != field.default
+                and field.name not in ("steps", "zeroes", "fails")
             }
             words |= {"caught inside"} if step.fails else set()
     words.discard("step")
