@@ -145,11 +145,16 @@ def run_many(arguments: argparse.Namespace) -> Report:
             if outcome.refused:
                 report.refused[outcome.refused] += 1
             if outcome.how:
-                failure = Failure(seed, outcome.how, outcome.text)
+                is_steady = worker.run(program, side).how == outcome.how
+                failure = Failure(
+                    seed, outcome.how if is_steady else f"sometimes {outcome.how}", outcome.text
+                )
                 report.failures.append(failure)
-                seen[outcome.how] += 1
-                print(f"seed {seed}: {outcome.how}", flush=True)
-                if arguments.shrink and seen[outcome.how] <= arguments.shrink:
+                seen[failure.how] += 1
+                print(f"seed {seed}: {failure.how}", flush=True)
+                if not is_steady:
+                    print(_quoted(failure.text), flush=True)
+                elif seen[failure.how] <= arguments.shrink:
                     small = shrunk(program, lambda each: worker.run(each, side).how)
                     failure.text = worker.run(small, side).text
                     failure.test = as_test(small)
