@@ -437,7 +437,6 @@ INNER = {
     "reshard": 4,
     "save": 2,
     "look": 2,
-    "scale_gradients": 1,
 }
 
 
@@ -623,6 +622,7 @@ def write_load(context: Context, how: str) -> list[str]:
 def write_ema(context: Context, number: int) -> list[str]:
     # A copy that follows the model, by foreach operations on its parameters.
     return [
+        "side.reshard(model)",
         "with torch.no_grad():",
         "    torch._foreach_mul_(list(teacher.parameters()), 0.5)",
         "    torch._foreach_add_(list(teacher.parameters()), list(model.parameters()), alpha=0.5)",

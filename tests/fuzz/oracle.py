@@ -332,6 +332,9 @@ class Plain(Side):
     def save(self, model: Any) -> dict[str, Any]:
         return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
+    def reshard(self, model: Any) -> None:
+        pass
+
     def finish(self) -> None:
         pass
 
@@ -485,11 +488,15 @@ class Sharded(Side):
             return KEPT
         return None if param.grad is None else Cut.of(param.grad)  # type: ignore[arg-type]
 
-    def finish(self) -> None:
-        """Shards everything again, so that the last look sees everything."""
-        for module in self.model.modules():
+    def reshard(self, model: Any) -> None:
+        """What was unsharded by hand is sharded by hand."""
+        for module in model.modules():
             if self._is_sharded(module):
                 module.reshard()
+
+    def finish(self) -> None:
+        """Shards everything again, so that the last look sees everything."""
+        self.reshard(self.model)
 
 
 class Wrapped(Sharded):

@@ -85,6 +85,8 @@ def draw_actions(dice: Dice, context: Context) -> list[Action]:
         if kind == "load" and not saved:
             kind = "save"
         saved = saved or kind == "save"
+        if kind == "set_data" and any(each.kind in ("replace", "load", "tie") for each in drawn):
+            continue  # what stands there now may be a DTensor of the user's, whose data torch itself does not set
         if kind == "func" and hooked:
             continue  # hooks would note tensors of a transform
         hooked = hooked or kind == "hook"

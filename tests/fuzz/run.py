@@ -45,7 +45,7 @@ class Worker:
         self._count += 1
         try:
             self._connection.send((program, side))
-            if not self._connection.poll(TIMEOUT_SECONDS + 30):
+            if not self._connection.poll(TIMEOUT_SECONDS + 120):
                 self.close()
                 return Outcome("hangs", "the worker did not answer")
             outcome: Outcome = self._connection.recv()
