@@ -43,8 +43,9 @@ def draw(seed: int, without: frozenset[str] = frozenset()) -> Program:
     if not settings.use_orig_params:
         without = without | {"freeze", "thaw", "freeze_module"}
     if settings.param_dtype:
-        # The oracle casts a unit's parameters around its call; a recompute, or state of another dtype, is beyond it.
-        without = without | {"checkpoint", "recurrent", "batch_norm", "buffer"}
+        # The oracle casts a unit's parameters around its call. A recompute is beyond it, state of another dtype, and a
+        # list whose tensors are cast for the module and not for its caller.
+        without = without | {"checkpoint", "recurrent", "batch_norm", "buffer", "appended"}
     model = Architect(dice.split(2), without, settings.dtype == "float64" and not settings.param_dtype).draw()
     units = draw_units(dice.split(3), model, settings, without)
     if face == "zero":
@@ -87,8 +88,8 @@ def draw_actions(dice: Dice, context: Context) -> list[Action]:
         saved = saved or kind == "save"
         if kind == "set_data" and any(each.kind in ("replace", "load", "tie") for each in drawn):
             continue  # what stands there now may be a DTensor of the user's, whose data torch itself does not set
-        if kind == "func" and hooked:
-            continue  # hooks would note tensors of a transform
+        if kind == "func" and (hooked or holds):
+            continue  # hooks would note tensors of a transform; whether it syncs what is held is nobody's promise
         hooked = hooked or kind == "hook"
         action = actions.DRAW[kind](dice, context, number)
         if action is not None:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import platform
 import sys
+import threading
 import time
 import warnings
 from collections import Counter
@@ -78,8 +80,6 @@ class Worker:
 
 
 def _serve(connection: Connection) -> None:
-    import os
-
     import torch
 
     from shardwise.testing import close_pools
@@ -131,57 +131,82 @@ class Report:
         }
 
 
+class Session:
+    """Programs of one run, shared out among workers."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self._arguments = arguments
+        self._side = "torch" if arguments.torch else "shardwise"
+        self._start = time.monotonic()
+        self._lock = threading.Lock()
+        self._next = arguments.seed
+        self._kinds: Counter[str] = Counter()
+        self._shapes: Counter[str] = Counter()
+        self.report = Report()
+
+    def run(self) -> Report:
+        threads = [threading.Thread(target=self._serve) for _ in range(self._arguments.workers)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.report.failures.sort(key=lambda failure: failure.seed)
+        self.report.seconds = time.monotonic() - self._start
+        return self.report
+
+    def _serve(self) -> None:
+        worker = Worker()
+        try:
+            while (seed := self._take()) is not None:
+                program = draw(seed, self._arguments.without)
+                outcome = worker.run(program, self._side)
+                if outcome.refused:
+                    with self._lock:
+                        self.report.refused[outcome.refused] += 1
+                if outcome.how:
+                    self._failed(program, outcome, worker)
+        finally:
+            worker.close()
+
+    def _take(self) -> int | None:
+        """The next seed, unless the run is over."""
+        with self._lock:
+            arguments, taken = self._arguments, self._next - self._arguments.seed
+            elapsed = time.monotonic() - self._start
+            if taken >= (1 if arguments.once else arguments.count or sys.maxsize):
+                return None
+            if arguments.seconds and elapsed > arguments.seconds:
+                return None
+            if taken and taken % 500 == 0:
+                failed = len(self.report.failures)
+                print(f"{taken} programs, {failed} failed, {taken / elapsed:.1f} a second", flush=True)
+            self._next += 1
+            self.report.programs += 1
+            return self._next - 1
+
+    def _failed(self, program: Program, outcome: Outcome, worker: Worker) -> None:
+        is_steady = worker.run(program, self._side).how == outcome.how
+        failure = Failure(
+            program.seed, outcome.how if is_steady else f"sometimes {outcome.how}", outcome.text
+        )
+        with self._lock:
+            self.report.failures.append(failure)
+            self._kinds[failure.how] += 1
+            is_shrunk = is_steady and self._kinds[failure.how] <= self._arguments.shrink
+            print(f"seed {program.seed}: {failure.how}", flush=True)
+        if is_shrunk:
+            small = shrunk(program, lambda each: worker.run(each, self._side).how)
+            failure.text = worker.run(small, self._side).text
+            failure.test, failure.shape = as_test(small), shape(small)
+        with self._lock:
+            self._shapes[failure.shape] += 1
+            if not is_shrunk or self._shapes[failure.shape] == 1:
+                told = failure.test if is_shrunk else ""
+                print(f"seed {program.seed}, {failure.shape}\n{told}\n{_quoted(failure.text)}\n", flush=True)
+
+
 def run_many(arguments: argparse.Namespace) -> Report:
-    report, worker, start = Report(), Worker(), time.monotonic()
-    side = "torch" if arguments.torch else "shardwise"
-    seen: Counter[str] = Counter()
-    shapes: Counter[str] = Counter()
-    seed = arguments.seed
-    try:
-        while not _is_over(arguments, report, start):
-            program = draw(seed, arguments.without)
-            outcome = worker.run(program, side)
-            report.programs += 1
-            if outcome.refused:
-                report.refused[outcome.refused] += 1
-            if outcome.how:
-                is_steady = worker.run(program, side).how == outcome.how
-                failure = Failure(
-                    seed, outcome.how if is_steady else f"sometimes {outcome.how}", outcome.text
-                )
-                report.failures.append(failure)
-                seen[failure.how] += 1
-                print(f"seed {seed}: {failure.how}", flush=True)
-                if not is_steady:
-                    print(_quoted(failure.text), flush=True)
-                elif seen[failure.how] <= arguments.shrink:
-                    small = shrunk(program, lambda each: worker.run(each, side).how)
-                    failure.text = worker.run(small, side).text
-                    failure.test = as_test(small)
-                    failure.shape = shape(small)
-                    shapes[failure.shape] += 1
-                    print(f"  {failure.shape}", flush=True)
-                    if shapes[failure.shape] == 1:
-                        print(f"{failure.test}\n{_quoted(failure.text)}\n", flush=True)
-            seed += 1
-            if report.programs % 500 == 0:
-                rate = report.programs / (time.monotonic() - start)
-                print(
-                    f"{report.programs} programs, {len(report.failures)} failed, {rate:.1f} a second",
-                    flush=True,
-                )
-    finally:
-        worker.close()
-    report.seconds = time.monotonic() - start
-    return report
-
-
-def _is_over(arguments: argparse.Namespace, report: Report, start: float) -> bool:
-    if arguments.once:
-        return report.programs >= 1
-    if arguments.count and report.programs >= arguments.count:
-        return True
-    return bool(arguments.seconds) and time.monotonic() - start > arguments.seconds
+    return Session(arguments).run()
 
 
 def _quoted(text: str) -> str:
@@ -197,6 +222,7 @@ def parsed(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--torch", action="store_true", help="run torch's fully_shard instead of shardwise's")
     parser.add_argument("--without", default="", help="features to leave out, with commas")
     parser.add_argument("--shrink", type=int, default=1, help="how many failures of a kind to shrink")
+    parser.add_argument("--workers", type=int, default=min(2, os.cpu_count() or 1))
     parser.add_argument("--result", type=Path, help="where to write what happened, as JSON")
     arguments = parser.parse_args(argv)
     arguments.without = frozenset(word for word in arguments.without.split(",") if word)

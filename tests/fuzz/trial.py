@@ -40,6 +40,10 @@ SIDES: dict[str, type[Side]] = {
 # What shardwise refuses on purpose though a plain program can do it: a name, and a sign in the message.
 REFUSALS: tuple[tuple[str, str], ...] = (
     ("a parameter replaced by something else", "which cannot take the place of"),
+    (
+        "a result left in a list of the caller's",
+        "by a tensor that forward left somewhere else than in its output",
+    ),
     ("one of several names replaced", "has several names, and only some of them were given a new parameter"),
     ("a parameter replaced while it is gathered", "while it was gathered, and what came would be forgotten"),
     ("a step without gradients that are kept back", "would step without the gradients that were kept back"),
