@@ -11,11 +11,11 @@ STAMP  := $(VENV)/.installed
 PYTEST_ARGS ?= -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test test-all test-arithmetic test-gpu demo lint format typecheck bench bench-gpu reference clean
+.PHONY: help venv test test-all test-arithmetic test-gpu fuzz demo lint format typecheck bench bench-gpu reference clean
 
 help:
 	@sed -n '1,4s/^# \{0,1\}//p' Makefile
-	@echo "also: venv test-all test-arithmetic test-gpu lint format typecheck bench bench-gpu reference clean"
+	@echo "also: venv test-all test-arithmetic test-gpu fuzz lint format typecheck bench bench-gpu reference clean"
 
 venv: $(STAMP)
 
@@ -41,6 +41,12 @@ test-all: test test-arithmetic
 # With whatever torch the machine has: a GPU machine's own is not replaced.
 test-gpu:
 	PYTHONPATH=. $(PYTHON) benchmarks/gpu_tests.py
+
+# Random programs, sharded beside plain: make fuzz SECONDS=600 SEED=1000
+SECONDS ?= 60
+SEED    ?= 0
+fuzz: $(STAMP)
+	$(PY) -m tests.fuzz.run --seconds $(SECONDS) --seed $(SEED)
 
 demo: $(STAMP)
 	@$(PY) examples/demo.py

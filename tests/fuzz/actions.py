@@ -1,0 +1,693 @@
+"""What a program does with its model: actions as data, how they are drawn, and the lines they are written as.
+
+An action is a kind and its arguments. `DRAW` makes one that fits the program, or None; `WRITE` gives its source lines.
+The lines speak to `side` (see `oracle.py`) where plain and sharded code differ, and are ordinary torch code otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tests.fuzz.dice import Dice
+from tests.fuzz.models import Block, Param, params_of
+from tests.fuzz.settings import OPTIMIZERS, Settings, UnitCall
+
+
+@dataclass(frozen=True)
+class Action:
+    kind: str
+    args: tuple[Any, ...] = ()
+    inner: tuple[Action, ...] = ()  # between a step's forward and its backward
+
+
+@dataclass(frozen=True)
+class Step:
+    """How a training step is taken; the defaults are the plainest step."""
+
+    syncs: bool = True
+    all_reduces: bool = True
+    backward: str = "plain"
+    input_needs_grad: bool = False
+    fails: str = ""  # the path of a block that raises, and is caught inside of the model
+    clips: bool = False
+    steps: bool = True
+    zeroes: str = "optim"
+
+
+@dataclass(frozen=True)
+class Context:
+    """What there is to act on."""
+
+    model: Block
+    settings: Settings
+    units: tuple[UnitCall, ...]
+    without: frozenset[str]
+
+    def __post_init__(self) -> None:
+        blocks = list(self.model.walk())
+        object.__setattr__(self, "blocks", blocks)
+        object.__setattr__(self, "params", params_of(self.model, self.settings.width))
+        object.__setattr__(self, "sharded", [path for call in self.units for path in call.paths])
+        object.__setattr__(self, "kinds", {block.kind for _, block in blocks})
+
+    blocks: Any = None
+    params: Any = None
+    sharded: Any = None
+    kinds: Any = None
+
+    def of_kind(self, *kinds: str) -> list[str]:
+        return [path for path, block in self.blocks if block.kind in kinds]
+
+    def caught(self) -> list[str]:
+        """Raising blocks whose exception is caught inside of the model."""
+        return [
+            f"{path}.{block.children[0].name}" if path else block.children[0].name
+            for path, block in self.blocks
+            if block.kind == "catching"
+        ]
+
+    def uncaught(self) -> list[str]:
+        catching = self.of_kind("catching")
+        return [
+            path for path in self.of_kind("raising") if not any(is_below(path, outer) for outer in catching)
+        ]
+
+    def tensor_modules(self) -> list[str]:
+        """Modules that take one tensor."""
+        return [path for path, block in self.blocks if path and not block.kind.endswith("_inner")]
+
+    def callable_modules(self, *kinds: str) -> list[str]:
+        """Those that can be called by themselves: no unit around them owns parameters of theirs."""
+        return [
+            path
+            for path, block in self.blocks
+            if path in self.tensor_modules()
+            and (not kinds or block.kind in kinds)
+            and all(self._is_own(path, leaf) for leaf in self._leaves(path))
+        ]
+
+    def _leaves(self, path: str) -> list[str]:
+        return [leaf for leaf, block in self.blocks if is_below(leaf, path) and not block.children]
+
+    def _is_own(self, path: str, leaf: str) -> bool:
+        around = [unit for unit in self.sharded if is_below(leaf, unit)]
+        return not around or is_below(max(around, key=len), path)
+
+
+def is_below(path: str, above: str) -> bool:
+    return not above or f"{path}.".startswith(f"{above}.")
+
+
+def at(path: str) -> str:
+    """A module or parameter of the model, as it is written."""
+    return f"model.{path}" if path else "model"
+
+
+# --- drawing ----------------------------------------------------------------------------------------------------------
+
+Drawn = Action | None
+
+
+def draw_step(dice: Dice, context: Context, number: int, holds: bool = False) -> Action:
+    """`holds`: an earlier step has left gradients that are not reduced yet."""
+    without = context.without
+    backward = "plain"
+    if dice.chance(25):
+        options = ["retain", "two_losses", "two_backwards", "crossed_backwards", "grad_of_input"]
+        if not context.kinds & {"reentrant", "selective", "checkpoint", "recurrent", "attention"}:
+            options += ["create"]
+        backward = dice.pick([option for option in options if option not in without])
+    fails = ""
+    caught = context.caught()
+    if caught and "caught_exception" not in without and dice.chance(40):
+        fails = dice.pick(caught)
+    inner: list[Action] = []
+    if dice.chance(25):
+        for _ in range(dice.between(1, 2)):
+            kinds = [(weight, kind) for kind, weight in INNER.items() if kind not in without]
+            if context.settings.face == "wrapper":
+                # Whole tensors are shown between steps alone.
+                kinds = [
+                    (weight, kind) for weight, kind in kinds if kind not in ("save", "look", "call_part")
+                ]
+            kind = dice.weighted(kinds)
+            if kind == "zero_grad" and ("zero_between" in without or (holds and "zero_held" in without)):
+                continue
+            action = DRAW[kind](dice, context, number * 10 + len(inner) + 500)
+            if action is not None:
+                inner.append(action)
+    syncs = "no_sync" in without or dice.chance(80)
+    all_reduces = not syncs or not context.settings.is_hybrid or dice.chance(80)
+    # A step whose gradients are kept back is refused; mostly another micro-batch follows.
+    is_last = syncs and all_reduces
+    keeps = not is_last and "zero_held" in without
+    step = Step(
+        syncs=syncs,
+        all_reduces=all_reduces,
+        backward=backward,
+        input_needs_grad=dice.chance(25),
+        fails=fails,
+        clips="clip" not in without and is_last and dice.chance(10),
+        steps=is_last and dice.chance(85),
+        zeroes=""
+        if keeps
+        else dice.weighted(
+            [
+                (70 if is_last else 10, "optim"),
+                (8, "optim_zero"),
+                (8, "model"),
+                (4, "model_zero"),
+                (10 if is_last else 70, ""),
+            ]
+        ),
+    )
+    return Action("step", (number, step), tuple(inner))
+
+
+def draw_eval(dice: Dice, context: Context, number: int) -> Drawn:
+    modes = [mode for mode in ("no_grad", "inference_mode", "enable_grad") if mode not in context.without]
+    return Action("eval", (number, dice.pick(modes)))
+
+
+def draw_forward_only(dice: Dice, context: Context, number: int) -> Drawn:
+    return Action("forward_only", (number,))
+
+
+def draw_call_part(dice: Dice, context: Context, number: int) -> Drawn:
+    paths = context.callable_modules()
+    if not paths:
+        return None
+    return Action("call_part", (number, dice.pick(paths), dice.pick(("backward", "forward", "no_grad"))))
+
+
+def draw_fail_part(dice: Dice, context: Context, number: int) -> Drawn:
+    paths = context.callable_modules("linear", "no_bias", "mlp")
+    return Action("fail_part", (number, dice.pick(paths), dice.chance(30))) if paths else None
+
+
+def draw_fail_forward(dice: Dice, context: Context, number: int) -> Drawn:
+    paths = context.uncaught()
+    return Action("fail_forward", (number, dice.pick(paths))) if paths else None
+
+
+def draw_fail_backward(dice: Dice, context: Context, number: int) -> Drawn:
+    paths = context.of_kind("raising")
+    return Action("fail_backward", (number, dice.pick(paths))) if paths else None
+
+
+def draw_fail_hook(dice: Dice, context: Context, number: int) -> Drawn:
+    paths = context.tensor_modules()
+    if not paths:
+        return None
+    when = dice.pick(("register_forward_hook", "register_forward_pre_hook"))
+    return Action("fail_hook", (number, dice.pick(paths), when))
+
+
+def draw_freeze(dice: Dice, context: Context, number: int) -> Drawn:
+    params: list[Param] = context.params
+    return Action("freeze", (dice.pick(params).path,)) if params else None
+
+
+def draw_thaw(dice: Dice, context: Context, number: int) -> Drawn:
+    params: list[Param] = context.params
+    return Action("thaw", (dice.pick(params).path,)) if params else None
+
+
+def draw_freeze_module(dice: Dice, context: Context, number: int) -> Drawn:
+    paths = [path for path, _ in context.blocks]
+    return Action("freeze_module", (dice.pick(paths), dice.chance(50)))
+
+
+def draw_tie(dice: Dice, context: Context, number: int) -> Drawn:
+    pair = draw_pair(dice, context)
+    return None if pair is None else Action("tie", pair)
+
+
+def draw_pair(dice: Dice, context: Context) -> tuple[str, str] | None:
+    """Two parameters that can share their values."""
+    params: list[Param] = [
+        param for param in context.params if param.path.split(".")[-1] in ("weight", "bias")
+    ]
+    pairs = [
+        (one.path, other.path)
+        for index, one in enumerate(params)
+        for other in params[index + 1 :]
+        if one.shape == other.shape and one.single == other.single and len(one.shape) == 2
+    ]
+    return dice.pick(pairs) if pairs else None
+
+
+def draw_replace(dice: Dice, context: Context, number: int) -> Drawn:
+    params: list[Param] = context.params
+    return Action("replace", (dice.pick(params).path,)) if params else None
+
+
+def draw_zero_grad(dice: Dice, context: Context, number: int) -> Drawn:
+    return Action("zero_grad", (dice.pick(("model", "optim")), dice.chance(50)))
+
+
+def draw_unshard(dice: Dice, context: Context, number: int) -> Drawn:
+    return Action("unshard", (dice.pick(context.sharded),))
+
+
+def draw_reshard(dice: Dice, context: Context, number: int) -> Drawn:
+    return Action("reshard", (dice.pick(context.sharded),))
+
+
+def draw_setting(dice: Dice, context: Context, number: int) -> Drawn:
+    setter = dice.pick(("set_reshard_after_forward", "set_reshard_after_backward", "set_is_last_backward"))
+    return Action("setting", (dice.pick(context.sharded), setter, dice.chance(50)))
+
+
+def draw_prefetch(dice: Dice, context: Context, number: int) -> Drawn:
+    setter = dice.pick(("set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch"))
+    return Action("prefetch", (dice.pick(context.sharded), setter, tuple(dice.some(context.sharded, 30))))
+
+
+def draw_switch(dice: Dice, context: Context, number: int) -> Drawn:
+    paths = context.of_kind("either")
+    return Action("switch", (dice.pick(paths),)) if paths else None
+
+
+def draw_hook(dice: Dice, context: Context, number: int) -> Drawn:
+    paths = context.tensor_modules()
+    if not paths:
+        return None
+    hook = dice.pick(("forward", "forward_scales", "forward_pre", "backward", "backward_pre"))
+    return Action("hook", (dice.pick(paths), hook))
+
+
+def draw_save(dice: Dice, context: Context, number: int) -> Drawn:
+    return Action("save")
+
+
+def draw_load(dice: Dice, context: Context, number: int) -> Drawn:
+    ways = [way for way in ("", "assign", "whole") if way not in context.without]
+    return Action("load", (dice.pick(ways),))
+
+
+def draw_optimizer(dice: Dice, context: Context, number: int) -> Drawn:
+    names = [name for name in OPTIMIZERS if not any(word in name for word in context.without)]
+    return Action("optimizer", (dice.pick(names),))
+
+
+def draw_reload(dice: Dice, context: Context, number: int) -> Drawn:
+    return Action("reload_optimizer")
+
+
+def draw_scale(dice: Dice, context: Context, number: int) -> Drawn:
+    return Action("scale", (dice.pick((0.5, 1.5)),))
+
+
+def draw_after_gradient(dice: Dice, context: Context, number: int) -> Drawn:
+    params: list[Param] = context.params
+    return Action("after_gradient", (dice.pick(params).path,)) if params else None
+
+
+def draw_set_data(dice: Dice, context: Context, number: int) -> Drawn:
+    params: list[Param] = context.params
+    return Action("set_data", (dice.pick(params).path,)) if params else None
+
+
+def draw_scale_gradients(dice: Dice, context: Context, number: int) -> Drawn:
+    return Action("scale_gradients", (0.5,))
+
+
+def draw_keep_gradients(dice: Dice, context: Context, number: int) -> Drawn:
+    return Action("keep_gradients", (number, dice.pick(("model", "optim"))))
+
+
+# What torch.func can run through: no hooks, no checkpoints, no buffers written to.
+_PURE = {
+    "linear",
+    "no_bias",
+    "mlp",
+    "norm",
+    "pair",
+    "residual",
+    "both",
+    "either",
+    "twice",
+    "bare",
+    "embedding",
+}
+
+
+def draw_func(dice: Dice, context: Context, number: int) -> Drawn:
+    if context.kinds - _PURE:
+        return None
+    # Forward differentiation has one level for a whole process, which ranks that are threads would share.
+    return Action(
+        "func", (number, dice.pick(("grad", "jvp") if context.settings.kind == "gloo" else ("grad",)))
+    )
+
+
+def draw_ema(dice: Dice, context: Context, number: int) -> Drawn:
+    return Action("ema", (number,))
+
+
+def draw_deepcopy(dice: Dice, context: Context, number: int) -> Drawn:
+    return Action("deepcopy")
+
+
+def draw_look(dice: Dice, context: Context, number: int) -> Drawn:
+    return Action("look", (number,))
+
+
+DRAW: dict[str, Callable[[Dice, Context, int], Drawn]] = {
+    "eval": draw_eval,
+    "forward_only": draw_forward_only,
+    "call_part": draw_call_part,
+    "fail_part": draw_fail_part,
+    "fail_forward": draw_fail_forward,
+    "fail_backward": draw_fail_backward,
+    "fail_hook": draw_fail_hook,
+    "freeze": draw_freeze,
+    "thaw": draw_thaw,
+    "freeze_module": draw_freeze_module,
+    "tie_after": draw_tie,
+    "replace": draw_replace,
+    "zero_grad": draw_zero_grad,
+    "unshard": draw_unshard,
+    "reshard": draw_reshard,
+    "setting": draw_setting,
+    "prefetch": draw_prefetch,
+    "switch": draw_switch,
+    "hook": draw_hook,
+    "save": draw_save,
+    "load": draw_load,
+    "optimizer": draw_optimizer,
+    "ema": draw_ema,
+    "reload_optimizer": draw_reload,
+    "scale": draw_scale,
+    "after_gradient": draw_after_gradient,
+    "set_data": draw_set_data,
+    "scale_gradients": draw_scale_gradients,
+    "keep_gradients": draw_keep_gradients,
+    "func": draw_func,
+    "deepcopy": draw_deepcopy,
+    "look": draw_look,
+}
+
+# How often each comes between steps.
+OUTER = {
+    "eval": 10,
+    "forward_only": 5,
+    "call_part": 8,
+    "fail_part": 4,
+    "fail_forward": 4,
+    "fail_backward": 3,
+    "fail_hook": 4,
+    "freeze": 6,
+    "thaw": 4,
+    "freeze_module": 4,
+    "tie_after": 5,
+    "replace": 3,
+    "zero_grad": 4,
+    "unshard": 5,
+    "reshard": 4,
+    "setting": 5,
+    "prefetch": 4,
+    "switch": 6,
+    "hook": 8,
+    "save": 4,
+    "load": 5,
+    "optimizer": 4,
+    "ema": 3,
+    "reload_optimizer": 4,
+    "scale": 4,
+    "after_gradient": 4,
+    "set_data": 1,
+    "scale_gradients": 3,
+    "keep_gradients": 3,
+    "func": 3,
+    "deepcopy": 1,
+    "look": 2,
+}
+
+# And between a step's forward and its backward.
+INNER = {
+    "eval": 6,
+    "forward_only": 6,
+    "call_part": 4,
+    "zero_grad": 8,
+    "unshard": 4,
+    "reshard": 4,
+    "save": 2,
+    "look": 2,
+}
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+def batch(context: Context, number: int) -> str:
+    return f"side.batch({number}, {context.settings.rows}, {context.settings.width})"
+
+
+def write_step(context: Context, number: int, step: Step, inner: list[str]) -> list[str]:
+    lines = []
+    if not step.syncs:
+        lines.append("side.sync(model, False)")
+    if not step.all_reduces:
+        lines.append("side.all_reduce(model, False)")
+    if step.fails:
+        lines.append(write_set(context, step.fails, "fails", "True"))
+    lines.append(f"x = {batch(context, number)}")
+    if step.input_needs_grad or step.backward in ("create", "grad_of_input"):
+        lines.append("x.requires_grad_()")
+    lines.append("loss = model(x).square().mean()")
+    lines.append(f'side.note("loss {number}", loss)')
+    if step.backward in ("two_losses", "two_backwards", "crossed_backwards"):
+        lines.append(f"other = model({batch(context, number + 1000)}).square().mean()")
+    if step.fails:
+        lines.append(write_set(context, step.fails, "fails", "False"))
+    lines += inner
+    lines += {
+        "plain": ["side.backward(loss)"],
+        "retain": ["side.backward(loss, retain_graph=True)", "side.backward(loss)"],
+        "two_losses": ["side.backward(loss + other)"],
+        "two_backwards": ["side.backward(loss)", "side.backward(other)"],
+        "crossed_backwards": ["side.backward(other)", "side.backward(loss)"],
+        "grad_of_input": [
+            "(slope,) = torch.autograd.grad(loss, x, retain_graph=True, allow_unused=True)",
+            f'side.note("slope {number}", slope)',
+            "side.backward(loss)",
+        ],
+        "create": [
+            "(slope,) = torch.autograd.grad(loss, x, create_graph=True)",
+            "side.backward(loss + slope.square().sum())",
+        ],
+    }[step.backward]
+    if step.input_needs_grad:
+        lines.append(f'side.note("gradient of input {number}", x.grad)')
+    if not step.syncs:
+        lines.append("side.sync(model, True)")
+    if not step.all_reduces:
+        lines.append("side.all_reduce(model, True)")
+    if step.clips:
+        lines.append(f'side.note("norm {number}", side.clip(model, 0.5))')
+    lines.append(f'side.look("step {number}")')
+    if step.steps:
+        lines.append("optim.step()")
+    lines += {
+        "optim": ["side.zero_grad(optim)"],
+        "optim_zero": ["side.zero_grad(optim, set_to_none=False)"],
+        "model": ["side.zero_grad(model)"],
+        "model_zero": ["side.zero_grad(model, set_to_none=False)"],
+        "": [],
+    }[step.zeroes]
+    return lines
+
+
+def write(action: Action, context: Context) -> list[str]:
+    """The lines of an action."""
+    args = action.args
+    if action.kind == "step":
+        inner = [line for each in action.inner for line in write(each, context)]
+        return write_step(context, args[0], args[1], inner)
+    return WRITE[action.kind](context, *args)
+
+
+def write_eval(context: Context, number: int, mode: str) -> list[str]:
+    return [
+        "model.eval()",
+        f"with torch.{mode}():",
+        f'    side.note("eval {number}", model({batch(context, number)}))',
+        "model.train()",
+    ]
+
+
+def write_call_part(context: Context, number: int, path: str, how: str) -> list[str]:
+    call = f"{at(path)}({batch(context, number)})"
+    if how == "no_grad":
+        return ["with torch.no_grad():", f'    side.note("part {number}", {call})']
+    lines = [f"part = {call}", f'side.note("part {number}", part)']
+    if how == "backward":
+        lines += [
+            "if part.requires_grad:",
+            "    side.backward(part.square().mean())",
+            f'side.look("part {number}")',
+        ]
+    return lines
+
+
+def write_fail_part(context: Context, number: int, path: str, without_grad: bool) -> list[str]:
+    lines = [f'with side.catch("part {number}"){", torch.no_grad()" if without_grad else ""}:']
+    return [*lines, f"    {at(path)}({batch(context, number)}[:, 1:])"]
+
+
+def write_fail_forward(context: Context, number: int, path: str) -> list[str]:
+    return [
+        write_set(context, path, "fails", "True"),
+        f'with side.catch("forward {number}"):',
+        f"    model({batch(context, number)})",
+        write_set(context, path, "fails", "False"),
+    ]
+
+
+def write_fail_backward(context: Context, number: int, path: str) -> list[str]:
+    return [
+        write_set(context, path, "fails_in_backward", "True"),
+        f"loss = model({batch(context, number)}).square().mean()",
+        write_set(context, path, "fails_in_backward", "False"),
+        f'with side.catch("backward {number}"):',
+        "    side.backward(loss)",
+        "side.zero_grad(model)",
+    ]
+
+
+def write_fail_hook(context: Context, number: int, path: str, when: str) -> list[str]:
+    return [
+        f"handle = {inside(context, path)}.{when}(raise_oops)",
+        f'with side.catch("hook {number}"):',
+        f"    model({batch(context, number)})",
+        "handle.remove()",
+    ]
+
+
+def optimizer(context: Context, name: str) -> str:
+    made = OPTIMIZERS[name].format(params="model.parameters()")
+    if context.settings.face == "zero":
+        made = f"side.zero({made.replace('(', ', ', 1)}"
+    return made
+
+
+def write_optimizer(context: Context, name: str) -> list[str]:
+    return [f"optim = {optimizer(context, name)}"]
+
+
+def inside(context: Context, path: str) -> str:
+    """A module itself, not what is wrapped around it."""
+    return f"side.inside({at(path)})" if context.settings.face == "wrapper" else at(path)
+
+
+def write_set(context: Context, path: str, name: str, value: str) -> str:
+    """An attribute of a module: a wrapper keeps what is set on it to itself."""
+    return f"{inside(context, path)}.{name} = {value}"
+
+
+def write_hook(context: Context, path: str, hook: str) -> list[str]:
+    what = f"{hook} of {path}"
+    return {
+        "forward": [
+            f'{inside(context, path)}.register_forward_hook(lambda m, args, out: side.note("{what}", out))'
+        ],
+        "forward_scales": [f"{inside(context, path)}.register_forward_hook(lambda m, args, out: out * 0.5)"],
+        "forward_pre": [
+            f'{inside(context, path)}.register_forward_pre_hook(lambda m, args: side.note("{what}", args))'
+        ],
+        "backward": [
+            f'{inside(context, path)}.register_full_backward_hook(lambda m, into, out: side.note("{what}", out))'
+        ],
+        "backward_pre": [
+            f'{inside(context, path)}.register_full_backward_pre_hook(lambda m, out: side.note("{what}", out))'
+        ],
+    }[hook]
+
+
+def write_load(context: Context, how: str) -> list[str]:
+    if how == "assign":
+        return [
+            "model.load_state_dict({name: value.clone() for name, value in saved.items()}, assign=True)",
+            *write_optimizer(context, context.settings.optimizer),
+        ]
+    if how == "whole":
+        return ["model.load_state_dict({name: side.whole(value) for name, value in saved.items()})"]
+    return ["model.load_state_dict(saved)"]
+
+
+def write_ema(context: Context, number: int) -> list[str]:
+    # A copy that follows the model, by foreach operations on its parameters.
+    return [
+        "side.reshard(model)",
+        "with torch.no_grad():",
+        "    torch._foreach_mul_(list(teacher.parameters()), 0.5)",
+        "    torch._foreach_add_(list(teacher.parameters()), list(model.parameters()), alpha=0.5)",
+        f'    side.note("teacher {number}", teacher({batch(context, number)}))',
+    ]
+
+
+def write_keep_gradients(context: Context, number: int, target: str) -> list[str]:
+    # Whoever keeps a gradient keeps its values.
+    return [
+        "kept = side.gradients(model)",
+        f"side.zero_grad({target})",
+        f"side.backward(model({batch(context, number)}).square().mean())",
+        f'side.note("kept {number}", kept)',
+    ]
+
+
+def write_func(context: Context, number: int, transform: str) -> list[str]:
+    call = {
+        "grad": "torch.func.grad(lambda x: model(x).square().mean())(x)",
+        "jvp": "torch.func.jvp(model, (x,), (torch.ones_like(x),))",
+    }[transform]
+    return [f"x = {batch(context, number)}", f'side.note("{transform} {number}", {call})']
+
+
+def rebuilt(lines: list[str], context: Context) -> list[str]:
+    """Then an optimizer over the parameters that there are now."""
+    return [*lines, *write_optimizer(context, context.settings.optimizer)]
+
+
+WRITE: dict[str, Callable[..., list[str]]] = {
+    "eval": write_eval,
+    "forward_only": lambda context, number: [f"model({batch(context, number)})"],
+    "call_part": write_call_part,
+    "fail_part": write_fail_part,
+    "fail_forward": write_fail_forward,
+    "fail_backward": write_fail_backward,
+    "fail_hook": write_fail_hook,
+    "freeze": lambda context, path: [f"{at(path)}.requires_grad_(False)"],
+    "thaw": lambda context, path: [f"{at(path)}.requires_grad_(True)"],
+    "freeze_module": lambda context, path, on: [f"{at(path)}.requires_grad_({on})"],
+    "tie": lambda context, one, other: rebuilt([f"{at(other)} = {at(one)}"], context),
+    "replace": lambda context, path: rebuilt(
+        [f"{at(path)} = nn.Parameter({at(path)}.detach() * 0.5)"], context
+    ),
+    "zero_grad": lambda context, target, to_none: [f"side.zero_grad({target}, set_to_none={to_none})"],
+    "unshard": lambda context, path: [f'side.call({at(path)}, "unshard")'],
+    "reshard": lambda context, path: [f'side.call({at(path)}, "reshard")'],
+    "setting": lambda context, path, setter, on: [f'side.call({at(path)}, "{setter}", {on})'],
+    "prefetch": lambda context, path, setter, others: [
+        f'side.call({at(path)}, "{setter}", [{", ".join(at(other) for other in others)}])'
+    ],
+    "switch": lambda context, path: [write_set(context, path, "first", f"not {at(path)}.first")],
+    "hook": write_hook,
+    "save": lambda context: ["saved = side.save(model)", 'side.note("saved", saved)'],
+    "load": write_load,
+    "optimizer": write_optimizer,
+    "ema": write_ema,
+    "reload_optimizer": lambda context: ["optim = side.reload(optim)"],
+    "after_gradient": lambda context, path: [f'side.after_gradient({at(path)}, "{path}")'],
+    "set_data": lambda context, path: [f"{at(path)}.data = {at(path)}.data * 0.5"],
+    "scale_gradients": lambda context, factor: [f"side.scale_gradients(model, {factor})"],
+    "keep_gradients": write_keep_gradients,
+    "func": write_func,
+    "scale": lambda context, factor: [f"side.scale(model, {factor})"],
+    "deepcopy": lambda context: ["side.deepcopy(model)"],
+    "look": lambda context, number: [f'side.look("look {number}")'],
+}

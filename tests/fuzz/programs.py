@@ -1,0 +1,149 @@
+"""Whole programs from a seed: drawn as data, written as source, and the source is what runs. It needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from tests.fuzz import actions
+from tests.fuzz.actions import Action, Context, Step, at
+from tests.fuzz.dice import Dice
+from tests.fuzz.models import Architect, Block, written
+from tests.fuzz.settings import (
+    NOT_OF_WRAPPERS,
+    NOT_OF_ZERO,
+    Settings,
+    UnitCall,
+    draw_face,
+    draw_settings,
+    draw_units,
+    is_fully_sharded,
+)
+
+
+@dataclass(frozen=True)
+class Program:
+    seed: int
+    settings: Settings
+    model: Block
+    units: tuple[UnitCall, ...]
+    ties: tuple[tuple[str, str], ...] = ()
+    frozen: tuple[str, ...] = ()
+    actions: tuple[Action, ...] = ()
+
+    def context(self, without: frozenset[str] = frozenset()) -> Context:
+        return Context(self.model, self.settings, self.units, without)
+
+
+def draw(seed: int, without: frozenset[str] = frozenset()) -> Program:
+    """The program of a seed; `without` leaves features out."""
+    dice = Dice(seed)
+    face = draw_face(dice.split(0), without)
+    without = without | {"fully_shard": frozenset(), "wrapper": NOT_OF_WRAPPERS, "zero": NOT_OF_ZERO}[face]
+    settings = draw_settings(dice.split(1), face, without)
+    if not settings.use_orig_params:
+        without = without | {"freeze", "thaw", "freeze_module"}
+    if settings.param_dtype:
+        # The oracle casts a unit's parameters around its call. A recompute is beyond it, state of another dtype, and a
+        # list whose tensors are cast for the module and not for its caller.
+        without = without | {"checkpoint", "recurrent", "batch_norm", "buffer", "appended"}
+    model = Architect(dice.split(2), without, settings.dtype == "float64" and not settings.param_dtype).draw()
+    units = draw_units(dice.split(3), model, settings, without)
+    if face == "zero":
+        units = (UnitCall(("",)),)
+    if not is_fully_sharded(units):
+        without = without | {"foreach", "fused", "flat", "ema", "clip"}
+        if any(word in settings.optimizer for word in without):
+            settings = replace(settings, optimizer="momentum")
+    context = Context(model, settings, units, without)
+    ties: list[tuple[str, str]] = []
+    rest = dice.split(4)
+    if "tie_before" not in without and is_fully_sharded(units) and rest.chance(15):
+        pair = actions.draw_pair(rest, context)
+        if pair is not None:
+            ties.append(pair)
+    frozen = rest.some([param.path for param in context.params], 50) if rest.chance(15) else []
+    return Program(
+        seed, settings, model, units, tuple(ties), tuple(frozen), tuple(draw_actions(dice.split(5), context))
+    )
+
+
+def draw_actions(dice: Dice, context: Context) -> list[Action]:
+    drawn: list[Action] = []
+    saved = holds = False
+    count = dice.between(2, 9)
+    kinds = [(weight, kind) for kind, weight in actions.OUTER.items() if kind not in context.without]
+    hooked = False
+    for number in range(count):
+        if dice.chance(45):
+            drawn.append(actions.draw_step(dice, context, number, holds))
+            saved = saved or any(each.kind == "save" for each in drawn[-1].inner)
+            step = drawn[-1].args[1]
+            holds = not (step.syncs and step.all_reduces)
+            continue
+        kind = dice.weighted(kinds)
+        if holds and f"{kind}_held".replace("zero_grad", "zero") in context.without:
+            continue
+        if kind == "load" and not saved:
+            kind = "save"
+        saved = saved or kind == "save"
+        if kind == "set_data" and any(each.kind in ("replace", "load", "tie") for each in drawn):
+            continue  # what stands there now may be a DTensor of the user's, whose data torch itself does not set
+        if kind == "func" and (hooked or holds):
+            continue  # hooks would note tensors of a transform; whether it syncs what is held is nobody's promise
+        hooked = hooked or kind == "hook"
+        action = actions.DRAW[kind](dice, context, number)
+        if action is not None:
+            drawn.append(action)
+    # What an action has left behind shows in the steps after it.
+    drawn += [Action("step", (100 + number, Step())) for number in range(2)]
+    return drawn
+
+
+def source(program: Program) -> str:
+    """The program as a test: classes, a function of a side, and a call that compares."""
+    context = program.context()
+    settings = program.settings
+    make = [f"model = side.build(Model, torch.{settings.dtype})"]
+    make += [f"{at(path)}.float()" for path, block in context.blocks if block.single]
+    make += [f"{at(other)} = {at(one)}" for one, other in program.ties]
+    make += [f"{at(path)}.requires_grad_(False)" for path in program.frozen]
+    for call in program.units:
+        options = "" if call.reshard is None else f", reshard_after_forward={call.reshard}"
+        options += ", columns=True" if call.columns else ""
+        options = "" if settings.face != "fully_shard" else options
+        into = f"{at(call.paths[0])} = " if settings.face == "wrapper" else ""
+        make.append(f"{into}side.shard({', '.join(at(path) for path in call.paths)}{options})")
+    make.append("return model")
+    lines = ["model = make(side)", "side.ready(model)"]
+    if any(action.kind == "ema" for action in program.actions):
+        lines.append("teacher = make(side)")
+    lines += actions.write_optimizer(context, settings.optimizer)
+    for action in program.actions:
+        lines += actions.write(action, context)
+    lines += ["side.finish()", 'side.look("at the end")']
+    body = "\n".join(f"    {line}" for line in lines)
+    classes = written(program.model, settings.width)
+    if "raise_oops" in body and "raise_oops" not in classes:
+        from tests.fuzz.models import SUPPORT
+
+        classes = SUPPORT["Oops"] + "\n" + classes
+    made = "\n".join(f"    {line}" for line in make)
+    text = f"{classes.strip()}\n\n\ndef make(side):\n{made}\n\n\ndef program(side):\n{body}\n"
+    return f"{_imports(text)}\n\n\n{text}"
+
+
+def _imports(text: str) -> str:
+    lines = []
+    if "@dataclass" in text:
+        lines.append("from dataclasses import dataclass, replace")
+    if "NamedTuple" in text:
+        lines.append("from typing import NamedTuple")
+    lines += ["import torch", "from torch import nn"]
+    names = [
+        name
+        for name in ("CheckpointPolicy", "checkpoint", "create_selective_checkpoint_contexts")
+        if f"{name}(" in text or f"{name}." in text
+    ]
+    if names:
+        lines.append(f"from torch.utils.checkpoint import {', '.join(names)}")
+    return "\n".join(lines)
