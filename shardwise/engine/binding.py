@@ -93,6 +93,7 @@ class Slot:
         "data_axes",
         "dim",
         "held",
+        "is_cast",
         "is_shown",
         "local",
         "name",
@@ -116,6 +117,7 @@ class Slot:
         sharded: nn.Parameter,
         tensor_parallel: Spec | None,
         data_axes: tuple[int, ...] = (),
+        is_cast: bool = False,
     ) -> None:
         self.name = name
         self.places = places
@@ -129,6 +131,8 @@ class Slot:
         self.unsharded: nn.Parameter = sharded
         self.tensor_parallel = tensor_parallel
         self.data_axes = data_axes
+        # Whether a policy says what is computed in, or the parameter itself.
+        self.is_cast = is_cast
         self.is_shown = True
         self.held: torch.Tensor | None = None
 
@@ -192,7 +196,7 @@ class Slot:
             self.held = None
         self.sharded = param
         self.local = local_of(param)
-        if self.compute_dtype == self.stored_dtype:
+        if not self.is_cast:
             self.compute_dtype = param.dtype
         self.stored_dtype = param.dtype
         spec = spec_of(param)
@@ -326,3 +330,8 @@ def unsharded_shown(slots: Iterable[Slot]) -> Shown:
 def show(shown: Shown) -> None:
     for shelf, name, param in shown:
         shelf[name] = param
+
+
+def is_showing(shown: Shown) -> bool:
+    """Whether nobody has put anything else there since it was shown."""
+    return all(shelf.get(name) is param for shelf, name, param in shown)

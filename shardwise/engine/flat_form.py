@@ -52,7 +52,7 @@ class Line:
 class FlatSlot(Slot):
     """One parameter of a line. ``span`` is what this rank holds of it, ``start`` where in the rank's share."""
 
-    __slots__ = ("is_cast", "line", "span", "start")
+    __slots__ = ("line", "span", "start")
 
     def __init__(
         self,
@@ -71,7 +71,6 @@ class FlatSlot(Slot):
         self.shape = tuple(param.shape)
         self.stored_dtype = param.dtype
         self.compute_dtype = compute_dtype
-        # Whether a policy says what is computed in, or the parameter itself.
         self.is_cast = is_cast
         self.sharded = sharded
         self.local = param.detach().reshape(-1)[span.start : span.stop]

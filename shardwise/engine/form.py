@@ -216,6 +216,7 @@ def _make_slot(
         sharded,
         tensor_parallel,
         data_axes,
+        casts,
     )
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from shardwise import trace
 from shardwise.comm.collectives import GroupCalls
 from shardwise.comm.mesh import DataMesh
-from shardwise.engine.binding import Place, Shown, Slot, sharded_shown, show, tag, unsharded_shown
+from shardwise.engine.binding import Place, Shown, Slot, is_showing, sharded_shown, show, tag, unsharded_shown
 from shardwise.engine.events import UnitEvents
 from shardwise.engine.form import Form
 from shardwise.engine.memory import Memory
@@ -51,6 +51,11 @@ if TYPE_CHECKING:
 def shard_device(mesh: DataMesh, offload: OffloadPolicy) -> torch.device:
     """Where shards live."""
     return torch.device("cpu") if isinstance(offload, CPUOffloadPolicy) else mesh.device
+
+
+def _written_to(slot: Slot) -> tuple[int, int]:
+    """Changes when somebody writes to a gathered parameter, or assigns its ``data``."""
+    return slot.unsharded._version, slot.unsharded.data_ptr()
 
 
 class Unit:
@@ -106,7 +111,9 @@ class Unit:
         # What the shards were when the parameters shown now were last known to be theirs; None while a step uses them.
         self._kept_version: int | None = None
         self._num_steps = 0
-        self._gathered_versions: list[int] = []
+        self._gathered_as: list[tuple[int, int]] = []
+        # Somebody gave a gathered parameter other memory, which gathers do not fill.
+        self._was_moved = False
         # Kept only because nothing will tell when a backward comes to it.
         self.is_unseen = False
         # Gathered, while modules show the shards.
@@ -329,6 +336,10 @@ class Unit:
                     place.params[place.name] = other.sharded
             self.is_unseen = self.is_hidden = False
             self.root.let_go(self)
+            if self._was_moved:
+                self._was_moved = False
+                self._build()
+                self.show_sharded()
         step = RESHARD
         self._kept_version = None
         if self._gathers_part:
@@ -423,13 +434,14 @@ class Unit:
             show(self._sharded_shown)
 
     def _note_writes(self) -> None:
-        self._gathered_versions = [slot.unsharded._version for slot in self.slots]
+        self._gathered_as = list(map(_written_to, self.slots))
 
     def is_stale(self) -> bool:
         """Whether shards were written to or replaced, or parameters frozen or thawed, since the unit was kept."""
         return self._kept_version is not None and (
             self._version() != self._kept_version
             or (self.is_hidden and not self.form.all_show(self._left))
+            or (self.state is UNSHARDED and not self.is_hidden and not is_showing(self._unsharded_shown))
             or (
                 self.state is UNSHARDED
                 and any(
@@ -444,9 +456,10 @@ class Unit:
 
         Returns the places that were tied to other parameters, and the slots of those.
         """
-        for slot, version in zip(self.slots, self._gathered_versions, strict=True):
-            if slot.unsharded._version != version:
+        for slot, noted in zip(self.slots, self._gathered_as, strict=True):
+            if _written_to(slot) != noted:
                 take_written(slot, self.form.own_part(slot, slot.unsharded, self.mesh), self.name, self.rank)
+                self._was_moved |= slot.unsharded.data_ptr() != noted[1]
         for slot, trainable in zip(self.slots, self.gradients.trainable, strict=True):
             if slot.unsharded.requires_grad != trainable:
                 slot.sharded.requires_grad_(not trainable)

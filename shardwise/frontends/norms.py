@@ -78,7 +78,8 @@ def clip_grad_norm_(
     params = list(dict.fromkeys(map(_sharded, params)))
     with torch.no_grad():
         found = _find_gradients(params, float(norm_type))
-        total = _total_norm(found, float(norm_type), together)
+        dtype = torch.promote_types(torch.float32, dtype_of_gradients(params) or torch.float32)
+        total = _total_norm(found, float(norm_type), together).to(dtype)
         if error_if_nonfinite and not bool(total.isfinite()):
             raise StateError(
                 f"the total norm of order {norm_type} of the gradients is {total.item()}: they cannot be clipped",
@@ -218,17 +219,12 @@ def _whole_rows(
 def _total_norm(found: _Gradients, order: float, together: bool) -> torch.Tensor:
     present = found.to_scale
     device = present[0].device if present else torch.device("cpu")
-    dtype = torch.float32
-    for each in {tensor.dtype for tensor in present}:
-        dtype = torch.promote_types(dtype, each)
     if found.is_exact and not math.isinf(order):
-        total = _exact_norm(found, order, device)
-    else:
-        values = _measured(
-            found, lambda tensors, at: _value(tensors, order, at, together), _operation(order), device
-        )
-        total = _root(values[0] if len(values) == 1 else _sum(torch.stack(values), order), order)
-    return total.to(dtype.to_real())
+        return _exact_norm(found, order, device)
+    values = _measured(
+        found, lambda tensors, at: _value(tensors, order, at, together), _operation(order), device
+    )
+    return _root(values[0] if len(values) == 1 else _sum(torch.stack(values), order), order)
 
 
 def _exact_norm(found: _Gradients, order: float, device: torch.device) -> torch.Tensor:

@@ -902,3 +902,40 @@ def test_a_parameter_replaced_after_an_evaluation_is_the_new_one():
         return fully_shard(model, reshard_after_forward=False)
 
     twice(replaces_after_an_evaluation, kept)
+
+
+def test_half_after_sharding_keeps_what_the_policy_computes_in():
+    def on_a_rank():
+        model = seeded(nn.Linear(WIDTH, WIDTH))
+        fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32))
+        model.half()
+        output = model(inputs())
+        assert output.dtype is torch.float32
+        output.sum().backward()
+        assert model.weight.dtype is model.weight.grad.dtype is torch.float16
+
+    run_ranks(on_a_rank, 2)
+
+
+def test_data_assigned_to_a_gathered_parameter_is_its_value():
+    def program(sharding):
+        model = seeded(nn.Linear(WIDTH, WIDTH))
+        model = sharding(model) if sharding else model
+        optimizer, results = sgd_of(model), []
+        for _ in range(2):
+            results.append(model(inputs()).detach())
+            model.weight.data = model.weight.data * 0.5
+        return [*results, model(inputs()).detach(), *gradients_and_losses(model, optimizer)]
+
+    twice(program, fully_shard)
+
+
+def test_a_parameter_replaced_while_a_kept_unit_shows_it_whole_is_refused():
+    def on_a_rank():
+        model = fully_shard(seeded(nn.Linear(WIDTH, WIDTH)), reshard_after_forward=False)
+        model(inputs())
+        model.weight = nn.Parameter(model.weight.detach() * 0.5)
+        with torch.no_grad(), pytest.raises(StateError, match="'weight' was replaced"):
+            model(inputs())
+
+    run_ranks(on_a_rank, 2)
