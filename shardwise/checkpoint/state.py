@@ -23,7 +23,8 @@ from shardwise.checkpoint.parts import Offsets, Part, dtype_name, part_of
 from shardwise.checkpoint.reading import check_files, load_parts
 from shardwise.engine.accord import forget_torn_steps
 from shardwise.engine.binding import clean_name, units_of
-from shardwise.errors import CheckpointError
+from shardwise.engine.flat_form import Flat
+from shardwise.errors import CheckpointError, ConfigError
 from shardwise.torch_internals import state_entries
 from shardwise.zero import ZeroRedundancyOptimizer
 
@@ -43,6 +44,14 @@ class TrainingState:
     """
 
     def __init__(self, module: nn.Module, optimizer: Optimizer | None = None) -> None:
+        for unit in (unit for child in module.modules() for unit in units_of(child)):
+            if isinstance(unit.form, Flat) and unit.mesh.shard.world > 1:
+                raise ConfigError(
+                    f"unit '{unit.name}' is sharded by FullyShardedDataParallel, whose flat shards a checkpoint cannot "
+                    "tell from whole parameters",
+                    where=f"TrainingState({type(module).__name__}), rank {unit.rank}",
+                    fix="save its sharded state dict with torch.distributed.checkpoint, or shard with fully_shard",
+                )
         self._module, self._optimizer = module, optimizer
         self._offsets: Offsets = {}
         self._names: dict[torch.Tensor, str] = {

@@ -136,6 +136,11 @@ class Run:
                 gradients.append(local_of(gradient))
             else:
                 gradients.append(gradient)
+        if any(gradient is not None for gradient in gradients):
+            # A shard without elements may have no gradient where its peers' have one; it is no reason to split a run.
+            for index, member in enumerate(self.members):
+                if gradients[index] is None and not member.local.numel():
+                    gradients[index] = torch.empty_like(member.local)
         return gradients
 
     def split(self, has_gradient: list[bool]) -> list[Run]:

@@ -317,7 +317,7 @@ def eight_ranks(dims, shard_world, reshard):
         )
     for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert param.placements == ((Replicate(),) if dims.replicate else ()) + (Shard(0),)
-        assert param.device_mesh.size(-1) == shard_world
+        assert param.device_mesh.size(param.device_mesh.ndim - 1) == shard_world
         same_shard(param.grad, expected.grad, name, LAST_DIGITS)
 
 

@@ -101,8 +101,10 @@ def stepped_in_vain(when):
         loss.backward()
     else:
         if when == "after an exception":
-            with pytest.raises(RuntimeError):
-                model(torch.ones(3, 4))
+            loss = loss_of(model, 0, dist.get_rank())
+            loss.register_hook(lambda gradient: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                loss.backward()
             made = torch.optim.SGD(model.parameters())
         loss_of(model, 0, dist.get_rank()).backward()
     form = "was before it was sharded" if when.startswith("before") else "is while gathered"

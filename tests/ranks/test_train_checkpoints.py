@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import shardwise.checkpoint.saver as saver_room
+from shardwise import FullyShardedDataParallel
 from shardwise.checkpoint import convert, weights
 from shardwise.checkpoint.manifest import MANIFEST, Manifest, first_damage, read_manifest
 from shardwise.checkpoint.parts import Part, part_of
@@ -509,3 +510,13 @@ def test_what_holds_no_weights_or_damaged_ones_is_refused(finished, copied, tmp_
     for nothing in (tmp_path, tmp_path / "absent"):
         with pytest.raises(CheckpointError, match=r"no weights|damaged"):
             weights.open_weights(nothing)
+
+
+def wrapped_and_sharded():
+    model = FullyShardedDataParallel(torch.nn.Linear(4, 4))
+    with pytest.raises(ConfigError, match="is sharded by FullyShardedDataParallel"):
+        TrainingState(model)
+
+
+def test_flat_shards_are_not_taken_for_whole_parameters():
+    run_ranks(wrapped_and_sharded, 2)
