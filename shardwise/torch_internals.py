@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial, wraps
 from types import FrameType
@@ -40,6 +40,8 @@ from shardwise.errors import ConfigError
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T", bound=torch.Tensor)
+A = TypeVar("A")
+R = TypeVar("R")
 
 # Parameters that are DTensors are typed as plain tensors and parameters everywhere else, as torch itself does; the
 # functions here take them so.
@@ -294,7 +296,7 @@ def hook_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) ->
 
 def view_aside(tensor: torch.Tensor) -> torch.Tensor:
     """A view of all of ``tensor``, unseen by modes that record a forward: run again, it may need none."""
-    if torch._C._len_torch_dispatch_stack():
+    if _dispatch_modes():
         with _unrecorded():
             return tensor.view_as(tensor)
     return tensor.view_as(tensor)
@@ -462,24 +464,19 @@ def unseen_by_modes() -> Iterator[None]:
 _RECORDING_MODES = (_CachingTorchDispatchMode, _CachedTorchDispatchMode, _CloneArgBeforeMutateMode)
 
 
-def aside() -> AbstractContextManager[Any]:
-    """A context for the engine's own work, which is no part of what the model computes.
+_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+
+
+def do_aside(work: Callable[[A], R], given: A) -> R:
+    """Does the engine's own work, which is no part of what the model computes.
 
     Recorded with a forward, it would be missed or met again when that is replayed; and inside a transform of
     ``torch.func`` it would act on tensors of that transform. Whoever counts collectives still sees them.
     """
-    if torch._C._len_torch_dispatch_stack() or peek_interpreter_stack() is not None:
-        return _aside()
-    return _NO_CONTEXT
-
-
-_NO_CONTEXT = nullcontext()
-
-
-@contextmanager
-def _aside() -> Iterator[None]:
-    with _unrecorded(), temporarily_clear_interpreter_stack():
-        yield
+    if _dispatch_modes() or peek_interpreter_stack() is not None:
+        with _unrecorded(), temporarily_clear_interpreter_stack():
+            return work(given)
+    return work(given)
 
 
 @contextmanager

@@ -17,12 +17,12 @@ from torch import Tensor, is_grad_enabled, nn
 from shardwise import trace
 from shardwise.engine.passes import Pass
 from shardwise.engine.side_outputs import GraphAttributes
-from shardwise.engine.structure import Loans, map_tensors, tensors_in
+from shardwise.engine.structure import NO_LOANS, Loans, map_tensors, tensors_in
 from shardwise.engine.unit import Unit
 from shardwise.errors import StateError
 from shardwise.plan.lifecycle import GATHERING, SHARDED, UNSHARDED
 from shardwise.plan.schedule import KEEP
-from shardwise.torch_internals import aside, inside_backward, untraced
+from shardwise.torch_internals import do_aside, inside_backward, untraced
 
 
 def _held_weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
@@ -36,8 +36,7 @@ def _held_weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
     def call(param: Tensor) -> None:
         alive = reference()
         if alive is not None:
-            with aside():
-                alive(param)
+            do_aside(alive, param)
 
     return call
 
@@ -116,22 +115,16 @@ class Hooks:
         ``input_dtype`` is what to cast inputs to in this call, where the unit's own policy does not say so.
         """
         unit = self.unit
-        enters = unit.is_top or not unit.root.in_forward
-        with aside():
-            if unit.root.in_backward and inside_backward():
-                enters = False
-                visit = self._gather_for_recompute()
-            elif self._still_to_run:
-                enters = False
-                visit = self._shared
-            else:
-                visit = self._begin_forward(module)
+        # What enters the model comes from wherever batches are made.
+        enters = self._input_device is not None and (unit.is_top or not unit.root.in_forward)
+        visit = do_aside(self._enter, module)
         self._calls.append(visit)
-        self._loans.append(loans := Loans())
+        loans = NO_LOANS
+        if kwargs or len(args) != 1 or not isinstance(args[0], Tensor):
+            loans = Loans((args, kwargs))
+        self._loans.append(loans)
         try:
-            if kwargs or len(args) != 1 or not isinstance(args[0], Tensor):
-                loans.note((args, kwargs))
-            if enters and self._input_device is not None:
+            if enters:
                 args, kwargs = self._move_inputs(args, kwargs, loans)
             dtype = self._input_dtype or input_dtype
             if dtype is not None:
@@ -142,6 +135,12 @@ class Hooks:
             self.broke_off(module, error)
             raise
         return args, kwargs
+
+    def _enter(self, module: nn.Module) -> Pass | None:
+        """Gathers what a call of ``module`` needs; the pass that it belongs to."""
+        if self.unit.root.in_backward and inside_backward():
+            return self._gather_for_recompute()
+        return self._shared if self._still_to_run else self._begin_forward(module)
 
     def _begin_forward(self, module: nn.Module) -> Pass | None:
         unit = self.unit
@@ -172,7 +171,7 @@ class Hooks:
             if is_outermost:
                 root.break_off_forward(error)
             raise
-        if len(unit.modules) > 1:
+        if unit.has_several:
             # Its other modules follow within the forward of a model around them; a call outside it is for itself.
             self._still_to_run = set(unit.modules) if is_within_model else {module}
             self._shared = visit
@@ -205,7 +204,6 @@ class Hooks:
         return Pass(self, unit.root.window) if unit.needs else None
 
     def _move_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], loans: Loans) -> Any:
-        """What enters the model comes from wherever batches are made."""
         if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):
             return (args[0].to(self._input_device),), kwargs
         return loans.change(self._move_input, (args, kwargs))
@@ -232,14 +230,15 @@ class Hooks:
         if not recomputes:
             self._still_to_run.discard(module)
             if self._is_last_call():
-                with aside():
-                    self._end_forward(visit)
+                do_aside(self._end_forward, visit)
         self._leave_call()
         return output
 
     def _side_outputs(self, module: nn.Module, args: tuple[Any, ...]) -> list[Tensor]:
         loans = self._loans[-1]
-        found = [*loans.written(), *self._attributes.graph_tensors(module)]
+        found = self._attributes.graph_tensors(module)
+        if loans is not NO_LOANS:
+            found = found + loans.written()
         if not found:
             return found
         inputs = {id(tensor) for tensor in (*args, *loans.known)}
@@ -247,7 +246,8 @@ class Hooks:
 
     def _leave_call(self) -> None:
         self._calls.pop()
-        self._loans.pop().put_back()
+        if (loans := self._loans.pop()) is not NO_LOANS:
+            loans.put_back()
 
     def _is_last_call(self) -> bool:
         """Whether the call that is about to return is the last of its pass."""
@@ -291,8 +291,7 @@ class Hooks:
             if self._is_last_call():
                 self._shared = None
                 if visit is not None:
-                    with aside():
-                        self._release_after_error(visit)
+                    do_aside(self._release_after_error, visit)
         self._leave_call()
         if self.unit.is_top and not self._calls:
             root.break_off_forward(error)

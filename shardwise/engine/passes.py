@@ -29,7 +29,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from shardwise.engine.participation import with_backward
 from shardwise.engine.structure import Loans, tensors_in
 from shardwise.plan.schedule import Window
-from shardwise.torch_internals import aside, current_backward, hook_gradient, hook_of_gradient, view_aside
+from shardwise.torch_internals import current_backward, do_aside, hook_gradient, hook_of_gradient, view_aside
 
 if TYPE_CHECKING:
     from shardwise.engine.hooks import Hooks
@@ -178,8 +178,7 @@ class Pass:
         follower = self.follower() if self.follower is not None else None
         if follower is not None:
             follower.inputs_gradients_are_done(gradient)
-        with aside():
-            self.hooks.pre_backward(self)
+        do_aside(self.hooks.pre_backward, self)
 
     def views_gradient_arrives(self, gradient: Tensor) -> None:
         self.seen_in = current_backward()
@@ -192,8 +191,7 @@ class Pass:
     def inputs_gradients_are_done(self, gradients: Any) -> None:
         if is_grad_enabled():
             self._await_second_backward(gradients)
-        with aside():
-            self.hooks.post_backward(self)
+        do_aside(self.hooks.post_backward, self)
 
     def _await_second_backward(self, gradients: Any) -> None:
         """With ``create_graph``: a backward through these gradients needs the weights that they were computed with."""
@@ -202,5 +200,4 @@ class Pass:
                 hook_gradient(gradient, self._gradients_gradient_arrives)
 
     def _gradients_gradient_arrives(self, gradient: Tensor) -> None:
-        with aside():
-            self.hooks.pre_backward(self)
+        do_aside(self.hooks.pre_backward, self)

@@ -31,9 +31,9 @@ from shardwise.engine.recorded import note_root
 from shardwise.engine.reduce import PackedReduce, ReduceSettings
 from shardwise.engine.reduction import Reduction, run_user_hooks
 from shardwise.errors import StateError
-from shardwise.plan.lifecycle import UNSHARDED
+from shardwise.plan.lifecycle import SHARDED, UNSHARDED
 from shardwise.plan.schedule import Window
-from shardwise.torch_internals import aside, backward_passes, inside_backward, queue_end_of_backward
+from shardwise.torch_internals import backward_passes, do_aside, inside_backward, queue_end_of_backward
 
 if TYPE_CHECKING:
     from shardwise.engine.gradients import Presence
@@ -51,8 +51,7 @@ class _EndOfBackward:
         root, self._root = self._root, None
         assert root is not None
         try:
-            with aside():
-                root.end_backward()
+            do_aside(Root.end_backward, root)
         except BaseException as error:
             root.break_off(f"{type(error).__name__} at the end of backward")
             raise
@@ -191,7 +190,8 @@ class Root:
 
     def end_forward(self) -> None:
         for unit in self.units:
-            unit.hooks.end_without_the_rest()
+            if unit.has_several:
+                unit.hooks.end_without_the_rest()
             if unit.prefetched:
                 # It was not run after all, and would be stale when it is.
                 unit.reshard(trace.IN_FORWARD)
@@ -348,7 +348,8 @@ class Root:
                 if self.participation is not None:
                     self.participation.end_backward()
                 for unit in self.units:
-                    unit.end_step()
+                    if unit.state is not SHARDED:
+                        unit.end_step()
             self._take_back(0)
             reduced = self.lanes.reduce.mark()
             # order: reduced gradients before what follows backward, because clipping and the optimizer read them

@@ -64,10 +64,6 @@ def _is_frozen(record: Any) -> bool:
     return bool(type(record).__dataclass_params__.frozen)
 
 
-_NONE: dict[int, Any] = {}
-_NO_TENSORS: list[torch.Tensor] = []
-
-
 class Loans:
     """Tensors inside containers that a module is given, changed for as long as it runs.
 
@@ -77,23 +73,14 @@ class Loans:
 
     __slots__ = ("_containers", "_originals", "known")
 
-    def __init__(self) -> None:
-        # Most calls are given one tensor and no container, and need no more than this.
-        self._containers: dict[int, Any] = _NONE
-        self._originals: dict[int, tuple[torch.Tensor, torch.Tensor]]
-        # Tensors that were in the containers, and what they were changed to.
-        self.known: list[torch.Tensor] = _NO_TENSORS
-
-    def note(self, value: Any) -> None:
-        """Notes the containers in ``value`` and what is in them, before any of it is changed."""
-        if containers := containers_in(value):
-            self._containers = {id(container): container for container in containers}
-            self._originals, self.known = {}, tensors_in(value)
+    def __init__(self, given: Any) -> None:
+        self._containers: dict[int, Any] = {id(container): container for container in containers_in(given)}
+        self._originals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        # Tensors that were given, and what they were changed to.
+        self.known: list[torch.Tensor] = tensors_in(given)
 
     def change(self, change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
         """``value`` with every tensor changed: tuples and frozen records are copied, others are as they were."""
-        if not self._containers:
-            return map_tensors(change, value)
 
         def exchange(tensor: torch.Tensor) -> torch.Tensor:
             changed = change(tensor)
@@ -106,8 +93,6 @@ class Loans:
 
     def written(self) -> list[torch.Tensor]:
         """Tensors that have been put into the containers since."""
-        if not self._containers:
-            return []
         known = set(map(id, self.known))
         return [
             tensor
@@ -117,7 +102,7 @@ class Loans:
         ]
 
     def put_back(self) -> None:
-        if self._containers and self._originals:
+        if self._originals:
             for container in self._containers.values():
                 map_items(self._original, container)
 
@@ -126,6 +111,10 @@ class Loans:
         while (found := self._originals.get(id(value))) is not None:
             value = found[1]
         return value
+
+
+# Of a call that is given one tensor and nothing else, as most are.
+NO_LOANS = Loans(())
 
 
 def map_items(change: Callable[[Any], Any], container: Any) -> None:

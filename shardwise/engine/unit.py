@@ -75,6 +75,8 @@ class Unit:
     ) -> None:
         self.name = name
         self.modules = modules
+        # A forward of the model need not run all of them.
+        self.has_several = len(modules) > 1
         self.slots = slots
         self.form = form
         self.mesh = mesh
@@ -354,9 +356,8 @@ class Unit:
 
     def end_step(self) -> None:
         """A backward that nothing follows has ended: shards what nobody holds or has told to stay."""
-        if self.state is SHARDED or self.holders or not self.frees_after_backward or self.is_unseen:
-            return
-        self.reshard(trace.IN_POST_BACKWARD)
+        if not self.holders and self.frees_after_backward and not self.is_unseen:
+            self.reshard(trace.IN_POST_BACKWARD)
 
     def abandon_step(self, drops_held: bool) -> None:
         """Gives up what a broken-off step has under way, and shards the parameters again."""

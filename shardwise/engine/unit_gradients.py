@@ -147,7 +147,8 @@ class UnitGradients:
 
     def reduce_the_rest(self) -> None:
         """At the end of a backward: what earlier micro-batches put by and nothing came to; zeros if asked."""
-        if self.are_synced:
+        is_through = self._started and not self.are_held and self._unit.mesh.replicate is None
+        if self.are_synced and not is_through:
             for plan in self._still_to_reduce():
                 self._issue(plan, [None] * len(plan.slots))
                 unit = self._unit

@@ -50,8 +50,7 @@ class _Casts:
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         given = [tensor.dtype for tensor in tensors_in((args, kwargs)) if tensor.is_floating_point()]
-        loans = Loans()
-        loans.note((args, kwargs))
+        loans = Loans((args, kwargs))
         self._calls.append((given[0] if given else None, loans))
         return loans.change(_in_float32, (args, kwargs))
 

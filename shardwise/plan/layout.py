@@ -14,6 +14,9 @@ from typing import Protocol
 # A cache line, as torch aligns its own tensors. Matrix kernels sum in an order that depends on alignment: a parameter
 # aligned differently from an unsharded one would give other last bits.
 ALIGNMENT_BYTES = 64
+# Of shards in a row: enough for vector loads. Nothing but element-wise kernels reads them there, and more would pad
+# small parameters in every row that travels.
+SHARD_ALIGNMENT_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,7 @@ class RowParam:
     kind: Hashable
     stored_itemsize: int
     sent_itemsize: int
-    grid_itemsize: int = ALIGNMENT_BYTES
+    grid_itemsize: int = SHARD_ALIGNMENT_BYTES
 
 
 @dataclass(frozen=True)

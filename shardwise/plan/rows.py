@@ -22,7 +22,16 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from shardwise.plan.layout import ALIGNMENT_BYTES, Pad, Piece, RowParam, Section, Segment, Share
+from shardwise.plan.layout import (
+    ALIGNMENT_BYTES,
+    SHARD_ALIGNMENT_BYTES,
+    Pad,
+    Piece,
+    RowParam,
+    Section,
+    Segment,
+    Share,
+)
 from shardwise.plan.spans import Span, aligned, ceil_div, cut_evenly
 
 
@@ -165,6 +174,8 @@ def plan_rows(params: Sequence[RowParam], world: int) -> RowsLayout:
     for index, param in enumerate(params):
         members_by_kind.setdefault(param.kind, []).append(index)
 
+    # With one rank, whose row is the full buffer, parameters stand in it as modules use them.
+    alignment_bytes = ALIGNMENT_BYTES if world == 1 else SHARD_ALIGNMENT_BYTES
     segments: list[Segment] = []
     stored_starts = [0] * len(params)
     sent_starts = [0] * len(params)
@@ -175,7 +186,7 @@ def plan_rows(params: Sequence[RowParam], world: int) -> RowsLayout:
         sent_itemsize = params[members[0]].sent_itemsize
         # The narrowest measure needs the coarsest grid; all then start on whole aligned bytes.
         grid_itemsize = min(params[index].grid_itemsize for index in members)
-        grid = max(1, ALIGNMENT_BYTES // min(stored_itemsize, sent_itemsize, grid_itemsize))
+        grid = max(1, alignment_bytes // min(stored_itemsize, sent_itemsize, grid_itemsize))
         starts: list[int] = []
         end = 0
         for index in members:
@@ -195,8 +206,8 @@ def plan_rows(params: Sequence[RowParam], world: int) -> RowsLayout:
                 sent_end,
             )
         )
-        stored_end = aligned(stored_end + end * stored_itemsize, ALIGNMENT_BYTES)
-        sent_end = aligned(sent_end + end * sent_itemsize, ALIGNMENT_BYTES)
+        stored_end = aligned(stored_end + end * stored_itemsize, alignment_bytes)
+        sent_end = aligned(sent_end + end * sent_itemsize, alignment_bytes)
 
     full_starts = [0] * len(params)
     full_end = 0
