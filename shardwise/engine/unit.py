@@ -16,6 +16,7 @@ from shardwise import trace
 from shardwise.comm.collectives import GroupCalls
 from shardwise.comm.mesh import DataMesh
 from shardwise.engine.binding import Place, Shown, Slot, is_showing, sharded_shown, show, tag, unsharded_shown
+from shardwise.engine.carrier import carries_itself
 from shardwise.engine.events import UnitEvents
 from shardwise.engine.form import Form
 from shardwise.engine.memory import Memory
@@ -55,6 +56,9 @@ def shard_device(mesh: DataMesh, offload: OffloadPolicy) -> torch.device:
 
 def _written_to(slot: Slot) -> tuple[int, int]:
     """Changes when somebody writes to a gathered parameter, or assigns its ``data``."""
+    if slot.tensor_parallel is not None or carries_itself(slot.local):
+        # They have no memory of their own to tell by, or are rebuilt in each gather.
+        return 0, 0
     return slot.unsharded._version, slot.unsharded.data_ptr()
 
 
@@ -212,6 +216,7 @@ class Unit:
 
     def adopt_replaced_parameters(self) -> None:
         """Takes parameters that were replaced from outside back into the unit's buffer."""
+        self.gradients.check_none_wait_for_replicas()
         self._follow_ties()
         adopt_found(self.slots, self.name, self.rank)
         for slot in self.slots:
@@ -319,6 +324,8 @@ class Unit:
         show(self._unsharded_shown)
         self.state = TRANSITIONS[GATHERING, ARRIVE]
         self.prefetched = False
+        if self._kept_version is not None:
+            self._note_writes()
 
     def reshard(self, phase: str, keep_part: bool = False) -> None:
         """Frees the unsharded parameters, or calls off a gather that nobody waits for."""
@@ -429,7 +436,8 @@ class Unit:
         """
         if self._kept_version is None:
             self._kept_version = self._version()
-            self._note_writes()
+            if self.state is UNSHARDED:
+                self._note_writes()
         if is_hidden and self.state is UNSHARDED:
             self.is_hidden = True
             show(self._sharded_shown)
@@ -457,15 +465,21 @@ class Unit:
 
         Returns the places that were tied to other parameters, and the slots of those.
         """
-        for slot, noted in zip(self.slots, self._gathered_as, strict=True):
-            if _written_to(slot) != noted:
-                take_written(slot, self.form.own_part(slot, slot.unsharded, self.mesh), self.name, self.rank)
-                self._was_moved |= slot.unsharded.data_ptr() != noted[1]
+        self.take_over_writes()
         for slot, trainable in zip(self.slots, self.gradients.trainable, strict=True):
             if slot.unsharded.requires_grad != trainable:
                 slot.sharded.requires_grad_(not trainable)
                 slot.unsharded.requires_grad_(trainable)
         return ties_while_gathered(self)
+
+    def take_over_writes(self) -> None:
+        """Gives the shards what was written to kept parameters while modules showed them."""
+        if self._kept_version is None or self.is_hidden or self.state is not UNSHARDED:
+            return
+        for slot, noted in zip(self.slots, self._gathered_as, strict=True):
+            if _written_to(slot) != noted:
+                take_written(slot, self.form.own_part(slot, slot.unsharded, self.mesh), self.name, self.rank)
+                self._was_moved |= slot.unsharded.data_ptr() != noted[1]
 
     def keeps_after_forward(self) -> bool:
         """The root's parameters are needed at once when backward begins, so it keeps them unless told otherwise.

@@ -13,6 +13,7 @@ import torch
 from shardwise import trace
 from shardwise.engine.gradients import GradientBuffer, presence
 from shardwise.engine.reduce import PackedReduce, Sums
+from shardwise.errors import StateError
 from shardwise.torch_internals import backward_reaches
 
 if TYPE_CHECKING:
@@ -217,6 +218,16 @@ class UnitGradients:
             if plan is not None and plan.partial is not None:
                 run_starts = [run.start for run in plan.runs]
                 plan.partial = plan.partial.zeroed(shards, set_to_none, run_starts)
+
+    def check_none_wait_for_replicas(self) -> None:
+        """Raises if a sum waits for its replicas: its place goes with the parameters' memory."""
+        if any(plan is not None and plan.partial is not None for plan in self._plans.values()):
+            unit = self._unit
+            raise StateError(
+                "parameters were replaced while sums of their unit's gradients wait for the replicas'",
+                where=f"unit '{unit.name}', rank {unit.rank}",
+                fix="replace them after a backward with set_requires_all_reduce(True), or call zero_grad() first",
+            )
 
     def drop(self) -> None:
         """Drops what has come in or was put by."""

@@ -58,9 +58,10 @@ class _StateHooks:
 
     def give_sharded(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
         shown = parameters_of(module)
-        for name, (_, slot) in _slots_of(module).items():
+        for name, (unit, slot) in _slots_of(module).items():
             value = state_dict.get(prefix + name)
             if value is not None and shown.get(name) is slot.unsharded:
+                unit.take_over_writes()
                 sharded = slot.sharded
                 state_dict[prefix + name] = sharded if value is slot.unsharded else sharded.detach()
 

@@ -136,11 +136,6 @@ class Run:
                 gradients.append(local_of(gradient))
             else:
                 gradients.append(gradient)
-        if any(gradient is not None for gradient in gradients):
-            # A shard without elements may have no gradient where its peers' have one; it is no reason to split a run.
-            for index, member in enumerate(self.members):
-                if gradients[index] is None and not member.local.numel():
-                    gradients[index] = torch.empty_like(member.local)
         return gradients
 
     def split(self, has_gradient: list[bool]) -> list[Run]:
@@ -273,6 +268,9 @@ def make_runs(params: list[torch.Tensor], states: States, bridges_padding: bool)
     by_unit: dict[Unit, list[Member]] = {}
     for param in params:
         member = _member(param)
+        if not param.numel() and not isinstance(param, DTensor):
+            # Of a flat unit, and all of it on other ranks: it gets no gradient here.
+            continue
         if member.unit is None:
             alone.append(member)
         else:

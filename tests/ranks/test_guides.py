@@ -7,6 +7,7 @@ machines or packages says so in a comment above it, and is only parsed.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import inspect
@@ -22,7 +23,8 @@ import torch.distributed as dist
 from shardwise.cli import main, request_of
 from shardwise.cli import parser as command_line
 from shardwise.testing import run_ranks
-from shardwise.train.command import resolve, train_on_rank
+from shardwise.train.command import opened, resolve, train_on_rank
+from shardwise.train.team import Team
 
 REPOSITORY = Path(__file__).parents[2]
 PAGES = [REPOSITORY / "docs" / "tutorial.md", *sorted((REPOSITORY / "docs" / "guides").glob("*.md"))]
@@ -95,7 +97,10 @@ def run_command(words):
         is_built_in = request.recipe == "tiny" or request.recipe is None
         settings = (*request.settings, *FEWER, *(SMALLER if is_built_in else ()))
         request = dataclasses.replace(request, settings=settings)
-        train_on_rank(request, torch.device("cpu"))
+        team = Team()
+        with contextlib.ExitStack() as stack:
+            request, folder = team.from_first(lambda: stack.enter_context(opened(request)))
+            train_on_rank(request, folder, torch.device("cpu"), team)
     elif dist.get_rank() == 0:
         assert main(words) == 0
     dist.barrier()

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwise.plan.layout import SHARD_ALIGNMENT_BYTES
 from shardwise.plan.rows import (
     ALIGNMENT_BYTES,
     RowCut,
@@ -60,6 +61,8 @@ def test_padding_is_less_than_one_row_a_rank(shape: tuple[int, ...], world: int,
 @given(params=st.lists(row_params(), max_size=6), world=WORLDS)
 def test_parameters_of_a_row_are_aligned_and_apart(params: list[RowParam], world: int) -> None:
     layout = plan_rows(params, world)
+    alignment = ALIGNMENT_BYTES if world == 1 else SHARD_ALIGNMENT_BYTES
+    assert all(start % ALIGNMENT_BYTES == 0 for start in layout.full_starts_bytes)
     for starts, total, itemsizes in (
         (layout.stored_starts_bytes, layout.stored_bytes, [p.stored_itemsize for p in params]),
         (layout.sent_starts_bytes, layout.sent_bytes, [p.sent_itemsize for p in params]),
@@ -68,10 +71,10 @@ def test_parameters_of_a_row_are_aligned_and_apart(params: list[RowParam], world
             (start, start + cut.padded_numel * itemsize)
             for start, cut, itemsize in zip(starts, layout.cuts, itemsizes, strict=True)
         )
-        assert all(start % ALIGNMENT_BYTES == 0 for start, _ in ranges)
+        assert all(start % alignment == 0 for start, _ in ranges)
         assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(ranges))
         assert all(stop <= total for _, stop in ranges)
-        assert total % ALIGNMENT_BYTES == 0
+        assert total % alignment == 0
 
 
 @given(params=st.lists(row_params(), max_size=6), world=WORLDS)
