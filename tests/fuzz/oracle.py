@@ -327,7 +327,9 @@ class Plain(Side):
                 self.held[param] = torch.zeros_like(param)
 
     def clip(self, model: Any, max_norm: float) -> Tensor:
-        return torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        # Of no gradients at all the norm is a zero, of whatever dtype.
+        return norm if any(param.grad is not None for param in model.parameters()) else norm.to(self.dtype)
 
     def save(self, model: Any) -> dict[str, Any]:
         return {name: value.detach().clone() for name, value in model.state_dict().items()}
@@ -570,6 +572,9 @@ class Wrapped(Sharded):
             for name, buffer in model.named_buffers():
                 self.notes.append((f"{what}: buffer {name}", _snapshot(buffer)))
         self.notes.append((f"{what}: seen by hooks", {}))
+
+    def reshard(self, model: Any) -> None:
+        """Between steps a wrapper shows its shards anyway."""
 
     def finish(self) -> None:
         pass

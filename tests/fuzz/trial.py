@@ -44,6 +44,10 @@ REFUSALS: tuple[tuple[str, str], ...] = (
         "a result left in a list of the caller's",
         "by a tensor that forward left somewhere else than in its output",
     ),
+    (
+        "a write to parameters gathered in another dtype",
+        "was written to while it was gathered, which its shard of",
+    ),
     ("one of several names replaced", "has several names, and only some of them were given a new parameter"),
     ("a parameter replaced while it is gathered", "while it was gathered, and what came would be forgotten"),
     ("a step without gradients that are kept back", "would step without the gradients that were kept back"),
