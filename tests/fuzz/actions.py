@@ -115,7 +115,9 @@ def draw_step(dice: Dice, context: Context, number: int, holds: bool = False) ->
     without = context.without
     backward = "plain"
     if dice.chance(25):
-        options = ["retain", "two_losses", "two_backwards", "crossed_backwards", "grad_of_input"]
+        options = ["retain", "two_losses", "two_backwards", "crossed_backwards"]
+        if "reentrant" not in context.kinds:  # which torch allows in backward() alone
+            options += ["grad_of_input"]
         if not context.kinds & {"reentrant", "selective", "checkpoint", "recurrent", "attention"}:
             options += ["create"]
         backward = dice.pick([option for option in options if option not in without])
