@@ -690,7 +690,10 @@ WRITE: dict[str, Callable[..., list[str]]] = {
         f'side.after_gradient({at(path)}, "{path}")',
     ],
     "set_data": lambda context, path: [f"{at(path)}.data = {at(path)}.data * 0.5"],
-    "scale_gradients": lambda context, factor: [f"side.scale_gradients(model, {factor})"],
+    "scale_gradients": lambda context, factor: [
+        "side.reshard(model)",
+        f"side.scale_gradients(model, {factor})",
+    ],
     "keep_gradients": write_keep_gradients,
     "func": write_func,
     "scale": lambda context, factor: [f"side.scale(model, {factor})"],

@@ -55,7 +55,16 @@ def draw(seed: int, without: frozenset[str] = frozenset()) -> Program:
         units = (UnitCall(("",)),)
     if not is_fully_sharded(units):
         # Each outermost unit has steps of its own then: what is held is given out when that unit runs again.
-        without = without | {"foreach", "fused", "flat", "ema", "clip", "no_sync"}
+        without = without | {
+            "foreach",
+            "fused",
+            "flat",
+            "ema",
+            "clip",
+            "no_sync",
+            "tie_after",
+            "after_gradient",
+        }
         if any(word in settings.optimizer for word in without):
             settings = replace(settings, optimizer="momentum")
     context = Context(model, settings, units, without)
