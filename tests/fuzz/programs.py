@@ -148,7 +148,7 @@ def source(program: Program) -> str:
 def _imports(text: str) -> str:
     lines = []
     if "@dataclass" in text:
-        lines.append("from dataclasses import dataclass, replace")
+        lines.append("from dataclasses import dataclass")
     if "NamedTuple" in text:
         lines.append("from typing import NamedTuple")
     lines += ["import torch", "from torch import nn"]
