@@ -625,13 +625,13 @@ class TorchSharded(Sharded):
             options["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=False)
         return options
 
-    def shard(self, *modules: Any, **options: Any) -> None:
+    def shard(self, *modules: Any, **options: Any) -> Any:
         from torch.distributed import fsdp
 
         target = modules[0] if len(modules) == 1 else list(modules)
         if options.pop("columns", False):
             options["shard_placement_fn"] = lambda param: Shard(1) if param.dim() > 1 else Shard(0)
-        fsdp.fully_shard(target, **self._options(), **options)
+        return fsdp.fully_shard(target, **self._options(), **options)
 
     def _is_sharded(self, module: Any) -> bool:
         from torch.distributed import fsdp

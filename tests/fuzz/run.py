@@ -231,13 +231,19 @@ def parsed(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=0.0)
     parser.add_argument("--count", type=int, default=0)
     parser.add_argument("--once", action="store_true", help="one program, printed")
-    parser.add_argument("--torch", action="store_true", help="run torch's fully_shard instead of shardwise's")
+    parser.add_argument(
+        "--torch",
+        action="store_true",
+        help="run torch's fully_shard instead: is it a defect, or the oracle's mistake?",
+    )
     parser.add_argument("--without", default="", help="features to leave out, with commas")
     parser.add_argument("--shrink", type=int, default=1, help="how many failures of a kind to shrink")
     parser.add_argument("--workers", type=int, default=min(2, os.cpu_count() or 1))
     parser.add_argument("--result", type=Path, help="where to write what happened, as JSON")
     arguments = parser.parse_args(argv)
     arguments.without = frozenset(word for word in arguments.without.split(",") if word)
+    if arguments.torch:
+        arguments.without |= {"wrapper", "zero"}
     if not (arguments.seconds or arguments.count or arguments.once):
         arguments.seconds = 60.0
     return arguments
