@@ -115,7 +115,9 @@ def draw_step(dice: Dice, context: Context, number: int, holds: bool = False) ->
     without = context.without
     backward = "plain"
     if dice.chance(25):
-        options = ["retain", "two_losses", "two_backwards", "crossed_backwards", "grad_of_input"]
+        options = ["retain", "two_losses", "two_backwards", "crossed_backwards"]
+        if "reentrant" not in context.kinds:  # which torch allows in backward() alone
+            options += ["grad_of_input"]
         if not context.kinds & {"reentrant", "selective", "checkpoint", "recurrent", "attention"}:
             options += ["create"]
         backward = dice.pick([option for option in options if option not in without])
@@ -633,6 +635,7 @@ def write_ema(context: Context, number: int) -> list[str]:
 def write_keep_gradients(context: Context, number: int, target: str) -> list[str]:
     # Whoever keeps a gradient keeps its values.
     return [
+        "side.reshard(model)",
         "kept = side.gradients(model)",
         f"side.zero_grad({target})",
         f"side.backward(model({batch(context, number)}).square().mean())",
@@ -649,8 +652,8 @@ def write_func(context: Context, number: int, transform: str) -> list[str]:
 
 
 def rebuilt(lines: list[str], context: Context) -> list[str]:
-    """Then an optimizer over the parameters that there are now."""
-    return [*lines, *write_optimizer(context, context.settings.optimizer)]
+    """Then an optimizer over the shards that there are now."""
+    return [*lines, "side.reshard(model)", *write_optimizer(context, context.settings.optimizer)]
 
 
 WRITE: dict[str, Callable[..., list[str]]] = {
@@ -679,12 +682,18 @@ WRITE: dict[str, Callable[..., list[str]]] = {
     "hook": write_hook,
     "save": lambda context: ["saved = side.save(model)", 'side.note("saved", saved)'],
     "load": write_load,
-    "optimizer": write_optimizer,
+    "optimizer": lambda context, name: ["side.reshard(model)", *write_optimizer(context, name)],
     "ema": write_ema,
     "reload_optimizer": lambda context: ["optim = side.reload(optim)"],
-    "after_gradient": lambda context, path: [f'side.after_gradient({at(path)}, "{path}")'],
+    "after_gradient": lambda context, path: [
+        "side.reshard(model)",
+        f'side.after_gradient({at(path)}, "{path}")',
+    ],
     "set_data": lambda context, path: [f"{at(path)}.data = {at(path)}.data * 0.5"],
-    "scale_gradients": lambda context, factor: [f"side.scale_gradients(model, {factor})"],
+    "scale_gradients": lambda context, factor: [
+        "side.reshard(model)",
+        f"side.scale_gradients(model, {factor})",
+    ],
     "keep_gradients": write_keep_gradients,
     "func": write_func,
     "scale": lambda context, factor: [f"side.scale(model, {factor})"],

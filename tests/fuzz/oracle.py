@@ -172,6 +172,14 @@ class Side:
             if param.grad is not None:
                 param.grad.mul_(factor)
 
+    def clip(self, model: Any, max_norm: float) -> Tensor:
+        norm = self._clip(model, max_norm)
+        # Of no gradients at all the norm is a zero, of whatever dtype.
+        return norm if norm else norm.to(self.dtype)
+
+    def _clip(self, model: Any, max_norm: float) -> Tensor:
+        raise NotImplementedError
+
     def gradients(self, model: Any) -> list[Any]:
         return [param.grad for param in model.parameters()]
 
@@ -326,7 +334,7 @@ class Plain(Side):
             elif param in self.held:
                 self.held[param] = torch.zeros_like(param)
 
-    def clip(self, model: Any, max_norm: float) -> Tensor:
+    def _clip(self, model: Any, max_norm: float) -> Tensor:
         return torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
 
     def save(self, model: Any) -> dict[str, Any]:
@@ -474,7 +482,7 @@ class Sharded(Side):
     def zero_grad(self, target: Any, set_to_none: bool = True) -> None:
         target.zero_grad(set_to_none=set_to_none)
 
-    def clip(self, model: Any, max_norm: float) -> Tensor:
+    def _clip(self, model: Any, max_norm: float) -> Tensor:
         return shardwise.clip_grad_norm_(model.parameters(), max_norm)
 
     def save(self, model: Any) -> dict[str, Any]:
@@ -538,7 +546,7 @@ class Wrapped(Sharded):
         loss.backward(**options)
         self._holds = self._no_sync is not None
 
-    def clip(self, model: Any, max_norm: float) -> Tensor:
+    def _clip(self, model: Any, max_norm: float) -> Tensor:
         return model.clip_grad_norm_(max_norm)
 
     def whole(self, value: Any) -> Any:
@@ -570,6 +578,9 @@ class Wrapped(Sharded):
             for name, buffer in model.named_buffers():
                 self.notes.append((f"{what}: buffer {name}", _snapshot(buffer)))
         self.notes.append((f"{what}: seen by hooks", {}))
+
+    def reshard(self, model: Any) -> None:
+        """Between steps a wrapper shows its shards anyway."""
 
     def finish(self) -> None:
         pass
@@ -614,13 +625,13 @@ class TorchSharded(Sharded):
             options["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=False)
         return options
 
-    def shard(self, *modules: Any, **options: Any) -> None:
+    def shard(self, *modules: Any, **options: Any) -> Any:
         from torch.distributed import fsdp
 
         target = modules[0] if len(modules) == 1 else list(modules)
         if options.pop("columns", False):
             options["shard_placement_fn"] = lambda param: Shard(1) if param.dim() > 1 else Shard(0)
-        fsdp.fully_shard(target, **self._options(), **options)
+        return fsdp.fully_shard(target, **self._options(), **options)
 
     def _is_sharded(self, module: Any) -> bool:
         from torch.distributed import fsdp
@@ -630,7 +641,7 @@ class TorchSharded(Sharded):
     def flat(self, cls: Any, params: Any, **options: Any) -> Any:
         return cls(params, **options)
 
-    def clip(self, model: Any, max_norm: float) -> Tensor:
+    def _clip(self, model: Any, max_norm: float) -> Tensor:
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
@@ -764,6 +775,8 @@ def compared(
                     return Verdict(refused=name)
         if want is None:
             raise ProgramRaised("".join(traceback.format_exception(got))) from got
+    if got is not None and len(other.notes) < len(plain.notes):
+        raise ProgramRaised("".join(traceback.format_exception(got))) from got
     if want is not None and got is None:
         return Verdict(
             f"only plain code raises {type(want).__name__}", "".join(traceback.format_exception(want))

@@ -7,11 +7,14 @@ goes on with another worker.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import multiprocessing
 import os
 import platform
+import signal
 import sys
+import tempfile
 import threading
 import time
 import warnings
@@ -35,6 +38,7 @@ class Worker:
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["tests.fuzz.trial"])
+        self._folder = tempfile.TemporaryDirectory()
         self._process: Any = None
         self._connection: Connection | None = None
         self._count = 0
@@ -48,8 +52,9 @@ class Worker:
         try:
             self._connection.send((program, side))
             if not self._connection.poll(TIMEOUT_SECONDS + 120):
+                where = self._stacks()
                 self.close()
-                return Outcome("hangs", "the worker did not answer")
+                return Outcome("hangs", f"the worker did not answer:\n{where}")
             outcome: Outcome = self._connection.recv()
         except (EOFError, OSError):
             self._process.join(5)
@@ -60,9 +65,15 @@ class Worker:
             self.close()  # threads may be left behind in it
         return outcome
 
+    def _stacks(self) -> str:
+        """Where the worker's threads are; it need not hold the interpreter to tell."""
+        os.kill(self._process.pid, signal.SIGUSR2)
+        time.sleep(2)
+        return Path(self._folder.name, "stacks").read_text()
+
     def _start(self) -> None:
         self._connection, theirs = self._context.Pipe()
-        self._process = self._context.Process(target=_serve, args=(theirs,))
+        self._process = self._context.Process(target=_serve, args=(theirs, f"{self._folder.name}/stacks"))
         self._process.start()
         theirs.close()
         self._count = 0
@@ -79,11 +90,12 @@ class Worker:
         self._process = None
 
 
-def _serve(connection: Connection) -> None:
+def _serve(connection: Connection, stacks: str) -> None:
     import torch
 
     from shardwise.testing import close_pools
 
+    faulthandler.register(signal.SIGUSR2, open(stacks, "w"))  # noqa: SIM115  open for as long as the process lives
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     while True:
@@ -219,13 +231,19 @@ def parsed(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=0.0)
     parser.add_argument("--count", type=int, default=0)
     parser.add_argument("--once", action="store_true", help="one program, printed")
-    parser.add_argument("--torch", action="store_true", help="run torch's fully_shard instead of shardwise's")
+    parser.add_argument(
+        "--torch",
+        action="store_true",
+        help="run torch's fully_shard instead: is it a defect, or the oracle's mistake?",
+    )
     parser.add_argument("--without", default="", help="features to leave out, with commas")
     parser.add_argument("--shrink", type=int, default=1, help="how many failures of a kind to shrink")
     parser.add_argument("--workers", type=int, default=min(2, os.cpu_count() or 1))
     parser.add_argument("--result", type=Path, help="where to write what happened, as JSON")
     arguments = parser.parse_args(argv)
     arguments.without = frozenset(word for word in arguments.without.split(",") if word)
+    if arguments.torch:
+        arguments.without |= {"wrapper", "zero"}
     if not (arguments.seconds or arguments.count or arguments.once):
         arguments.seconds = 60.0
     return arguments

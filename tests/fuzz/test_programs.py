@@ -21,7 +21,7 @@ from tests.fuzz.settings import Settings, UnitCall
 from tests.fuzz.shrink import shrunk, smaller
 
 SLICE = 150
-SLOW_SLICE = 400
+SLOW_SLICE = 900
 
 
 def ran(first: int, count: int, without: str = "gloo") -> Any:

@@ -44,8 +44,13 @@ REFUSALS: tuple[tuple[str, str], ...] = (
         "a result left in a list of the caller's",
         "by a tensor that forward left somewhere else than in its output",
     ),
+    (
+        "a write to parameters gathered in another dtype",
+        "was written to while it was gathered, which its shard of",
+    ),
     ("one of several names replaced", "has several names, and only some of them were given a new parameter"),
     ("a parameter replaced while it is gathered", "while it was gathered, and what came would be forgotten"),
+    ("clipping gradients that are kept back", "the gradients to clip are kept back"),
     ("a step without gradients that are kept back", "would step without the gradients that were kept back"),
     (
         "parameters tied while they are gathered",
@@ -199,6 +204,8 @@ def _reorders(program: Program) -> bool:
     uses += [block.kind for _, block in program.model.walk() if "append" in block.kind]
     if len(uses) > 1 or "attention" in kinds:
         return True
+    if settings.kind == "gloo" and (settings.mesh or settings.strategy == "NO_SHARD"):
+        return True  # replicas are summed by gloo, in an order of its own
     if "fused" in settings.optimizer or "flat" in settings.optimizer:
         return True
     for action in program.actions:
