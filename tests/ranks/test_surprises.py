@@ -939,3 +939,29 @@ def test_a_parameter_replaced_while_a_kept_unit_shows_it_whole_is_refused():
             model(inputs())
 
     run_ranks(on_a_rank, 2)
+
+
+def test_a_state_dict_holds_what_was_written_to_gathered_parameters():
+    def program(sharding):
+        model = seeded(nn.Linear(WIDTH, WIDTH))
+        model = sharding(model) if sharding else model
+        model(inputs())
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(0.5)
+        return [whole(value).clone() for value in model.state_dict().values()]
+
+    twice(program, fully_shard)
+
+
+def test_parameters_replaced_while_sums_wait_for_replicas_are_refused():
+    def on_a_rank():
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+        model = fully_shard(seeded(nn.Linear(WIDTH, WIDTH)), mesh=mesh)
+        model.set_requires_all_reduce(False)
+        model(inputs()).sum().backward()
+        model.weight = nn.Parameter(model.weight.detach() * 2)
+        with pytest.raises(StateError, match="wait for the replicas'"):
+            model(inputs())
+
+    run_ranks(on_a_rank, 2)
