@@ -11,11 +11,11 @@ STAMP  := $(VENV)/.installed
 PYTEST_ARGS ?= -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test test-all test-arithmetic test-gpu fuzz demo lint format typecheck bench bench-gpu reference clean
+.PHONY: help venv test test-all test-slow test-arithmetic test-gpu fuzz demo lint format typecheck bench bench-gpu reference clean
 
 help:
 	@sed -n '1,4s/^# \{0,1\}//p' Makefile
-	@echo "also: venv test-all test-arithmetic test-gpu fuzz lint format typecheck bench bench-gpu reference clean"
+	@echo "also: venv test-all test-slow test-arithmetic test-gpu fuzz lint format typecheck bench bench-gpu reference clean"
 
 venv: $(STAMP)
 
@@ -29,14 +29,18 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 test: $(STAMP)
-	$(PY) -m pytest $(PYTEST_ARGS)
+	$(PY) -m pytest -m "not slow" $(PYTEST_ARGS)
+
+# The long tail: what takes longer than about ten seconds and has a shorter test beside it.
+test-slow: $(STAMP)
+	$(PY) -m pytest -m slow $(PYTEST_ARGS)
 
 # Bits that depend on the processor, with the instructions of smaller ones and with more threads.
 test-arithmetic: $(STAMP)
 	$(PY) -m tests.arithmetic
 
 # What continuous integration runs. Try it with make -k, so that one failure does not hide the next.
-test-all: test test-arithmetic
+test-all: test test-slow test-arithmetic
 
 # With whatever torch the machine has: a GPU machine's own is not replaced.
 test-gpu:

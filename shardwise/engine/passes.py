@@ -42,6 +42,7 @@ class Pass:
     __slots__ = (
         "__weakref__",
         "before",
+        "family",
         "follower",
         "has_input_signal",
         "held",
@@ -58,6 +59,8 @@ class Pass:
     def __init__(self, hooks: Hooks, window: Window) -> None:
         self.hooks = hooks
         self.window = window
+        # The units that the window's numbers stand for; another root may adopt this unit before backward comes.
+        self.family = hooks.unit.root.family
         # Units that forward holds for this pass, until it ends.
         self.held: tuple[Unit, ...] = ()
         self.place: int | None = None

@@ -61,6 +61,11 @@ class _EndOfBackward:
             self._root.break_off("its backward raised")
 
 
+def _is_reached(family: list[weakref.ref[Unit]], number: int) -> bool:
+    unit = family[number]()
+    return unit is not None and unit.gradients.are_reached_by_backward()
+
+
 class Root:
     """The step of one model on one rank."""
 
@@ -75,7 +80,7 @@ class Root:
         self.ends_backward = False
         self.is_last_backward = True
         self.window = Window()
-        self._family: list[weakref.ref[Unit]] = []
+        self.family: list[weakref.ref[Unit]] = []
         self._is_settled = False
         self._leaving: deque[tuple[Unit, Mark]] = deque()
         self._in_flight: deque[Reduction] = deque()
@@ -99,13 +104,13 @@ class Root:
 
     @property
     def units(self) -> list[Unit]:
-        return [unit for reference in self._family if (unit := reference()) is not None]
+        return [unit for reference in self.family if (unit := reference()) is not None]
 
     def _adopt(self, unit: Unit) -> None:
         unit.root = self
         unit.is_top = unit is self._top()
-        unit.number = len(self._family)
-        self._family.append(weakref.ref(unit))
+        unit.number = len(self.family)
+        self.family.append(weakref.ref(unit))
 
     def settle(self) -> None:
         """Adopts every unit below, names them by their place in the model, and checks that all ranks mean the same."""
@@ -129,7 +134,7 @@ class Root:
                     fix="finish its backward before the outer model runs for the first time",
                 )
         model = self.accord.settle(names)
-        self._family = []
+        self.family = []
         for unit, name in names.items():
             unit.name = name
             unit.events = UnitEvents(name, len(unit.slots), model)
@@ -265,12 +270,8 @@ class Root:
         ):
             # In a chain of units one look at the graph tells; otherwise parameters do, by their gradients.
             return before.hooks.unit
-        number = visit.window.before(visit.place, self._is_reached)
-        return None if number is None else self._family[number]()
-
-    def _is_reached(self, number: int) -> bool:
-        unit = self._family[number]()
-        return unit is not None and unit.gradients.are_reached_by_backward()
+        number = visit.window.before(visit.place, partial(_is_reached, visit.family))
+        return None if number is None else visit.family[number]()
 
     def start_reduce(
         self,

@@ -237,6 +237,9 @@ class Unit:
             for unit in self.root.units:
                 if self in unit.needs and owner not in unit.needs:
                     unit.needs = (*unit.needs, owner)
+            if not owner.holders:
+                # Or what was frozen or thawed since its last gather would pass for what it left there.
+                owner._note_trainable()
             owner.show_places()
 
     def _note_trainable(self) -> None:

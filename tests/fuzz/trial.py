@@ -50,6 +50,10 @@ REFUSALS: tuple[tuple[str, str], ...] = (
     ),
     ("one of several names replaced", "has several names, and only some of them were given a new parameter"),
     ("a parameter replaced while it is gathered", "while it was gathered, and what came would be forgotten"),
+    (
+        "a parameter replaced while sums wait for the replicas",
+        "were replaced while sums of their unit's gradients wait for the replicas'",
+    ),
     ("clipping gradients that are kept back", "the gradients to clip are kept back"),
     ("a step without gradients that are kept back", "would step without the gradients that were kept back"),
     (
