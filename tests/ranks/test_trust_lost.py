@@ -17,11 +17,10 @@ import torch.distributed as dist
 
 from shardwise import PeerFailure, set_trust, trace
 from shardwise.cli import main
-from shardwise.comm import watch
+from shardwise.comm import collectives, watch
 from shardwise.comm.agreement import check_same_model
 from shardwise.comm.collectives import GroupCalls
 from shardwise.comm.native import NativeWire
-from shardwise.comm.watch import watch_over
 from shardwise.testing import exchange, run_ranks
 from shardwise.testing.failures import RankFailure
 from tests.ranks.parting import Run, Struck, in_a_debugger, timeouts_of
@@ -235,12 +234,12 @@ def test_a_rank_that_has_ended_is_not_waited_for(kind, tmp_path):
 
 
 def new_calls(native):
-    calls = GroupCalls(dist.new_group(), torch.device("cpu"))
-    if native:
-        # As with NCCL, here without it.
-        calls.wire = NativeWire(calls.group, calls.device)
-        watch_over(calls.wire)
-    return calls
+    group = dist.new_group()
+    with pytest.MonkeyPatch.context() as patch:
+        if native:
+            # As with NCCL, here without it.
+            patch.setattr(collectives, "_make_wire", NativeWire)
+        return GroupCalls(group, torch.device("cpu"))
 
 
 _FIRST = {False: "compare the models of all ranks", True: "begin with the model"}
