@@ -7,6 +7,7 @@ file that changes; what makes threads into ranks has a door of its own, ``torch_
 from __future__ import annotations
 
 import sys
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -148,36 +149,68 @@ def count_foreach_writes(is_counted: Callable[[torch.Tensor], bool]) -> None:
 def _counting_writes(
     is_counted: Callable[[torch.Tensor], bool], op: Any, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
-    written = args[0]
-    if all(isinstance(target, DTensor) and is_counted(target) for target in written):
-        torch.autograd.graph.increment_version(written)
-        if _lie_alike(written, args[1:]) and _lie_alike(written, kwargs.values()):
+    targets = args[0]
+    if all(isinstance(target, DTensor) for target in targets):
+        torch.autograd.graph.increment_version([target for target in targets if is_counted(target)])
+        if all(_can_be_sharded_like(targets, operand) for operand in (*args, *kwargs.values())):
             # Element by element, so each rank computes its own shards.
+            args = [_sharded_like(targets, operand) for operand in args]
+            kwargs = {name: _sharded_like(targets, operand) for name, operand in kwargs.items()}
             local_args, local_kwargs = tree_map_only(DTensor, local_of, (args, kwargs))
             return op(*local_args, **local_kwargs)
-    # As torch itself does it, which it does where nobody has a handler.
-    handlers = DTensor._op_dispatcher._custom_op_handlers
-    handler = handlers.pop(op)
-    try:
+    with _without_handler(op):
         return op(*args, **kwargs)
+
+
+def _can_be_sharded_like(targets: Sequence[Any], operand: Any) -> bool:
+    if isinstance(operand, DTensor):
+        return operand.ndim == 0
+    if not isinstance(operand, (list, tuple)):
+        return True
+    return all(
+        tensor.device_mesh == target.device_mesh
+        and tensor.shape == target.shape
+        and not any(placement.is_partial() for placement in target.placements)
+        for target, tensor in zip(targets, operand, strict=False)
+        if isinstance(tensor, DTensor)
+    )
+
+
+def _sharded_like(targets: Sequence[Any], operand: Any) -> Any:
+    """An operand of an element-wise kernel: a list as its targets are sharded, one number for all of them whole."""
+    if isinstance(operand, DTensor):
+        return operand.full_tensor()
+    if not isinstance(operand, (list, tuple)):
+        return operand
+    return [
+        tensor.redistribute(target.device_mesh, target.placements)
+        if isinstance(tensor, DTensor) and tensor.placements != target.placements
+        else tensor
+        for target, tensor in zip(targets, operand, strict=False)
+    ]
+
+
+_bypass_lock = threading.Lock()
+# Handlers that are out of use, and by how many threads.
+_bypassed: dict[Any, tuple[Any, int]] = {}
+
+
+@contextmanager
+def _without_handler(op: Any) -> Iterator[None]:
+    """An operator as torch itself does it; several threads may ask for that at once."""
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    with _bypass_lock:
+        handler, num_threads = _bypassed.get(op) or (handlers.pop(op), 0)
+        _bypassed[op] = handler, num_threads + 1
+    try:
+        yield
     finally:
-        handlers[op] = handler
-
-
-def _lie_alike(targets: Sequence[torch.Tensor], operands: Iterable[Any]) -> bool:
-    """Whether every DTensor among the operands is one of a list, cut as the target in the same place of its list."""
-    for operand in operands:
-        if isinstance(operand, DTensor):
-            return False
-        if isinstance(operand, (list, tuple)):
-            for target, tensor in zip(targets, operand, strict=False):
-                if isinstance(tensor, DTensor) and (
-                    tensor.placements != target.placements  # type: ignore[attr-defined]
-                    or tensor.device_mesh != target.device_mesh  # type: ignore[attr-defined]
-                    or any(placement.is_partial() for placement in tensor.placements)
-                ):
-                    return False
-    return True
+        with _bypass_lock:
+            num_threads = _bypassed.pop(op)[1] - 1
+            if num_threads:
+                _bypassed[op] = handler, num_threads
+            else:
+                handlers[op] = handler
 
 
 def take_data(is_taken: Callable[[torch.Tensor], bool]) -> None:

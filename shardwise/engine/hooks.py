@@ -22,7 +22,7 @@ from shardwise.engine.unit import Unit
 from shardwise.errors import StateError
 from shardwise.plan.lifecycle import GATHERING, SHARDED, UNSHARDED
 from shardwise.plan.schedule import KEEP
-from shardwise.torch_internals import do_aside, inside_backward, untraced
+from shardwise.torch_internals import current_backward, do_aside, inside_backward, untraced
 
 
 def _held_weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
@@ -79,7 +79,9 @@ class Hooks:
         self._loans: list[Loans] = []
         self._attributes = GraphAttributes()
         self._open: list[Pass] = []
+        # The gradients that have come in the backward that opened the first of those passes.
         self._arrived = 0
+        self._backward = -1
         self._owes_report = False
         # A unit of several modules is gathered for the first of them and let go after the last: those that are still
         # to run in this forward of the model, and the pass that they share.
@@ -280,6 +282,14 @@ class Hooks:
             self._still_to_run.clear()
             self._end_forward(self._shared)
 
+    def forget_the_rest(self) -> None:
+        """The model's forward raised: modules of the unit that were still to run will not."""
+        if self._still_to_run:
+            self._still_to_run.clear()
+            shared, self._shared = self._shared, None
+            if shared is not None:
+                self._release_after_error(shared)
+
     def broke_off(self, module: nn.Module, error: BaseException) -> None:
         """A call of the unit raised; whoever called it may catch that and go on, so the unit is released as ever.
 
@@ -320,10 +330,14 @@ class Hooks:
         visit.is_open = True
         if not self._open:
             self._arrived = 0
+            self._backward = current_backward()
             if unit.state is not UNSHARDED and unit.gradients.have_come():
                 self._refuse_unannounced_gradients()
         self._open.append(visit)
         for needed in unit.needs:
+            if needed.root is not root and not needed.root.in_backward:
+                # The model around both has not run yet, and the end of this backward is that unit's, too.
+                needed.root.begin_backward()
             needed.hold()
             if needed.gathers_in_backward:
                 needed.issue_gather(trace.IN_PRE_BACKWARD)
@@ -352,18 +366,22 @@ class Hooks:
     def _gradient_arrived(self, param: Tensor) -> None:
         """Counts complete gradients: all of them let the reduce start where no input gives a signal.
 
-        A frozen sibling may still be waiting for its turn in backward; the weights then stay until backward ends.
+        A frozen sibling, or a parameter tied to another unit's, may still be waiting for its turn in backward; the
+        weights then stay until backward ends.
         """
         if not self.unit.root.in_backward:
             self.unit.root.begin_backward()
+        if not self._open or current_backward() != self._backward:
+            # A reentrant checkpoint runs a backward inside this one: other uses of the parameter may follow.
+            return
         self._arrived += 1
-        if self._arrived != self.unit.gradients.num_trainable or not self._open:
+        if self._arrived != self.unit.gradients.num_trainable:
             return
         if any(visit.has_input_signal for visit in self._open):
             return
         self.unit.gradients.reduce()
         self._owes_report = True
-        if not self.unit.gradients.some_are_frozen:
+        if not self.unit.gradients.some_are_frozen and len(self.unit.needs) == 1:
             for visit in tuple(self._open):
                 self._close(visit)
 

@@ -58,7 +58,7 @@ class _EndOfBackward:
 
     def __del__(self) -> None:
         if self._root is not None:
-            self._root.break_off("its backward raised")
+            self._root.break_off_backward()
 
 
 def _is_reached(family: list[weakref.ref[Unit]], number: int) -> bool:
@@ -384,8 +384,16 @@ class Root:
             self.break_off(f"{type(error).__name__} in forward: {error}"[:500])
             self.in_forward = False
             for unit in self.units:
+                unit.hooks.forget_the_rest()
                 if unit.state is UNSHARDED and not unit.holders:
                     unit.reshard(trace.IDLE)
+
+    def break_off_backward(self) -> None:
+        """A backward raised: peers are told. Units are sharded when the next step begins; users may write till then."""
+        self.break_off("its backward raised")
+        for unit in self.units:
+            if unit.state is UNSHARDED:
+                unit.keep()
 
     def recover(self) -> None:
         """Forgets the last step if it raised before its end, here or on another rank.

@@ -453,7 +453,7 @@ class Unit:
         return self._kept_version is not None and (
             self._version() != self._kept_version
             or (self.is_hidden and not self.form.all_show(self._left))
-            or (self.state is UNSHARDED and not self.is_hidden and not is_showing(self._unsharded_shown))
+            or (self.state is UNSHARDED and not self.is_hidden and self._is_displaced())
             or (
                 self.state is UNSHARDED
                 and any(
@@ -461,6 +461,13 @@ class Unit:
                     for slot, trainable in zip(self.slots, self.gradients.trainable, strict=True)
                 )
             )
+        )
+
+    def _is_displaced(self) -> bool:
+        """Whether modules show something else than the gathered parameters, or those were given other memory."""
+        return not is_showing(self._unsharded_shown) or any(
+            _written_to(slot)[1] != noted[1]
+            for slot, noted in zip(self.slots, self._gathered_as, strict=True)
         )
 
     def _take_over_changes(self) -> dict[Place, Slot]:

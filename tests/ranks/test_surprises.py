@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import shardwise
@@ -965,3 +966,161 @@ def test_parameters_replaced_while_sums_wait_for_replicas_are_refused():
             model(inputs())
 
     run_ranks(on_a_rank, 2)
+
+
+@pytest.mark.parametrize("then", ["evaluation", "second forward", "retain_graph"])
+def test_data_assigned_to_a_gathered_parameter_is_there_for_every_backward_that_follows(then):
+    def program(sharding):
+        model = seeded(nn.Linear(WIDTH, WIDTH))
+        model = sharding(model) if sharding else model
+        model(inputs())
+        model.weight.data = model.weight.data * 0.5
+        losses = [model(inputs()).square().mean()]
+        if then == "evaluation":
+            with torch.inference_mode():
+                model(inputs())
+        elif then == "second forward":
+            losses.append(model(inputs() * 2).square().mean())
+        else:
+            losses[0].backward(retain_graph=True)
+        for loss in losses:
+            loss.backward()
+        return [*(whole(param.grad) for param in model.parameters()), *(loss.detach() for loss in losses)]
+
+    twice(program, fully_shard)
+
+
+def test_what_is_written_after_a_backward_that_raised_is_kept():
+    def fail(gradient):
+        raise RuntimeError("in backward")
+
+    def program(sharding):
+        model = seeded(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)))
+        model = sharding(model) if sharding else model
+        optimizer = sgd_of(model)
+        hidden = model[0](inputs())
+        hidden.register_hook(fail)
+        with pytest.raises(RuntimeError, match="in backward"):
+            model[1](hidden).sum().backward()
+        hidden = model(inputs())
+        hidden.register_hook(fail)
+        with pytest.raises(RuntimeError, match="in backward"):
+            hidden.sum().backward()
+        model.zero_grad()
+        model[0].weight.data = model[0].weight.data * 0.5
+        with torch.no_grad():
+            model[1].weight.mul_(0.25)
+        return gradients_and_losses(model, optimizer)
+
+    def reaches_the_inner(model):
+        return shard_children(model, reshard_after_forward=False)
+
+    twice(program, shard_children, reaches_the_inner)
+
+
+@pytest.mark.parametrize("hook", ["register_forward_hook", "register_forward_pre_hook"])
+def test_a_unit_of_two_modules_of_which_one_raised_is_in_order_afterwards(hook):
+    def fail(*_):
+        raise RuntimeError("in a hook")
+
+    def program(sharding):
+        model = seeded(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)))
+        if sharding:
+            fully_shard([*model])
+            fully_shard(model)
+        handle = getattr(model[0], hook)(fail)
+        with pytest.raises(RuntimeError, match="in a hook"):
+            model(inputs())
+        handle.remove()
+        model[0].bias.data = model[0].bias.data * 0.5
+        model[1].weight.requires_grad_(False)
+        return gradients_and_losses(model)
+
+    twice(program, fully_shard)
+
+
+class Borrows(nn.Module):
+    """Uses its first layer's weight again, before a layer whose gradients come first."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.third = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x))
+        return self.third(torch.tanh(self.second(x) + self.second(-x)))
+
+
+def test_weights_tied_to_another_unit_stay_until_backward_has_passed_them():
+    def inner_alone(model):
+        fully_shard(model.first)
+        return fully_shard(model)
+
+    def program(sharding):
+        model = seeded(Borrows())
+        return gradients_and_losses(sharding(model) if sharding else model)
+
+    twice(program, inner_alone)
+
+
+def test_a_unit_tied_to_another_may_be_called_alone_before_the_model_has_run():
+    def inner_alone(model):
+        fully_shard(model.third)
+        return fully_shard(model)
+
+    def program(sharding):
+        model = seeded(Borrows())
+        model = sharding(model) if sharding else model
+        model.third.weight = model.first.weight
+        model.third(inputs()).square().mean().backward()
+        return [whole(param.grad) for param in (model.first.weight, model.third.bias)]
+
+    twice(program, inner_alone)
+
+
+def test_reentrant_checkpoints_inside_a_unit_do_not_end_its_backward():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            x = self.norm(x)
+            for _ in range(3):
+                x = torch.tanh(checkpoint(self.linear, x, use_reentrant=True))
+            return x
+
+    def program(sharding):
+        model = seeded(Twice())
+        return gradients_and_losses(sharding(model) if sharding else model)
+
+    twice(program, fully_shard)
+
+
+def test_foreach_kernels_on_shards_may_run_on_many_threads_with_any_operands():
+    def program(sharding):
+        torch.manual_seed(0)
+        model = seeded(nn.Linear(WIDTH, WIDTH))
+        model = sharding(model) if sharding else model
+        teacher = [param.detach().clone() for param in model.parameters()]
+        results = []
+        for _ in range(40):
+            with torch.no_grad():
+                results.append(model(inputs()))
+                params = list(model.parameters())
+                torch._foreach_lerp_(teacher, [param.detach() for param in params], 0.25)
+                # One number for all of them, and operands that are placed otherwise.
+                torch._foreach_mul_(params, params[0].detach().square().sum().clamp(0.5, 0.75))
+                torch._foreach_add_(params, [replicated(param) for param in teacher], alpha=0.125)
+        return results
+
+    def kept(model):
+        return fully_shard(model, reshard_after_forward=False)
+
+    twice(program, kept)
+
+
+def replicated(tensor):
+    return tensor.redistribute(placements=[Replicate()]) if isinstance(tensor, DTensor) else tensor
