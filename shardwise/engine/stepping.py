@@ -175,12 +175,13 @@ def _roots_of(units: list[Unit]) -> list[Root]:
 def _check_not_all_held(optimizer: Optimizer, units: list[Unit]) -> None:
     """Some units may reduce more seldom than others, and are then not stepped; that all of them do is an oversight."""
     trained = [unit for unit in units if unit.gradients.num_trainable and not unit.root.in_backward]
-    if trained and all(unit.gradients.are_held for unit in trained):
+    if trained and all(unit.gradients.are_held or unit.gradients.wait_for_replicas for unit in trained):
         raise StateError(
             f"{type(optimizer).__name__} would step without the gradients that were kept back for it: no backward has "
             "reduced them yet",
             where=f"{type(optimizer).__name__}.step(), unit '{trained[0].name}', rank {trained[0].rank}",
-            fix="run the last backward before a step outside of no_sync(), or with set_requires_gradient_sync(True)",
+            fix="run the last backward before a step outside of no_sync(), with set_requires_gradient_sync(True) and "
+            "set_requires_all_reduce(True)",
         )
 
 

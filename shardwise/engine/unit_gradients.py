@@ -219,9 +219,14 @@ class UnitGradients:
                 run_starts = [run.start for run in plan.runs]
                 plan.partial = plan.partial.zeroed(shards, set_to_none, run_starts)
 
+    @property
+    def wait_for_replicas(self) -> bool:
+        """Whether a sum over the shard group is still to be summed over the replicas."""
+        return any(plan is not None and plan.partial is not None for plan in self._plans.values())
+
     def check_none_wait_for_replicas(self) -> None:
         """Raises if a sum waits for its replicas: its place goes with the parameters' memory."""
-        if any(plan is not None and plan.partial is not None for plan in self._plans.values()):
+        if self.wait_for_replicas:
             unit = self._unit
             raise StateError(
                 "parameters were replaced while sums of their unit's gradients wait for the replicas'",

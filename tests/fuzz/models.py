@@ -328,11 +328,14 @@ FEATURES = {
 class Architect:
     """Draws a tree, with names that are unique in it."""
 
-    def __init__(self, dice: Dice, without: frozenset[str], may_mix_dtypes: bool) -> None:
+    def __init__(self, dice: Dice, without: frozenset[str], is_double: bool) -> None:
         self._dice = dice
         self._count = 0
         self._banned = {kind for feature in without for kind in FEATURES.get(feature, ())}
-        self._may_mix = may_mix_dtypes and "mixed_dtypes" not in without
+        if not is_double:
+            # The gradient of what comes before it cancels to rounding errors, which it divides by a deviation.
+            self._banned.add("batch_norm")
+        self._may_mix = is_double and "mixed_dtypes" not in without
 
     def draw(self) -> Block:
         root = self._composite("model", 1)

@@ -281,9 +281,11 @@ class Plain(Side):
     def _reduce(self) -> None:
         if self.wrapper and not self.wrapper["use_orig_params"]:
             self._fill_flat_gradients()
+        shown = set(self.model.parameters())
         for param, average in zip(self.held, self._averages(list(self.held.values())), strict=True):
             param.grad = average if param.grad is None else param.grad + average
-            for hook in self._after_gradient.get(param, ()):
+            # One that was replaced has no shard to wait for any more.
+            for hook in self._after_gradient.get(param, ()) if param in shown else ():
                 hook(param)
         self.held = {}
 

@@ -1124,3 +1124,19 @@ def test_foreach_kernels_on_shards_may_run_on_many_threads_with_any_operands():
 
 def replicated(tensor):
     return tensor.redistribute(placements=[Replicate()]) if isinstance(tensor, DTensor) else tensor
+
+
+def test_a_step_without_sums_that_wait_for_replicas_is_refused():
+    def on_a_rank():
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+        model = fully_shard(seeded(nn.Linear(WIDTH, WIDTH)), mesh=mesh)
+        optimizer = sgd_of(model)
+        model.set_requires_all_reduce(False)
+        model(inputs()).sum().backward()
+        with pytest.raises(StateError, match="would step without the gradients that were kept back"):
+            optimizer.step()
+        model.set_requires_all_reduce(True)
+        model(inputs()).sum().backward()
+        optimizer.step()
+
+    run_ranks(on_a_rank, 2)
