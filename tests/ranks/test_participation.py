@@ -25,7 +25,7 @@ from shardwise import (
 from shardwise.testing import run_ranks
 from shardwise.testing.workloads import seeded
 from tests.ranks.models import data, same, same_parameters, sgd
-from tests.ranks.parting import WIDTH, Block, Boom, timeouts_of
+from tests.ranks.parting import LONG_SECONDS, WIDTH, Block, Boom, timeouts_of
 from tests.ranks.subject import beyond_torch
 from tests.ranks.tables import run_cases
 
@@ -245,7 +245,7 @@ def a_life():
     with torch.no_grad():
         assert {kind for kind, *_ in joint_events(model, 0)} == {trace.UNSHARD, trace.RESHARD}
     model.trunk_out.boom = "forward" if rank == 0 else None
-    with timeouts_of(timeout_seconds=4.0), pytest.raises((Boom, PeerFailure)):
+    with timeouts_of(timeout_seconds=LONG_SECONDS), pytest.raises((Boom, PeerFailure)):
         loss_of(model, 0, rank).backward()
     model.trunk_out.boom = None
     mended = joint_events(model, 1)
@@ -267,7 +267,10 @@ def switched_off():
     loss_of(model, 0, rank)
     model.set_safe_participation(False)
     number = next(n for n in range(99) if len({route_of(data(n, r, 3, WIDTH)) for r in range(2)}) == 2)
-    with timeouts_of(timeout_seconds=4.0), pytest.raises(RankDisagreement, match="set_safe_participation"):
+    with (
+        timeouts_of(timeout_seconds=LONG_SECONDS),
+        pytest.raises(RankDisagreement, match="set_safe_participation"),
+    ):
         loss_of(model, number, rank).backward()
 
 

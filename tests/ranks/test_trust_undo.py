@@ -13,7 +13,7 @@ from shardwise.engine.stepping import note_checkpoint
 from shardwise.testing import run_ranks
 from shardwise.testing.workloads import seeded
 from tests.ranks.models import data
-from tests.ranks.parting import Block, Boom, Model, OutOfMemory, Run, timeouts_of
+from tests.ranks.parting import LONG_SECONDS, Block, Boom, Model, OutOfMemory, Run, timeouts_of
 from tests.ranks.subject import beyond_torch
 from tests.ranks.tables import cases_of, run_cases
 
@@ -79,7 +79,7 @@ def broken_steps(face, where, error, accumulates, who):
     """A step that broke off on one rank, and the same step again, as if nothing had been."""
     model, rank = make(face), dist.get_rank()
     errs = rank == who % dist.get_world_size()
-    with timeouts_of(undoes_steps=True, timeout_seconds=4.0):
+    with timeouts_of(undoes_steps=True, timeout_seconds=LONG_SECONDS):
         if accumulates:
             model(data(0, rank, 3, 6)).sum().backward()
         before = state_of(model)
@@ -134,7 +134,7 @@ def torn_step(face):
     tears = dist.get_rank() == 1
     saved = run.model.state_dict()
     saved = {name: value.clone() for name, value in saved.items()}
-    with timeouts_of(timeout_seconds=4.0):
+    with timeouts_of(timeout_seconds=LONG_SECONDS):
         # A forward inside a step, in its closure, is no torn step.
         run.optim.step(lambda: run.loss().backward())
         run.model.load_state_dict(saved)
