@@ -157,10 +157,9 @@ def spin_forever():
         pass
 
 
-def signal_and_spin(caller):
+def tell_and_spin(file):
     dist.barrier()
-    if dist.get_rank() == 0:
-        os.kill(caller, signal.SIGUSR2)
+    file.touch()
     spin_forever()
 
 
@@ -511,17 +510,28 @@ def hang_unless_rank_0():
 
 
 @every_cpu_kind
-def test_an_interrupted_call_leaves_the_ranks_usable(kind):
+def test_an_interrupted_call_leaves_the_ranks_usable(kind, tmp_path):
     run_ranks(process_id, 2, kind=kind)
 
     def interrupt(signum, frame):
         raise KeyboardInterrupt
 
+    def send_signal():
+        while not (tmp_path / "spinning").exists():
+            time.sleep(0.01)
+        # The signal may come just before the caller begins to wait, or to another thread, as here: it wakes nobody.
+        signal.pthread_kill(threading.get_ident(), signal.SIGUSR2)
+
     previous = signal.signal(signal.SIGUSR2, interrupt)
+    sender = threading.Thread(target=send_signal)
+    sender.start()
     try:
         with pytest.raises(KeyboardInterrupt):
-            run_ranks(signal_and_spin, 2, os.getpid(), kind=kind)
+            run_ranks(
+                tell_and_spin, 2, tmp_path / "spinning", kind=kind, timeout_seconds=LONGER_THAN_A_TEST_SECONDS
+            )
     finally:
+        sender.join()
         signal.signal(signal.SIGUSR2, previous)
     assert run_ranks(sum_of_ranks, 2, kind=kind) == [(0, 1.0), (1, 1.0)]
 
