@@ -15,7 +15,7 @@ from shardwise.testing.worker import ThreadError, serve, threads_path
 
 __all__ = ["START_SECONDS", "Worker"]
 
-START_SECONDS = 120.0
+START_SECONDS = 300.0
 _ENDS_SECONDS = 20.0
 
 _PRELOAD = [

@@ -27,7 +27,7 @@ from shardwise.testing.workloads import seeded
 from tests.ranks.models import data, same, same_parameters, sgd
 from tests.ranks.parting import LONG_SECONDS, WIDTH, Block, Boom, timeouts_of
 from tests.ranks.subject import beyond_torch
-from tests.ranks.tables import run_cases
+from tests.ranks.tables import run_cases, slow
 
 pytestmark = beyond_torch
 ROUTES = ((0,), (1,), (), (2, 0), (1, 2, 1))
@@ -180,12 +180,17 @@ BRANCHES = {"covers": "branches"}
 SCHEDULES = (one, accumulated, put_by, together, one_behind, after_others)
 
 
-def test_ranks_that_take_different_branches_train_to_the_average_over_ranks():
+# With each face every schedule; all of them with each, in turn.
+@pytest.mark.parametrize(
+    "faces", [(SCHEDULES[::2], SCHEDULES[1::2]), slow((SCHEDULES,) * 2)], ids=["each", "all"]
+)
+def test_ranks_that_take_different_branches_train_to_the_average_over_ranks(faces):
+    of_branches, of_wrapper = faces
     cases = [{**SHARDED, "schedule": schedule} for schedule in SCHEDULES]
-    cases += [{**SHARDED, **BRANCHES, "schedule": schedule} for schedule in SCHEDULES]
+    cases += [{**SHARDED, **BRANCHES, "schedule": schedule} for schedule in of_branches]
     cases += [{**SHARDED, "has_trunk": False}, {**KEPT, **BRANCHES}]
     cases += [{**SHARDED, **BRANCHES, "checkpoints": kind} for kind in (False, True)]
-    cases += [{**wrapper(), "schedule": schedule} for schedule in SCHEDULES]
+    cases += [{**wrapper(), "schedule": schedule} for schedule in of_wrapper]
     cases += [
         wrapper(use_orig_params=False),
         {**wrapper(forward_prefetch=True), **BRANCHES},

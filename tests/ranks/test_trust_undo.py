@@ -15,7 +15,7 @@ from shardwise.testing.workloads import seeded
 from tests.ranks.models import data
 from tests.ranks.parting import LONG_SECONDS, Block, Boom, Model, OutOfMemory, Run, timeouts_of
 from tests.ranks.subject import beyond_torch
-from tests.ranks.tables import cases_of, run_cases
+from tests.ranks.tables import cases_of, run_cases, slow
 
 pytestmark = beyond_torch
 
@@ -103,13 +103,19 @@ def broken_steps(face, where, error, accumulates, who):
 ERRORS = (Boom(), OutOfMemory(), KeyboardInterrupt())
 
 
+PLACES = ["forward", "backward"]
+EACH = [
+    *cases_of(where=PLACES, error=[Boom()], accumulates=[True], who=[-1]),
+    *cases_of(where=["forward"], error=[OutOfMemory()], accumulates=[False], who=[0]),
+    *cases_of(where=["backward"], error=[KeyboardInterrupt()], accumulates=[False], who=[-1]),
+]
+ALL = cases_of(where=PLACES, error=ERRORS, accumulates=[False, True], who=[-1, 0])
+
+
+@pytest.mark.parametrize("cases", [EACH, slow(ALL)], ids=["each", "all"])
 @pytest.mark.parametrize("face", ["fully_shard", "wrapper"])
-def test_a_step_that_raised_on_one_rank_is_undone_on_all(face):
-    cases = cases_of(
-        face=[face], where=["forward", "backward"], error=ERRORS, accumulates=[False, True], who=[-1]
-    )
-    cases += cases_of(face=[face], where=["backward"], error=ERRORS[:1], accumulates=[True], who=[0])
-    run_cases(broken_steps, 3, cases)
+def test_a_step_that_raised_on_one_rank_is_undone_on_all(face, cases):
+    run_cases(broken_steps, 3, [{"face": face, **case} for case in cases])
 
 
 class TornSGD(torch.optim.SGD):

@@ -24,6 +24,7 @@ from shardwise.testing import run_ranks
 from tests.ranks.models import full
 from tests.ranks.parting import LONG_SECONDS, timeouts_of
 from tests.ranks.subject import beyond_torch
+from tests.ranks.tables import slow
 
 pytestmark = beyond_torch
 
@@ -164,7 +165,7 @@ def shuffled(group):
         assert torch.equal(output, expected)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 3, slow(4)])
 def test_the_same_bits_wherever_ranks_are(world_size):
     sights = ["all near", "all far", "another machine"] if world_size == 2 else list(SIGHTS)
     run_ranks(train_in, world_size, sights, kind="gloo")
