@@ -7,8 +7,9 @@ PYTHON ?= python3
 VENV   := .venv
 PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
-# Ranks wait for one another much of the time: two test files at once keep two cores busy.
-PYTEST_ARGS ?= -n 2 --dist loadfile
+# Ranks wait for one another much of the time: two test files at once keep two cores busy. In the order of their names,
+# which has the short ones last, so that both end at the same time.
+PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help venv test test-all test-slow test-arithmetic test-gpu fuzz demo lint format typecheck bench bench-gpu reference clean
@@ -31,7 +32,7 @@ $(STAMP): pyproject.toml constraints.txt
 test: $(STAMP)
 	$(PY) -m pytest -m "not slow" $(PYTEST_ARGS)
 
-# The long tail: what takes longer than about ten seconds and has a shorter test beside it.
+# The long tail: combinations, long runs and whole programs, of which `make test` has each behaviour by itself.
 test-slow: $(STAMP)
 	$(PY) -m pytest -m slow $(PYTEST_ARGS)
 

@@ -8,6 +8,9 @@ import pytest
 import torch
 
 from shardwise.testing import close_pools
+from tests.why import pytest_terminal_summary
+
+__all__ = ["pytest_terminal_summary"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

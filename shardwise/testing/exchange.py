@@ -8,7 +8,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 
 from shardwise.errors import follows_from_a_peer
-from shardwise.testing.failures import Outcome, RankReport
+from shardwise.testing.failures import SIGNALS_WAIT_SECONDS, Outcome, RankReport
 from shardwise.testing.rank_process import Worker
 from shardwise.testing.worker import CLEAN_UP, Answer, Job, ThreadError
 
@@ -104,7 +104,7 @@ class Exchange:
         rank_of = {self._workers[rank].connection: rank for rank in waiting}
         while rank_of and (through or not self._failed):
             remaining = deadline - time.monotonic()
-            ready = wait(list(rank_of), timeout=max(0.0, remaining))
+            ready = wait(list(rank_of), timeout=max(0.0, min(remaining, SIGNALS_WAIT_SECONDS)))
             if not ready and remaining <= 0:
                 break
             for connection in ready:

@@ -21,6 +21,9 @@ from shardwise.errors import ShardwiseError, follows_from_a_peer
 
 __all__ = ["Outcome", "RankFailure", "RankReport", "RankTimeout", "failure_of"]
 
+# A signal that comes just before its wait, or to another thread, does not wake a caller: its handler runs after this.
+SIGNALS_WAIT_SECONDS = 1.0
+
 
 class Outcome(Enum):
     """How one rank of a call ended."""

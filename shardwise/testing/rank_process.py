@@ -15,7 +15,8 @@ from shardwise.testing.worker import ThreadError, serve, threads_path
 
 __all__ = ["START_SECONDS", "Worker"]
 
-START_SECONDS = 120.0
+START_SECONDS = 300.0
+_ENDS_SECONDS = 20.0
 
 _PRELOAD = [
     "torch",
@@ -86,7 +87,8 @@ class Worker:
             return []
 
     def ending(self) -> str:
-        self.process.join(1.0)
+        # Its pipe is closed; on a busy machine it may be a while before its process has ended, too.
+        self.process.join(_ENDS_SECONDS)
         code = self.process.exitcode
         if code is None:
             return "closed its pipe"

@@ -37,7 +37,7 @@ from shardwise import torch_internals, torch_threads
 from shardwise.comm.mesh import forget_meshes
 from shardwise.comm.watch import WATCH
 from shardwise.errors import StateError
-from shardwise.testing.failures import Outcome, RankReport, failure_of
+from shardwise.testing.failures import SIGNALS_WAIT_SECONDS, Outcome, RankReport, failure_of
 
 __all__ = ["run_threads"]
 
@@ -200,7 +200,10 @@ class _Crew:
     def _wait_until_failure_or_end(self, deadline: float) -> bool:
         """False if the time was up first."""
         with self._changed:
-            return self._changed.wait_for(self._is_over, timeout=deadline - time.monotonic())
+            while (remaining := deadline - time.monotonic()) > 0:
+                if self._changed.wait_for(self._is_over, timeout=min(remaining, SIGNALS_WAIT_SECONDS)):
+                    return True
+            return self._is_over()
 
     def _is_over(self) -> bool:
         if len(self._reports) == self._world_size:

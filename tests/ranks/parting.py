@@ -28,7 +28,7 @@ from shardwise import (
     clip_grad_norm_,
     set_trust,
 )
-from shardwise.comm import meeting, tagged, watch
+from shardwise.comm import judge, meeting, tagged, watch
 from shardwise.testing.workloads import seeded
 from tests.ranks.models import average_gradients, data, same, sgd
 from tests.ranks.subject import TORCH_IS_THE_SUBJECT, MixedPrecisionPolicy, fully_shard
@@ -380,17 +380,24 @@ BREAKING_OFF = [
 ]
 
 
-_WAITS = (
-    watch._TICK_SECONDS,
-    watch._MOMENT_SECONDS,
-    tagged._LANDING_SECONDS,
-    meeting._LANDING_SECONDS,
-)
+LONG_SECONDS = 120.0
+"""What nobody waits for where all is well, however busy the machine is."""
+
+# How often the watch looks, which tests make often; and limits for what a busy machine may be late with, here long.
+_WAITS = {
+    (watch, "_TICK_SECONDS"): 0.01,
+    (watch, "_MOMENT_SECONDS"): 0.05,
+    (tagged, "_LANDING_SECONDS"): 0.02,
+    (meeting, "_LANDING_SECONDS"): 0.02,
+    (judge, "_TELLING_SECONDS"): LONG_SECONDS,
+    (tagged, "_PEERS_ANSWER_SECONDS"): LONG_SECONDS,
+}
+_USUAL_WAITS = {place: getattr(*place) for place in _WAITS}
 
 
-def _set_waits(tick, moment, *landings):
-    watch._TICK_SECONDS, watch._MOMENT_SECONDS = tick, moment
-    tagged._LANDING_SECONDS, meeting._LANDING_SECONDS = landings
+def _set_waits(waits):
+    for place, seconds in waits.items():
+        setattr(*place, seconds)
 
 
 class _Inside:
@@ -408,7 +415,7 @@ def timeouts_of(**changes):
         before = set_trust(**changes)
         if _Inside.num_ranks == 0:
             _Inside.before = before
-            _set_waits(0.01, 0.05, 0.02, 0.02)
+            _set_waits(_WAITS)
         _Inside.num_ranks += 1
     try:
         yield
@@ -417,7 +424,7 @@ def timeouts_of(**changes):
             _Inside.num_ranks -= 1
             if _Inside.num_ranks == 0:
                 set_trust(**asdict(_Inside.before))
-                _set_waits(*_WAITS)
+                _set_waits(_USUAL_WAITS)
 
 
 # --- what ends a rank, or keeps it: for processes of their own -------------------------------------------------------
@@ -467,16 +474,18 @@ def a_slow_rank(run, errs):
     run.good_step()
 
 
-def in_a_debugger(seconds):
-    """Sits in a frame of a debugger's file, as at its prompt."""
-    scope = {"time": time}
-    exec(compile(f"def prompt():\n    time.sleep({seconds})\n", "/usr/lib/python3/pdb.py", "exec"), scope)
+def in_a_debugger(is_over):
+    """Sits in a frame of a debugger's file, as at its prompt, until ``is_over()``."""
+    scope = {"time": time, "is_over": is_over}
+    prompt = "def prompt():\n    while not is_over():\n        time.sleep(0.02)\n"
+    exec(compile(prompt, "/usr/lib/python3/pdb.py", "exec"), scope)
     scope["prompt"]()
 
 
 def a_debugger_on_one(run, errs):
     if errs:
-        in_a_debugger(22.0)
+        until = time.monotonic() + 22.0
+        in_a_debugger(lambda: time.monotonic() > until)
     run.good_step()
 
 

@@ -1,4 +1,7 @@
-"""Tables of cases: one call of ranks for all of a kind, since starting ranks can take longer than a case."""
+"""Tables of cases: one call of ranks for all of a kind, since starting ranks can take longer than a case.
+
+Not every row is in `make test`: it has each behaviour once, and what is `slow` here combines them.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,17 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from typing import Any, TypeVar
 
+import pytest
+
 from shardwise.testing import run_ranks
 
 Result = TypeVar("Result")
 Case = Mapping[str, Any]
+
+
+def slow(*values: Any) -> Any:
+    """Values of a parametrized test that `make test-slow` runs: others hold the same behaviour in `make test`."""
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def cases_of(**choices: Sequence[Any]) -> list[Case]:

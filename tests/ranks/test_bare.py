@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 REPOSITORY = Path(__file__).parents[2]
 BARE = """
 import sys
@@ -68,7 +66,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.timeout(200)
 def test_sharding_and_ranks_need_torch_alone_and_training_names_what_it_needs_beside(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(BARE)
     (tmp_path / "program.py").write_text(PROGRAM)
@@ -79,7 +76,6 @@ def test_sharding_and_ranks_need_torch_alone_and_training_names_what_it_needs_be
         env={**clean, "PYTHONPATH": f"{tmp_path}{os.pathsep}{REPOSITORY}"},
         capture_output=True,
         text=True,
-        timeout=190,
     )
     assert done.returncode == 0, done.stderr
     steps, parity, train, error, doctor, has_numpy = done.stdout.splitlines()

@@ -6,8 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
+from shardwise import cli
 from shardwise.checkpoint.convert import import_weights
 from shardwise.checkpoint.weights import Weight, Weights
 from shardwise.train.records import StepRecord
@@ -23,6 +25,19 @@ def load_demo():
     return demo
 
 
+def test_the_commands_of_the_demo_are_understood(tmp_path, monkeypatch):
+    demo, commands = load_demo(), []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["demo.py", "--steps", "4"])
+    monkeypatch.setattr(
+        demo, "run", lambda why, *arguments: commands.append(cli.parser().parse_args(arguments))
+    )
+    monkeypatch.setattr(demo, "compare", lambda left, right: True)
+    assert demo.main() == 0
+    assert [command.run.__name__ for command in commands] == ["_train"] * 3 + ["_convert"]
+
+
+@pytest.mark.slow
 def test_the_demo_trains_resumes_finds_the_runs_equal_and_exports(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     command = [sys.executable, str(DEMO), "--steps", "4"]

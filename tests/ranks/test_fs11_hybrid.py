@@ -73,7 +73,7 @@ def parity(name, runs, precision, tolerance):
             workload,
             partial(fully_shard, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy),
             accumulation=accumulation,
-            steps=5,
+            steps=3,
         )
         for reshard, accumulation in runs
     ]
@@ -86,7 +86,7 @@ def parity(name, runs, precision, tolerance):
             continue
         if accumulation not in oracles:
             oracles[accumulation] = run_plain(
-                workload, 4, precision=precision, accumulation=accumulation, steps=5
+                workload, 4, precision=precision, accumulation=accumulation, steps=3
             )
         found = differences(oracles[accumulation], history, tolerance=tolerance)
         wrong += [f"reshard {reshard}, {accumulation.label}: {found[0]}"] if found else []

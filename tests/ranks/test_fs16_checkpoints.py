@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -22,7 +23,7 @@ from shardwise.testing import run_ranks
 from shardwise.testing.workloads import seeded
 from tests.ranks.models import Layers, data, full, same
 from tests.ranks.subject import fully_shard
-from tests.ranks.tables import cases_of, run_cases
+from tests.ranks.tables import cases_of, run_cases, slow
 
 WIDTH = 5
 
@@ -157,8 +158,12 @@ def there_and_back(how):
     check_values(other, other_optim, values_of(model, optim), f"{how}, trained on")
 
 
-def test_training_goes_on_from_a_state_as_if_it_had_never_stopped():
-    run_cases(there_and_back, 3, cases_of(how=OPTIONS), kind="gloo")
+SOME = ("sharded", "full, offloaded", "flat optimizer")
+
+
+@pytest.mark.parametrize("options", [SOME, slow(OPTIONS)], ids=["some", "all"])
+def test_training_goes_on_from_a_state_as_if_it_had_never_stopped(options):
+    run_cases(there_and_back, 3, cases_of(how=options), kind="gloo")
 
 
 def between_forward_and_backward():

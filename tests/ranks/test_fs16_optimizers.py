@@ -68,7 +68,7 @@ def matches_the_unsharded_optimizer(name, foreach):
         made.append(make(params))
         return made[-1]
 
-    model = match_plain(Uneven, shard, loss_of, steps=5, optimizer=optimizer)
+    model = match_plain(Uneven, shard, loss_of, steps=3, optimizer=optimizer)
     local_sizes = [param.to_local().numel() for param in model.parameters()]
     for state in made[0].state.values():
         for key, value in state.items():

@@ -12,6 +12,7 @@ from shardwise.testing import run_ranks
 from shardwise.testing.workloads import seeded
 from tests.ranks.models import same, same_shard
 from tests.ranks.subject import MixedPrecisionPolicy, fully_shard
+from tests.ranks.tables import slow
 
 RANKS = 128
 SIZES = [(17, 257), (17,), (64, 312), (64,), (64, 64), (512, 64), (256,), (64, 297)]
@@ -47,9 +48,9 @@ def check_full(module, what):
         same(shown.detach(), original, what)
 
 
-def gather(asynchronous):
+def gather():
     module = holder()
-    for _ in range(2):
+    for asynchronous in (False, True):
         handle = module.unshard(async_op=asynchronous)
         if asynchronous:
             handle.wait()
@@ -60,9 +61,8 @@ def gather(asynchronous):
         assert all(isinstance(param, DTensor) for param in module.parameters())
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_128_ranks_gather_the_original_values(asynchronous):
-    run_ranks(gather, RANKS, asynchronous)
+def test_128_ranks_gather_the_original_values():
+    run_ranks(gather, RANKS)
 
 
 class Inner(nn.Module):
@@ -119,7 +119,8 @@ def last_two_bits(rank):
 # of two, so that the results are compared by equality.
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+# In the others, the tests below do.
+@pytest.mark.parametrize("dtype", [torch.bfloat16, slow(torch.float32), slow(torch.float16)], ids=str)
 def test_the_reduced_gradient_is_the_average_over_128_ranks(dtype):
     policy = MixedPrecisionPolicy(reduce_dtype=dtype)
     assert set().union(*run_ranks(reduce_slopes, RANKS, last_two_bits, policy)) == {1.5}

@@ -26,12 +26,13 @@ from shardwise.testing.parity import (
 )
 from shardwise.testing.workloads import TIED_ACROSS_UNITS, WORKLOADS, Workload
 from tests.ranks.subject import TORCH_IS_THE_SUBJECT, MixedPrecisionPolicy, beyond_torch, fully_shard
+from tests.ranks.tables import slow
 
 pytestmark = pytest.mark.arithmetic
 
-# Ten steps where a promise of its own is kept. Where the same promise is kept in yet another way (ranks as threads,
-# every micro-batch reduced), what goes wrong goes wrong by the first momentum.
+# What goes wrong goes wrong by the first momentum; that nothing adds up later is seen in ten steps.
 FEW = 3
+each_length = pytest.mark.parametrize("steps", [FEW, slow(10)])
 
 EACH_OF_THREE = Accumulation(3)
 LAST_OF_THREE = Accumulation(3, sync_each=False)
@@ -46,7 +47,7 @@ class Case:
     precision: Precision = FP32
     accumulation: Accumulation = ONE_BATCH
     reshard: bool | int = True
-    steps: int = 10
+    steps: int = FEW
 
     @property
     def label(self) -> str:
@@ -106,7 +107,7 @@ def check(cases, world_size, *, kind="gloo", tolerance=0.0, optimizer=None):
     assert not any(wrong), "\n".join(line for rank in wrong for line in rank)
 
 
-def cases_of(workload, precisions, accumulations, reshards, *, steps=10):
+def cases_of(workload, precisions, accumulations, reshards, *, steps=FEW):
     cases = [Case(workload, *choice, steps) for choice in product(precisions, accumulations, reshards)]
     if TORCH_IS_THE_SUBJECT and workload == "branches":
         # Reused modules without gradient sync: torch adds up their gradients in another order.
@@ -114,24 +115,25 @@ def cases_of(workload, precisions, accumulations, reshards, *, steps=10):
     return cases
 
 
+@each_length
 @pytest.mark.parametrize("workload", WORKLOADS)
-def test_two_ranks_match_the_oracle_bitwise(workload):
+def test_two_ranks_match_the_oracle_bitwise(workload, steps):
     # Groups of two are the whole world here, and mean True.
-    reshards = (True, False)
-    cases = cases_of(workload, (FP32, BF16), (ONE_BATCH, LAST_OF_THREE), reshards)
-    check(cases + cases_of(workload, (FP32, BF16), (EACH_OF_THREE,), reshards, steps=FEW), 2)
+    accumulations = (ONE_BATCH, LAST_OF_THREE, EACH_OF_THREE)
+    check(cases_of(workload, (FP32, BF16), accumulations, (True, False), steps=steps), 2)
 
 
 def test_two_ranks_match_the_oracle_bitwise_with_gradients_reduced_in_bf16():
     precisions, accumulations = (BF16_REDUCED_IN_BF16,), (ONE_BATCH, LAST_OF_THREE)
-    cases = [
-        case for name in WORKLOADS for case in cases_of(name, precisions, accumulations, (True,), steps=FEW)
-    ]
+    cases = [case for name in WORKLOADS for case in cases_of(name, precisions, accumulations, (True,))]
     check(cases, 2)
 
 
-def test_two_ranks_match_the_oracle_bitwise_with_adamw():
-    cases = [case for name in WORKLOADS for case in cases_of(name, (FP32,), (ONE_BATCH,), (True,))]
+@each_length
+def test_two_ranks_match_the_oracle_bitwise_with_adamw(steps):
+    cases = [
+        case for name in WORKLOADS for case in cases_of(name, (FP32,), (ONE_BATCH,), (True,), steps=steps)
+    ]
     check(cases, 2, optimizer=adamw)
 
 
@@ -140,40 +142,40 @@ def test_two_ranks_match_the_oracle_bitwise_with_adamw():
 FROM_THREE_RANKS_ON = 1e-6 if TORCH_IS_THE_SUBJECT else 0.0
 
 
+@each_length
 @pytest.mark.parametrize("workload", WORKLOADS)
-def test_three_ranks_match_the_oracle_bitwise(workload):
-    cases = cases_of(workload, (FP32,), (ONE_BATCH, LAST_OF_THREE), (True, False))
+def test_three_ranks_match_the_oracle_bitwise(workload, steps):
+    cases = cases_of(workload, (FP32,), (ONE_BATCH, LAST_OF_THREE), (True, False), steps=steps)
     check(cases, 3, tolerance=FROM_THREE_RANKS_ON)
 
 
+@each_length
 @pytest.mark.parametrize("workload", WORKLOADS)
-def test_four_ranks_match_the_oracle_bitwise(workload):
-    cases = cases_of(workload, (FP32,), (ONE_BATCH, LAST_OF_THREE), (True, False, 2))
+def test_four_ranks_match_the_oracle_bitwise(workload, steps):
+    cases = cases_of(workload, (FP32,), (ONE_BATCH, LAST_OF_THREE), (True, False, 2), steps=steps)
     check(cases, 4, tolerance=FROM_THREE_RANKS_ON)
 
 
 @pytest.mark.parametrize("workload", WORKLOADS)
 def test_two_ranks_as_threads_match_the_oracle_bitwise(workload):
-    cases = cases_of(workload, (FP32, BF16), (ONE_BATCH, LAST_OF_THREE), (True, False), steps=FEW)
+    cases = cases_of(workload, (FP32, BF16), (ONE_BATCH, LAST_OF_THREE), (True, False))
     check(cases, 2, kind="threads")
 
 
 def test_four_ranks_as_threads_match_the_oracle_to_the_last_digits():
-    cases = [
-        case for name in WORKLOADS for case in cases_of(name, (FP32,), (ONE_BATCH,), (True, 2), steps=FEW)
-    ]
+    cases = [case for name in WORKLOADS for case in cases_of(name, (FP32,), (ONE_BATCH,), (True, 2))]
     check(cases, 4, kind="threads", tolerance=1e-6)
 
 
 @beyond_torch
-def test_a_parameter_tied_across_units_trains_as_in_the_plain_model():
-    check(cases_of(TIED_ACROSS_UNITS.name, (FP32, BF16), (ONE_BATCH, LAST_OF_THREE), (True, False)), 2)
+@each_length
+def test_a_parameter_tied_across_units_trains_as_in_the_plain_model(steps):
+    accumulations = (ONE_BATCH, LAST_OF_THREE)
+    check(cases_of(TIED_ACROSS_UNITS.name, (FP32, BF16), accumulations, (True, False), steps=steps), 2)
 
 
 def test_one_rank_alone_matches_the_oracle_bitwise():
-    cases = [
-        case for name in WORKLOADS for case in cases_of(name, (FP32, BF16), (ONE_BATCH,), (True,), steps=FEW)
-    ]
+    cases = [case for name in WORKLOADS for case in cases_of(name, (FP32, BF16), (ONE_BATCH,), (True,))]
     check(cases, 1)
 
 

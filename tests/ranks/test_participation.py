@@ -25,9 +25,9 @@ from shardwise import (
 from shardwise.testing import run_ranks
 from shardwise.testing.workloads import seeded
 from tests.ranks.models import data, same, same_parameters, sgd
-from tests.ranks.parting import WIDTH, Block, Boom, timeouts_of
+from tests.ranks.parting import LONG_SECONDS, WIDTH, Block, Boom, timeouts_of
 from tests.ranks.subject import beyond_torch
-from tests.ranks.tables import run_cases
+from tests.ranks.tables import run_cases, slow
 
 pytestmark = beyond_torch
 ROUTES = ((0,), (1,), (), (2, 0), (1, 2, 1))
@@ -180,12 +180,17 @@ BRANCHES = {"covers": "branches"}
 SCHEDULES = (one, accumulated, put_by, together, one_behind, after_others)
 
 
-def test_ranks_that_take_different_branches_train_to_the_average_over_ranks():
+# With each face every schedule; all of them with each, in turn.
+@pytest.mark.parametrize(
+    "faces", [(SCHEDULES[::2], SCHEDULES[1::2]), slow((SCHEDULES,) * 2)], ids=["each", "all"]
+)
+def test_ranks_that_take_different_branches_train_to_the_average_over_ranks(faces):
+    of_branches, of_wrapper = faces
     cases = [{**SHARDED, "schedule": schedule} for schedule in SCHEDULES]
-    cases += [{**SHARDED, **BRANCHES, "schedule": schedule} for schedule in SCHEDULES]
+    cases += [{**SHARDED, **BRANCHES, "schedule": schedule} for schedule in of_branches]
     cases += [{**SHARDED, "has_trunk": False}, {**KEPT, **BRANCHES}]
     cases += [{**SHARDED, **BRANCHES, "checkpoints": kind} for kind in (False, True)]
-    cases += [{**wrapper(), "schedule": schedule} for schedule in SCHEDULES]
+    cases += [{**wrapper(), "schedule": schedule} for schedule in of_wrapper]
     cases += [
         wrapper(use_orig_params=False),
         {**wrapper(forward_prefetch=True), **BRANCHES},
@@ -245,7 +250,7 @@ def a_life():
     with torch.no_grad():
         assert {kind for kind, *_ in joint_events(model, 0)} == {trace.UNSHARD, trace.RESHARD}
     model.trunk_out.boom = "forward" if rank == 0 else None
-    with timeouts_of(timeout_seconds=4.0), pytest.raises((Boom, PeerFailure)):
+    with timeouts_of(timeout_seconds=LONG_SECONDS), pytest.raises((Boom, PeerFailure)):
         loss_of(model, 0, rank).backward()
     model.trunk_out.boom = None
     mended = joint_events(model, 1)
@@ -267,7 +272,10 @@ def switched_off():
     loss_of(model, 0, rank)
     model.set_safe_participation(False)
     number = next(n for n in range(99) if len({route_of(data(n, r, 3, WIDTH)) for r in range(2)}) == 2)
-    with timeouts_of(timeout_seconds=4.0), pytest.raises(RankDisagreement, match="set_safe_participation"):
+    with (
+        timeouts_of(timeout_seconds=LONG_SECONDS),
+        pytest.raises(RankDisagreement, match="set_safe_participation"),
+    ):
         loss_of(model, number, rank).backward()
 
 

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardwise import FullyShardedDataParallel, ZeroRedundancyOptimizer, fully_shard, hook_with_zero_step
 from shardwise.testing import run_ranks
+from tests.ranks.tables import slow
 from tests.ranks.torch_modules import MODELS, losses, output_of, pair
 
 pytestmark = pytest.mark.arithmetic
@@ -72,7 +73,7 @@ def different_losses(face, device="cpu", tolerance=0.0):
 
 
 @pytest.mark.parametrize("face", FACES)
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, slow(4)])
 def test_torchs_modules_train_as_unsharded(face, world_size):
     assert run_ranks(different_losses, world_size, face, kind="gloo") == [{}] * world_size
 

@@ -9,6 +9,7 @@ import resource
 import signal
 import threading
 import time
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -17,36 +18,63 @@ import torch.distributed as dist
 
 from shardwise import PeerFailure, set_trust, trace
 from shardwise.cli import main
-from shardwise.comm import collectives, watch
+from shardwise.comm import collectives, watch, wire
 from shardwise.comm.agreement import check_same_model
 from shardwise.comm.collectives import GroupCalls
 from shardwise.comm.native import NativeWire
 from shardwise.testing import exchange, run_ranks
 from shardwise.testing.failures import RankFailure
-from tests.ranks.parting import Run, Struck, in_a_debugger, timeouts_of
+from tests.ranks.parting import LONG_SECONDS, Run, Struck, in_a_debugger, timeouts_of
 from tests.ranks.subject import beyond_torch
 
 pytestmark = beyond_torch
 
-TIMEOUT_SECONDS = 1.5
-LONGEST_SECONDS = 40.0
-"""What nobody waits for where all is well."""
+LONG = {"timeout_seconds": LONG_SECONDS, "late_seconds": None}
+SHORT_SECONDS = 0.5
+"""In force only while a rank is known to be away: then it brings the verdict sooner, and cannot bring another one."""
 
 
 def keep_the_store(who, file):
     """A group anew, whose store is kept by the rank that will be struck, as without torchrun."""
-    watch._STORE_ANSWERS_SECONDS = 1.0
     rank, world_size = dist.get_rank(), dist.get_world_size()
     dist.barrier()
     dist.destroy_process_group()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == who else None
     if store is not None:
-        file.with_suffix(".tmp").write_text(str(store.port))
-        file.with_suffix(".tmp").rename(file)
-    while not file.exists():
-        time.sleep(0.02)
+        publish(file, str(store.port))
+    wait_until(file.exists)
     store = store or dist.TCPStore("127.0.0.1", int(file.read_text()))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+
+
+def publish(file, text):
+    """Writes a file that others find complete or not at all."""
+    file.with_suffix(".tmp").write_text(text)
+    file.with_suffix(".tmp").rename(file)
+
+
+def wait_until(is_true):
+    """What keeps a test from waiting here for good is the limit of ``run_ranks``."""
+    while not is_true():
+        time.sleep(0.02)
+
+
+class OnceStruck:
+    """Called in forward: waits until a process is stopped or dead, and only then is there little time for it."""
+
+    def __init__(self, pid):
+        self.status = Path(f"/proc/{pid}/status")
+
+    def is_away(self):
+        try:
+            return re.search(r"State:\s+[TZX]", self.status.read_text()) is not None
+        except OSError:
+            return True
+
+    def __call__(self, *_):
+        wait_until(self.is_away)
+        set_trust(timeout_seconds=SHORT_SECONDS)
+        watch._STORE_ANSWERS_SECONDS = SHORT_SECONDS
 
 
 def lose_a_rank(who, signal_number, folder, keeps_store):
@@ -54,31 +82,35 @@ def lose_a_rank(who, signal_number, folder, keeps_store):
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if keeps_store:
         keep_the_store(who, folder / "port")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    pids = [0] * world_size
+    dist.all_gather_object(pids, os.getpid())
     run = Run()
     run.good_step()
-    set_trust(timeout_seconds=TIMEOUT_SECONDS)
-    if dist.get_rank() == who:
-        run.model.blocks[2].register_forward_pre_hook(Struck(signal_number, 60.0))
-    begun = time.monotonic()
+    # Why a connection was lost is waited for, however late the watch finds it out.
+    wire._WATCH_KNOWS_SECONDS = LONG_SECONDS
+    strike = Struck(signal_number, LONG_SECONDS) if rank == who else OnceStruck(pids[who])
+    run.model.blocks[2].register_forward_pre_hook(strike)
     try:
         run.loss().backward()
     except PeerFailure as error:
         # The pool keeps the story of a rank that raised, not of one that returned; and the first to raise ends all.
-        (folder / str(dist.get_rank())).touch()
-        num_others, until = dist.get_world_size() - 1, begun + LONGEST_SECONDS
-        while len(list(folder.glob("[0-9]"))) < num_others and time.monotonic() < until:
-            time.sleep(0.02)
-        raise AssertionError(f"TOLD in {time.monotonic() - begun:.1f} s: {error}") from None
+        (folder / f"told-{rank}").touch()
+        wait_until(lambda: len(list(folder.glob("told-*"))) == world_size - 1)
+        if signal_number == signal.SIGSTOP:
+            # Everybody's end is waited for, and a stopped rank has none of its own.
+            with suppress(ProcessLookupError):
+                os.kill(pids[who], signal.SIGKILL)
+        raise AssertionError(f"TOLD: {error}") from None
 
 
 def stories(world_size, who, signal_number, folder, keeps_store=False):
     arguments = (who, signal_number, folder, keeps_store)
     with pytest.MonkeyPatch.context() as patch:
-        if signal_number != signal.SIGSTOP:
-            # The others are left to tell theirs, however long it takes them; one that is stopped never would.
-            patch.setattr(exchange, "_GRACE_SECONDS", LONGEST_SECONDS)
+        # The others are left to tell theirs, however long it takes them.
+        patch.setattr(exchange, "_GRACE_SECONDS", LONG_SECONDS)
         with pytest.raises(RankFailure) as failure:
-            run_ranks(lose_a_rank, world_size, *arguments, kind="gloo", timeout_seconds=60)
+            run_ranks(lose_a_rank, world_size, *arguments, kind="gloo")
     return {report.rank: report.details for report in failure.value.reports if report.rank != who}
 
 
@@ -95,7 +127,7 @@ def test_those_who_wait_for_a_rank_that_is_gone_say_so(world_size, who, signal_n
     told = stories(world_size, who, signal_number, tmp_path)
     assert len(told) == world_size - 1
     for rank, text in told.items():
-        assert "TOLD in" in text, f"rank {rank}: {text}"
+        assert "TOLD: " in text, f"rank {rank}: {text}"
         assert f"rank {who} is {state}" in text
         assert "gather 'blocks.3' in forward" in text
 
@@ -106,63 +138,74 @@ def test_a_stopped_rank_that_keeps_the_store_holds_nobody_up(tmp_path):
     assert "the store cannot be asked" in told
 
 
-class Told(logging.Handler):
-    """Keeps what is logged, and lets other processes know."""
+class Missed(logging.Handler):
+    """Listens to those who say where a late rank is: each time, the next of ``changes`` is made to their policy.
 
-    def __init__(self, file):
+    After the last one, ``file`` has what was said, and others may go by that.
+    """
+
+    def __init__(self, file, place, *changes):
         super().__init__()
-        self.file = file
+        self.file, self.place, self.changes = file, place, [*changes]
 
     def emit(self, record):
-        self.file.with_suffix(".tmp").write_text(record.getMessage())
-        self.file.with_suffix(".tmp").rename(self.file)
+        if self.changes and self.place in record.getMessage():
+            set_trust(**self.changes.pop(0))
+            if not self.changes:
+                publish(self.file, record.getMessage())
 
 
-def dawdle(seconds):
-    time.sleep(seconds)
+@contextmanager
+def short_of_time(missed, is_away, **changes):
+    """All ranks come here; then those who go on have little time for the one that is away."""
+    away, logger = missed.file.with_suffix(".away"), logging.getLogger("shardwise")
+    logger.addHandler(missed)
+    set_trust(timeout_seconds=SHORT_SECONDS, **changes)
+    try:
+        dist.barrier()
+        if is_away:
+            away.touch()
+        wait_until(away.exists)
+        yield missed.file
+    finally:
+        logger.removeHandler(missed)
+        set_trust(**LONG)
 
 
-def dawdle_until_all_are_told(folder):
-    while len(list(folder.glob("told-*"))) < dist.get_world_size() - 1:
-        dawdle(0.02)
+def dawdle_until(is_true):
+    wait_until(is_true)
 
 
 def slow_ranks(folder):
     """The last rank sits in a debugger, is late until it is missed, and is given up; all other steps must be right."""
     is_slow = dist.get_rank() == dist.get_world_size() - 1
     told = {}
-    said = Told(Path(folder, "said"))
-    logging.getLogger("shardwise").addHandler(said)
-    with timeouts_of(
-        timeout_seconds=LONGEST_SECONDS, debugger_grace_seconds=LONGEST_SECONDS, trace_dir=folder
-    ):
-        if is_slow:
-            dawdle(0.3)
+    with timeouts_of(**LONG, debugger_grace_seconds=LONG_SECONDS, trace_dir=str(folder)):
         run = Run()
         run.good_step()
-        set_trust(timeout_seconds=1.0, late_seconds=1.5)
-        if is_slow:
-            in_a_debugger(2.1)
-        run.good_step()
-        set_trust(late_seconds=None)
-        dist.barrier()
-        said.file.unlink(missing_ok=True)
-        dist.barrier()
-        # Long after the others have said that it is late: they wait for as long as the group does.
-        while is_slow and not (said.file.exists() and "in dawdle" in said.file.read_text()):
-            dawdle(0.02)
-        run.good_step()
-        logging.getLogger("shardwise").removeHandler(said)
-        set_trust(late_seconds=2.5)
-        try:
+        # Known to be in a debugger, it is not given up when there is no more time for one that runs.
+        missed = Missed(folder / "debugged", "pdb.py", {"late_seconds": SHORT_SECONDS}, LONG)
+        with short_of_time(missed, is_slow) as said:
             if is_slow:
-                dawdle_until_all_are_told(Path(folder))
-            run.loss().backward()
-        except PeerFailure as error:
-            Path(folder, f"told-{dist.get_rank()}").touch()
-            told = {"error": str(error), "file": re.search(r"events are in (\S+)", str(error)).group(1)}
-            told["events"] = [event for event, _ in trace.read_failure(told["file"]).events]
-            told["text"] = trace.read_failure(told["file"]).text()
+                in_a_debugger(said.exists)
+            run.good_step()
+        # Others say that it is late, and wait for as long as the group does.
+        with short_of_time(Missed(folder / "late", "in dawdle_until", LONG), is_slow) as said:
+            if is_slow:
+                dawdle_until(said.exists)
+            run.good_step()
+        # Where it is, is known before its time is up.
+        missed = Missed(folder / "given-up", "in dawdle_until", {"late_seconds": SHORT_SECONDS})
+        with short_of_time(missed, is_slow):
+            try:
+                if is_slow:
+                    dawdle_until(lambda: len(list(folder.glob("told-*"))) == dist.get_world_size() - 1)
+                run.loss().backward()
+            except PeerFailure as error:
+                (folder / f"told-{dist.get_rank()}").touch()
+                told = {"error": str(error), "file": re.search(r"events are in (\S+)", str(error)).group(1)}
+                told["events"] = [event for event, _ in trace.read_failure(told["file"]).events]
+                told["text"] = trace.read_failure(told["file"]).text()
         run.good_step()
     return told
 
@@ -170,21 +213,18 @@ def slow_ranks(folder):
 @pytest.mark.parametrize(("world_size", "kind"), [(2, "gloo"), (3, "threads")])
 def test_a_slow_rank_is_missed_aloud_and_waited_for_until_its_time_is_up(world_size, kind, tmp_path, capsys):
     slow = world_size - 1
-    of_ranks = run_ranks(slow_ranks, world_size, str(tmp_path), kind=kind, timeout_seconds=60)
-    said = (tmp_path / "said").read_text()
-    # On a busy machine others may be late, too.
-    assert re.search(
-        rf"goes on waiting: ranks? [\d, ]*{slow} did not come to gather the root in forward within", said
-    )
-    assert f"rank {slow} is alive, the last it did was to let an optimizer use the step" in said
-    for told in of_ranks:
-        assert f"rank {slow} did not come to gather the root in forward within" in told["error"]
-        assert f"rank {slow} is alive, the last it did was to let an optimizer use the step" in told["error"]
-        assert "in dawdle" in told["error"]
-        assert "PeerFailure" in told["text"]
+    of_ranks = run_ranks(slow_ranks, world_size, tmp_path, kind=kind)
+    said = (tmp_path / "late").read_text()
+    assert "goes on waiting: rank" in said
+    for text in (said, *(told["error"] for told in of_ranks)):
+        # On a busy machine others may be late, too.
+        assert re.search(rf"ranks? [\d, ]*{slow} did not come to gather the root in forward within", text)
+        assert f"rank {slow} is alive, the last it did was to let an optimizer use the step" in text
+        assert "in dawdle_until" in text
     # One that comes late may find what the others have left for it there, and be told in its next wait.
     told = of_ranks[0]
     assert told["events"][-1] == "gather the root in forward"
+    assert "PeerFailure" in told["text"]
     assert main(["trace", told["file"]]) == 0
     assert told["text"] in capsys.readouterr().out
     assert main(["trace", str(tmp_path / "nothing.json")]) == 1
@@ -196,11 +236,11 @@ def out_of_descriptors(folder):
     own, gathered = torch.full((1,), float(rank)), torch.empty(2)
     calls.issue_all_gather(gathered, own).wait()
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with timeouts_of(timeout_seconds=0.5, trace_dir=str(folder)):
+    with timeouts_of(timeout_seconds=SHORT_SECONDS, trace_dir=str(folder)):
         if rank == 1:
-            while not (folder / "tried").exists():
-                dawdle(0.02)
-            dawdle(2.0)
+            # Nothing is judged by how long this is: whoever is out of descriptors waits.
+            wait_until((folder / "tried").exists)
+            time.sleep(2.0)
         else:
             resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
             threading.Timer(1.5, resource.setrlimit, (resource.RLIMIT_NOFILE, limits)).start()
@@ -213,7 +253,7 @@ def out_of_descriptors(folder):
 
 
 def test_who_is_out_of_descriptors_takes_nobody_for_dead(tmp_path):
-    assert run_ranks(out_of_descriptors, 2, tmp_path, kind="gloo", timeout_seconds=60) == [[0.0, 1.0]] * 2
+    assert run_ranks(out_of_descriptors, 2, tmp_path, kind="gloo") == [[0.0, 1.0]] * 2
 
 
 def one_ends_early(folder):
@@ -229,7 +269,7 @@ def one_ends_early(folder):
 
 @pytest.mark.parametrize("kind", ["threads", "gloo"])
 def test_a_rank_that_has_ended_is_not_waited_for(kind, tmp_path):
-    told, _ = run_ranks(one_ends_early, 2, tmp_path, kind=kind, timeout_seconds=60)
+    told, _ = run_ranks(one_ends_early, 2, tmp_path, kind=kind)
     assert "rank 1" in told
 
 
@@ -248,26 +288,23 @@ _FIRST = {False: "compare the models of all ranks", True: "begin with the model"
 def late_beginners(native, folder):
     """The last rank comes to its first model when others have said that it is late, to the second one never."""
     is_late = dist.get_rank() == dist.get_world_size() - 1
-    said = Told(folder / "said")
-    logging.getLogger("shardwise").addHandler(said)
-    try:
-        with timeouts_of(timeout_seconds=0.5, start_seconds=LONGEST_SECONDS, trace_dir=str(folder)):
-            calls = new_calls(native)
-            while is_late and not said.file.exists():
-                dawdle(0.02)
-            check_same_model(["a parameter"], calls, calls.device)
-            set_trust(start_seconds=1.5, late_seconds=1.0)
-            calls = new_calls(native)
+    with timeouts_of(**LONG, start_seconds=LONG_SECONDS, trace_dir=str(folder)):
+        calls = new_calls(native)
+        missed = Missed(folder / "said", "it has not begun", LONG)
+        with short_of_time(missed, is_late, late_seconds=SHORT_SECONDS) as said:
             if is_late:
-                dawdle_until_all_are_told(folder)
+                wait_until(said.exists)
+            check_same_model(["a parameter"], calls, calls.device)
+        calls = new_calls(native)
+        missed = Missed(folder / "never", "")
+        with short_of_time(missed, is_late, late_seconds=SHORT_SECONDS, start_seconds=2 * SHORT_SECONDS):
+            if is_late:
+                wait_until(lambda: len(list(folder.glob("told-*"))) == dist.get_world_size() - 1)
                 return ""
-            try:
+            with pytest.raises(PeerFailure) as told:
                 check_same_model(["a parameter"], calls, calls.device)
-            except PeerFailure as error:
-                (folder / f"told-{dist.get_rank()}").touch()
-                return str(error)
-    finally:
-        logging.getLogger("shardwise").removeHandler(said)
+            (folder / f"told-{dist.get_rank()}").touch()
+            return str(told.value)
 
 
 @pytest.mark.parametrize(
@@ -275,7 +312,7 @@ def late_beginners(native, folder):
 )
 def test_a_rank_that_has_not_begun_is_waited_for_longer_and_missed_aloud(world_size, kind, native, tmp_path):
     late = world_size - 1
-    *told, nothing = run_ranks(late_beginners, world_size, native, tmp_path, kind=kind, timeout_seconds=60)
+    *told, nothing = run_ranks(late_beginners, world_size, native, tmp_path, kind=kind)
     said = (tmp_path / "said").read_text()
     # On a busy machine others may be late, too.
     assert re.match(rf"rank \d goes on waiting: ranks? [\d, ]*{late} did not come to ", said), said

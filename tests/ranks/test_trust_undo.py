@@ -13,9 +13,9 @@ from shardwise.engine.stepping import note_checkpoint
 from shardwise.testing import run_ranks
 from shardwise.testing.workloads import seeded
 from tests.ranks.models import data
-from tests.ranks.parting import Block, Boom, Model, OutOfMemory, Run, timeouts_of
+from tests.ranks.parting import LONG_SECONDS, Block, Boom, Model, OutOfMemory, Run, timeouts_of
 from tests.ranks.subject import beyond_torch
-from tests.ranks.tables import cases_of, run_cases
+from tests.ranks.tables import cases_of, run_cases, slow
 
 pytestmark = beyond_torch
 
@@ -79,7 +79,7 @@ def broken_steps(face, where, error, accumulates, who):
     """A step that broke off on one rank, and the same step again, as if nothing had been."""
     model, rank = make(face), dist.get_rank()
     errs = rank == who % dist.get_world_size()
-    with timeouts_of(undoes_steps=True, timeout_seconds=4.0):
+    with timeouts_of(undoes_steps=True, timeout_seconds=LONG_SECONDS):
         if accumulates:
             model(data(0, rank, 3, 6)).sum().backward()
         before = state_of(model)
@@ -103,13 +103,19 @@ def broken_steps(face, where, error, accumulates, who):
 ERRORS = (Boom(), OutOfMemory(), KeyboardInterrupt())
 
 
+PLACES = ["forward", "backward"]
+EACH = [
+    *cases_of(where=PLACES, error=[Boom()], accumulates=[True], who=[-1]),
+    *cases_of(where=["forward"], error=[OutOfMemory()], accumulates=[False], who=[0]),
+    *cases_of(where=["backward"], error=[KeyboardInterrupt()], accumulates=[False], who=[-1]),
+]
+ALL = cases_of(where=PLACES, error=ERRORS, accumulates=[False, True], who=[-1, 0])
+
+
+@pytest.mark.parametrize("cases", [EACH, slow(ALL)], ids=["each", "all"])
 @pytest.mark.parametrize("face", ["fully_shard", "wrapper"])
-def test_a_step_that_raised_on_one_rank_is_undone_on_all(face):
-    cases = cases_of(
-        face=[face], where=["forward", "backward"], error=ERRORS, accumulates=[False, True], who=[-1]
-    )
-    cases += cases_of(face=[face], where=["backward"], error=ERRORS[:1], accumulates=[True], who=[0])
-    run_cases(broken_steps, 3, cases)
+def test_a_step_that_raised_on_one_rank_is_undone_on_all(face, cases):
+    run_cases(broken_steps, 3, [{"face": face, **case} for case in cases])
 
 
 class TornSGD(torch.optim.SGD):
@@ -134,7 +140,7 @@ def torn_step(face):
     tears = dist.get_rank() == 1
     saved = run.model.state_dict()
     saved = {name: value.clone() for name, value in saved.items()}
-    with timeouts_of(timeout_seconds=4.0):
+    with timeouts_of(timeout_seconds=LONG_SECONDS):
         # A forward inside a step, in its closure, is no torn step.
         run.optim.step(lambda: run.loss().backward())
         run.model.load_state_dict(saved)

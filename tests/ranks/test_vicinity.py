@@ -22,8 +22,9 @@ from shardwise.comm.collectives import GroupCalls, wire_of
 from shardwise.comm.wire import UNNAMED
 from shardwise.testing import run_ranks
 from tests.ranks.models import full
-from tests.ranks.parting import timeouts_of
+from tests.ranks.parting import LONG_SECONDS, timeouts_of
 from tests.ranks.subject import beyond_torch
+from tests.ranks.tables import slow
 
 pytestmark = beyond_torch
 
@@ -164,7 +165,7 @@ def shuffled(group):
         assert torch.equal(output, expected)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 3, slow(4)])
 def test_the_same_bits_wherever_ranks_are(world_size):
     sights = ["all near", "all far", "another machine"] if world_size == 2 else list(SIGHTS)
     run_ranks(train_in, world_size, sights, kind="gloo")
@@ -175,7 +176,7 @@ def late_on_a_path_that_was_left():
     rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
     calls = GroupCalls(dist.group.WORLD, CPU)
     wire = calls.wire
-    with timeouts_of(timeout_seconds=4.0):
+    with timeouts_of(timeout_seconds=LONG_SECONDS):
         wire.agree(UNNAMED)
         gathered, own = torch.zeros(2000), torch.full((1000,), rank + 1.0)
         lent_there = weakref.ref(wire._vicinity._borrowers[rank].memory)
@@ -195,10 +196,9 @@ def late_on_a_path_that_was_left():
                 seen = (seen, str(error))
         calls.issue_all_gather(gathered, torch.full((1000,), rank + 3.0)).wait()
         assert set(gathered.tolist()) == {3.0, 4.0}
-        until = time.monotonic() + 20
-        while lent_there() is not None and time.monotonic() < until:
-            gc.collect()  # the watch may be looking at it just now
-        assert lent_there() is None, "what was lent on the path that was left is still there"
+        while lent_there() is not None:
+            # The watch may be looking at it just now. What is still there for good ends in a timeout here.
+            gc.collect()
     return seen
 
 

@@ -18,6 +18,7 @@ from shardwise.errors import StateError
 from shardwise.testing import run_ranks
 from shardwise.testing.workloads import seeded
 from tests.ranks.models import GATHER, REDUCE, Layers, counted, data
+from tests.ranks.tables import slow
 from tests.ranks.wrapped import device
 
 pytestmark = pytest.mark.arithmetic
@@ -127,7 +128,7 @@ def accumulates(offload):
     return wrong
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, slow(4)])
 @pytest.mark.parametrize("offload", [False, True])
 def test_micro_batches_in_and_out_of_no_sync_equal_one_batch(world_size, offload):
     assert run_ranks(accumulates, world_size, offload, kind="gloo") == [[]] * world_size

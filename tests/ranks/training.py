@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 
+import pytest
 import torch
 
 from shardwise.checkpoint.manifest import read_manifest
@@ -20,9 +22,11 @@ from shardwise.train.config import (
 )
 from shardwise.train.loop import Trainer
 from shardwise.train.model import Llama
+from shardwise.train.report import Report
 from shardwise.train.team import Team
 
 STEPS = 6
+FSYNC = os.fsync
 
 
 def small_config(text, *settings):
@@ -69,14 +73,22 @@ class Noted:
     def close(self): ...
 
 
-def run_part(config, folder, *, resume=False, stop_after=None, display=None, device=None):
-    """One part of a run, on this rank: the losses of its steps, and what it said."""
+def run_part(config, folder, *, resume=False, stop_after=None, display=None, device=None, draws=False):
+    """One part of a run, on this rank: the losses of its steps, and what it said.
+
+    Most of the time of so small a run goes into its curve, and into waiting for a disk that loses nothing here.
+    """
     Path(folder).mkdir(parents=True, exist_ok=True)
     display = Noted() if display is None else display
     trainer = Trainer(config, Path(folder), Team(), device or torch.device("cpu"), display)
     if resume:
         trainer.resume()
-    trainer.run(stop_after)
+    with pytest.MonkeyPatch.context() as patch:
+        if not draws:
+            patch.setattr(Report, "draw_curve", lambda self: None)
+        if os.fsync is FSYNC:
+            patch.setattr(os, "fsync", lambda descriptor: None)
+        trainer.run(stop_after)
     return trainer.progress.losses, display.lines
 
 

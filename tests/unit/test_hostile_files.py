@@ -21,7 +21,9 @@ from shardwise.checkpoint.store import Store
 from shardwise.checkpoint.weights import Weight, Weights, open_weights
 from shardwise.errors import CheckpointError
 
-pytestmark = pytest.mark.timeout(20)  # a pipe that is opened, or a loop over an empty tensor, would never end
+pytestmark = pytest.mark.timeout(
+    120
+)  # a pipe that is opened, or a loop over an empty tensor, would never end
 
 TENSORS = {"grid": torch.arange(24.0).view(4, 6), "bias": torch.arange(5, dtype=torch.int16)}
 

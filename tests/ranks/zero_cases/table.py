@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.ranks.tables import Case, cases_of, run_cases
+from tests.ranks.tables import Case, cases_of, run_cases, slow
 from tests.ranks.zero_cases import errors, exchange, interface, join, overlap, parity, state
 from tests.ranks.zero_cases.models import OPTIMIZERS
 
@@ -28,6 +28,8 @@ class Claim:
     holds: Callable[..., Any]
     cases: Sequence[Case] = tuple(NO_ARGUMENTS)
     gloo: tuple[int, ...] = (2,)
+    # As gloo, but left to `make test-slow`.
+    slow_gloo: tuple[int, ...] = ()
     nccl: tuple[int, ...] = ()
     threads: tuple[int, ...] = ()
     about: str = ""
@@ -53,7 +55,9 @@ class Run:
 def each_run(claims: Iterable[Claim], *kinds: str) -> pytest.MarkDecorator:
     """Parametrizes a test by the runs of these claims, named after the claim."""
     runs = [Run(claim, kind, world) for claim in claims for kind in kinds for world in getattr(claim, kind)]
-    return pytest.mark.parametrize("run", runs, ids=[run.name for run in runs])
+    rest = [Run(claim, "gloo", world) for claim in claims if "gloo" in kinds for world in claim.slow_gloo]
+    ids = [run.name for run in (*runs, *rest)]
+    return pytest.mark.parametrize("run", [*runs, *map(slow, rest)], ids=ids)
 
 
 OPTIMIZER = (
@@ -63,11 +67,12 @@ OPTIMIZER = (
         Claim(
             parity.matches_the_unsharded_optimizer,
             cases_of(name=list(OPTIMIZERS), balanced=[balanced]),
-            gloo=(2, 3, 4),
+            gloo=(world,),
+            slow_gloo=tuple({2, 3, 4} - {world}),
             nccl=(2, 4),
             about=about,
         )
-        for about, balanced in (("whole", False), ("balanced", True))
+        for about, balanced, world in (("whole", False, 3), ("balanced", True, 2))
     ),
     Claim(
         parity.stays_within_an_ulp_a_step_where_a_small_parameter_is_cut,
@@ -184,12 +189,19 @@ JOIN = (
 OVERLAP = (
     Claim(
         overlap.overlap_equals_ddp_with_a_local_optimizer,
-        cases_of(
-            name=["adam", "momentum", "rmsprop", "adagrad"],
-            interleaved=[False, True],
-            shard_buckets=[False, True],
-        ),
+        cases_of(name=["adam"], interleaved=[False, True], shard_buckets=[False, True]),
         nccl=(2,),
+        about="adam",
+    ),
+    Claim(
+        overlap.overlap_equals_ddp_with_a_local_optimizer,
+        cases_of(
+            name=["momentum", "rmsprop", "adagrad"], interleaved=[False, True], shard_buckets=[False, True]
+        ),
+        gloo=(),
+        slow_gloo=(2,),
+        nccl=(2,),
+        about="others",
     ),
     Claim(
         overlap.overlap_equals_ddp_with_a_local_optimizer,
@@ -200,13 +212,16 @@ OVERLAP = (
     Claim(
         overlap.overlap_equals_ddp_with_a_local_optimizer,
         cases_of(name=["nesterov"], interleaved=[False, True], shard_buckets=[False, True]),
-        gloo=(4,),
+        gloo=(),
+        slow_gloo=(4,),
     ),
     Claim(
         overlap.overlap_equals_ddp_with_a_local_optimizer,
         cases_of(name=["sgd"], interleaved=[False, True], shard_buckets=[True], balanced=[True]),
-        gloo=(2, 4),
+        gloo=(2,),
+        slow_gloo=(4,),
         nccl=(2,),
+        about="balanced",
     ),
     Claim(overlap.a_bucket_belongs_to_one_rank_also_after_ddp_rearranged_its_buckets, BOTH_HOOKS, nccl=(2,)),
     Claim(
@@ -225,7 +240,8 @@ OVERLAP = (
     Claim(
         overlap.soaks,
         cases_of(seed=[1], steps=[8], interleaved=[False, True], shard_buckets=[False, True]),
-        gloo=(3,),
+        gloo=(),
+        slow_gloo=(3,),
         nccl=(2,),
     ),
 )
