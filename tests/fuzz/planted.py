@@ -1,0 +1,166 @@
+"""Known defects, planted again by taking their fixes back, and how many programs it takes to find each.
+
+    python -m tests.fuzz.planted --result benchmarks/results/fuzz_finds.json
+
+A program counts as a find if it fails with the defect and passes without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.engine import replaced
+from shardwise.engine.binding import membership
+from shardwise.engine.hooks import Hooks
+from shardwise.engine.passes import Pass
+from shardwise.engine.unit_gradients import UnitGradients
+from tests.fuzz import trial
+from tests.fuzz.programs import Program, draw, source
+from tests.fuzz.shrink import shrunk
+
+# Processes would not have what was planted here.
+WITHOUT = frozenset({"gloo"})
+
+
+def an_exception_leaves_the_unit_held(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Hooks, "_release_after_error", lambda *_: None)
+
+
+def ties_within_a_unit_are_not_followed(patch: pytest.MonkeyPatch) -> None:
+    tied_to = replaced._tied_to
+
+    def tied_to_another_unit(shown: Any, slot: Any) -> Any:
+        found, own = tied_to(shown, slot), membership(slot.sharded)
+        return None if found is None or own is None or found[0] is own[0] else found
+
+    patch.setattr(replaced, "_tied_to", tied_to_another_unit)
+
+
+def a_unit_remembers_one_call(patch: pytest.MonkeyPatch) -> None:
+    """A unit that calls itself: the inner call's pass takes the outer one's place, and ends with the inner call."""
+    make, end, signal = Pass.__init__, Hooks._end_forward, Pass.signal_outputs
+
+    def made(self: Pass, hooks: Any, window: Any) -> None:
+        make(self, hooks, window)
+        hooks.the_visit = self
+
+    def ended(self: Any, visit: Pass | None) -> None:
+        end(self, visit)
+        self.the_visit = None
+
+    def signalled(self: Any, output: Any, recomputes: bool) -> Any:
+        return signal(self, output, recomputes) if self.hooks.the_visit is self else output
+
+    patch.setattr(Pass, "__init__", made)
+    patch.setattr(Hooks, "_end_forward", ended)
+    patch.setattr(Pass, "signal_outputs", signalled)
+
+
+def what_a_frozen_parameter_holds_is_left_out(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(UnitGradients, "_plan_with_held", lambda self: self.plan)
+
+
+def _fails(program: Program) -> bool:
+    return any(
+        "fail" in action.kind or (_is_step(action) and action.args[1].fails) for action in program.actions
+    )
+
+
+def _ties(program: Program) -> bool:
+    return any(action.kind == "tie" for action in program.actions)
+
+
+def _recurs(program: Program) -> bool:
+    return "recursive" in program.context().kinds
+
+
+def _freezes_while_it_holds(program: Program) -> bool:
+    return any("freeze" in action.kind for action in program.actions) and any(
+        _is_step(action) and not action.args[1].syncs for action in program.actions
+    )
+
+
+def _is_step(action: Any) -> bool:
+    return bool(action.kind == "step")
+
+
+@dataclass(frozen=True)
+class Defect:
+    plant: Callable[[pytest.MonkeyPatch], None]
+    may_show: Callable[[Program], bool]
+    """False for programs that have nothing to do with it: a search that is short of time leaves them out."""
+
+    @property
+    def name(self) -> str:
+        return self.plant.__name__
+
+    @contextmanager
+    def planted(self) -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch:
+            self.plant(patch)
+            yield
+
+    def how(self, program: Program) -> str:
+        with self.planted():
+            return trial.run(program).how
+
+
+DEFECTS = (
+    Defect(an_exception_leaves_the_unit_held, _fails),
+    Defect(ties_within_a_unit_are_not_followed, _ties),
+    Defect(a_unit_remembers_one_call, _recurs),
+    Defect(what_a_frozen_parameter_holds_is_left_out, _freezes_while_it_holds),
+)
+
+
+def first_find(defect: Defect, programs: Iterable[Program]) -> tuple[int, Program] | None:
+    """The first program that finds a defect, and how many were run until then."""
+    for count, program in enumerate(programs, 1):
+        if defect.how(program) and not trial.run(program).how:
+            return count, program
+    return None
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    options.add_argument("--most", type=int, default=1000, help="programs to try for each defect")
+    options.add_argument("--result", type=Path)
+    arguments = options.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    record: dict[str, Any] = {"torch": torch.__version__, "without": sorted(WITHOUT), "defects": {}}
+    for defect in DEFECTS:
+        begun = time.monotonic()
+        found = first_find(defect, (draw(seed, WITHOUT) for seed in range(arguments.most)))
+        if found is None:
+            raise SystemExit(f"{defect.name}: not found by {arguments.most} programs")
+        count, program = found
+        seconds = round(time.monotonic() - begun, 1)
+        small = shrunk(program, defect.how)
+        record["defects"][defect.name] = {
+            "seed": program.seed,
+            "programs": count,
+            "seconds": seconds,
+            "how": defect.how(small),
+            "shrunk_to": source(small).splitlines(),
+        }
+        print(f"{defect.name}: {count} programs, {seconds} s\n{source(small)}", flush=True)
+    if arguments.result:
+        arguments.result.write_text(json.dumps(record, indent=2) + "\n")
+    os._exit(0)  # rank threads never end
+
+
+if __name__ == "__main__":
+    main()
