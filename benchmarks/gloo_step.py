@@ -35,8 +35,8 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import shardwise
-from shardwise.comm.tagged import TaggedWire
-from shardwise.comm.watch import WATCH
+from shardwise.comm.channels.gloo import TaggedWire
+from shardwise.comm.watchdog.thread import WATCH
 from shardwise.testing import run_ranks
 
 RESHARDING = "DeepSpeed ZeRO-3, resharding"

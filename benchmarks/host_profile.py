@@ -36,7 +36,7 @@ from counting import Cost, Counted, Counts, Stilled, counting_cost
 from measuring import Contender, Times, expect, parser, take_turns, wait_for, write
 from models import start_group
 
-from shardwise.comm.collectives import DONE
+from shardwise.comm.collectives.group import DONE
 
 GROUP, COPIES = "the group's own calls", "copies: casts, packing, copy-out"
 MEMORY, LANES = "memory that comes and goes", "marks, waits and lanes"
@@ -47,7 +47,8 @@ COUNTED, STILL = "shardwise, counted", "shardwise, still"
 # are counted on a GPU alone.
 METHODS = {
     GROUP: {
-        "shardwise.comm.collectives.GroupCalls": "issue_all_gather issue_all_gather_each issue_reduce_scatter"
+        "shardwise.comm.collectives.group.GroupCalls": "issue_all_gather issue_all_gather_each"
+        " issue_reduce_scatter"
     },
     COPIES: {
         "torch.Tensor": "copy_",
@@ -55,23 +56,23 @@ METHODS = {
         "shardwise.engine.*": "run fill",
     },
     MEMORY: {
-        "shardwise.engine.storage.Elastic": "grow shrink",
-        "shardwise.engine.storage.Movable": "grow grow_in shrink",
-        "shardwise.engine.reduction.Reduction": "_make_own_row",
+        "shardwise.engine.buffers.Elastic": "grow shrink",
+        "shardwise.engine.buffers.Movable": "grow grow_in shrink",
+        "shardwise.engine.reduce.reduce_in_flight.Reduction": "_make_own_row",
     },
     LANES: {
         "shardwise.comm.streams.CudaLane": "__enter__ __exit__ after_compute after mark",
         "shardwise.comm.streams.CudaLanes": "mark_compute compute_after host_after",
     },
     PYTHON: {
-        "shardwise.engine.hooks.Hooks": "pre_forward post_forward pre_backward post_backward flush",
-        "shardwise.engine.passes.Pass": "outputs_gradient_arrives inputs_gradients_are_done",
-        "shardwise.engine.unit.Unit": "issue_gather wait_gather reshard",
-        "shardwise.engine.unit_gradients.UnitGradients": "reduce",
-        "shardwise.engine.root.Root": "begin_forward start_reduce prefetch_before end_backward",
-        "shardwise.engine.gather.PackedGather": "issue finish",
-        "shardwise.comm.wire.Wire": "note",
-        "shardwise.engine.reduction.Reduction": "issue finish",
+        "shardwise.engine.unit.hooks.Hooks": "pre_forward post_forward pre_backward post_backward flush",
+        "shardwise.engine.unit.autograd_signals.Pass": "outputs_gradient_arrives inputs_gradients_are_done",
+        "shardwise.engine.unit.unit.Unit": "issue_gather wait_gather reshard",
+        "shardwise.engine.unit.unit_gradients.UnitGradients": "reduce",
+        "shardwise.engine.step.root.Root": "begin_forward start_reduce prefetch_before end_backward",
+        "shardwise.engine.gather.unit_gather.PackedGather": "issue finish",
+        "shardwise.comm.channels.channel.Wire": "note",
+        "shardwise.engine.reduce.reduce_in_flight.Reduction": "issue finish",
     },
 }
 
@@ -83,7 +84,7 @@ def classes(path: str, method: str) -> list[type]:
     if class_name != "*":
         return [owner] if isinstance(owner := getattr(room, class_name, None), type) else []
     rooms = [
-        importlib.import_module(f"{package}.{each.name}") for each in pkgutil.iter_modules(room.__path__)
+        importlib.import_module(each.name) for each in pkgutil.walk_packages(room.__path__, f"{package}.")
     ]
     return [
         owner

@@ -51,28 +51,28 @@ ENDS_ITSELF = (
 
 def catalogue(face: str) -> dict[str, Any]:
     """The cases of a face, by name; None for those that are made here."""
-    from tests.ranks import parting, parting_zero
+    from tests.ranks import divergence, divergence_zero
 
-    room: Any = parting_zero if face == "zero" else parting
-    groups = [room.PARTING, room.DIFFERING, room.BREAKING_OFF, parting.STRIKING, parting.HARMLESS]
+    room: Any = divergence_zero if face == "zero" else divergence
+    groups = [room.PARTING, room.DIFFERING, room.BREAKING_OFF, divergence.STRIKING, divergence.HARMLESS]
     found = {case.__name__: case for group in groups for case in group}
     if face == "zero":
         # Data is none of an optimizer's business.
         del found["an_empty_batch"]
-        found["a_state_dict_on_one"] = parting_zero.a_state_dict_on_one
+        found["a_state_dict_on_one"] = divergence_zero.a_state_dict_on_one
     return {**found, "a_late_rank": None, "a_closed_port": None}
 
 
 def make_run(face: str) -> Any:
-    from tests.ranks import parting, parting_zero
+    from tests.ranks import divergence, divergence_zero
 
-    return parting_zero.ZeroRun() if face == "zero" else parting.Run(face)
+    return divergence_zero.ZeroRun() if face == "zero" else divergence.Run(face)
 
 
 def be_rank(rank: int, world: int, who: int, port: int, face: str, name: str, report: Any) -> None:
     """One rank of one case; what it ended in goes to the caller."""
     torch.set_num_threads(1)
-    from tests.ranks import parting
+    from tests.ranks import divergence
 
     errs = rank == who
     if name == "a_late_rank" and errs:
@@ -96,7 +96,7 @@ def be_rank(rank: int, world: int, who: int, port: int, face: str, name: str, re
         ended, text = "finished", ""
     except BaseException as error:  # noqa: BLE001  whatever it is, it is what this rank ended in
         kind = type(error)
-        is_own = isinstance(error, (parting.Boom, SystemExit, KeyboardInterrupt)) and errs
+        is_own = isinstance(error, (divergence.Boom, SystemExit, KeyboardInterrupt)) and errs
         is_named = kind.__module__.startswith("shardwise")
         ended = "own" if is_own else "named" if is_named else "error"
         if isinstance(error, AssertionError):
@@ -114,7 +114,7 @@ def be_rank(rank: int, world: int, who: int, port: int, face: str, name: str, re
 def run_case(face: str, name: str, world: int, who: int, limit_seconds: float) -> dict[str, Any]:
     """Starts the ranks of one case, waits for them, and ends those that do not come back."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "shardwise", "tests.ranks.parting_zero"])
+    context.set_forkserver_preload(["torch", "shardwise", "tests.ranks.divergence_zero"])
     server: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes, ranks = [], []
     for rank in range(world):
@@ -162,7 +162,7 @@ def _in_order(ended: dict[int, tuple[str, str, float]]) -> list[tuple[str, str, 
 
 
 def _outcome(name: str, ends: list[str]) -> str:
-    from tests.ranks import parting
+    from tests.ranks import divergence
 
     if "hung" in ends:
         return "hung"
@@ -170,7 +170,7 @@ def _outcome(name: str, ends: list[str]) -> str:
         return "died"
     if all(end in ("named", "own") for end in ends):
         return "named"
-    harmless = {case.__name__ for case in parting.HARMLESS} | {"a_late_rank"}
+    harmless = {case.__name__ for case in divergence.HARMLESS} | {"a_late_rank"}
     if all(end == "finished" for end in ends):
         return "right" if name in harmless else "SILENT"
     return "SILENT" if all(end in ("finished", "different") for end in ends) else "an error"

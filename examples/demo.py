@@ -25,8 +25,8 @@ from pathlib import Path
 import torch
 
 from shardwise.checkpoint.weights import open_weights
-from shardwise.train.folder import new_folder
 from shardwise.train.records import read_metrics
+from shardwise.train.run_folder import new_folder
 
 
 def as_typed() -> str:

@@ -1,6 +1,8 @@
 """shardwise: train PyTorch models too big for one device, by sharding parameters, gradients and optimizer state."""
 
 from shardwise import optim, trace
+from shardwise.composable.fsdp_module import FSDPModule, UnshardHandle
+from shardwise.composable.fully_shard import fully_shard
 from shardwise.errors import (
     CheckpointError,
     ConfigError,
@@ -11,25 +13,23 @@ from shardwise.errors import (
     ShardwiseError,
     StateError,
 )
-from shardwise.frontends.auto_wrap import (
-    CustomPolicy,
-    ModuleWrapPolicy,
-    always_wrap_policy,
-    enable_wrap,
-    lambda_auto_wrap_policy,
-    size_based_auto_wrap_policy,
-    transformer_auto_wrap_policy,
-    wrap,
+from shardwise.forward_methods import register_fsdp_forward_method, share_comm_ctx
+from shardwise.policies import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    TrustPolicy,
+    set_trust,
 )
-from shardwise.frontends.capture import CapturedStep, capture
-from shardwise.frontends.entry_points import register_fsdp_forward_method, share_comm_ctx
-from shardwise.frontends.fully_shard import fully_shard
-from shardwise.frontends.grad_scaler import ShardedGradScaler
-from shardwise.frontends.module import FSDPModule, UnshardHandle
-from shardwise.frontends.norms import clip_grad_norm_
-from shardwise.frontends.optim_state import OptimStateKeyType
-from shardwise.frontends.options import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
-from shardwise.frontends.state_types import (
+from shardwise.training_step.clip_grad_norm import clip_grad_norm_
+from shardwise.training_step.cuda_graph import CapturedStep, capture
+from shardwise.training_step.grad_scaler import ShardedGradScaler
+from shardwise.training_step.uneven_batches import uneven
+from shardwise.version import __version__
+from shardwise.wrapper.optim_state_load import OptimStateKeyType
+from shardwise.wrapper.options import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from shardwise.wrapper.state_dict_types import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
     LocalOptimStateDictConfig,
@@ -41,17 +41,17 @@ from shardwise.frontends.state_types import (
     StateDictSettings,
     StateDictType,
 )
-from shardwise.frontends.uneven import uneven
-from shardwise.frontends.wrapper import FullyShardedDataParallel
-from shardwise.policies import (
-    CPUOffloadPolicy,
-    DataParallelMeshDims,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    TrustPolicy,
-    set_trust,
+from shardwise.wrapper.wrap_policies import (
+    CustomPolicy,
+    ModuleWrapPolicy,
+    always_wrap_policy,
+    enable_wrap,
+    lambda_auto_wrap_policy,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+    wrap,
 )
-from shardwise.version import __version__
+from shardwise.wrapper.wrapper import FullyShardedDataParallel
 from shardwise.zero import ZeroRedundancyOptimizer, hook_with_zero_step, hook_with_zero_step_interleaved
 
 __all__ = [

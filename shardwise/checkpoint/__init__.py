@@ -7,7 +7,7 @@ that is read here can run code.
 from shardwise.checkpoint.manifest import Manifest, read_manifest
 from shardwise.checkpoint.reading import load_parts
 from shardwise.checkpoint.saver import Saver
-from shardwise.checkpoint.state import TrainingState
 from shardwise.checkpoint.store import Store
+from shardwise.checkpoint.training_state import TrainingState
 
 __all__ = ["Manifest", "Saver", "Store", "TrainingState", "load_parts", "read_manifest"]

@@ -25,8 +25,8 @@ from shardwise.checkpoint.disk import RawFile, bytes_of, create_file, sync_folde
 from shardwise.checkpoint.manifest import ITEM_BYTES, MANIFEST, Chunk, Manifest, TensorRecord
 from shardwise.checkpoint.parts import dtype_name
 from shardwise.checkpoint.safetensors_file import DTYPE_NAMES
-from shardwise.checkpoint.state import MODEL
 from shardwise.checkpoint.store import Store
+from shardwise.checkpoint.training_state import MODEL
 from shardwise.checkpoint.weights import INDEX, Weight, Weights
 from shardwise.errors import CheckpointError, ConfigError
 

@@ -25,11 +25,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.checkpoint.image import Image, Outline, lay_out
 from shardwise.checkpoint.parts import Part
+from shardwise.checkpoint.staging import Image, Outline, lay_out
 from shardwise.checkpoint.store import Store
 from shardwise.checkpoint.writing import WritePlan, plan_writes, write_checkpoint
-from shardwise.engine.stepping import note_checkpoint
+from shardwise.engine.step.optimizer_hooks import note_checkpoint
 from shardwise.errors import CheckpointError
 
 __all__ = ["Outcome", "Saver"]

@@ -21,10 +21,10 @@ from shardwise.checkpoint.disk import read_file
 from shardwise.checkpoint.manifest import MANIFEST, first_damage, read_manifest
 from shardwise.checkpoint.reading import MappedFiles
 from shardwise.checkpoint.safetensors_file import read_safetensors
-from shardwise.checkpoint.state import MODEL
 from shardwise.checkpoint.store import Store
 from shardwise.checkpoint.strict_json import obj, shown
 from shardwise.checkpoint.torch_file import read_torch_file
+from shardwise.checkpoint.training_state import MODEL
 from shardwise.errors import CheckpointError
 
 __all__ = ["Weight", "Weights", "open_weights"]

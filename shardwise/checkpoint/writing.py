@@ -21,9 +21,9 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from shardwise.checkpoint.disk import FileRecord, RawFile, sync_folder, write_text
-from shardwise.checkpoint.image import FileLayout, Image, Outline, lay_out
 from shardwise.checkpoint.manifest import ITEM_BYTES, MANIFEST, Chunk, Manifest, TensorRecord
 from shardwise.checkpoint.parts import dtype_name
+from shardwise.checkpoint.staging import FileLayout, Image, Outline, lay_out
 from shardwise.errors import CheckpointError
 
 __all__ = ["WritePlan", "plan_writes", "write_checkpoint"]

@@ -21,8 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from shardwise.comm.coalesced import all_gather_bytes
-from shardwise.comm.collectives import GroupCalls, SoloCalls
+from shardwise.comm.collectives.group import GroupCalls, SoloCalls
+from shardwise.comm.exchange import all_gather_bytes
 from shardwise.errors import ConfigError, StateError
 from shardwise.policies import DataParallelMeshDims
 from shardwise.torch_internals import concatenate_meshes, flatten_mesh

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from shardwise.cuda_driver import Kernel, compile_kernels, pointers_to
-from shardwise.engine.storage import Elastic
+from shardwise.engine.buffers import Elastic
 from shardwise.plan.spans import ceil_div
 from shardwise.plan.strips import Strip
 

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.comm.coalesced import all_gather_bytes
-from shardwise.engine.whole import whole_of
+from shardwise.comm.exchange import all_gather_bytes
+from shardwise.composable.fully_shard import fully_shard
+from shardwise.engine.gather.full_tensors import whole_of
 from shardwise.errors import ConfigError
-from shardwise.frontends.fully_shard import fully_shard
 from shardwise.testing.ranks import run_ranks
 
 __all__ = ["ParityReport", "check_parity"]

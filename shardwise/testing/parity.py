@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from shardwise.comm.coalesced import all_gather_bytes
+from shardwise.comm.exchange import all_gather_bytes
 from shardwise.testing.workloads import Batch, Workload
 from shardwise.torch_internals import map_tree
 

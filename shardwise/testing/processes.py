@@ -28,8 +28,8 @@ from typing import Any
 import torch
 
 from shardwise.errors import ConfigError, StateError
-from shardwise.testing.exchange import Exchange
 from shardwise.testing.failures import failure_of
+from shardwise.testing.pool_call import Exchange
 from shardwise.testing.rank_process import START_SECONDS, Worker
 from shardwise.testing.worker import Job
 

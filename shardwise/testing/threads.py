@@ -35,7 +35,7 @@ import torch.distributed as dist
 
 from shardwise import torch_internals, torch_threads
 from shardwise.comm.mesh import forget_meshes
-from shardwise.comm.watch import WATCH
+from shardwise.comm.watchdog.thread import WATCH
 from shardwise.errors import StateError
 from shardwise.testing.failures import SIGNALS_WAIT_SECONDS, Outcome, RankReport, failure_of
 

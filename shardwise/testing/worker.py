@@ -37,7 +37,7 @@ import torch.distributed as dist
 
 from shardwise import torch_internals
 from shardwise.comm.mesh import forget_meshes
-from shardwise.comm.watch import WATCH
+from shardwise.comm.watchdog.thread import WATCH
 from shardwise.errors import ConfigError, lost_its_peers
 
 __all__ = ["CLEAN_UP", "DONE", "READY", "Answer", "Job", "ThreadError", "serve", "threads_path"]

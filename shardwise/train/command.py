@@ -20,8 +20,13 @@ from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.policies import set_trust, trust
 from shardwise.train.config import Config, with_settings
 from shardwise.train.display import Quiet, make_display
-from shardwise.train.extras import require
-from shardwise.train.folder import (
+from shardwise.train.launch import Given, given_ranks, joined, plan_ranks, run_own_ranks
+from shardwise.train.loop import Trainer
+from shardwise.train.optional_packages import require
+from shardwise.train.rank_log import RankLog, failure_of, remove_empty_logs
+from shardwise.train.recipes import RECIPES, load_recipe
+from shardwise.train.records import CONFIG
+from shardwise.train.run_folder import (
     LOCK,
     LOGS,
     FolderLock,
@@ -30,11 +35,6 @@ from shardwise.train.folder import (
     refuse_checkpoints_in,
     refuse_links_in,
 )
-from shardwise.train.launch import Given, given_ranks, joined, plan_ranks, run_own_ranks
-from shardwise.train.loop import Trainer
-from shardwise.train.rank_log import RankLog, failure_of, remove_empty_logs
-from shardwise.train.recipes import RECIPES, load_recipe
-from shardwise.train.records import CONFIG
 from shardwise.train.team import Team
 
 __all__ = ["Request", "train"]

@@ -24,8 +24,8 @@ from torch import Tensor
 from shardwise.checkpoint.disk import bytes_of
 from shardwise.errors import ConfigError
 from shardwise.train.config import Data
-from shardwise.train.extras import require
-from shardwise.train.files import replace_file
+from shardwise.train.optional_packages import require
+from shardwise.train.run_files import replace_file
 
 __all__ = ["Corpus", "Samples", "needs_tokenizing", "open_corpus", "tokenize", "tokens_state"]
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, Protocol, TextIO
 
 from shardwise.train.config import Output
-from shardwise.train.extras import optional
+from shardwise.train.optional_packages import optional
 from shardwise.train.records import RunFacts, StepRecord, Summary
 
 __all__ = ["Display", "JsonLines", "Lines", "Lossy", "Quiet", "make_display", "sparkline"]

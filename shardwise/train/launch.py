@@ -33,8 +33,8 @@ import torch
 import torch.distributed as dist
 
 from shardwise.errors import ConfigError
-from shardwise.train.folder import CHECKPOINTS, LOGS
 from shardwise.train.rank_log import Failure, RankLog, log_path, remove_empty_logs, signal_name
+from shardwise.train.run_folder import CHECKPOINTS, LOGS
 
 __all__ = ["Given", "given_ranks", "joined", "plan_ranks", "run_own_ranks"]
 

@@ -19,21 +19,21 @@ from typing import Any
 import torch
 
 import shardwise.train.data as data_room
-from shardwise.checkpoint.state import TrainingState
 from shardwise.checkpoint.store import Store
+from shardwise.checkpoint.training_state import TrainingState
 from shardwise.errors import CheckpointError, ConfigError, StateError
 from shardwise.policies import set_trust
+from shardwise.train.checkpointing import Keeper
 from shardwise.train.config import Config, as_json
 from shardwise.train.display import Display, Lossy, Quiet
-from shardwise.train.files import replace_file
-from shardwise.train.folder import CHECKPOINTS
 from shardwise.train.hardware import memory_bytes, peak_flops
 from shardwise.train.interrupt import Interrupt
-from shardwise.train.keeping import Keeper
-from shardwise.train.order import SampleOrder, plan_order
 from shardwise.train.parallel import Parallel
 from shardwise.train.records import CONFIG, RunFacts, StepRecord, Summary, read_metrics
 from shardwise.train.report import Report, Unwritten
+from shardwise.train.run_files import replace_file
+from shardwise.train.run_folder import CHECKPOINTS
+from shardwise.train.sample_order import SampleOrder, plan_order
 from shardwise.train.step import Progress, Stepper
 from shardwise.train.team import Team
 

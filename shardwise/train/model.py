@@ -19,7 +19,7 @@ import torch.nn.functional as F  # noqa: N812  the name everyone knows
 from torch import Tensor, nn
 
 from shardwise.errors import ConfigError
-from shardwise.train.extras import require
+from shardwise.train.optional_packages import require
 
 __all__ = ["HuggingFaceModel", "Llama", "LlamaBlock", "LlamaModel", "ModelSource", "OwnModel"]
 

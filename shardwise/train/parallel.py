@@ -35,16 +35,16 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.checkpoint.parts import part_of
+from shardwise.composable.fsdp_module import FSDPModule
+from shardwise.composable.fully_shard import fully_shard
 from shardwise.errors import ConfigError, StateError
-from shardwise.frontends.auto_wrap import ModuleWrapPolicy
-from shardwise.frontends.fully_shard import fully_shard
-from shardwise.frontends.module import FSDPModule
-from shardwise.frontends.norms import clip_grad_norm_
-from shardwise.frontends.options import MixedPrecision, ShardingStrategy
-from shardwise.frontends.wrapper import FullyShardedDataParallel
 from shardwise.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardwise.train.config import Optimization, Sharding
 from shardwise.train.model import ModelSource
+from shardwise.training_step.clip_grad_norm import clip_grad_norm_
+from shardwise.wrapper.options import MixedPrecision, ShardingStrategy
+from shardwise.wrapper.wrap_policies import ModuleWrapPolicy
+from shardwise.wrapper.wrapper import FullyShardedDataParallel
 from shardwise.zero import ZeroRedundancyOptimizer
 
 __all__ = ["Parallel", "learning_rate", "num_replicas"]

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.errors import ShardwiseError, follows_from_a_peer
-from shardwise.train.files import open_for_append
+from shardwise.train.run_files import open_for_append
 
 __all__ = ["Failure", "RankLog", "failure_of", "log_path", "remove_empty_logs", "signal_name"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise.train.files import replace_file
+from shardwise.train.run_files import replace_file
 
 __all__ = [
     "CONFIG",

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.train.display import Display
-from shardwise.train.extras import optional, require
-from shardwise.train.files import LineFile, replace_file
+from shardwise.train.optional_packages import optional, require
 from shardwise.train.records import (
     CURVE,
     METRICS,
@@ -25,6 +24,7 @@ from shardwise.train.records import (
     keep_metrics_up_to,
     read_metrics,
 )
+from shardwise.train.run_files import LineFile, replace_file
 
 __all__ = ["Report", "Unwritten"]
 

@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 
 from shardwise.train.config import Config
 from shardwise.train.data import Samples
-from shardwise.train.diagnosis import first_bad_unit
-from shardwise.train.order import SampleOrder
+from shardwise.train.non_finite import first_bad_unit
 from shardwise.train.parallel import Parallel, learning_rate
+from shardwise.train.sample_order import SampleOrder
 from shardwise.train.team import Team
 
 __all__ = ["Progress", "Stepped", "Stepper"]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.join import JoinHook
 
-from shardwise.comm.coalesced import all_gather_bytes, plan_exchange
+from shardwise.comm.exchange import all_gather_bytes, plan_exchange
 from shardwise.zero.partition import Partition
 
 __all__ = ["ZeroJoinHook", "share_gradients"]

@@ -21,9 +21,9 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.optim import Optimizer
 
-from shardwise.comm.path import code_of
+from shardwise.comm.channels.collective_log import code_of
 from shardwise.errors import ConfigError, StateError
-from shardwise.optim.elementwise import is_elementwise
+from shardwise.optim.elementwise_classes import is_elementwise
 from shardwise.plan.ownership import Piece
 from shardwise.torch_internals import (
     join_is_watching,
@@ -32,11 +32,11 @@ from shardwise.torch_internals import (
     run_before_load_state_dict,
     run_before_state_dict,
 )
-from shardwise.zero import admission, consolidated, sharded
-from shardwise.zero.accord import Accord
+from shardwise.zero import argument_checks, consolidated_state, sharded_state
 from shardwise.zero.join import ZeroJoinHook, share_gradients
-from shardwise.zero.local import LocalOptimizer
+from shardwise.zero.local_optimizer import LocalOptimizer
 from shardwise.zero.partition import Partition
+from shardwise.zero.step_agreement import Accord
 from shardwise.zero.sync import ParameterSync
 
 __all__ = ["ZeroRedundancyOptimizer"]
@@ -71,16 +71,16 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         balanced: bool = False,
         **defaults: Any,
     ) -> None:
-        self.process_group = admission.group_or_world(process_group)
+        self.process_group = argument_checks.group_or_world(process_group)
         self.world_size = self.process_group.size()
         self.rank = self.process_group.rank()
         self.global_rank = dist.get_global_rank(self.process_group, self.rank)
         self.parameters_as_bucket_view = parameters_as_bucket_view
         self.overlap_with_ddp = overlap_with_ddp
         self.initialized = False
-        with admission.telling_the_others(self.process_group):
-            listed = admission.list_parameters(params)
-            admission.check_class(
+        with argument_checks.telling_the_others(self.process_group):
+            listed = argument_checks.list_parameters(params)
+            argument_checks.check_class(
                 optimizer_class, self.world_size, balanced=balanced, overlap=overlap_with_ddp
             )
             # torch's constructor adds the groups one by one, when there is nobody yet to share them out.
@@ -90,8 +90,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         groups = [group["params"] for group in self.param_groups]
         options = f"{optimizer_class.__qualname__}, balanced={balanced}, views={parameters_as_bucket_view}"
         # Agreement comes first: what is refused after it is refused on every rank.
-        admission.check_ranks_agree(self.param_groups, options, self.process_group)
-        admission.check_parameters([param for group in groups for param in group])
+        argument_checks.check_ranks_agree(self.param_groups, options, self.process_group)
+        argument_checks.check_parameters([param for group in groups for param in group])
 
         self.partition = Partition(self.rank, self.world_size, balanced=balanced)
         self.partition.add_groups(groups)
@@ -128,15 +128,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if not self.initialized:
             super().add_param_group(param_group)
             return
-        with admission.telling_the_others(self.process_group):
+        with argument_checks.telling_the_others(self.process_group):
             super().add_param_group(param_group)
         added = self.param_groups[-1]["params"]
         first = len(self.partition.params)
         try:
-            admission.check_ranks_agree(
+            argument_checks.check_ranks_agree(
                 [self.param_groups[-1]], "add_param_group", self.process_group, first=first
             )
-            admission.check_parameters(added, first=first)
+            argument_checks.check_parameters(added, first=first)
         except Exception:
             self.param_groups.pop()
             raise
@@ -236,8 +236,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.local.take_options()
         gathered: list[Any] | None = [None] * self.world_size if self.rank == to else None
         own = (
-            consolidated.owned_state(self.partition, self.optim.state),
-            consolidated.loose_state(self.optim.state),
+            consolidated_state.owned_state(self.partition, self.optim.state),
+            consolidated_state.loose_state(self.optim.state),
         )
         code = code_of(f"consolidate the state of a ZeroRedundancyOptimizer on rank {to}")
         self.accord.wire.agree(code)
@@ -245,7 +245,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             dist.gather_object(own, gathered, group=self.process_group, group_dst=to)
         self._consolidated = None
         if gathered is not None:
-            self._consolidated = consolidated.consolidate(gathered, self.partition.params)
+            self._consolidated = consolidated_state.consolidate(gathered, self.partition.params)
 
     def state_dict(self) -> dict[str, Any]:
         """The state as last consolidated on this rank, in the form of an unsharded optimizer's."""
@@ -264,16 +264,16 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Takes this rank's part of a consolidated state dict; each rank passes the whole of it."""
         state_dict = run_before_load_state_dict(self, state_dict)
         groups = [group["params"] for group in self.param_groups]
-        consolidated.check_fits(state_dict, groups, element_wise=self._element_wise)
-        positions = consolidated.saved_positions(state_dict)
+        consolidated_state.check_fits(state_dict, groups, element_wise=self._element_wise)
+        positions = consolidated_state.saved_positions(state_dict)
         by_param = {
             positions[number]: values
             for number, values in state_dict["state"].items()
             if number in positions and values
         }
         self._load(
-            consolidated.state_of_own_pieces(self.partition, by_param),
-            consolidated.loose_part(state_dict),
+            consolidated_state.state_of_own_pieces(self.partition, by_param),
+            consolidated_state.loose_part(state_dict),
             state_dict["param_groups"],
         )
         run_after_load_state_dict(self)
@@ -291,20 +291,24 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             prefix: what comes before these keys in the checkpoint, such as ``"optimizer."``.
         """
         if like is None:
-            entries = sharded.sharded_entries(self.partition, self.optim.state)
+            entries = sharded_state.sharded_entries(self.partition, self.optim.state)
         else:
-            entries = sharded.templates(self.partition, like, prefix, element_wise=self._element_wise)
-        orders = sharded.memory_orders(self.partition.params)
+            entries = sharded_state.templates(self.partition, like, prefix, element_wise=self._element_wise)
+        orders = sharded_state.memory_orders(self.partition.params)
         return {"param_groups": self.local.saved_groups(), "memory_orders": orders, **entries}
 
     def load_sharded_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes what a checkpoint was loaded into: a ``sharded_state_dict()`` of this optimizer."""
         saved = state_dict["param_groups"]
         groups = [group["params"] for group in self.param_groups]
-        consolidated.check_fits({"state": {}, "param_groups": saved}, groups, element_wise=self._element_wise)
-        sharded.check_memory_orders(state_dict["memory_orders"], self.partition.params)
+        consolidated_state.check_fits(
+            {"state": {}, "param_groups": saved}, groups, element_wise=self._element_wise
+        )
+        sharded_state.check_memory_orders(state_dict["memory_orders"], self.partition.params)
         self._load(
-            sharded.state_of_sharded(self.partition, state_dict), sharded.loose_part(state_dict), saved
+            sharded_state.state_of_sharded(self.partition, state_dict),
+            sharded_state.loose_part(state_dict),
+            saved,
         )
 
     def _load(

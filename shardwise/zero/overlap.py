@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise.comm.coalesced import Exchange, Pending, all_gather_bytes, carrier_device
+from shardwise.comm.exchange import Exchange, Pending, all_gather_bytes, carrier_device
 from shardwise.comm.streams import Mark, lanes_for
 from shardwise.errors import ConfigError
 from shardwise.plan.ownership import Piece

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from shardwise.comm.coalesced import Exchange, neighbours_of, plan_exchange
-from shardwise.comm.collectives import wire_of
-from shardwise.comm.neighbours import Neighbours
-from shardwise.comm.same_host import DirectReads, zeros_in_huge_pages
+from shardwise.comm.collectives.group import wire_of
+from shardwise.comm.exchange import Exchange, neighbours_of, plan_exchange
+from shardwise.comm.shared_memory.direct_reads import DirectReads, zeros_in_huge_pages
+from shardwise.comm.shared_memory.process_vm import Neighbours
 from shardwise.zero.partition import Partition, Run
 
 __all__ = ["ParameterSync", "plan_piece_exchanges"]

@@ -21,11 +21,11 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.engine import replaced
-from shardwise.engine.binding import membership
-from shardwise.engine.hooks import Hooks
-from shardwise.engine.passes import Pass
-from shardwise.engine.unit_gradients import UnitGradients
+from shardwise.engine.unit import replaced_parameters
+from shardwise.engine.unit.autograd_signals import Pass
+from shardwise.engine.unit.binding import membership
+from shardwise.engine.unit.hooks import Hooks
+from shardwise.engine.unit.unit_gradients import UnitGradients
 from tests.fuzz import trial
 from tests.fuzz.programs import Program, draw, source
 from tests.fuzz.shrink import shrunk
@@ -39,13 +39,13 @@ def an_exception_leaves_the_unit_held(patch: pytest.MonkeyPatch) -> None:
 
 
 def ties_within_a_unit_are_not_followed(patch: pytest.MonkeyPatch) -> None:
-    tied_to = replaced._tied_to
+    tied_to = replaced_parameters._tied_to
 
     def tied_to_another_unit(shown: Any, slot: Any) -> Any:
         found, own = tied_to(shown, slot), membership(slot.sharded)
         return None if found is None or own is None or found[0] is own[0] else found
 
-    patch.setattr(replaced, "_tied_to", tied_to_another_unit)
+    patch.setattr(replaced_parameters, "_tied_to", tied_to_another_unit)
 
 
 def a_unit_remembers_one_call(patch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from shardwise import (
     OffloadPolicy,
     fully_shard,
 )
-from shardwise.engine import gather
+from shardwise.engine.gather import unit_gather
 from shardwise.testing import run_ranks
 from shardwise.testing.parity import (
     BF16,
@@ -115,7 +115,7 @@ def in_place_and_by_rows(precision):
     found, counts = [], {}
     for smallest in (0, 1 << 40):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(gather, "_IN_PLACE_BYTES", smallest)
+            patch.setattr(unit_gather, "_IN_PLACE_BYTES", smallest)
             torch.manual_seed(0)
             model = torch.nn.Sequential(*[torch.nn.Linear(16, 16) for _ in range(3)]).cuda()
             for layer in model:

@@ -7,10 +7,10 @@ import torch
 
 from shardwise import cuda_driver
 from shardwise.engine import kernels
-from shardwise.engine.gather import CopyPieces
+from shardwise.engine.buffers import Elastic
+from shardwise.engine.gather.unit_gather import CopyPieces
 from shardwise.engine.kernels import CopyOutKernel, PackKernel, plan_copy_out_kernel, plan_pack_kernel
-from shardwise.engine.pack import LinePack, PiecewisePack
-from shardwise.engine.storage import Elastic
+from shardwise.engine.reduce.pack import LinePack, PiecewisePack
 from shardwise.plan.flat import FlatPacking, plan_flat
 from shardwise.plan.layout import RowParam
 from shardwise.plan.rows import RowsPacking, plan_rows

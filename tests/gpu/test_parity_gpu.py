@@ -23,7 +23,7 @@ from shardwise.testing.parity import (
 )
 from shardwise.testing.workloads import WORKLOADS, TiedTransformer, seeded
 from tests.ranks.models import Layers, held_bytes, is_sharded, seen_weights
-from tests.ranks.test_fs9_prefetch import BACKWARD_OF_LAYERS, BACKWARD_OF_ROOT, FORWARD
+from tests.ranks.test_prefetch import BACKWARD_OF_LAYERS, BACKWARD_OF_ROOT, FORWARD
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]
 

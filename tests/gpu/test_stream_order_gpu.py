@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import CPUOffloadPolicy, FullyShardedDataParallel, OffloadPolicy, fully_shard
-from shardwise.engine.binding import units_of
+from shardwise.engine.unit.binding import units_of
 from shardwise.testing import run_ranks
 
 NUMEL = 1 << 18
@@ -565,7 +565,7 @@ def waits_in(source: str) -> Counter[Site]:
 
 def test_every_wait_in_the_engine_has_its_test():
     found: Counter[Site] = Counter()
-    for path in ENGINE.glob("*.py"):
+    for path in ENGINE.rglob("*.py"):
         found.update(waits_in(path.read_text()))
     tested = Counter(wait.site for wait in WAITS.values())
     tested[Site("_run_all_reduce_hook", "wait_stream")] = 2

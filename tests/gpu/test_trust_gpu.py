@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from shardwise import FullyShardedDataParallel, PeerFailure, RankDisagreement, fully_shard, set_trust
-from shardwise.comm.stacks import stack_of
-from shardwise.testing import RankFailure, exchange, run_ranks
+from shardwise.comm.watchdog.stacks import stack_of
+from shardwise.testing import RankFailure, pool_call, run_ranks
 from shardwise.testing.workloads import seeded
-from tests.ranks.parting import WIDTH, Model
+from tests.ranks.divergence import WIDTH, Model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]
 worlds = pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def err(errs_by, checks, looks_at_the_loss, face):
 def stories(world_size, errs_by, *, checks="step", looks_at_the_loss=False, face="fully_shard"):
     with pytest.MonkeyPatch.context() as patch:
         # A rank that was killed has failed: those who wait for it need time to find out and tell.
-        patch.setattr(exchange, "_GRACE_SECONDS", 20.0)
+        patch.setattr(pool_call, "_GRACE_SECONDS", 20.0)
         options = (errs_by, checks, looks_at_the_loss, face)
         with pytest.raises(RankFailure) as failure:
             run_ranks(err, world_size, *options, kind="nccl", timeout_seconds=60)
@@ -130,7 +130,7 @@ def begin_without_the_last():
 
 def test_a_rank_that_does_not_come_to_the_model_is_named():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exchange, "_GRACE_SECONDS", 10.0)
+        patch.setattr(pool_call, "_GRACE_SECONDS", 10.0)
         with pytest.raises(RankFailure) as failure:
             run_ranks(begin_without_the_last, 3, kind="nccl", timeout_seconds=40)
     told = {report.rank: report.details for report in failure.value.reports}

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import shardwise
-from shardwise.frontends.capturable import Optimizers
+from shardwise.training_step.capturable_optimizers import Optimizers
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")

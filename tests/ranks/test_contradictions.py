@@ -8,14 +8,14 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise import ConfigError, MixedPrecisionPolicy, fully_shard
-from shardwise.engine.storage import allocate_shards
+from shardwise.engine.buffers import allocate_shards
 from shardwise.plan.rows import RowParam, plan_rows
 from shardwise.testing import run_ranks
 from shardwise.testing.workloads import seeded
 from tests.ranks.models import Layers, TwoLayers, data, match_plain
 from tests.ranks.subject import beyond_torch
 from tests.ranks.test_bad_input import is_unharmed, refused
-from tests.ranks.test_fs10_settings import GatherComm, ReduceComm
+from tests.ranks.test_settings import GatherComm, ReduceComm
 
 pytestmark = beyond_torch
 

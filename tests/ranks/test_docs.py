@@ -187,7 +187,10 @@ def test_paragraphs_are_wrapped():
 def test_files_that_the_architecture_names_exist():
     text = (REPOSITORY / "ARCHITECTURE.md").read_text()
     rooms = set(
-        re.findall(r"`((?:plan|comm|engine|frontends|zero|optim|checkpoint|train|testing)/\w+\.py)", text)
+        re.findall(
+            r"`((?:plan|comm|engine|training_step|composable|wrapper|zero|optim|checkpoint|train|testing)/[\w/]+\.py)",
+            text,
+        )
     )
     tests = set(re.findall(r"`(test_\w+\.py|tests/\w+/\w+\.py)`", text))
     assert len(rooms) > 20
@@ -202,14 +205,19 @@ def test_files_that_the_architecture_names_exist():
 
 def test_the_house_is_drawn_as_it_is():
     text = (REPOSITORY / "ARCHITECTURE.md").read_text()
-    drawn, folder = set(), ""
-    for line in text.split("```")[1].split("\n"):
-        if match := re.match(r"  (\w+)/", line):
-            folder = match[1] + "/"
-        elif match := re.match(r"    (\w+\.py) ", line):
-            drawn.add(folder + match[1])
+    drawn, folders = set(), []
+    for line in text.split("```")[1].split("\n")[2:-1]:
+        match = re.match(r"((?:  )+)(\w+)(/|\.py)(?: |$)", line)
+        assert match, line
+        depth = len(match[1]) // 2 - 1
+        if match[3] == "/":
+            folders[depth:] = [match[2]]
+        elif match[2] != "__init__":
+            drawn.add("/".join([*folders[:depth], match[2] + ".py"]))
     package = REPOSITORY / "shardwise"
-    real = {str(path.relative_to(package)) for path in package.glob("*/*.py") if path.name != "__init__.py"}
+    real = {
+        str(path.relative_to(package)) for path in package.rglob("*.py") if not path.name.startswith("__")
+    }
     assert drawn == real
 
 
@@ -242,7 +250,9 @@ def test_names_that_the_architecture_uses_are_defined():
 
 
 def test_rooms_hold_what_the_architecture_says_they_hold():
-    quoted = re.findall(r"`(?:\w+/)?([a-z_]+)\.(?!py`)(\w+)`", (REPOSITORY / "ARCHITECTURE.md").read_text())
+    quoted = re.findall(
+        r"`(?:[\w/]+/)?([a-z_]+)\.(?!py`)(\w+)`", (REPOSITORY / "ARCHITECTURE.md").read_text()
+    )
     rooms = {}
     for path in (REPOSITORY / "shardwise").rglob("*.py"):
         rooms[path.stem] = rooms.get(path.stem, "") + path.read_text()

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor.debug import CommDebugMode
 
-from shardwise.comm.collectives import GroupCalls
+from shardwise.comm.collectives.group import GroupCalls
 from shardwise.testing import run_ranks
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.checkpoint import disk
-from shardwise.checkpoint import image as image_room
+from shardwise.checkpoint import staging as image_room
 from shardwise.checkpoint.manifest import first_damage, read_manifest
 from shardwise.checkpoint.parts import Part, part_of
 from shardwise.checkpoint.saver import Saver

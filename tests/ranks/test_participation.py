@@ -24,8 +24,8 @@ from shardwise import (
 )
 from shardwise.testing import run_ranks
 from shardwise.testing.workloads import seeded
+from tests.ranks.divergence import LONG_SECONDS, WIDTH, Block, Boom, timeouts_of
 from tests.ranks.models import data, same, same_parameters, sgd
-from tests.ranks.parting import LONG_SECONDS, WIDTH, Block, Boom, timeouts_of
 from tests.ranks.subject import beyond_torch
 from tests.ranks.tables import run_cases, slow
 
@@ -215,8 +215,8 @@ def test_four_processes_take_different_branches():
 
 
 def test_at_debug_level_detail_branches_are_no_difference_of_order(monkeypatch):
-    for room in ("order", "wrapper"):
-        monkeypatch.setattr(f"shardwise.frontends.{room}.debugs_in_detail", lambda: True)
+    for module in ("execution_order", "wrapper"):
+        monkeypatch.setattr(f"shardwise.wrapper.{module}.debugs_in_detail", lambda: True)
     run_cases(train, 2, [{**wrapper(), **BRANCHES}])
 
 

@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from shardwise import fully_shard
-from shardwise.comm.stacks import stack_of
-from shardwise.comm.watch import WATCH
+from shardwise.comm.watchdog.stacks import stack_of
+from shardwise.comm.watchdog.thread import WATCH
 from shardwise.errors import ConfigError, PeerFailure, StateError
-from shardwise.testing import RankFailure, RankReport, RankTimeout, close_pools, exchange, run_ranks, threads
+from shardwise.testing import RankFailure, RankReport, RankTimeout, close_pools, pool_call, run_ranks, threads
 from shardwise.testing.failures import Outcome, failure_of
 
 CPU_KINDS = ["threads", "gloo"]
@@ -361,7 +361,7 @@ def test_peers_that_wait_are_told_as_torn_down_and_hold_nothing_up(kind):
 @pytest.fixture
 def every_rank_is_heard(monkeypatch):
     """However slow a rank is, its own story is waited for. For calls in which all ranks raise."""
-    monkeypatch.setattr(exchange, "_OWN_STORY_SECONDS", LONGER_THAN_A_TEST_SECONDS)
+    monkeypatch.setattr(pool_call, "_OWN_STORY_SECONDS", LONGER_THAN_A_TEST_SECONDS)
     monkeypatch.setattr(threads, "_INTERRUPT_SECONDS", LONGER_THAN_A_TEST_SECONDS)
     monkeypatch.setattr(threads, "_GRACE_SECONDS", 2 * LONGER_THAN_A_TEST_SECONDS)
 

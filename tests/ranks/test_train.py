@@ -16,9 +16,9 @@ from shardwise.errors import ConfigError, StateError
 from shardwise.policies import set_trust, trust
 from shardwise.testing import run_ranks
 from shardwise.train import data as data_room
-from shardwise.train import files, loop
-from shardwise.train.extras import require
+from shardwise.train import loop, run_files
 from shardwise.train.model import OwnModel
+from shardwise.train.optional_packages import require
 from tests.ranks.training import (
     STEPS,
     Noted,
@@ -330,12 +330,12 @@ def train_where_little_can_be_written(config, folder):
     def full(*_args):
         raise OSError(28, "No space left on device")
 
-    append, files.open_for_append = files.open_for_append, full
+    append, run_files.open_for_append = run_files.open_for_append, full
     try:
         with pytest.raises(StateError) as told:
             run_part(config, folder, display=(display := Noted()))
     finally:
-        files.open_for_append = append
+        run_files.open_for_append = append
     return str(told.value), display.lines, display.summary
 
 

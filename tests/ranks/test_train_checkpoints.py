@@ -22,8 +22,8 @@ from shardwise.checkpoint import convert, weights
 from shardwise.checkpoint.manifest import MANIFEST, Manifest, first_damage, read_manifest
 from shardwise.checkpoint.parts import Part, part_of
 from shardwise.checkpoint.saver import Saver
-from shardwise.checkpoint.state import TrainingState
 from shardwise.checkpoint.store import Store
+from shardwise.checkpoint.training_state import TrainingState
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.testing import run_ranks
 from shardwise.train.resume import find_good_checkpoint

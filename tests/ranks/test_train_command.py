@@ -22,9 +22,9 @@ from shardwise.errors import ConfigError
 from shardwise.testing import run_ranks
 from shardwise.train.display import Lines
 from shardwise.train.doctor import Finding
-from shardwise.train.folder import new_folder, newest_folder
 from shardwise.train.live import Live
 from shardwise.train.records import RunFacts, StepRecord, Summary
+from shardwise.train.run_folder import new_folder, newest_folder
 from tests.ranks.training import run_part, small_config, write_text
 
 REPOSITORY = Path(__file__).parents[2]

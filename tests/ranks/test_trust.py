@@ -16,24 +16,24 @@ import torch
 import torch.distributed as dist
 
 from shardwise import PeerFailure, RankDisagreement, StateError
-from shardwise.comm import native as native_wires
-from shardwise.comm import wire
-from shardwise.comm.collectives import GroupCalls
-from shardwise.comm.native import NativeWire
-from shardwise.comm.path import code_of
-from shardwise.comm.watch import watch_over
-from shardwise.comm.wire import LostConnection, Verdict
-from shardwise.engine.binding import units_of
+from shardwise.comm.channels import backend as native_wires
+from shardwise.comm.channels import channel as channels
+from shardwise.comm.channels.backend import NativeWire
+from shardwise.comm.channels.channel import LostConnection, Verdict
+from shardwise.comm.channels.collective_log import code_of
+from shardwise.comm.collectives.group import GroupCalls
+from shardwise.comm.watchdog.thread import watch_over
+from shardwise.engine.unit.binding import units_of
 from shardwise.testing import run_ranks
-from tests.ranks import parting, parting_zero
-from tests.ranks.parting import LONG_SECONDS, Boom, Run, timeouts_of
-from tests.ranks.parting_zero import ZeroRun
+from tests.ranks import divergence, divergence_zero
+from tests.ranks.divergence import LONG_SECONDS, Boom, Run, timeouts_of
+from tests.ranks.divergence_zero import ZeroRun
 from tests.ranks.subject import beyond_torch
 from tests.ranks.tables import slow
 
 pytestmark = beyond_torch
 
-FACES = {"fully_shard": parting, "wrapper": parting, "zero": parting_zero}
+FACES = {"fully_shard": divergence, "wrapper": divergence, "zero": divergence_zero}
 
 
 def outcomes(cases, who, face):
@@ -67,10 +67,10 @@ OWN = {
 
 def check(world_size, who, face, kind):
     room = FACES[face]
-    harmless = [] if face == "zero" else [parting.an_empty_batch]
+    harmless = [] if face == "zero" else [divergence.an_empty_batch]
     parted = list(room.PARTING)
     if face != "zero":
-        (parted if face == "wrapper" else harmless).append(parting.a_state_dict_on_one)
+        (parted if face == "wrapper" else harmless).append(divergence.a_state_dict_on_one)
     who %= world_size
     cases = [*parted, *room.DIFFERING, *room.BREAKING_OFF, *harmless]
     told = run_ranks(outcomes, world_size, cases, who, face, kind=kind)
@@ -145,7 +145,7 @@ def late_verdict():
             time.sleep(0.5)
         run.good_step()
         with pytest.raises(RankDisagreement, match=r"rank 1 went on to gather 'blocks\.2'"):
-            parting.another_layer_of_the_same_shape(run, errs=rank == 1)
+            divergence.another_layer_of_the_same_shape(run, errs=rank == 1)
         run.good_step()
 
 
@@ -204,7 +204,7 @@ def failing_collectives():
 
     calls._all_gather = calls._reduce_scatter = lost
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(wire, "_WATCH_KNOWS_SECONDS", 0.1)
+        patch.setattr(channels, "_WATCH_KNOWS_SECONDS", 0.1)
         with pytest.raises(PeerFailure, match="is lost: remote process exited: recv failed\n"):
             calls.issue_all_gather(torch.empty(2), torch.ones(1))
         patch.setattr(type(calls.group), "alltoall_base", lost)
@@ -245,7 +245,7 @@ def failing_collectives():
     ids=lambda value: "" if isinstance(value, bool) else str(value)[:40],
 )
 def test_only_a_lost_connection_is_called_one(error, is_lost):
-    assert wire.is_lost_connection(error) is is_lost
+    assert channels.is_lost_connection(error) is is_lost
 
 
 def own_errors():

@@ -12,8 +12,8 @@ from torch import nn
 from shardwise import ConfigError, NonFiniteGradients, fully_shard, set_trust
 from shardwise.testing import check_parity, run_ranks
 from shardwise.testing.workloads import seeded
+from tests.ranks.divergence import Block, Model, Run, timeouts_of
 from tests.ranks.models import TwoLayers, data, same_parameters
-from tests.ranks.parting import Block, Model, Run, timeouts_of
 from tests.ranks.subject import beyond_torch
 
 pytestmark = beyond_torch

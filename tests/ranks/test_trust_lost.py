@@ -18,13 +18,15 @@ import torch.distributed as dist
 
 from shardwise import PeerFailure, set_trust, trace
 from shardwise.cli import main
-from shardwise.comm import collectives, watch, wire
-from shardwise.comm.agreement import check_same_model
-from shardwise.comm.collectives import GroupCalls
-from shardwise.comm.native import NativeWire
-from shardwise.testing import exchange, run_ranks
+from shardwise.comm.channels import channel as channels
+from shardwise.comm.channels.backend import NativeWire
+from shardwise.comm.collectives import group as group_collectives
+from shardwise.comm.collectives.agreement import check_same_model
+from shardwise.comm.collectives.group import GroupCalls
+from shardwise.comm.watchdog import thread as watchdog_thread
+from shardwise.testing import pool_call, run_ranks
 from shardwise.testing.failures import RankFailure
-from tests.ranks.parting import LONG_SECONDS, Run, Struck, in_a_debugger, timeouts_of
+from tests.ranks.divergence import LONG_SECONDS, Run, Struck, in_a_debugger, timeouts_of
 from tests.ranks.subject import beyond_torch
 
 pytestmark = beyond_torch
@@ -74,7 +76,7 @@ class OnceStruck:
     def __call__(self, *_):
         wait_until(self.is_away)
         set_trust(timeout_seconds=SHORT_SECONDS)
-        watch._STORE_ANSWERS_SECONDS = SHORT_SECONDS
+        watchdog_thread._STORE_ANSWERS_SECONDS = SHORT_SECONDS
 
 
 def lose_a_rank(who, signal_number, folder, keeps_store):
@@ -88,7 +90,7 @@ def lose_a_rank(who, signal_number, folder, keeps_store):
     run = Run()
     run.good_step()
     # Why a connection was lost is waited for, however late the watch finds it out.
-    wire._WATCH_KNOWS_SECONDS = LONG_SECONDS
+    channels._WATCH_KNOWS_SECONDS = LONG_SECONDS
     strike = Struck(signal_number, LONG_SECONDS) if rank == who else OnceStruck(pids[who])
     run.model.blocks[2].register_forward_pre_hook(strike)
     try:
@@ -108,7 +110,7 @@ def stories(world_size, who, signal_number, folder, keeps_store=False):
     arguments = (who, signal_number, folder, keeps_store)
     with pytest.MonkeyPatch.context() as patch:
         # The others are left to tell theirs, however long it takes them.
-        patch.setattr(exchange, "_GRACE_SECONDS", LONG_SECONDS)
+        patch.setattr(pool_call, "_GRACE_SECONDS", LONG_SECONDS)
         with pytest.raises(RankFailure) as failure:
             run_ranks(lose_a_rank, world_size, *arguments, kind="gloo")
     return {report.rank: report.details for report in failure.value.reports if report.rank != who}
@@ -278,7 +280,7 @@ def new_calls(native):
     with pytest.MonkeyPatch.context() as patch:
         if native:
             # As with NCCL, here without it.
-            patch.setattr(collectives, "_make_wire", NativeWire)
+            patch.setattr(group_collectives, "_make_wire", NativeWire)
         return GroupCalls(group, torch.device("cpu"))
 
 

@@ -9,11 +9,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise import FullyShardedDataParallel, ModuleWrapPolicy, PeerFailure, StateError, fully_shard
-from shardwise.engine.stepping import note_checkpoint
+from shardwise.engine.step.optimizer_hooks import note_checkpoint
 from shardwise.testing import run_ranks
 from shardwise.testing.workloads import seeded
+from tests.ranks.divergence import LONG_SECONDS, Block, Boom, Model, OutOfMemory, Run, timeouts_of
 from tests.ranks.models import data
-from tests.ranks.parting import LONG_SECONDS, Block, Boom, Model, OutOfMemory, Run, timeouts_of
 from tests.ranks.subject import beyond_torch
 from tests.ranks.tables import cases_of, run_cases, slow
 

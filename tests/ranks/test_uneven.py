@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from shardwise import ConfigError, fully_shard, uneven
 from shardwise.testing import run_ranks
 from shardwise.testing.workloads import seeded
+from tests.ranks.divergence import WIDTH, Model
 from tests.ranks.models import data, same_parameters, sgd
-from tests.ranks.parting import WIDTH, Model
 from tests.ranks.subject import beyond_torch
 
 pytestmark = beyond_torch

@@ -22,8 +22,8 @@ from shardwise import (
     ModuleWrapPolicy,
     ShardingStrategy,
 )
-from shardwise.engine.absent import Absent
-from shardwise.engine.binding import units_of
+from shardwise.engine.unit.binding import units_of
+from shardwise.engine.unit.sharded_placeholder import Absent
 from shardwise.errors import StateError
 from shardwise.testing import run_ranks
 from shardwise.testing.parity import Accumulation, History, differences, run_plain

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from shardwise import PeerFailure
-from shardwise.comm import arena as arenas
-from shardwise.comm.arena import Arena, Borrower, map_arena
-from shardwise.engine.storage import Movable
+from shardwise.comm.shared_memory import arena as arenas
+from shardwise.comm.shared_memory.arena import Arena, Borrower, map_arena
+from shardwise.engine.buffers import Movable
 
 
 def readers_of(arena, world):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardwise.engine.gather import CopyLent, CopyPieces, SplitRows
-from shardwise.engine.storage import Elastic
+from shardwise.engine.buffers import Elastic
+from shardwise.engine.gather.unit_gather import CopyLent, CopyPieces, SplitRows
 from shardwise.plan.flat import plan_flat
 from shardwise.plan.layout import RowParam
 from shardwise.plan.rows import plan_rows

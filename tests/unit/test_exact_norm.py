@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.frontends.exact_norm import largest_of, norm_from, words_of
+from shardwise.training_step.exact_norm import largest_of, norm_from, words_of
 
 pytestmark = pytest.mark.arithmetic
 

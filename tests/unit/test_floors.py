@@ -20,7 +20,9 @@ FLOORS = [
     ("plan", "comm"),
     ("engine",),
     ("optim",),
-    ("frontends", "zero"),
+    ("training_step",),
+    ("composable", "wrapper", "zero"),
+    ("forward_methods",),
     ("checkpoint",),
     ("train", "forecast", "testing", "compat"),
     ("cli",),
@@ -166,11 +168,11 @@ def test_torchs_underscore_names_are_used_behind_the_doors_alone():
         ("shardwise.plan.rows", "from shardwise.engine import unit"),
         ("shardwise.plan.rows", "from ..engine.unit import Unit"),
         ("shardwise.plan.rows", "import shardwise.comm.mesh"),
-        ("shardwise.comm.mesh", "def late():\n    from shardwise.frontends import fully_shard"),
+        ("shardwise.comm.mesh", "def late():\n    from shardwise.composable import fully_shard"),
         ("shardwise.errors", "import shardwise.policies"),
-        ("shardwise.engine.unit", "from shardwise import testing"),
-        ("shardwise.engine.unit", "from shardwise import fully_shard"),
-        ("shardwise.zero.optimizer", "from shardwise.frontends.wrapper import FullyShardedDataParallel"),
+        ("shardwise.engine.unit.unit", "from shardwise import testing"),
+        ("shardwise.engine.unit.unit", "from shardwise import fully_shard"),
+        ("shardwise.zero.optimizer", "from shardwise.wrapper.wrapper import FullyShardedDataParallel"),
     ],
 )
 def test_an_import_that_climbs_is_caught(module, source):
@@ -180,12 +182,12 @@ def test_an_import_that_climbs_is_caught(module, source):
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("shardwise.engine.unit", "from shardwise.plan.rows import plan_rows"),
-        ("shardwise.engine.unit", "from shardwise import torch_internals, trace"),
-        ("shardwise.engine.unit", "from .storage import Storage\nfrom ..errors import StateError"),
+        ("shardwise.engine.unit.unit", "from shardwise.plan.rows import plan_rows"),
+        ("shardwise.engine.unit.unit", "from shardwise import torch_internals, trace"),
+        ("shardwise.engine.unit.unit", "from .storage import Storage\nfrom ..errors import StateError"),
         ("shardwise.policies", "from shardwise.errors import ConfigError"),
         ("shardwise.engine.__init__", "from .unit import Unit"),
-        ("shardwise.__init__", "from shardwise.frontends.fully_shard import fully_shard"),
+        ("shardwise.__init__", "from shardwise.composable.fully_shard import fully_shard"),
     ],
 )
 def test_an_import_that_goes_down_is_let_through(module, source):
@@ -214,7 +216,7 @@ def test_an_impure_plan_is_caught(source):
     ],
 )
 def test_torchs_own_fsdp_and_zero_are_caught(source):
-    assert borrowed_answers(source, "shardwise.engine.unit")
+    assert borrowed_answers(source, "shardwise.engine.unit.unit")
 
 
 @pytest.mark.parametrize(
@@ -230,7 +232,7 @@ def test_torchs_own_fsdp_and_zero_are_caught(source):
     ],
 )
 def test_underscore_names_of_torch_are_caught(source):
-    assert underscores_of_torch(source, "shardwise.engine.unit")
+    assert underscores_of_torch(source, "shardwise.engine.unit.unit")
 
 
 @pytest.mark.parametrize(
@@ -243,7 +245,7 @@ def test_underscore_names_of_torch_are_caught(source):
     ],
 )
 def test_public_names_of_torch_are_let_through(source):
-    assert underscores_of_torch(source, "shardwise.engine.unit") == []
+    assert underscores_of_torch(source, "shardwise.engine.unit.unit") == []
 
 
 def test_the_checks_see_the_library():

@@ -16,8 +16,8 @@ from torch import nn
 from shardwise.checkpoint import convert, load_parts, read_manifest
 from shardwise.checkpoint.manifest import MANIFEST, Manifest, first_damage
 from shardwise.checkpoint.parts import part_of
-from shardwise.checkpoint.state import TrainingState
 from shardwise.checkpoint.store import Store
+from shardwise.checkpoint.training_state import TrainingState
 from shardwise.checkpoint.weights import Weight, Weights, open_weights
 from shardwise.errors import CheckpointError
 

@@ -7,8 +7,8 @@ from math import prod
 import pytest
 import torch
 
-from shardwise.engine.pack import plan_pack
-from shardwise.engine.storage import Elastic
+from shardwise.engine.buffers import Elastic
+from shardwise.engine.reduce.pack import plan_pack
 from shardwise.plan.flat import FlatPacking, plan_flat
 from shardwise.plan.layout import RowParam
 

@@ -150,7 +150,7 @@ def test_a_method_that_has_gone_is_named_and_not_left_out(load, monkeypatch):
         host_profile.METHODS,
         host_profile.GROUP,
         {
-            "shardwise.engine.unit.Unit": "reshard gone",
+            "shardwise.engine.unit.unit.Unit": "reshard gone",
             "torch.Gone": "x",
             "shardwise.engine.*": "run nowhere",
         },

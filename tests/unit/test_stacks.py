@@ -15,8 +15,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from shardwise.comm import stacks
-from shardwise.comm.stacks import UNKNOWN, stack_of
+from shardwise.comm.watchdog import stacks
+from shardwise.comm.watchdog.stacks import UNKNOWN, stack_of
 
 
 @pytest.fixture

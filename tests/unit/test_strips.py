@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardwise.engine.gather import CopyPieces
-from shardwise.engine.pack import LinePack, PiecewisePack
-from shardwise.engine.storage import Elastic
+from shardwise.engine.buffers import Elastic
+from shardwise.engine.gather.unit_gather import CopyPieces
+from shardwise.engine.reduce.pack import LinePack, PiecewisePack
 from shardwise.plan.flat import FlatPacking, plan_flat
 from shardwise.plan.layout import RowParam
 from shardwise.plan.rows import RowsPacking, plan_rows

@@ -146,7 +146,7 @@ def test_a_data_set_that_cannot_be_loaded_is_told_and_leaves_no_tokens(tmp_path,
 
 
 def test_a_package_that_is_not_installed_is_told_with_the_command_that_installs_it():
-    from shardwise.train.extras import require
+    from shardwise.train.optional_packages import require
 
     with pytest.raises(ConfigError, match="pip install surely_not_there"):
         require("surely_not_there", "a test")

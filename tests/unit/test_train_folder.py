@@ -11,11 +11,11 @@ import threading
 import pytest
 
 from shardwise.errors import ConfigError
-from shardwise.train import files, folder, records
+from shardwise.train import records, run_files, run_folder
 from shardwise.train.command import Request, opened
 from shardwise.train.display import Lossy
-from shardwise.train.folder import FolderLock, new_folder
 from shardwise.train.report import Report, Unwritten
+from shardwise.train.run_folder import FolderLock, new_folder
 
 FORK = multiprocessing.get_context("fork")
 
@@ -101,14 +101,14 @@ def test_runs_that_start_in_the_same_moment_get_folders_of_their_own(tmp_path, m
 
 @pytest.mark.parametrize("fails", ["fsync", "replace"])
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch, fails):
-    files.replace_file(tmp_path / "config.json", "before")
+    run_files.replace_file(tmp_path / "config.json", "before")
 
     def fail(*_args):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(files.os, fails, fail)
+    monkeypatch.setattr(run_files.os, fails, fail)
     with pytest.raises(OSError, match="No space"):
-        files.replace_file(tmp_path / "config.json", "after, and longer")
+        run_files.replace_file(tmp_path / "config.json", "after, and longer")
     monkeypatch.undo()
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
     assert (tmp_path / "config.json").read_text() == "before"
@@ -124,7 +124,7 @@ def test_metrics_survive_a_crash_in_the_middle_of_cutting_them(tmp_path, monkeyp
     def crash(*_args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(files.os, "replace", crash)
+    monkeypatch.setattr(run_files.os, "replace", crash)
     with pytest.raises(KeyboardInterrupt):
         records.keep_metrics_up_to(tmp_path, 4)
     monkeypatch.undo()
@@ -149,18 +149,18 @@ def test_steps_that_were_run_again_count_once_where_the_first_could_not_be_remov
 
 
 def test_a_line_that_could_not_be_written_does_not_spoil_the_next(tmp_path, monkeypatch):
-    lines = files.LineFile(tmp_path / "lines")
+    lines = run_files.LineFile(tmp_path / "lines")
     lines.write("first")
     write = os.write
 
     def half(descriptor, data):
-        monkeypatch.setattr(files.os, "write", full)
+        monkeypatch.setattr(run_files.os, "write", full)
         return write(descriptor, data[:3])
 
     def full(*_args):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(files.os, "write", half)
+    monkeypatch.setattr(run_files.os, "write", half)
     for _ in range(2):
         with pytest.raises(OSError, match="No space"):
             lines.write("second")
@@ -201,14 +201,14 @@ def test_links_among_checkpoints_and_logs_are_refused(tmp_path):
         (tmp_path / f"{number}" / inner).mkdir(parents=True)
         (tmp_path / f"{number}" / inner / name).symlink_to(tmp_path / "elsewhere")
         with pytest.raises(ConfigError, match="symbolic link"):
-            folder.refuse_links_in(tmp_path / f"{number}")
+            run_folder.refuse_links_in(tmp_path / f"{number}")
 
 
 def test_lines_are_not_written_through_a_link_that_came_later(tmp_path):
     (tmp_path / "elsewhere").write_text("theirs")
     (tmp_path / records.METRICS).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(OSError):
-        files.LineFile(tmp_path / records.METRICS).write("ours")
+        run_files.LineFile(tmp_path / records.METRICS).write("ours")
     assert (tmp_path / "elsewhere").read_text() == "theirs"
 
 
@@ -241,7 +241,7 @@ def test_metrics_that_cannot_be_written_are_told_once_and_counted(tmp_path, monk
 
     report = Report(tmp_path, display, unwritten, from_step=0, tensorboard=False)
     report.step(record(1))
-    monkeypatch.setattr(files.os, "write", full)
+    monkeypatch.setattr(run_files.os, "write", full)
     report.step(record(2))
     report.step(record(3))
     monkeypatch.undo()
@@ -260,7 +260,7 @@ def test_a_curve_and_a_summary_that_cannot_be_written_are_told(tmp_path, monkeyp
     def full(*_args):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(files.os, "fsync", full)
+    monkeypatch.setattr(run_files.os, "fsync", full)
     summary = records.Summary("finished", str(tmp_path), 1, 1, 1.0, 1.0, None, 1.0, 8, 8.0, 1 << 20, None)
     assert report.draw_curve() is None
     report.end(summary)

@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm import coalesced, same_host
-from shardwise.comm.coalesced import neighbours_of, plan_exchange
-from shardwise.comm.collectives import wire_of
-from shardwise.comm.neighbours import Neighbours
-from shardwise.comm.same_host import DirectReads
+from shardwise.comm import exchange as tensor_exchange
+from shardwise.comm.collectives.group import wire_of
+from shardwise.comm.exchange import neighbours_of, plan_exchange
+from shardwise.comm.shared_memory import direct_reads
+from shardwise.comm.shared_memory.direct_reads import DirectReads
+from shardwise.comm.shared_memory.process_vm import Neighbours
 from shardwise.errors import PeerFailure
 from shardwise.policies import set_trust
 from shardwise.zero import ZeroRedundancyOptimizer
@@ -82,15 +83,18 @@ def packs_small_tensors_into_one_broadcast_a_rank() -> None:
         [torch.zeros(numel, dtype=dtypes[i % 2]) for i, numel in enumerate(section)] for section in numels
     ]
     wires = [[tensor.view(torch.uint8) for tensor in section if tensor.numel()] for section in sections]
-    grouped, coalesced.issue_grouped_broadcasts = coalesced.issue_grouped_broadcasts, broadcast_all
+    grouped, tensor_exchange.issue_grouped_broadcasts = (
+        tensor_exchange.issue_grouped_broadcasts,
+        broadcast_all,
+    )
     try:
-        exchange = coalesced._GroupedBroadcasts(wires, group())
+        exchange = tensor_exchange._GroupedBroadcasts(wires, group())
         for step in range(3):
             fill_own(sections, step)
             exchange.issue().wait()
             assert_everyones(sections, step)
     finally:
-        coalesced.issue_grouped_broadcasts = grouped
+        tensor_exchange.issue_grouped_broadcasts = grouped
     # A pack and a large tensor, one tensor, a pack and a large tensor.
     assert num_broadcasts == [5] * 3, num_broadcasts
 
@@ -118,14 +122,14 @@ def reads_where_a_peers_tensors_have_moved_to() -> None:
     """Only rank 0's memory is replaced, and only rank 0 plans again; what says where it lies may lie where it did."""
     sections = [[torch.zeros(1_500_000)] for _ in range(dist.get_world_size())]
     neighbours = neighbours_here()
-    make_table, place = same_host._table, torch.empty(1, 2, dtype=torch.int64)
+    make_table, place = direct_reads._table, torch.empty(1, 2, dtype=torch.int64)
 
     def table_in_one_place(section: Sequence[Tensor]) -> Tensor:
         is_moving = section[0].data_ptr() == sections[0][0].data_ptr()
         return place.copy_(make_table(section)) if is_moving else make_table(section)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(same_host, "_table", table_in_one_place)
+        patch.setattr(direct_reads, "_table", table_in_one_place)
         exchange = plan_exchange(sections, group(), neighbours=neighbours)
         for step in range(3):
             if dist.get_rank() == 0 and step == 1:

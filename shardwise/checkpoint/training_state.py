@@ -1,0 +1,190 @@
+"""What is saved of a model and its optimizer: one name for each tensor, the same in every sharding.
+
+    model/<parameter or buffer>                    model/layers.0.up.weight
+    optimizer/<parameter>/<what the optimizer keeps>   optimizer/layers.0.up.weight/exp_avg
+
+Plain parameters, shards, and ZeRO's owners all show up as parts of the same tensors. What is a plain function of the
+configuration and the step (learning rates, the order of the data, random seeds) is not saved but computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from shardwise.checkpoint.manifest import Manifest
+from shardwise.checkpoint.parts import Offsets, Part, dtype_name, part_of
+from shardwise.checkpoint.reading import check_files, load_parts
+from shardwise.engine.step.agreement import forget_torn_steps
+from shardwise.engine.unit.binding import clean_name, units_of
+from shardwise.engine.unit.flat_form import Flat
+from shardwise.errors import CheckpointError, ConfigError
+from shardwise.torch_internals import state_entries
+from shardwise.zero import ZeroRedundancyOptimizer
+
+__all__ = ["MODEL", "OPTIMIZER", "TrainingState"]
+
+MODEL = "model/"
+OPTIMIZER = "optimizer/"
+
+
+class TrainingState:
+    """The tensors of a run on this rank; ``parts`` to save, ``load`` to bring them back.
+
+    Args:
+        module: sharded in any way or not at all, wrapped by FullyShardedDataParallel if that shards nothing; not by
+            DistributedDataParallel.
+        optimizer: of its parameters; a ZeroRedundancyOptimizer that owns whole parameters, or any other.
+    """
+
+    def __init__(self, module: nn.Module, optimizer: Optimizer | None = None) -> None:
+        for unit in (unit for child in module.modules() for unit in units_of(child)):
+            if isinstance(unit.form, Flat) and unit.mesh.shard.world > 1:
+                raise ConfigError(
+                    f"unit '{unit.name}' is sharded by FullyShardedDataParallel, whose flat shards a checkpoint cannot "
+                    "tell from whole parameters",
+                    where=f"TrainingState({type(module).__name__}), rank {unit.rank}",
+                    fix="save its sharded state dict with torch.distributed.checkpoint, or shard with fully_shard",
+                )
+        self._module, self._optimizer = module, optimizer
+        self._offsets: Offsets = {}
+        self._names: dict[torch.Tensor, str] = {
+            param: clean_name(name) for name, param in module.named_parameters()
+        }
+
+    def parts(self) -> dict[str, Part]:
+        """This rank's part of everything, in place: nothing is copied or communicated."""
+        parts = {MODEL + name: part_of(value, self._offsets) for name, value in self._model_entries()}
+        if self._optimizer is not None:
+            for param, name in self._names.items():
+                for key, value in self._optimizer.state.get(param, {}).items():
+                    if isinstance(value, torch.Tensor):
+                        parts[f"{OPTIMIZER}{name}/{key}"] = part_of(value, self._offsets)
+        return parts
+
+    def load(
+        self, folder: Path, manifest: Manifest, group: dist.ProcessGroup | None, *, verify: bool = True
+    ) -> bool:
+        """Brings back model and optimizer; on every rank. False if there is no optimizer state to bring back.
+
+        ``verify=False`` is for a checkpoint whose checksums have just been looked at.
+
+        Raises:
+            CheckpointError: it is damaged or of another model; what is wrong first is named and nothing has changed.
+        """
+        self._check_fits(folder, manifest)
+        if verify:
+            check_files(folder, manifest, group)
+        has_state = any(name.startswith(OPTIMIZER) for name in manifest.tensors)
+        parts = {MODEL + name: part_of(value, self._offsets) for name, value in self._model_entries()}
+        states = self._state_templates(manifest) if has_state else {}
+        for param, values in states.items():
+            for key, value in values.items():
+                parts[f"{OPTIMIZER}{self._names[param]}/{key}"] = part_of(value)
+        forget_torn_steps(unit for module in self._module.modules() for unit in units_of(module))
+        load_parts(parts, folder, manifest, group, verify=False)
+        if states:
+            self._set_state(states)
+        return has_state
+
+    def _model_entries(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Parameters and the buffers that state dicts hold, each tied one once."""
+        for param, name in self._names.items():
+            yield name, param
+        for path, module in self._module.named_modules():
+            for name, value in state_entries(module):
+                if value is not None and not isinstance(value, nn.Parameter):
+                    yield clean_name(f"{path}.{name}" if path else name), value
+
+    def _check_fits(self, folder: Path, manifest: Manifest) -> None:
+        ours = {
+            MODEL + name: (tuple(value.shape), dtype_name(value.dtype))
+            for name, value in self._model_entries()
+        }
+        theirs = {
+            name: (record.shape, record.dtype)
+            for name, record in manifest.tensors.items()
+            if name.startswith(MODEL)
+        }
+        names = set(self._names.values())
+        strangers = [
+            name for name in manifest.tensors if name.startswith(OPTIMIZER) and _split(name)[0] not in names
+        ]
+        # In the model's own order: the first that differs is the one to look at.
+        for name in [*ours, *theirs, *strangers]:
+            mine, saved = ours.get(name), theirs.get(name)
+            tensor = name.removeprefix(MODEL)
+            if name.startswith(OPTIMIZER):
+                what = f"it has '{name}', and the model has no parameter '{_split(name)[0]}'"
+            elif mine == saved:
+                continue
+            elif saved is None:
+                what = f"it has no '{tensor}', which the model has with shape {mine and mine[0]}"
+            elif mine is None:
+                what = f"it has '{tensor}' of shape {saved[0]}, which the model has not"
+            elif mine[0] != saved[0]:
+                what = f"'{tensor}' has shape {saved[0]} in it and {mine[0]} in the model"
+            else:
+                what = f"'{tensor}' is {saved[1]} in it and {mine[1]} in the model"
+            raise CheckpointError(
+                f"the checkpoint is of another model: {what}",
+                where=str(folder),
+                fix="resume with the recipe and settings it was saved with, as --resume FOLDER alone does, "
+                "or train into another folder",
+            )
+
+    def _stepped(self) -> list[torch.Tensor]:
+        """The parameters whose state this rank keeps."""
+        optimizer = self._optimizer
+        if optimizer is None:
+            return []
+        local = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
+        return [param for group in local.param_groups for param in group["params"] if param in self._names]
+
+    def _state_templates(self, manifest: Manifest) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
+        """Room for the optimizer state that the checkpoint holds for this rank's parameters."""
+        keys: dict[str, list[str]] = {}
+        for name in manifest.tensors:
+            if name.startswith(OPTIMIZER):
+                param_name, key = _split(name)
+                keys.setdefault(param_name, []).append(key)
+        templates: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+        for param in self._stepped():
+            name = self._names[param]
+            for key in keys.get(name, ()):
+                record = manifest.tensors[f"{OPTIMIZER}{name}/{key}"]
+                dtype: torch.dtype = getattr(torch, record.dtype)
+                if record.shape == tuple(param.shape) and record.shape:
+                    room = torch.empty_like(param.detach(), dtype=dtype)
+                else:
+                    room = torch.empty(record.shape, dtype=dtype)
+                templates.setdefault(param, {})[key] = room
+        return templates
+
+    def _set_state(self, states: dict[torch.Tensor, dict[str, torch.Tensor]]) -> None:
+        """Through the optimizer's own door, which places step counts and the like where it wants them."""
+        optimizer = self._optimizer
+        assert optimizer is not None
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        numbers = {param: number for number, param in enumerate(params)}
+        groups = [
+            {**group, "params": [numbers[param] for param in group["params"]]}
+            for group in optimizer.param_groups
+        ]
+        state: dict[str, Any] = {
+            "state": {numbers[param]: values for param, values in states.items()},
+            "param_groups": groups,
+        }
+        optimizer.load_state_dict(state)
+
+
+def _split(name: str) -> tuple[str, str]:
+    """The parameter that an optimizer's tensor belongs to, and what the optimizer calls it."""
+    param_name, _, key = name.removeprefix(OPTIMIZER).rpartition("/")
+    return param_name, key

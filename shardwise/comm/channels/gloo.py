@@ -1,0 +1,304 @@
+"""Collectives on gloo, out of messages that carry a tag made of the path.
+
+gloo's own collectives pair the n-th call of one rank with the n-th call of another, whatever they are: data is mixed,
+or, where sizes differ, the process ends. Here a message is for whoever comes by the same path. Ranks that part wait
+for each other, with their data unharmed, until the watch explains it; ranks that do not part pay nothing for it.
+
+    rank 0  gather 'layers.1'   tag 7a3 ──▶          ◀── tag 51c   gather 'layers.2'  rank 1
+
+Reduce-scatter is an exchange of rows, summed here in rank order: bitwise that of a loop over ranks. (gloo's own is an
+all-reduce and a slice: twice the bytes, in an order of its own.)
+
+Ranks of one host do not send each other bytes: a message says where they lie (``comm/shared_memory/peers``).
+
+A wait in gloo cannot be called off. A rank that a verdict has ended asks its peers to take part in the collective it
+is stuck in, with bytes that nobody reads; a peer that cannot answer costs the connections.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.comm.channels.channel import Foreign, Waiting, WatchedWire
+from shardwise.comm.channels.collective_log import code_of, words_of
+from shardwise.comm.channels.gloo_messages import Posted, PostedRows, PostedSum
+from shardwise.comm.collectives.dispatcher_visibility import count_as
+from shardwise.comm.shared_memory.peers import Vicinity, find_vicinity
+from shardwise.torch_internals import (
+    all_gather_call,
+    backend_of,
+    modes_are_watching,
+    reduce_scatter_call,
+    timeout_seconds_of,
+)
+
+_MASK = (1 << 61) - 1
+_MIX = 0xBF58476D1CE4E5B
+# The watch ends a wait, not gloo: a timeout of gloo's own closes all connections.
+_UNTIL_THE_WATCH_ENDS_IT = timedelta(days=7)
+_PEERS_ANSWER_SECONDS = 1.0
+_LANDING_SECONDS = 0.2
+
+
+class TaggedWire(WatchedWire):
+    """A gloo group on CPUs."""
+
+    carries = True
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__(group, device)
+        backend = backend_of(group, device)
+        self._send, self._receive = backend.send, backend.recv
+        # Each rank begins with the one after it, so that not all of them send to the same one.
+        self._peers = [(self.rank + step) % self.world for step in range(1, self.world)]
+        self._rounds = [1 << power for power in range((self.world - 1).bit_length())]
+        # Unwatched, a wait ends with the group's own timeout.
+        self.patience = (_UNTIL_THE_WATCH_ENDS_IT,) if self.checks else ()
+        self.patience_seconds = None if self.checks else timeout_seconds_of(group, device)
+        self._asked: Waiting | None = None
+        self._served: set[tuple[int, int]] = set()
+        # alive: for good, because messages to and from ranks that have left may still land
+        self._left_behind: list[Any] = []
+        # Found out anew on every path: then nothing of the last one can be taken for this one's.
+        self._vicinity: Vicinity | None = None
+        self._far = self._peers
+        # Beside what the group has sent and received.
+        self.bytes_read = 0
+
+    def _mark(self, code: int, message_bytes: int) -> int:
+        """The path and the size: gloo ends a process that receives more than it asked for."""
+        if self._vicinity is None:
+            self._look_around(code)
+        return _mark_of(self.note(code), message_bytes)
+
+    def _look_around(self, code: int) -> None:
+        """Finds the ranks of this host, before the first thing that is done on a path."""
+        self._vicinity = find_vicinity(self, partial(self._swap, code))
+        self._far = [peer for peer in self._peers if peer not in self._vicinity.peers]
+        self.lends_rows = not self._far
+
+    def _swap(self, code: int, messages: Mapping[int, bytes]) -> Mapping[int, bytes]:
+        """Sends each peer its message, and receives theirs, all of one length."""
+        size = len(next(iter(messages.values())))
+        # An event of its own: whoever is in it does not yet wait for what comes after.
+        code = code_of(f"find the ranks of its host, to {words_of(code)}")
+        posted = Posted(self, code, _mark_of(self.note(code), size), size)
+        received = {peer: torch.empty(size, dtype=torch.uint8) for peer in messages}
+        sent = {peer: torch.tensor([*message], dtype=torch.uint8) for peer, message in messages.items()}
+        posted.alive = (*received.values(), *sent.values())
+        self._post(posted, received, sent, messages)
+        posted.wait()
+        return {peer: bytes(message.tolist()) for peer, message in received.items()}
+
+    # --- collectives ----------------------------------------------------------------------------------------------
+
+    def admit(self, code: int) -> None:
+        self.agree(code)
+
+    def gather(self, output: torch.Tensor, own: torch.Tensor, code: int) -> Posted:
+        """Every rank's ``own`` into ``output``, in rank order."""
+        size = own.nbytes
+        posted = Posted(self, code, self._mark(code, size), size)
+        posted.alive = (output, own)
+        self._begin(posted, all_gather_call, self._post_gather)
+        return posted
+
+    def _post_gather(self, posted: Posted) -> None:
+        output, own = posted.alive
+        rows = output.split(own.numel())
+        rows[self.rank].copy_(own)
+        self._lend(posted, own, rows)
+        self._post(posted, rows, [own] * self.world, self._far)
+
+    def gather_lent(self, output: torch.Tensor, own: torch.Tensor, code: int) -> PostedRows:
+        size = own.nbytes
+        posted = PostedRows(self, code, self._mark(code, size), size)
+        posted.alive = (output, own)
+        self._begin(posted, all_gather_call, self._post_row)
+        return posted
+
+    def _post_row(self, posted: Posted) -> None:
+        _, own = posted.alive
+        self._lend(posted, own, ())
+
+    def reduce_scatter(self, output: torch.Tensor, rows: torch.Tensor, code: int) -> Posted:
+        """The sum over ranks of their rows for this one, in ``output``."""
+        size = output.nbytes
+        posted = PostedSum(self, code, self._mark(code, size), size)
+        posted.output, posted.terms = output, [rows]
+        posted.alive = (output, rows)
+        self._begin(posted, reduce_scatter_call, self._post_rows)
+        return posted
+
+    def _post_rows(self, posted: Posted) -> None:
+        assert isinstance(posted, PostedSum)
+        output, rows = posted.alive
+        sent = rows.split(output.numel())
+        posted.terms = [*sent]
+        posted.offset = self.rank * posted.message_bytes
+        self._lend(posted, rows, posted.terms)
+        for peer in self._far:
+            posted.terms[peer] = torch.empty_like(output)
+        posted.alive = (*posted.terms, rows)
+        self._post(posted, posted.terms, sent, self._far)
+
+    def lend(self, num_bytes: int) -> torch.Tensor | None:
+        near = self._vicinity
+        return near.lend(num_bytes) if near is not None and near.peers and num_bytes else None
+
+    def exchange(self, output: torch.Tensor, rows: torch.Tensor, code: int) -> Posted:
+        """Every rank's row for this one, in rank order, in ``output``: a reduce-scatter whose sum is the caller's."""
+        size = rows.nbytes // self.world
+        posted = Posted(self, code, self._mark(code, size), size)
+        posted.alive = (output, rows)
+        self._begin(posted, reduce_scatter_call, self._post_exchange)
+        return posted
+
+    def _post_exchange(self, posted: Posted) -> None:
+        output, rows = posted.alive
+        row_numel = rows.numel() // self.world
+        sent, arriving = rows.split(row_numel), output.split(row_numel)
+        arriving[self.rank].copy_(sent[self.rank])
+        posted.offset = self.rank * posted.message_bytes
+        self._lend(posted, rows, arriving)
+        self._post(posted, arriving, sent, self._far)
+
+    def agree(self, code: int) -> None:
+        """Each round doubles the number of ranks that this one knows to have come here."""
+        if not self.checks:
+            return
+        mark = self._mark(code, 1)
+        near = self._vicinity
+        assert near is not None
+        for distance in self._rounds:
+            before, after = (self.rank - distance) % self.world, (self.rank + distance) % self.world
+            posted = Posted(self, code, mark, 1)
+            posted.near, posted.what = near, distance
+            try:
+                if after in near.peers:
+                    near.tell(after, mark, distance)
+                else:
+                    posted.alive = (torch.zeros(1, dtype=torch.uint8),)
+                    posted.works.append(self._send([posted.alive[0]], after, posted.tag))
+                if before in near.peers:
+                    posted.awaited = (before,)
+                else:
+                    posted.alive = (*posted.alive, torch.empty(1, dtype=torch.uint8))
+                    posted.works.append(self._receive([posted.alive[-1]], before, posted.tag))
+            except Exception as error:  # noqa: BLE001  it is raised again, once peers know
+                self.fail(error)
+            posted.arrive()
+
+    def _lend(self, posted: Posted, sent: torch.Tensor, arriving: Sequence[torch.Tensor]) -> None:
+        near = posted.near
+        assert near is not None
+        if not near.peers:
+            return
+        try:
+            posted.lent[self.rank] = near.send(sent, posted.mark)
+        except Exception as error:  # noqa: BLE001  it is raised again, once peers know
+            self.fail(error)
+        posted.awaited, posted.arriving = near.peers, arriving
+
+    def _post(self, posted: Posted, arriving: Any, sent: Any, peers: Iterable[int]) -> None:
+        tag, works = posted.tag, posted.works
+        try:
+            for peer in peers:
+                works.append(self._receive([arriving[peer]], peer, tag))
+            for peer in peers:
+                works.append(self._send([sent[peer]], peer, tag))
+        except Exception as error:  # noqa: BLE001  it is raised again, once peers know
+            self.fail(error)
+
+    def _begin(
+        self,
+        posted: Posted,
+        counts_as: Callable[[dist.ProcessGroup], Callable[..., Any]],
+        post: Callable[[Posted], None],
+    ) -> None:
+        if not posted.message_bytes:
+            return
+        posted.near = self._vicinity
+        if not modes_are_watching():
+            post(posted)
+            return
+        # Somebody may be counting collectives: ours count as the ones that they are.
+        group = self.group()
+        assert group is not None
+        count_as(counts_as(group), posted.alive, partial(post, posted), posted.works)
+
+    # --- the end of a path ----------------------------------------------------------------------------------------
+
+    def _leave_path(self) -> None:
+        super()._leave_path()
+        self._vicinity, self.lends_rows = None, False
+
+    def leave_behind(self, posted: Posted) -> None:
+        """Keeps what messages that are not over are sent from and received in."""
+        if posted.works:
+            self._left_behind.append((posted.works, posted.alive))
+
+    def land(self, work: Any) -> bool:
+        # Nothing lands here that is read by this rank itself.
+        if not work.works:
+            return True
+        landing = threading.Thread(target=_wait_for_all, args=(work.works, work.alive), daemon=True)
+        landing.start()
+        landing.join(_LANDING_SECONDS)
+        work.works = []
+        return not landing.is_alive()
+
+    def let_out(self, waiting: Waiting, seconds_since_verdict: float) -> None:
+        if isinstance(waiting, (Foreign, Posted)) and waiting.looks_itself:
+            return
+        if not isinstance(waiting, Posted):
+            # Nobody can take part in a collective that is not ours.
+            self._close_connections()
+        elif self._asked is not waiting:
+            self._asked = waiting
+            self.board.ask_for_release({"tag": waiting.tag, "bytes": waiting.message_bytes})
+        elif seconds_since_verdict > _PEERS_ANSWER_SECONDS:
+            self._close_connections()
+
+    def let_out_alone(self, waiting: Waiting) -> None:
+        if isinstance(waiting, Posted) and waiting.looks_itself:
+            return
+        self._close_connections()
+
+    def serve_peers(self) -> None:
+        for peer, asked in self.board.releases().items():
+            if (peer, asked["tag"]) in self._served:
+                continue
+            self._served.add((peer, asked["tag"]))
+            unread = [torch.zeros(asked["bytes"], dtype=torch.uint8) for _ in range(2)]
+            works = [
+                self._receive([unread[0]], peer, asked["tag"]),
+                self._send([unread[1]], peer, asked["tag"]),
+            ]
+            self._left_behind.append((works, unread))
+
+    def _close_connections(self) -> None:
+        """A wait that runs into gloo's own timeout ends all others on the group with it."""
+        for peer in self._peers:
+            # Connections that a peer has closed already have nothing to wait for; that to a stopped one is open.
+            with contextlib.suppress(RuntimeError):
+                self._receive([torch.empty(1, dtype=torch.uint8)], peer, 0).wait(timedelta(milliseconds=1))
+
+
+def _mark_of(digest: int, message_bytes: int) -> int:
+    return digest + message_bytes * _MIX & _MASK
+
+
+def _wait_for_all(works: list[Any], alive: Any) -> None:
+    for work in works:
+        # A message that fails is over too, and will not land; others, of other peers, still may.
+        with contextlib.suppress(RuntimeError):
+            work.wait(_UNTIL_THE_WATCH_ENDS_IT)

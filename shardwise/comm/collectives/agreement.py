@@ -1,0 +1,77 @@
+"""Do all ranks mean the same? Compared before data of different sizes can meet in a collective.
+
+A short digest is exchanged first; only when digests differ do the ranks exchange the texts behind them, to name the
+first place where they part. Control traffic goes over the unit's own group and is not counted as the model's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.comm.channels.collective_log import code_of
+from shardwise.comm.collectives.group import GroupCalls
+from shardwise.errors import RankDisagreement
+from shardwise.torch_internals import unseen_by_modes
+
+_BEGIN = code_of("begin with the model")
+_COMPARE = code_of("compare the models of all ranks")
+
+
+def check_same_model(lines: Sequence[str], calls: GroupCalls, device: torch.device) -> None:
+    """Raises ``RankDisagreement`` on every rank unless all ranks of the group hold the same ``lines``.
+
+    Each line describes one parameter; the message names the first that differs, and which ranks hold what.
+    """
+    text = "\n".join(lines).encode()
+    if not calls.wire.carries:
+        # On the host: NCCL connects ranks in their first collective, and nothing wakes one that waits there in vain.
+        calls.wire.agree(_BEGIN)
+    with unseen_by_modes(), torch.inference_mode(False), torch.no_grad():
+        digests = gather_bytes(hashlib.sha256(text).digest(), calls, device)
+        if len(set(digests)) == 1:
+            return
+        lengths = gather_bytes(len(text).to_bytes(8, "little"), calls, device)
+        longest = max(int.from_bytes(length, "little") for length in lengths)
+        padded = gather_bytes(text.ljust(longest, b"\0"), calls, device)
+    texts = [entry.rstrip(b"\0").decode().split("\n") for entry in padded]
+    ranks = dist.get_process_group_ranks(calls.group)
+    for entries in zip_longest(*texts, fillvalue="(nothing)"):
+        holders: dict[str, list[int]] = {}
+        for rank, entry in zip(ranks, entries, strict=True):
+            holders.setdefault(entry, []).append(rank)
+        if len(holders) > 1:
+            views = "; ".join(f"ranks {held} have {entry}" for entry, held in holders.items())
+            raise RankDisagreement(
+                f"ranks hold different models: {views}",
+                where=f"rank {dist.get_rank()}, before the first gather",
+                fix="build the same model, with the same names, shapes and dtypes, on every rank",
+            )
+
+
+def gather_bytes(own: bytes, calls: GroupCalls, device: torch.device) -> list[bytes]:
+    """Every rank's bytes, of one length, in rank order."""
+    sent = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(device)
+    received = torch.empty(len(own) * calls.world, dtype=torch.uint8, device=device)
+    calls.issue_all_gather(received, sent, _COMPARE).wait()
+    everything = bytes(received.cpu().tolist())
+    return [everything[start : start + len(own)] for start in range(0, len(everything), len(own))]
+
+
+def gather_objects(own: Any, calls: GroupCalls) -> list[Any]:
+    """Every rank's object, in rank order; between steps, for what differs in size from rank to rank."""
+    if calls.world == 1:
+        return [own]
+    pickled = pickle.dumps(own)
+    with unseen_by_modes(), torch.inference_mode(False), torch.no_grad():
+        sizes = gather_bytes(len(pickled).to_bytes(8, "little"), calls, calls.device)
+        longest = max(int.from_bytes(size, "little") for size in sizes)
+        # Pickles end by themselves: what follows is not read.
+        padded = gather_bytes(pickled.ljust(longest, b"\0"), calls, calls.device)
+    return [pickle.loads(entry) for entry in padded]

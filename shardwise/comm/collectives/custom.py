@@ -1,0 +1,168 @@
+"""Collectives and memory that users bring along: the same calls, through buffers of their choosing.
+
+The engine's own buffers stay what they are. A staged call copies what is sent into a buffer from the user's allocator,
+runs the user's collective (or the group's) between such buffers, and copies what arrived back out on the same lane.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from shardwise.comm.channels.channel import UNNAMED
+from shardwise.comm.collectives.group import DONE, GroupCalls, Work
+from shardwise.errors import ConfigError
+from shardwise.torch_internals import backend_of, symmetric_memory
+
+Allocate = Callable[..., torch.Tensor]
+
+
+class Comm(Protocol):
+    """Says where the buffers of a collective come from."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor: ...
+
+
+class AllGather(Comm, Protocol):
+    """A gather of one's own. Parameters of all dtypes travel as bytes."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> Work | None: ...
+
+
+class ReduceScatter(Comm, Protocol):
+    """A reduce-scatter of one's own."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> Work | None: ...
+
+
+class StagedCalls(GroupCalls):
+    """A group whose gathers and reduces go through buffers of the user's choosing; ``set_by`` names the setting."""
+
+    def __init__(
+        self,
+        inner: GroupCalls,
+        allocate: Allocate,
+        all_gather: AllGather | None = None,
+        reduce_scatter: ReduceScatter | None = None,
+        *,
+        set_by: str,
+    ) -> None:
+        super().__init__(inner.group, inner.device)
+        self.set_by = set_by
+        self.gathers_each = False
+        self._allocate = allocate
+        self._own_all_gather = all_gather
+        self._own_reduce_scatter = reduce_scatter
+
+    @property
+    def lends_rows(self) -> bool:
+        return False
+
+    def lend(self, num_bytes: int) -> torch.Tensor | None:
+        return None
+
+    def issue_all_gather(self, output: torch.Tensor, own: torch.Tensor, code: int = UNNAMED) -> Work:
+        sent, received = self._staged(own), self._buffer_like(output)
+        if self._own_all_gather is None:
+            work: Work | None = super().issue_all_gather(received, sent, code)
+        else:
+            self.wire.note(code)
+            work = self._own_all_gather(received, sent, self.group, async_op=True)
+        return _Staged(work, sent, received, output)
+
+    def issue_reduce_scatter(
+        self, output: torch.Tensor, rows: torch.Tensor, average: bool, code: int = UNNAMED
+    ) -> Work:
+        sent, received = self._staged(rows), self._buffer_like(output)
+        if self._own_reduce_scatter is None:
+            work: Work | None = super().issue_reduce_scatter(received, sent, average, code)
+        else:
+            self.wire.note(code)
+            op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
+            work = self._own_reduce_scatter(received, sent, self.group, op, async_op=True)
+        return _Staged(work, sent, received, output)
+
+    def _buffer_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._allocate(tuple(tensor.shape), dtype=tensor.dtype, device=tensor.device)
+
+    def _staged(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._buffer_like(tensor).copy_(tensor)
+
+
+class HookedCalls(GroupCalls):
+    """A group whose reduces are a user's function, as torch's communication hooks are; it does the dividing too."""
+
+    def __init__(self, inner: GroupCalls, state: object, hook: Callable[..., object]) -> None:
+        # All that was looked up for the group stays so; only reduces differ.
+        self.__dict__.update(inner.__dict__)
+        self._state = state
+        self._hook = hook
+
+    def lend(self, num_bytes: int) -> torch.Tensor | None:
+        return None
+
+    def issue_reduce_scatter(
+        self, output: torch.Tensor, rows: torch.Tensor, average: bool, code: int = UNNAMED
+    ) -> Work:
+        self._hook(self._state, rows, output)
+        return DONE
+
+    def issue_all_reduce(self, tensor: torch.Tensor, average: bool, code: int = UNNAMED) -> Work:
+        self._hook(self._state, tensor)
+        return DONE
+
+
+class _Staged:
+    def __init__(
+        self, work: Work | None, sent: torch.Tensor, received: torch.Tensor, output: torch.Tensor
+    ) -> None:
+        self._work = work
+        self._sent = sent  # alive: until the collective has read it
+        self._received = received
+        self._output = output
+
+    def wait(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+        self._output.copy_(self._received)
+
+
+def group_allocate(calls: GroupCalls) -> Allocate | None:
+    """The allocator that the group's backend offers for its own buffers, if it offers one."""
+    backend = backend_of(calls.group, calls.device)
+    if not backend.supports_tensor_alloc(calls.device):
+        return None
+
+    def allocate(size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        numel = torch.Size(size).numel()
+        made: torch.Tensor = backend.allocate_tensor(numel, dtype=dtype, device=device)
+        return made.view(size)
+
+    return allocate
+
+
+def symmetric_allocate(calls: GroupCalls, backend: str, where: str) -> Allocate:
+    """Symmetric memory, known to all ranks of the group."""
+    if backend != "NCCL" or calls.backend != "nccl":
+        raise ConfigError(
+            f"symmetric memory needs NCCL, but '{backend}' was asked for on a '{calls.backend}' group",
+            where=where,
+            fix="initialise the process group with NCCL and pass backend='NCCL', or leave it off",
+        )
+    return symmetric_memory(calls.group)

@@ -1,0 +1,235 @@
+"""A process group's collectives, looked up once and called directly.
+
+``torch.distributed``'s own functions check and translate their arguments on every call; here that is done when the
+group is first seen. Two facts about a group decide how the engine uses it:
+
+``ordered_by_stream``: a collective takes its place in the stream it is issued on, and waiting for it costs the host
+nothing (NCCL). Otherwise waiting blocks the host (gloo), so the engine waits as late as it can.
+
+``averages``: the group divides by its size while it sums.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed import AllreduceOptions, AllToAllOptions, ReduceScatterOptions
+
+from shardwise import policies
+from shardwise.comm.channels.backend import NativeWire
+from shardwise.comm.channels.channel import UNNAMED, WatchedWire, Wire
+from shardwise.comm.channels.gloo import TaggedWire
+from shardwise.comm.channels.threads import MeetingWire
+from shardwise.comm.watchdog.thread import watch_over
+from shardwise.torch_internals import AllgatherOptions, all_gather_call, backend_name, reduce_scatter_call
+
+AllReduceHook = Callable[[torch.Tensor], None]
+
+
+class Work(Protocol):
+    """An issued collective."""
+
+    def wait(self) -> Any: ...
+
+
+class LentRows(Work, Protocol):
+    """A gather whose rows are read where they lie: by all who have waited for it, until they let them go."""
+
+    def row(self, rank: int) -> torch.Tensor: ...
+
+    def let_go(self) -> None: ...
+
+
+class _Done:
+    """A collective that has taken its place in a stream, or is over: there is nothing to wait for."""
+
+    def wait(self) -> None:
+        pass
+
+
+DONE = _Done()
+
+
+def land(work: Any) -> bool:
+    """Whether a collective that nobody will wait for is over, so that its buffers can be used again."""
+    work = getattr(work, "carried_by", work)
+    wire: Wire | None = getattr(work, "wire", None)
+    if wire is not None:
+        return wire.land(work)
+    work.wait()
+    return True
+
+
+_wires_lock = threading.Lock()
+_wires: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Wire]] = weakref.WeakKeyDictionary()
+
+
+def wire_of(group: dist.ProcessGroup, device: torch.device) -> Wire:
+    """The one wire of a group: whoever talks on it must share the path."""
+    with _wires_lock:
+        wires = _wires.setdefault(group, {})
+        if device.type not in wires:
+            wires[device.type] = wire = _make_wire(group, device)
+            if isinstance(wire, WatchedWire) and wire.checks:
+                watch_over(wire)
+        return wires[device.type]
+
+
+def _make_wire(group: dist.ProcessGroup, device: torch.device) -> Wire:
+    backend = backend_name(group, device)
+    if group.size() == 1 or backend == "fake":
+        return Wire(group, device)
+    if device.type == "cpu" and backend == "gloo":
+        return TaggedWire(group, device)
+    if device.type == "cpu" and backend == "threaded":
+        return MeetingWire(group, device)
+    return Wire(group, device) if policies.trust().checks == "off" else NativeWire(group, device)
+
+
+class GroupCalls:
+    """What the engine asks of one process group."""
+
+    # Whether many tensors can be gathered as one operation, each into its own place.
+    gathers_each = False
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        backend = backend_name(group, device)
+        self.backend = backend
+        self.device = device
+        self.group = group
+        self.world = group.size()
+        self.rank = group.rank()
+        self.ordered_by_stream = device.type == "cuda" and backend in ("nccl", "fake")
+        # The fake group stands in for NCCL: it takes any operation, and moves nothing.
+        self.averages = backend in ("nccl", "fake")
+        self.gathers_each = self.ordered_by_stream
+        self.wire = wire_of(group, device)
+        self._all_gather = all_gather_call(group)
+        self._reduce_scatter = reduce_scatter_call(group)
+        self._gather_options = AllgatherOptions()
+        self._sum_options = _reduce_scatter_options(dist.ReduceOp.SUM)
+        self._average_options = _reduce_scatter_options(dist.ReduceOp.AVG)
+        self._exchange_options = AllToAllOptions()
+        if self.ordered_by_stream:
+            # The collective runs on the stream it is issued on, which is a lane of ours: no stream of its own, and
+            # no events to tie that one to the lane.
+            for options in (
+                self._gather_options,
+                self._sum_options,
+                self._average_options,
+                self._exchange_options,
+            ):
+                options.asyncOp = False
+
+    def issue_all_gather(self, output: torch.Tensor, own: torch.Tensor, code: int = UNNAMED) -> Work:
+        """Gathers every rank's ``own`` into ``output``, in rank order. ``code`` says what for."""
+        wire = self.wire
+        if wire.carries:
+            gathered: Work = wire.gather(output, own, code)
+            return gathered
+        wire.note(code)
+        try:
+            return self._all_gather(output, own, self._gather_options) or DONE
+        except dist.DistBackendError as error:
+            wire.fail(error)
+
+    @property
+    def lends_rows(self) -> bool:
+        """Whether ranks can read each other's rows where they lie, at the moment."""
+        return self.wire.lends_rows
+
+    def issue_all_gather_lent(self, output: torch.Tensor, own: torch.Tensor, code: int = UNNAMED) -> LentRows:
+        """Lets every rank read every rank's ``own``. ``output`` only stands for all of them."""
+        lent: LentRows = self.wire.gather_lent(output, own, code)
+        return lent
+
+    def lend(self, num_bytes: int) -> torch.Tensor | None:
+        """Memory for rows that other ranks can read there; None where they cannot."""
+        return self.wire.lend(num_bytes)
+
+    def issue_all_gather_each(
+        self, outputs: list[torch.Tensor], owns: list[torch.Tensor], code: int = UNNAMED
+    ) -> Work:
+        """Gathers every rank's ``owns``, each into its output, as one operation."""
+        self.wire.note(code)
+        return self._issue(self.group.allgather_into_tensor_coalesced, outputs, owns, self._gather_options)
+
+    def issue_reduce_scatter(
+        self, output: torch.Tensor, rows: torch.Tensor, average: bool, code: int = UNNAMED
+    ) -> Work:
+        """Reduces the rows of all ranks; this rank's row arrives in ``output``."""
+        wire = self.wire
+        if wire.carries:
+            reduced: Work = wire.reduce_scatter(output, rows, code)
+            return reduced
+        wire.note(code)
+        options = self._average_options if average else self._sum_options
+        try:
+            return self._reduce_scatter(output, rows, options) or DONE
+        except dist.DistBackendError as error:
+            wire.fail(error)
+
+    def issue_exchange(self, output: torch.Tensor, rows: torch.Tensor, code: int = UNNAMED) -> Work:
+        """Sends each rank its row; the rows of all ranks for this one arrive in ``output``, in rank order."""
+        wire = self.wire
+        if wire.carries:
+            exchanged: Work = wire.exchange(output, rows, code)
+            return exchanged
+        wire.note(code)
+        return self._issue(self.group.alltoall_base, output, rows, [], [], self._exchange_options)
+
+    def issue_all_reduce(self, tensor: torch.Tensor, average: bool, code: int = UNNAMED) -> Work:
+        self.wire.admit(code)
+        options = AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if average else dist.ReduceOp.SUM)
+        work = self._issue(self.group.allreduce, [tensor], options)
+        self.wire.follow()
+        return work
+
+    def _issue(self, call: Callable[..., Any], *args: Any) -> Work:
+        """Makes a call of the group's own; what the group raises may come of a verdict, which says more.
+
+        The two calls that every unit makes in every step do so themselves.
+        """
+        try:
+            return call(*args) or DONE
+        except dist.DistBackendError as error:
+            self.wire.fail(error)
+
+
+class SoloCalls(GroupCalls):
+    """The calls of a rank that shares with nobody: no group, no communication."""
+
+    def __init__(self, device: torch.device, ordered_by_stream: bool) -> None:
+        self.backend = "solo"
+        self.wire = Wire(None, device)
+        self.device = device
+        self.world = 1
+        self.rank = 0
+        self.ordered_by_stream = ordered_by_stream
+        self.averages = True
+
+    def issue_all_gather(self, output: torch.Tensor, own: torch.Tensor, code: int = UNNAMED) -> Work:
+        if output.data_ptr() != own.data_ptr():
+            output.copy_(own)
+        return DONE
+
+    def issue_reduce_scatter(
+        self, output: torch.Tensor, rows: torch.Tensor, average: bool, code: int = UNNAMED
+    ) -> Work:
+        output.copy_(rows)
+        return DONE
+
+    def issue_all_reduce(self, tensor: torch.Tensor, average: bool, code: int = UNNAMED) -> Work:
+        return DONE
+
+
+def _reduce_scatter_options(op: Any) -> Any:
+    options = ReduceScatterOptions()
+    options.reduceOp = op
+    return options

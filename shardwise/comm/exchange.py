@@ -1,0 +1,357 @@
+"""Exchange: every rank's own tensors to every other rank, received in place, in one operation.
+
+    before   rank 0  [A'][B ][C ]        after   rank 0  [A'][B'][C']
+             rank 1  [A ][B'][C ]                rank 1  [A'][B'][C']
+             rank 2  [A ][B ][C']                rank 2  [A'][B'][C']
+
+An exchange is planned once, for tensors that stay where they are, and issued as often as they change. Which way it
+goes is decided by what the group can do:
+
+    gloo, CPU                   point to point: small tensors packed into one message, large ones as they lie
+    the same, on one host       tensors are read from the peers' memory, see `same_host`
+    NCCL, equal sections        one all-gather in place
+    NCCL                        one group of broadcasts, the small tensors of a rank packed into one
+    a device without a backend  the same through a copy on a device that has one
+    any other backend           one all-gather through a padded buffer
+
+It moves bytes: tensors of any dtype travel together. It knows no parameters and no optimizer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.comm.channels.channel import Wire
+from shardwise.comm.shared_memory.direct_reads import DirectReads
+from shardwise.comm.shared_memory.process_vm import Neighbours, find_neighbours
+from shardwise.torch_internals import all_gather_call, copy_all, issue_grouped_broadcasts
+
+__all__ = ["Exchange", "Pending", "all_gather_bytes", "carrier_device", "neighbours_of", "plan_exchange"]
+
+# Below this a message costs more than copying its bytes there and back.
+_PACKED_BYTES = 128 * 1024
+# Ours alone, so that a user's own send with the default tag 0 is not taken for one of these.
+_TAG = 0x5A45
+
+
+class Pending(Protocol):
+    """An issued exchange."""
+
+    def wait(self) -> object:
+        """Returns when the other ranks' values are in place: on the host, or in the order of the CUDA stream."""
+
+
+class Exchange(Protocol):
+    in_lockstep: bool
+    """Whether all ranks must issue their exchanges, and the group's collectives, in one order."""
+
+    def issue(self) -> Pending: ...
+
+
+def plan_exchange(
+    sections: Sequence[Sequence[Tensor]],
+    group: dist.ProcessGroup,
+    *,
+    buffer: Tensor | None = None,
+    neighbours: Neighbours | None = None,
+    channel: int = 0,
+) -> Exchange:
+    """Plans an exchange.
+
+    Args:
+        sections: by rank, the tensors that this rank sends and all others receive; contiguous, on one device, of
+            the same sizes on every rank.
+        group: the ranks.
+        buffer: the tensor of which the sections are equal, consecutive parts, if that is so.
+        neighbours: the ranks, if they may read each other's memory (``neighbours_of``). The copying is then done
+            by whoever waits, so leave it out where something else goes on meanwhile.
+        channel: a number, the same on all ranks. Exchanges that are not in lockstep are issued in one order on each
+            channel; those of different channels in any.
+    """
+    wires = [[_as_bytes(tensor) for tensor in section if tensor.numel()] for section in sections]
+    devices = {wire.device for section in wires for wire in section}
+    if group.size() == 1 or not devices:
+        return _NothingToExchange()
+    (device,) = devices
+    carrier = carrier_device(group, device)
+    if carrier.type != device.type:
+        return _ThroughCarrier(wires, group, carrier, channel)
+    backend = _backends(group)[device.type]
+    if backend == "gloo" and device.type == "cpu":
+        if neighbours is not None:
+            return DirectReads(wires, group.rank(), neighbours)
+        return _PointToPoint(wires, group, _TAG + channel)
+    if backend == "nccl":
+        return _GroupedBroadcasts(wires, group) if buffer is None else _GatherInPlace(buffer, group)
+    return _GatherPadded(wires, group)
+
+
+def carrier_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
+    """The device on which a tensor of ``device`` travels in this group."""
+    backends = _backends(group)
+    # gloo takes CUDA tensors in its collectives, not point to point, and stages them through the host anyway.
+    if device.type in backends and (backends[device.type] != "gloo" or device.type == "cpu"):
+        return device
+    if "cpu" in backends:
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def neighbours_of(group: dist.ProcessGroup, wire: Wire) -> Neighbours | None:
+    """The ranks, if they can read each other's memory and that is of use. Called by all ranks.
+
+    Args:
+        group: the ranks.
+        wire: the one whose path they share, and which is watched while they wait for each other.
+    """
+    if group.size() == 1 or _backends(group).get("cpu") != "gloo":
+        return None
+    return find_neighbours(group, wire)
+
+
+def all_gather_bytes(message: bytes, group: dist.ProcessGroup) -> list[bytes]:
+    """Every rank's message, in rank order; messages may differ in length."""
+    device = carrier_device(group, torch.device("cpu"))
+    world = group.size()
+    lengths = torch.empty(world, dtype=torch.int64, device=device)
+    dist.all_gather(list(lengths.split(1)), torch.tensor([len(message)], device=device), group=group)
+    sizes = lengths.tolist()
+    if not any(sizes):
+        return [b""] * world
+    buffers = [torch.zeros(max(sizes), dtype=torch.uint8, device=device) for _ in range(world)]
+    own = torch.zeros_like(buffers[0])
+    if message:
+        own[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(device)
+    dist.all_gather(buffers, own, group=group)
+    held = [buffer.cpu() for buffer in buffers]
+    return [ctypes.string_at(buffer.data_ptr(), size) for buffer, size in zip(held, sizes, strict=True)]
+
+
+class _NothingToExchange:
+    in_lockstep = False
+
+    def issue(self) -> _NothingToExchange:
+        return self
+
+    def wait(self) -> None:
+        pass
+
+
+class _PointToPoint:
+    """gloo's transport moves messages by itself, both ways at once, in whatever order the ranks get to them."""
+
+    in_lockstep = False
+
+    def __init__(self, sections: Sequence[Sequence[Tensor]], group: dist.ProcessGroup, tag: int) -> None:
+        self._group = group
+        self._tag = tag
+        self._rank = group.rank()
+        self._peers = [rank for rank in range(group.size()) if rank != self._rank]
+        self._large = [[wire for wire in section if wire.numel() >= _PACKED_BYTES] for section in sections]
+        self._small = [[wire for wire in section if wire.numel() < _PACKED_BYTES] for section in sections]
+
+    def issue(self) -> Pending:
+        works: list[dist.Work] = []
+        packs: list[tuple[Tensor, list[Tensor]]] = []
+        for peer in self._peers:
+            for message in self._incoming(peer, packs):
+                works.append(self._group.recv([message], peer, self._tag))
+        outgoing = self._outgoing()
+        for peer in self._peers:
+            for message in outgoing:
+                works.append(self._group.send([message], peer, self._tag))
+        return _Messages(works, packs, outgoing)
+
+    def _incoming(self, peer: int, packs: list[tuple[Tensor, list[Tensor]]]) -> list[Tensor]:
+        """Where a peer's messages land: straight in place if large, in a pack that is taken apart later if not."""
+        small = self._small[peer]
+        if len(small) < 2:
+            return small + self._large[peer]
+        pack = torch.empty(sum(wire.numel() for wire in small), dtype=torch.uint8)
+        packs.append((pack, small))
+        return [pack, *self._large[peer]]
+
+    def _outgoing(self) -> list[Tensor]:
+        small = self._small[self._rank]
+        packed = small if len(small) < 2 else [torch.cat(small)]
+        return packed + self._large[self._rank]
+
+
+class _Messages:
+    def __init__(
+        self, works: list[dist.Work], packs: list[tuple[Tensor, list[Tensor]]], outgoing: list[Tensor]
+    ) -> None:
+        self._works = works
+        self._packs = packs
+        self._outgoing = outgoing  # alive: until sent
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        for pack, wires in self._packs:
+            copy_all(wires, list(pack.split([wire.numel() for wire in wires])))
+        self._works, self._packs, self._outgoing = [], [], []
+
+
+class _GatherInPlace:
+    in_lockstep = True
+
+    def __init__(self, buffer: Tensor, group: dist.ProcessGroup) -> None:
+        self._buffer = _as_bytes(buffer)
+        self._own = self._buffer.chunk(group.size())[group.rank()]
+        self._gather = all_gather_call(group)
+
+    def issue(self) -> Pending:
+        work: dist.Work = self._gather(self._buffer, self._own)
+        return work
+
+
+class _GroupedBroadcasts:
+    """One group of broadcasts: large tensors as they lie, the small ones of each rank as one pack."""
+
+    in_lockstep = True
+
+    def __init__(self, sections: Sequence[Sequence[Tensor]], group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._device = next(wire.device for section in sections for wire in section)
+        self._sent: list[list[Tensor]] = []
+        own: list[tuple[Tensor, Tensor]] = []
+        others: list[tuple[Tensor, Tensor]] = []
+        for rank, section in enumerate(sections):
+            small = [wire for wire in section if wire.numel() < _PACKED_BYTES]
+            if len(small) < 2:
+                self._sent.append(list(section))
+                continue
+            pack = torch.empty(sum(wire.numel() for wire in small), dtype=torch.uint8, device=self._device)
+            self._sent.append([pack, *(wire for wire in section if wire.numel() >= _PACKED_BYTES)])
+            (own if rank == group.rank() else others).extend(zip(small, _parts_of(pack, small), strict=True))
+        self._own_wires, self._own_parts = [wire for wire, _ in own], [part for _, part in own]
+        self._wires, self._parts = [wire for wire, _ in others], [part for _, part in others]
+
+    def issue(self) -> Pending:
+        _copy_wires(self._own_parts, self._own_wires)
+        work = issue_grouped_broadcasts(self._group, self._device, self._sent)
+        return _Unpacked(work, self._wires, self._parts) if self._wires else work
+
+
+class _Unpacked:
+    def __init__(self, work: dist.Work, wires: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
+        self._work = work
+        self._wires = wires
+        self._parts = parts
+
+    def wait(self) -> None:
+        self._work.wait()
+        _copy_wires(self._wires, self._parts)
+
+
+class _GatherPadded:
+    """One all-gather, with every section padded to the largest: what any backend can do."""
+
+    in_lockstep = True
+
+    def __init__(self, sections: Sequence[Sequence[Tensor]], group: dist.ProcessGroup) -> None:
+        self._sections = sections
+        self._rank = group.rank()
+        self._group = group
+        self._section_bytes = max(sum(wire.numel() for wire in section) for section in sections)
+
+    def issue(self) -> Pending:
+        world = len(self._sections)
+        device = next(wire.device for section in self._sections for wire in section)
+        gathered = [torch.empty(self._section_bytes, dtype=torch.uint8, device=device) for _ in range(world)]
+        own = torch.zeros(self._section_bytes, dtype=torch.uint8, device=device)
+        _copy_wires(_parts_of(own, self._sections[self._rank]), self._sections[self._rank])
+        work = dist.all_gather(gathered, own, group=self._group, async_op=True)
+        return _Padded(work, gathered, self._sections, self._rank)
+
+
+class _Padded:
+    def __init__(
+        self,
+        work: dist.Work | None,
+        gathered: list[Tensor],
+        sections: Sequence[Sequence[Tensor]],
+        rank: int,
+    ) -> None:
+        self._work = work
+        self._gathered = gathered
+        self._sections = sections
+        self._rank = rank
+
+    def wait(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+        for source, (buffer, wires) in enumerate(zip(self._gathered, self._sections, strict=True)):
+            if source != self._rank:
+                _copy_wires(wires, _parts_of(buffer, wires))
+        self._gathered = []
+
+
+class _ThroughCarrier:
+    """For tensors on a device the group has no transport for: the same exchange, on copies."""
+
+    def __init__(
+        self,
+        sections: Sequence[Sequence[Tensor]],
+        group: dist.ProcessGroup,
+        carrier: torch.device,
+        channel: int,
+    ) -> None:
+        self._sections = sections
+        self._rank = group.rank()
+        self._copies = [[torch.empty_like(wire, device=carrier) for wire in section] for section in sections]
+        self._inner = plan_exchange(self._copies, group, channel=channel)
+        self.in_lockstep = self._inner.in_lockstep
+
+    def issue(self) -> Pending:
+        # A plain copy between devices waits for both, so what was stepped on one is read on the other.
+        _copy_wires(self._copies[self._rank], self._sections[self._rank])
+        return _Carried(self._inner.issue(), self._copies, self._sections, self._rank)
+
+
+class _Carried:
+    def __init__(
+        self,
+        inner: Pending,
+        copies: Sequence[Sequence[Tensor]],
+        sections: Sequence[Sequence[Tensor]],
+        rank: int,
+    ) -> None:
+        self._inner = inner
+        self._copies = copies
+        self._sections = sections
+        self._rank = rank
+
+    def wait(self) -> None:
+        self._inner.wait()
+        for source, (wires, copies) in enumerate(zip(self._sections, self._copies, strict=True)):
+            if source != self._rank:
+                _copy_wires(wires, copies)
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
+def _parts_of(buffer: Tensor, wires: Sequence[Tensor]) -> list[Tensor]:
+    sizes = [wire.numel() for wire in wires]
+    return list(buffer[: sum(sizes)].split(sizes)) if sizes else []
+
+
+def _copy_wires(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    if targets:
+        copy_all(list(targets), list(sources))
+
+
+def _backends(group: dist.ProcessGroup) -> dict[str, str]:
+    """Device type to backend name, such as ``{"cpu": "gloo", "cuda": "nccl"}``."""
+    pairs = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
+    # NCCL is listed for the CPU by some torch versions, and carries nothing there.
+    return {device: backend for device, backend in pairs if (device, backend) != ("cpu", "nccl")}

@@ -1,0 +1,1 @@
+"""The composable API: ``fully_shard`` and ``FSDPModule``."""

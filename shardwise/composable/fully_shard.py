@@ -1,0 +1,293 @@
+"""``fully_shard``: the composable face. Modules keep their class and names; their parameters become DTensors.
+
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)                 # or, in one call: fully_shard(model, wrap=Block)
+
+Arguments are checked here, completely, before the engine changes anything.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Any, TypeVar, overload
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.comm.mesh import DataMesh, data_mesh, default_device_type, default_mesh, join_launched_ranks
+from shardwise.composable.fsdp_module import become_fsdp_module
+from shardwise.composable.state_dicts import keep_state_dicts_sharded
+from shardwise.engine.exact.exact_sums import EXACT, check_mesh
+from shardwise.engine.reduce.reduce_plan import SUMS
+from shardwise.engine.unit.binding import membership, units_of
+from shardwise.engine.unit.dtensor_form import PlacementFn, Rows
+from shardwise.engine.unit.factory import check_unit, find_parameters, make_unit
+from shardwise.engine.unit.module_selection import Wrap, choose_modules, has_forward
+from shardwise.errors import ConfigError, ConfigTypeError
+from shardwise.plan.schedule import plan_after_forward
+from shardwise.policies import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+
+M = TypeVar("M", bound=nn.Module)
+
+_AS_IS = MixedPrecisionPolicy()
+_ON_DEVICE = OffloadPolicy()
+
+
+@overload
+def fully_shard(
+    module: M,
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: PlacementFn | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
+    wrap: Wrap | None = ...,
+    exact: bool = ...,
+) -> M: ...
+
+
+@overload
+def fully_shard(
+    module: list[nn.Module],
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: PlacementFn | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
+    exact: bool = ...,
+) -> list[nn.Module]: ...
+
+
+def fully_shard(
+    module: Any,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: PlacementFn | None = None,
+    mp_policy: MixedPrecisionPolicy = _AS_IS,
+    offload_policy: OffloadPolicy = _ON_DEVICE,
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+    wrap: Wrap | None = None,
+    exact: bool = False,
+) -> Any:
+    """Shards a module's parameters, gradients and so its optimizer state over the ranks of a mesh.
+
+    The parameters of ``module`` that no earlier call took become one *unit*: gathered together before the module
+    runs, freed after it, gathered again for its backward, their gradients reduced together. So call it bottom-up, on
+    the blocks of a model and then on the model; or let ``wrap`` do that.
+
+    Args:
+        module: the module to shard, in place; or a list of modules that become one unit.
+        mesh: one axis (shard) or two (replicate, shard). Default: all ranks.
+        reshard_after_forward: ``True`` frees parameters after forward and gathers them again in backward; ``False``
+            keeps them; an int keeps them sharded over that many neighbouring ranks; ``None`` means ``True``. The
+            outermost unit keeps its parameters for the backward to come (``set_reshard_after_forward`` overrides that).
+        shard_placement_fn: takes a parameter, returns the ``Shard(dim)`` it is cut along, or ``None`` for dim 0. Sizes
+            need not divide.
+        mp_policy: dtypes to compute and reduce in.
+        offload_policy: where shards live.
+        ignored_params: parameters to leave alone.
+        dp_mesh_dims: which axes of a larger mesh shard and replicate.
+        wrap: which modules below become units of their own first: a class, several, a least number of elements, or a
+            callable that takes a module and returns a bool or a mapping of keywords for it.
+        exact: sum gradients in one fixed order over micro-batches, in float32, so that the same micro-batches give
+            the same bits on 1, 2, 4, 8, ... ranks and however the model is sharded. For all units of a model, or none.
+
+    Returns:
+        ``module``, whose class is now also an ``FSDPModule``.
+    """
+    modules = _as_modules(module)
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "reshard_after_forward": reshard_after_forward,
+        "shard_placement_fn": shard_placement_fn,
+        "mp_policy": mp_policy,
+        "offload_policy": offload_policy,
+        "dp_mesh_dims": dp_mesh_dims,
+        "exact": exact,
+    }
+    ignored = _checked_ignored(ignored_params)
+    chosen: list[tuple[tuple[nn.Module, ...], dict[str, Any]]] = []
+    if wrap is not None:
+        if len(modules) != 1:
+            raise ConfigError(
+                "wrap chooses units inside one module, but a list of modules was given",
+                where="fully_shard([...], wrap=...)",
+                fix="call fully_shard once for each of them",
+            )
+        for inner, overrides in choose_modules(modules[0], wrap, ignored):
+            if not units_of(inner):
+                chosen.append(((inner,), {**options, **overrides}))
+    chosen.append((modules, options))
+    # Every call is checked before the first one changes anything: a refusal leaves the whole model as it was.
+    calls = [_Call(members, ignored, **chosen_options) for members, chosen_options in chosen]
+    for call in calls:
+        call.make()
+    return module
+
+
+class _Call:
+    """One checked call: everything a unit needs, and nothing changed yet."""
+
+    def __init__(
+        self,
+        modules: tuple[nn.Module, ...],
+        ignored: set[nn.Parameter],
+        mesh: DeviceMesh | None,
+        reshard_after_forward: bool | int | None,
+        shard_placement_fn: PlacementFn | None,
+        mp_policy: MixedPrecisionPolicy,
+        offload_policy: OffloadPolicy,
+        dp_mesh_dims: DataParallelMeshDims | None,
+        exact: bool,
+    ) -> None:
+        self.modules = modules
+        self.ignored = ignored
+        self.placement_fn = shard_placement_fn
+        self.precision = mp_policy
+        self.offload = offload_policy
+        self.name = type(modules[0]).__name__
+        call = f"fully_shard({self.name})"
+        _check_modules(modules, call)
+        _check_policies(mp_policy, offload_policy, call)
+        if mesh is None:
+            join_launched_ranks()
+            params = (param for module in modules for param in module.parameters())
+            mesh = default_mesh(default_device_type(params), call)
+        elif not isinstance(mesh, DeviceMesh):
+            raise ConfigTypeError(
+                f"mesh is a {type(mesh).__name__}, not a DeviceMesh",
+                where=call,
+                fix="make one with torch.distributed.device_mesh.init_device_mesh",
+            )
+        self.mesh: DataMesh = data_mesh(mesh, dp_mesh_dims, call)
+        self.where = f"{call}, rank {self.mesh.rank}"
+        self.after_forward = plan_after_forward(
+            reshard_after_forward,
+            self.mesh.shard.world,
+            self.name,
+            f"fully_shard({self.name}, reshard_after_forward={reshard_after_forward!r}), rank {self.mesh.rank}",
+        )
+        if reshard_after_forward == 1 and reshard_after_forward is not True:
+            warnings.warn(
+                "reshard_after_forward=1 keeps the parameters whole on every rank, which is False; True frees them",
+                stacklevel=3,
+            )
+        self.sums = EXACT if exact else SUMS
+        if exact:
+            check_mesh(self.mesh, self.where)
+        check_unit(modules, ignored, shard_placement_fn, self.mesh, self.where)
+        _check_precision_fits(modules, ignored, mp_policy, self.where)
+
+    def make(self) -> None:
+        unit = make_unit(
+            self.name,
+            self.modules,
+            self.mesh,
+            self.after_forward,
+            Rows(self.placement_fn),
+            self.precision,
+            self.offload,
+            self.ignored,
+            self.sums,
+        )
+        for module in self.modules:
+            become_fsdp_module(module)
+        keep_state_dicts_sharded((unit, *unit.needs))
+
+
+def _as_modules(module: Any) -> tuple[nn.Module, ...]:
+    modules = tuple(module) if isinstance(module, (list, tuple)) else (module,)
+    for member in modules:
+        if not isinstance(member, nn.Module):
+            raise ConfigTypeError(
+                f"fully_shard was given a {type(member).__name__}, not a module",
+                where=f"fully_shard({type(module).__name__})",
+                fix="pass an nn.Module or a list of them",
+            )
+    if not modules:
+        raise ConfigError("fully_shard was given no module", where="fully_shard([])", fix="pass at least one")
+    return modules
+
+
+def _checked_ignored(ignored: Iterable[nn.Parameter] | None) -> set[nn.Parameter]:
+    result = set(ignored or ())
+    for param in result:
+        taken = membership(param) if isinstance(param, torch.Tensor) else None
+        if taken is not None:
+            raise ConfigError(
+                f"ignored_params holds parameter '{taken[1].name}', which unit '{taken[0].name}' has sharded already",
+                where=f"fully_shard(ignored_params=...), rank {taken[0].rank}",
+                fix="pass it to every call that could take the parameter, from the first one on",
+            )
+        if not isinstance(param, torch.Tensor):
+            raise ConfigTypeError(
+                f"ignored_params holds a {type(param).__name__}",
+                where="fully_shard(ignored_params=...)",
+                fix="pass the parameters themselves, e.g. set(model.adapter.parameters())",
+            )
+    return result
+
+
+def _check_modules(modules: tuple[nn.Module, ...], where: str) -> None:
+    if len(set(modules)) != len(modules):
+        raise ConfigError("a module stands in the list twice", where=where, fix="name each module once")
+    for module in modules:
+        name = type(module).__name__
+        if units_of(module):
+            raise ConfigError(
+                f"{name} is sharded already", where=where, fix="call fully_shard once for each module"
+            )
+        if not has_forward(module):
+            raise ConfigError(
+                f"{name} only holds modules: nothing calls it, so nothing would gather its parameters",
+                where=where,
+                fix=f"shard the modules inside the {name}, or the module around it",
+            )
+
+
+def _check_policies(precision: MixedPrecisionPolicy, offload: OffloadPolicy, where: str) -> None:
+    if not isinstance(precision, MixedPrecisionPolicy):
+        raise ConfigTypeError(
+            f"mp_policy is a {type(precision).__module__}.{type(precision).__name__}",
+            where=where,
+            fix="pass a shardwise.MixedPrecisionPolicy",
+        )
+    if not isinstance(offload, OffloadPolicy):
+        raise ConfigTypeError(
+            f"offload_policy is a {type(offload).__module__}.{type(offload).__name__}",
+            where=where,
+            fix="pass a shardwise.CPUOffloadPolicy or leave it out",
+        )
+
+
+def _check_precision_fits(
+    modules: tuple[nn.Module, ...], ignored: set[nn.Parameter], precision: MixedPrecisionPolicy, where: str
+) -> None:
+    for found in find_parameters(modules, ignored):
+        taken = found.taken
+        if taken is not None and taken[0].precision.param_dtype != precision.param_dtype:
+            raise ConfigError(
+                f"parameter '{found.name}' is tied to unit '{taken[0].name}', which computes in "
+                f"{taken[0].precision.param_dtype or 'its own dtype'}; here it would be "
+                f"{precision.param_dtype or 'its own dtype'}",
+                where=f"MixedPrecisionPolicy(param_dtype=...), parameter '{found.name}', {where}",
+                fix="give both units the same param_dtype",
+            )
+        if precision.reduce_dtype is not None and found.param.is_complex() and found.param.requires_grad:
+            raise ConfigError(
+                f"parameter '{found.name}' is of {found.param.dtype}, and its gradient would lose its imaginary part "
+                f"when reduced in {precision.reduce_dtype}",
+                where=f"MixedPrecisionPolicy(reduce_dtype=...), parameter '{found.name}', {where}",
+                fix="leave reduce_dtype out for the unit that holds it",
+            )

@@ -1,0 +1,1 @@
+"""Gradient sums that are the same on any number of ranks."""

@@ -1,0 +1,1 @@
+"""From every rank's shards to full parameters."""

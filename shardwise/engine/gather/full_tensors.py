@@ -1,0 +1,160 @@
+"""Whole tensors out of flat shards, and back: for what happens between steps.
+
+State dicts, ``summon_full_params`` and optimizer states gather here, into memory of their own and in the dtype that is
+stored. The unit's own unsharded parameters, in the dtype that is computed in, are not touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from shardwise.comm.collectives.agreement import gather_objects
+from shardwise.engine.unit.flat_form import Flat, FlatSlot, Line
+from shardwise.engine.unit.unit import Unit
+from shardwise.errors import RankDisagreement
+from shardwise.torch_internals import unseen_by_modes
+
+
+def flat_form(unit: Unit) -> Flat:
+    assert isinstance(unit.form, Flat)
+    return unit.form
+
+
+def is_flat(unit: Unit) -> bool:
+    """Whether the unit was made by ``FullyShardedDataParallel``."""
+    return isinstance(unit.form, Flat)
+
+
+def flat_slots(unit: Unit) -> list[FlatSlot]:
+    return [slot for slot in unit.slots if isinstance(slot, FlatSlot)]
+
+
+def whole_of(value: Any) -> Any:
+    """All of a DTensor, where its shards are; anything else as it is."""
+    if not isinstance(value, DTensor):
+        return value
+    # Shards on the host go over the device that the mesh talks for: its group may know no other.
+    on_device = value.to(value.device_mesh.device_type)
+    assert isinstance(on_device, DTensor)
+    return on_device.full_tensor().to(value.device)
+
+
+def share_of(
+    line: Line,
+    parts: Sequence[torch.Tensor | None],
+    share_numel: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    """A rank's share of a line, put together from what it has of each parameter; zeros where it has nothing."""
+    share = torch.zeros(share_numel, dtype=dtype, device=device)
+    for slot, part in zip(line.slots, parts, strict=True):
+        if part is not None:
+            share[slot.start : slot.start + slot.span.numel] = part.reshape(-1)
+    return share
+
+
+def shown_part(slot: FlatSlot, tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's elements of a slot in a tensor shaped like its sharded parameter, or like the line's."""
+    flat = tensor.reshape(-1)
+    return flat if slot.is_shown else flat[slot.start : slot.start + slot.span.numel]
+
+
+def gather_line(unit: Unit, share: torch.Tensor) -> torch.Tensor:
+    """Every rank's share of a line, end to end, on the device the unit computes on."""
+    calls, root = unit.mesh.shard, unit.root
+    own = share.detach().contiguous().to(unit.mesh.device)
+    # order: writes to the shares before this gather, because it reads them on a lane
+    root.lanes.gather.after_compute()
+    with unseen_by_modes(), root.lanes.gather:
+        whole = torch.empty(calls.world * own.numel(), dtype=own.dtype, device=own.device)
+        calls.issue_all_gather(whole.view(torch.uint8), own.view(torch.uint8)).wait()
+        arrival = root.lanes.gather.mark()
+    # order: the gather before compute, because the caller reads what arrived
+    root.lanes.compute_after(arrival)
+    return whole
+
+
+def wholes_of(unit: Unit, number: int, line_values: torch.Tensor) -> list[torch.Tensor]:
+    """The parameters in a gathered line, as views of it in their own shapes; ``number`` is the line's."""
+    layout = flat_form(unit).layout
+    segment = layout.segments[number]
+    return [
+        line_values[start : start + layout.numels[index]].view(slot.shape)
+        for index, start, slot in zip(
+            segment.members, segment.starts, flat_form(unit).lines[number].slots, strict=True
+        )
+    ]
+
+
+def gather_parameters(unit: Unit) -> dict[FlatSlot, torch.Tensor]:
+    """Every parameter of the unit, whole, as stored. Every rank must call it."""
+    unit.take_back_replaced()
+    found: dict[FlatSlot, torch.Tensor] = {}
+    for number, line in enumerate(flat_form(unit).lines):
+        whole = gather_line(unit, line.share)
+        found.update(zip(line.slots, wholes_of(unit, number, whole), strict=True))
+    return found
+
+
+def gather_gradients(unit: Unit) -> dict[FlatSlot, torch.Tensor]:
+    """Every gradient that shards have, whole. Every rank must call it, and have gradients of the same parameters."""
+    dtypes = _dtypes_of_gradients(unit)
+    found: dict[FlatSlot, torch.Tensor] = {}
+    for number, line in enumerate(flat_form(unit).lines):
+        share_numel = flat_form(unit).layout.segments[number].numel
+        for dtype in dict.fromkeys(dtypes[slot] for slot in line.slots if slot in dtypes):
+            chosen = [slot if dtypes.get(slot) is dtype else None for slot in line.slots]
+            parts = [None if slot is None else _part_of_gradient(slot) for slot in chosen]
+            share = share_of(line, parts, share_numel, dtype, unit.mesh.device)
+            wholes = wholes_of(unit, number, gather_line(unit, share))
+            found.update(
+                (slot, whole) for slot, whole in zip(chosen, wholes, strict=True) if slot is not None
+            )
+    return found
+
+
+def _dtypes_of_gradients(unit: Unit) -> dict[FlatSlot, torch.dtype]:
+    """The dtypes of the gradients that the ranks have; a rank without elements of a parameter has none of it."""
+    slots = flat_slots(unit)
+    own = [None if (gradient := slot.sharded.grad) is None else gradient.dtype for slot in slots]
+    by_rank = gather_objects(own, unit.mesh.shard)
+    dtypes: dict[FlatSlot, torch.dtype] = {}
+    for index, slot in enumerate(slots):
+        told = {rank: by_rank[rank][index] for rank in ranks_with_elements(unit, index)}
+        if len(set(told.values())) > 1:
+            raise RankDisagreement(
+                f"the gradient of parameter '{slot.name}' is not the same kind on all ranks: "
+                + ", ".join(f"{dtype or 'none'} on rank {rank} of the group" for rank, dtype in told.items()),
+                where=f"unit '{unit.name}', rank {unit.rank}, with_grads=True",
+                fix="drop or set gradients on all ranks alike",
+            )
+        if dtype := next(iter(told.values()), None):
+            dtypes[slot] = dtype
+    return dtypes
+
+
+def ranks_with_elements(unit: Unit, index: int) -> list[int]:
+    """The ranks of the shard group that hold some of a slot; all of them where there is nothing to hold."""
+    layout, ranks = flat_form(unit).layout, range(unit.mesh.shard.world)
+    return [rank for rank in ranks if layout.own_span(index, rank).numel] or list(ranks)
+
+
+def _part_of_gradient(slot: FlatSlot) -> torch.Tensor | None:
+    gradient = slot.sharded.grad
+    return None if gradient is None else shown_part(slot, gradient)
+
+
+def own_elements(slot: FlatSlot, whole: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a whole tensor."""
+    return whole.reshape(-1)[slot.span.start : slot.span.stop]
+
+
+def write_parameter(slot: FlatSlot, whole: torch.Tensor) -> None:
+    """Takes this rank's elements over, through the parameter: a unit that is kept unsharded notices the change."""
+    with torch.no_grad():
+        shown_part(slot, slot.sharded).copy_(own_elements(slot, whole))

@@ -1,0 +1,1 @@
+"""From full gradients to averaged gradients of shards."""

@@ -1,0 +1,255 @@
+"""Packing full gradients into the rows that ranks exchange: cast, cut and padded, in as few kernels as possible."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Protocol
+
+import torch
+
+from shardwise.engine.buffers import Elastic, Movable
+from shardwise.engine.kernels import plan_pack_kernel
+from shardwise.plan.flat import FlatPacking
+from shardwise.plan.layout import Packing, Pad, Piece
+from shardwise.plan.rows import RowsPacking
+from shardwise.plan.slices import RowsSlice, cut_into_slices
+from shardwise.plan.spans import Span
+from shardwise.plan.strips import Strip, strips_of_line, strips_of_packing
+from shardwise.torch_internals import chunk_cat, copy_all, zero_all
+
+# Rows that take more are packed and reduced slice by slice: freed activations, which backward leaves in pieces of their
+# own sizes, then have room for them.
+_MOST_BYTES = 1 << 30
+
+
+class Pack(Protocol):
+    def fill(self, gradients: list[torch.Tensor | None], is_complete: bool) -> None:
+        """Writes all of the rows: gradients where there are any, zeros for those missing and for padding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """What is packed and reduced at once: all of the rows, or some columns of them.
+
+    Complex numbers are reduced as pairs of real ones, which every group can sum.
+    """
+
+    pack: Pack
+    rows: torch.Tensor
+    # None: all of them.
+    columns: Span | None
+    is_complex: bool
+
+    def of(self, own_row: torch.Tensor) -> torch.Tensor:
+        """This rank's sums of it."""
+        own = own_row if self.columns is None else own_row[self.columns.start : self.columns.stop]
+        return torch.view_as_real(own).view(-1) if self.is_complex else own
+
+
+def plan_slices(
+    packing: Packing,
+    dtype: torch.dtype,
+    device: torch.device,
+    shapes: list[tuple[int, ...]],
+    gradient_dtypes: list[torch.dtype],
+) -> tuple[Movable, list[Slice]]:
+    """The memory of rows, and what goes through it one after another."""
+    world, row_numel = packing.world, packing.row_numel
+    parts: list[RowsSlice] = []
+    if (
+        isinstance(packing, RowsPacking)
+        and world * row_numel * dtype.itemsize > _MOST_BYTES
+        and all(cut.dim == 0 for cut in packing.cuts)
+    ):
+        parts = cut_into_slices(packing, _MOST_BYTES // dtype.itemsize)
+    widest = max((part.row_numel for part in parts), default=row_numel)
+    rows = Movable(world * widest * dtype.itemsize, device)
+    if not parts:
+        pack = plan_pack(packing, rows, dtype, shapes, gradient_dtypes)
+        return rows, [Slice(pack, _all_of(rows, dtype, world * row_numel), None, dtype.is_complex)]
+    slices = []
+    for part in parts:
+        kernel = _plan_kernel(packing, part.columns, rows, dtype, shapes, gradient_dtypes)
+        pack = kernel or PiecewisePack(part, rows, dtype, len(shapes))
+        numbers = _all_of(rows, dtype, world * part.row_numel)
+        slices.append(Slice(pack, numbers, part.columns, dtype.is_complex))
+    return rows, slices
+
+
+def _all_of(rows: Movable, dtype: torch.dtype, numel: int) -> torch.Tensor:
+    return rows.tensor(dtype.to_real(), 0, (2 * numel if dtype.is_complex else numel,))
+
+
+def plan_pack(
+    packing: Packing,
+    rows: Elastic,
+    dtype: torch.dtype,
+    shapes: list[tuple[int, ...]],
+    gradient_dtypes: list[torch.dtype],
+) -> Pack:
+    """As few kernels as the packing and the gradients' dtypes allow; else piece by piece."""
+    if not packing.row_numel:
+        # Parameters without elements: not a single piece.
+        return PiecewisePack(packing, rows, dtype, len(shapes))
+    kernel = _plan_kernel(packing, Span(0, packing.row_numel), rows, dtype, shapes, gradient_dtypes)
+    if kernel is not None:
+        return kernel
+    if isinstance(packing, FlatPacking) and packing.is_line:
+        return LinePack(packing, rows, dtype, shapes)
+    if (
+        isinstance(packing, RowsPacking)
+        and all(cut.dim == 0 for cut in packing.cuts)
+        and len(set(gradient_dtypes)) == 1
+    ):
+        return FusedPack(packing, rows, dtype)
+    return PiecewisePack(packing, rows, dtype, len(shapes))
+
+
+def _plan_kernel(
+    packing: Packing,
+    columns: Span,
+    rows: Elastic,
+    dtype: torch.dtype,
+    shapes: list[tuple[int, ...]],
+    gradient_dtypes: list[torch.dtype],
+) -> Pack | None:
+    """One kernel of our own for these columns of the rows, where there is one."""
+    if len(set(gradient_dtypes)) != 1:
+        return None
+    world, row_numel = packing.world, columns.numel
+    strips: list[Strip] | None = None
+    if isinstance(packing, RowsPacking):
+        strips = strips_of_packing(packing, columns)
+    elif isinstance(packing, FlatPacking) and packing.is_line:
+        strips = strips_of_line(packing, [prod(shape) for shape in shapes])
+        world, row_numel = 1, world * row_numel
+    return plan_pack_kernel(strips, world, row_numel, rows, dtype, gradient_dtypes[0]) if strips else None
+
+
+class LinePack:
+    """The rows of all ranks are the gradients end to end: one copy each, of zeros for gaps, all in one call."""
+
+    def __init__(
+        self, packing: FlatPacking, rows: Elastic, dtype: torch.dtype, shapes: list[tuple[int, ...]]
+    ) -> None:
+        self._targets = [
+            rows.tensor(dtype, packing.start(index) * dtype.itemsize, shape)
+            for index, shape in enumerate(shapes)
+        ]
+        self._pads = [
+            rows.tensor(dtype, pad.packed_start * dtype.itemsize, pad.shape) for pad in packing.pads()
+        ]
+        self._all = [*self._targets, *self._pads]
+        self._fillers: dict[torch.dtype, list[torch.Tensor]] = {}
+
+    def fill(self, gradients: list[torch.Tensor | None], is_complete: bool) -> None:
+        if is_complete:
+            complete: list[torch.Tensor] = gradients  # type: ignore[assignment]
+            copy_all(self._all, complete + self._zeros(complete[0].dtype) if self._pads else complete)
+            return
+        pairs = list(zip(self._targets, gradients, strict=True))
+        present = [(target, gradient) for target, gradient in pairs if gradient is not None]
+        blanks = self._pads + [target for target, gradient in pairs if gradient is None]
+        if blanks:
+            zero_all(blanks)
+        if present:
+            copy_all([target for target, _ in present], [gradient for _, gradient in present])
+
+    def _zeros(self, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Of the gradients' dtype: copies of one kind are one kernel."""
+        if dtype not in self._fillers:
+            self._fillers[dtype] = [pad.new_zeros(pad.shape, dtype=dtype) for pad in self._pads]
+        return self._fillers[dtype]
+
+
+class FusedPack:
+    """Everything in one kernel. Gaps between parameters are filled by tensors of zeros among the gradients."""
+
+    def __init__(self, packing: RowsPacking, rows: Elastic, dtype: torch.dtype) -> None:
+        row_numel, cuts, starts = packing.row_numel, packing.cuts, packing.starts
+        self._rows = rows.tensor(dtype, 0, (packing.world, row_numel))
+        self._world = packing.world
+        self._shapes = [cut.shape for cut in cuts]
+        # What stands in a row, left to right: gradients by number, and the lengths of gaps.
+        self._order: list[tuple[int | None, int]] = []
+        end = 0
+        for index in sorted(range(len(cuts)), key=lambda index: starts[index]):
+            if not cuts[index].padded_numel:
+                continue
+            if starts[index] > end:
+                self._order.append((None, starts[index] - end))
+            self._order.append((index, 0))
+            end = starts[index] + cuts[index].padded_numel
+        if row_numel > end:
+            self._order.append((None, row_numel - end))
+        self._is_plain = self._order == [(index, 0) for index in range(len(cuts))]
+        self._fillers: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+
+    def fill(self, gradients: list[torch.Tensor | None], is_complete: bool) -> None:
+        present: list[torch.Tensor] = gradients  # type: ignore[assignment]
+        if not is_complete:
+            known = next((gradient for gradient in gradients if gradient is not None), self._rows)
+            present = [
+                known.new_zeros(shape) if gradient is None else gradient
+                for gradient, shape in zip(gradients, self._shapes, strict=True)
+            ]
+        if not self._is_plain:
+            dtype = present[0].dtype
+            present = [
+                self._filler(gap, dtype) if index is None else present[index] for index, gap in self._order
+            ]
+        chunk_cat(present, self._world, self._rows)
+
+    def _filler(self, gap: int, dtype: torch.dtype) -> torch.Tensor:
+        if (gap, dtype) not in self._fillers:
+            self._fillers[gap, dtype] = self._rows.new_zeros(gap * self._world, dtype=dtype)
+        return self._fillers[gap, dtype]
+
+
+class _Pieces(Protocol):
+    def pieces(self, index: int) -> Sequence[Piece]: ...
+
+    def pads(self) -> Sequence[Pad]: ...
+
+
+class PiecewisePack:
+    """A strided copy for each piece of each parameter."""
+
+    def __init__(self, packing: _Pieces, rows: Elastic, dtype: torch.dtype, num_gradients: int) -> None:
+        itemsize = dtype.itemsize
+        self._pieces: list[list[tuple[Piece, torch.Tensor]]] = []
+        for index in range(num_gradients):
+            self._pieces.append(
+                [
+                    (
+                        piece,
+                        rows.tensor(dtype, piece.packed_start * itemsize, piece.shape, piece.packed_strides),
+                    )
+                    for piece in packing.pieces(index)
+                ]
+            )
+        self._pads = [
+            rows.tensor(dtype, pad.packed_start * itemsize, pad.shape, pad.packed_strides)
+            for pad in packing.pads()
+        ]
+
+    def fill(self, gradients: list[torch.Tensor | None], is_complete: bool) -> None:
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        blanks = list(self._pads)
+        for gradient, pieces in zip(gradients, self._pieces, strict=True):
+            if gradient is None:
+                blanks.extend(packed for _, packed in pieces)
+            if gradient is None or not pieces:
+                continue
+            gradient = gradient.contiguous()
+            for piece, packed in pieces:
+                start = gradient.storage_offset() + piece.full_start
+                targets.append(packed)
+                sources.append(gradient.as_strided(piece.shape, piece.full_strides, start))
+        if blanks:
+            zero_all(blanks)
+        if targets:
+            copy_all(targets, sources)

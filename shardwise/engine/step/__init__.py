@@ -1,0 +1,1 @@
+"""One training step of a model: order, memory, agreement between ranks, recovery."""

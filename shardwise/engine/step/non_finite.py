@@ -1,0 +1,91 @@
+"""Gradients that are not finite: which unit had them first, on which rank, and what is done about it.
+
+Each rank looks at its own gradients before they are summed: afterwards every rank has them and none is to blame. The
+device looks, the host asks once, before an optimizer uses the step.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from torch.optim import Optimizer
+
+from shardwise.comm.collectives.agreement import gather_bytes
+from shardwise.errors import NonFiniteGradients
+from shardwise.torch_internals import unseen_by_modes
+
+if TYPE_CHECKING:
+    from shardwise.comm.collectives.group import GroupCalls
+    from shardwise.engine.unit.binding import Slot
+
+_LOGGER = logging.getLogger("shardwise")
+_NONE = (1 << 31) - 1
+_HEAD = struct.Struct("<ii")
+_RECORD_BYTES = 512
+
+
+class Guard:
+    """What the backwards since the last step brought, on this rank."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._seen: list[tuple[str, list[str], torch.Tensor]] = []
+
+    def look(self, unit: str, slots: list[Slot], gradients: list[torch.Tensor | None]) -> None:
+        """Notes which gradients of a unit are finite; the host does not wait to know."""
+        present = [(slot.name, grad) for slot, grad in zip(slots, gradients, strict=True) if grad is not None]
+        if present:
+            flags = torch.stack([grad.detach().isfinite().all() for _, grad in present])
+            self._seen.append((unit, [name for name, _ in present], flags))
+
+    def forget(self) -> None:
+        self._seen = []
+
+    def judge(self, policy: str, optimizer: Optimizer, groups: Iterable[GroupCalls]) -> None:
+        """Does what the policy says, on all ranks alike, if one of them had a gradient that is not finite."""
+        number, rank, name = self._first_on_all_ranks(groups)
+        self._seen = []
+        if number == _NONE:
+            return
+        what = f"the gradient of {name} is not finite on rank {rank}, the first in this backward"
+        if policy == "raise":
+            raise NonFiniteGradients(
+                what,
+                where=f"rank {self._rank}, before an optimizer used the step",
+                fix="look at that unit's inputs and the loss on that rank; set_trust(non_finite='skip') leaves such "
+                "steps out",
+            )
+        if policy == "skip":
+            for group in optimizer.param_groups:
+                for param in group["params"]:
+                    param.grad = None
+            what += "; the step is left out on all ranks"
+        _LOGGER.warning("%s", what)
+
+    def _first_on_all_ranks(self, groups: Iterable[GroupCalls]) -> tuple[int, int, str]:
+        first = self._first_here()
+        # Over each axis in turn: what one axis's ranks know, the next one's learn.
+        for calls in groups:
+            record = _HEAD.pack(*first[:2]) + first[2].encode()[: _RECORD_BYTES - _HEAD.size]
+            with unseen_by_modes(), torch.inference_mode(False), torch.no_grad():
+                records = gather_bytes(record.ljust(_RECORD_BYTES, b"\0"), calls, calls.device)
+            first = min(
+                (
+                    *_HEAD.unpack(known[: _HEAD.size]),
+                    known[_HEAD.size :].rstrip(b"\0").decode(errors="ignore"),
+                )
+                for known in records
+            )
+        return first
+
+    def _first_here(self) -> tuple[int, int, str]:
+        for number, (unit, names, flags) in enumerate(self._seen):
+            finite = flags.tolist()
+            if not all(finite):
+                prefix = f"{unit}." if unit else ""
+                return number, self._rank, f"'{prefix}{names[finite.index(False)]}' (unit '{unit or 'root'}')"
+        return _NONE, self._rank, ""

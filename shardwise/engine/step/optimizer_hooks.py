@@ -1,0 +1,188 @@
+"""What happens around an optimizer's step: ranks agree on what they did before any of them uses it.
+
+torch calls the two hooks here around the step of every optimizer in the process. A step that began and did not end has
+left the parameters of this rank half updated: the next forward says so.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from shardwise.engine.reduce.gradient_buffer import make_traceable
+from shardwise.engine.unit.binding import is_member, membership, units_of
+from shardwise.errors import StateError
+from shardwise.torch_internals import (
+    count_foreach_writes,
+    hear_zero_grad,
+    is_within_compiled,
+    parameters_of,
+    take_data,
+    untraced,
+)
+
+if TYPE_CHECKING:
+    from shardwise.engine.step.root import Root
+    from shardwise.engine.unit.binding import Slot
+    from shardwise.engine.unit.unit import Unit
+
+_NOTE = {"checkpoint": ""}
+
+
+def note_checkpoint(place: str) -> None:
+    """Says where this process's last whole checkpoint is, for those who must go back to it."""
+    _NOTE["checkpoint"] = place
+
+
+def last_checkpoint() -> str:
+    return _NOTE["checkpoint"]
+
+
+def is_running(optimizer: Optimizer) -> bool:
+    """Whether this thread is inside a step of ``optimizer``, as in a closure."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "step" and frame.f_locals.get("self") is optimizer:
+            return True
+        frame = frame.f_back
+    return False
+
+
+class Stepping:
+    """The hooks of this process on optimizers' steps."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_installed = False
+        self._units: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[weakref.ref[Unit]]]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def install(self) -> None:
+        """Hooks into torch's optimizers, once a process."""
+        with self._lock:
+            if not self._is_installed:
+                self._is_installed = True
+                register_optimizer_step_pre_hook(self._before)
+                register_optimizer_step_post_hook(self._after)
+                count_foreach_writes(is_member)
+                take_data(is_member)
+                hear_zero_grad(optimizer_zeroed, _module_zeroed)
+
+    def is_own(self, hook: Callable[..., Any]) -> bool:
+        """Whether a hook is one of these two, which do nothing to an optimizer of parameters of no unit."""
+        return hook in (self._before, self._after)
+
+    @untraced
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if is_within_compiled():
+            make_traceable(param for group in optimizer.param_groups for param in group["params"])
+        units = self._units_of(optimizer)
+        # A closure may be about to run the backward that reduces them.
+        if not any(map(callable, (*args, *kwargs.values()))):
+            _check_not_all_held(optimizer, units)
+        for root in _roots_of(units):
+            root.before_optimizer(optimizer)
+
+    @untraced
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        units = self._units_of(optimizer)
+        for root in _roots_of(units):
+            root.after_optimizer()
+        for unit in units:
+            unit.was_stepped()
+
+    def _units_of(self, optimizer: Optimizer) -> list[Unit]:
+        num_params = sum(len(group["params"]) for group in optimizer.param_groups)
+        known = self._units.get(optimizer)
+        if known is None or known[0] != num_params:
+            units: dict[Unit, None] = {}
+            for group in optimizer.param_groups:
+                for param in group["params"]:
+                    if (found := membership(param)) is not None:
+                        _check_is_sharded(optimizer, param, *found)
+                        units[found[0]] = None
+            known = self._units[optimizer] = (num_params, [weakref.ref(unit) for unit in units])
+        return [unit for reference in known[1] if (unit := reference()) is not None]
+
+
+def optimizer_zeroed(optimizer: Optimizer, set_to_none: bool) -> None:
+    """The gradients of an optimizer's parameters were zeroed: so are those that are not to be seen yet."""
+    shards = {param for group in optimizer.param_groups for param in group["params"]}
+    units = {found[0]: None for param in shards if (found := membership(param)) is not None}
+    for unit in units:
+        unit.gradients.zero(shards, set_to_none)
+
+
+def _module_zeroed(module: nn.Module, set_to_none: bool) -> None:
+    """The parameters that a module shows now may be the gathered ones, or whole ones between steps."""
+    shards: dict[torch.Tensor, None] = {}
+    units: dict[Unit, None] = {}
+    for child in module.modules():
+        found = [(unit, slot) for unit in units_of(child) for slot in unit.slots]
+        shown = [param for param in parameters_of(child).values() if param is not None]
+        found += [member for param in shown if (member := membership(param)) is not None]
+        for unit, slot in found:
+            units[unit] = None
+            shards[slot.sharded] = None
+    for shard in shards:
+        _zero_gradient(shard, set_to_none)
+    for unit in units:
+        unit.gradients.zero(shards, set_to_none)
+
+
+def _zero_gradient(param: torch.Tensor, set_to_none: bool) -> None:
+    gradient = param.grad
+    if gradient is None or set_to_none:
+        param.grad = None
+    else:
+        # A gradient may be a view, which cannot be detached in place.
+        (gradient.requires_grad_(False) if gradient.grad_fn is None else gradient.detach_()).zero_()
+
+
+def _check_is_sharded(optimizer: Optimizer, param: torch.Tensor, unit: Unit, slot: Slot) -> None:
+    """Raises if a parameter is one that nothing would come of stepping. Sharded ones may have been replaced since."""
+    is_gathered = param is slot.unsharded
+    if param is slot.sharded or (isinstance(param, DTensor) and not is_gathered):
+        return
+    kind = type(optimizer).__name__
+    name = f"{unit.name}.{slot.name}" if unit.name else slot.name
+    form, fix = "as it was before it was sharded", "make the optimizer after the model is sharded"
+    if is_gathered:
+        form = "as it is while gathered"
+        fix += ", before a forward or after its backward; after an exception, call reset_iter_state() first"
+    raise StateError(
+        f"{kind} holds parameter '{name}' {form}, and a step would not reach the shards",
+        where=f"{kind}.step(), rank {unit.rank}",
+        fix=fix,
+    )
+
+
+def _roots_of(units: list[Unit]) -> list[Root]:
+    return list(dict.fromkeys(unit.root for unit in units))
+
+
+def _check_not_all_held(optimizer: Optimizer, units: list[Unit]) -> None:
+    """Some units may reduce more seldom than others, and are then not stepped; that all of them do is an oversight."""
+    trained = [unit for unit in units if unit.gradients.num_trainable and not unit.root.in_backward]
+    if trained and all(unit.gradients.are_held or unit.gradients.wait_for_replicas for unit in trained):
+        raise StateError(
+            f"{type(optimizer).__name__} would step without the gradients that were kept back for it: no backward has "
+            "reduced them yet",
+            where=f"{type(optimizer).__name__}.step(), unit '{trained[0].name}', rank {trained[0].rank}",
+            fix="run the last backward before a step outside of no_sync(), with set_requires_gradient_sync(True) and "
+            "set_requires_all_reduce(True)",
+        )
+
+
+STEPPING = Stepping()

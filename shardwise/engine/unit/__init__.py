@@ -1,0 +1,1 @@
+"""A unit: parameters that are gathered, freed and reduced together."""

@@ -1,0 +1,81 @@
+"""What a unit's collectives are called: in words for people, as codes for the path that ranks compare.
+
+Two ranks mean the same collective only if all that makes it up is the same, so everything that may differ between
+ranks is in the words: the unit, the phase, which parameters are trained and which of them had a gradient, the dtype.
+Words are made once; a step only looks codes up.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardwise import trace
+from shardwise.comm.channels.collective_log import code_of, listed
+
+if TYPE_CHECKING:
+    from shardwise.engine.reduce.gradient_buffer import Presence
+    from shardwise.engine.reduce.reduce_plan import PackedReduce, ReduceSettings
+
+_PHASES = {
+    trace.IN_FORWARD: "in forward",
+    trace.IN_PRE_BACKWARD: "in backward",
+    trace.IN_POST_BACKWARD: "at the end of backward",
+    trace.IDLE: "between steps",
+}
+
+STEP = code_of("let an optimizer use the step")
+REPLAY = code_of("replay a captured step")
+
+
+class UnitEvents:
+    """The codes of one unit's collectives."""
+
+    def __init__(self, unit: str, num_slots: int, model: int = 1) -> None:
+        self._name = f"'{unit}'" if unit else "the root"
+        if model > 1:
+            self._name += f" of model {model}"
+        self._num_slots = num_slots
+        self.gather = {phase: code_of(f"gather {self._name} {words}") for phase, words in _PHASES.items()}
+
+    def reduce(self, plan: PackedReduce, settings: ReduceSettings, present: Presence) -> tuple[int, int]:
+        """The codes of a reduce: over the shard axis, and over replicas."""
+        if settings.includes_unused:
+            present = None
+        key = (self, present, settings.divide_factor)
+        codes = plan.codes.get(key)
+        if codes is None:
+            codes = plan.codes[key] = self._make(plan, present, settings.divide_factor)
+        return codes
+
+    def _make(self, plan: PackedReduce, present: Presence, divide_factor: float | None) -> tuple[int, int]:
+        words = f"reduce {self._name} in {str(plan.dtype).removeprefix('torch.')}"
+        if len(plan.slots) < self._num_slots:
+            words += f", training only {listed([slot.name for slot in plan.slots])}"
+        if absent := _absent(plan, present):
+            words += f", without gradients of {listed(absent)}"
+        if divide_factor is not None:
+            words += f", divided by {divide_factor:g}"
+        return code_of(words), code_of(f"{words}, over replicas")
+
+
+def _absent(plan: PackedReduce, present: Presence) -> list[str]:
+    """The parameters that get no gradient; one that shares a flat parameter gets zeros if another has one."""
+    if present is None:
+        return []
+    served = {
+        member
+        for part in plan.parts
+        if any(present[member] for member in part.members)
+        for member in part.members
+    }
+    return [slot.name for number, slot in enumerate(plan.slots) if number not in served]
+
+
+class UnnamedEvents(UnitEvents):
+    """The same codes for all units: for models whose ranks may part ways and go on, warned."""
+
+    def __init__(self) -> None:
+        self.gather = {phase: code_of(f"gather a unit {words}") for phase, words in _PHASES.items()}
+
+    def reduce(self, plan: PackedReduce, settings: ReduceSettings, present: Presence) -> tuple[int, int]:
+        return code_of("reduce a unit"), code_of("reduce a unit, over replicas")

@@ -1,0 +1,252 @@
+"""Forms: how a unit's parameters are cut over ranks, and what a module shows of them while they are sharded.
+
+A form is chosen once, by the face that makes the unit. ``Rows`` is ``fully_shard``'s: each parameter is cut along a dim
+and shown as a DTensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from shardwise.comm.mesh import DataMesh
+from shardwise.engine.buffers import contiguous_strides
+from shardwise.engine.gather.tensor_extensions import carries_itself
+from shardwise.engine.reduce.gradient_buffer import Part
+from shardwise.engine.unit.binding import Found, Slot
+from shardwise.errors import ConfigError
+from shardwise.plan.layout import Layout, Packing, RowParam
+from shardwise.plan.rows import RowsPacking, plan_rows
+from shardwise.plan.spans import cut_evenly
+from shardwise.policies import MixedPrecisionPolicy
+from shardwise.torch_internals import (
+    all_show,
+    concatenate_meshes,
+    dtensor_parameter,
+    dtensor_spec,
+    local_of,
+    strided_shard,
+)
+
+PlacementFn = Callable[[nn.Parameter], "Shard | None"]
+
+
+class Form(Protocol):
+    """What depends on how parameters are cut; everything else in the engine does not ask."""
+
+    # Whether gradients of shards may lie in memory that is used again in every backward.
+    lends_gradients: bool
+    # Whether what is sharded over one rank, and computed with as it is stored, may be used where it is.
+    uses_whole_shards: bool
+
+    def make_slots(
+        self,
+        found: list[Found],
+        mesh: DataMesh,
+        precision: MixedPrecisionPolicy,
+        device: torch.device,
+        where: str,
+    ) -> list[Slot]:
+        """Slots for a unit's parameters, whose shards will live on ``device``."""
+
+    def plan(self, params: list[RowParam], world: int) -> Layout: ...
+
+    def settle(self, shards: torch.Tensor, layout: Layout) -> None:
+        """Called when the slots have moved into a new buffer of shards."""
+
+    def packing(self, slots: list[Slot], world: int, itemsize: int) -> Packing:
+        """Where the gradients of these slots stand in a reduce, in a dtype of that size."""
+
+    def parts(self, slots: list[Slot], packing: Packing, rank: int) -> list[Part]:
+        """The gradients that a reduce gives out."""
+
+    def gradient_dtype(self, slot: Slot, reduce_dtype: torch.dtype) -> torch.dtype:
+        """What the gradient of a sharded parameter is given out in."""
+
+    def left(self, slots: list[Slot]) -> list[Any]:
+        """What modules show now, to find out later whether somebody has replaced, frozen or thawed parameters."""
+
+    def all_show(self, left: list[Any]) -> bool:
+        """Whether modules still show what was left there, as trainable as it was."""
+
+    def named(self, slots: list[Slot]) -> list[Slot]:
+        """The slots that stay in the unit when some have lost all their names."""
+
+    def own_part(self, slot: Slot, whole: torch.Tensor, mesh: DataMesh) -> torch.Tensor | None:
+        """What this rank keeps of a whole parameter; None where that is not part of it."""
+
+
+class Rows:
+    """Each parameter is cut along one dim, and shown as a DTensor."""
+
+    lends_gradients = True
+    uses_whole_shards = False
+
+    def __init__(self, placement_fn: PlacementFn | None) -> None:
+        self._placement_fn = placement_fn
+        self.all_show = all_show
+
+    def make_slots(
+        self,
+        found: list[Found],
+        mesh: DataMesh,
+        precision: MixedPrecisionPolicy,
+        device: torch.device,
+        where: str,
+    ) -> list[Slot]:
+        dims = [chosen_dim(each, self._placement_fn, where) % each.param.dim() for each in found]
+        return [_make_slot(each, dim, mesh, precision, device) for each, dim in zip(found, dims, strict=True)]
+
+    def plan(self, params: list[RowParam], world: int) -> Layout:
+        return plan_rows(params, world)
+
+    def settle(self, shards: torch.Tensor, layout: Layout) -> None:
+        pass
+
+    def packing(self, slots: list[Slot], world: int, itemsize: int) -> Packing:
+        params = [
+            RowParam(
+                slot.shape,
+                slot.dim,
+                slot.stored_dtype,
+                slot.stored_dtype.itemsize,
+                itemsize,
+                # As the shards stand, so that neighbours are neighbours in both.
+                grid_itemsize=slot.compute_dtype.itemsize,
+            )
+            for slot in slots
+        ]
+        return RowsPacking(plan_rows(params, world))
+
+    def parts(self, slots: list[Slot], packing: Packing, rank: int) -> list[Part]:
+        return parts_by_slot(slots, packing, rank)
+
+    def gradient_dtype(self, slot: Slot, reduce_dtype: torch.dtype) -> torch.dtype:
+        return slot.stored_dtype
+
+    def left(self, slots: list[Slot]) -> list[Any]:
+        return [
+            (place.params, place.name, slot.sharded, slot.local, slot.sharded.requires_grad)
+            for slot in slots
+            for place in slot.places
+        ]
+
+    def named(self, slots: list[Slot]) -> list[Slot]:
+        return [slot for slot in slots if slot.places]
+
+    def own_part(self, slot: Slot, whole: torch.Tensor, mesh: DataMesh) -> torch.Tensor | None:
+        if slot.tensor_parallel is not None or carries_itself(slot.local):
+            return None
+        span = cut_evenly(slot.shape[slot.dim], mesh.shard.world, mesh.shard.rank)
+        return whole.detach().narrow(slot.dim, span.start, span.numel)
+
+
+def parts_by_slot(slots: list[Slot], packing: Packing, rank: int) -> list[Part]:
+    """A gradient for each slot."""
+    runs = {index: run for run, section in enumerate(packing.sections) for index in section.members}
+    parts = []
+    for index, slot in enumerate(slots):
+        shape = packing.own_shape(index, rank)
+        start = packing.own_start(index, rank)
+        parts.append(Part(slot, runs[index], start, shape, contiguous_strides(shape), (index,)))
+    return parts
+
+
+def chosen_dim(found: Found, placement_fn: PlacementFn | None, where: str) -> int:
+    param = found.param
+    placement = placement_fn(param) if placement_fn is not None else None
+    if placement is None:
+        return 0
+    if not isinstance(placement, Shard):
+        raise ConfigError(
+            f"shard_placement_fn returned {placement!r} for a parameter of shape {tuple(param.shape)}",
+            where=f"parameter '{found.name}', {where}",
+            fix="return a torch.distributed.tensor.Shard(dim), or None for Shard(0)",
+        )
+    return placement.dim
+
+
+def _make_slot(
+    found: Found, dim: int, mesh: DataMesh, precision: MixedPrecisionPolicy, device: torch.device
+) -> Slot:
+    param = found.param
+    casts = precision.param_dtype is not None and param.is_floating_point()
+    compute_dtype = precision.param_dtype if casts else param.dtype
+    assert compute_dtype is not None
+    full, tensor_parallel = param.detach(), None
+    data_axes: tuple[int, ...] = ()
+    data_mesh, placements = mesh.mesh, mesh.placements(dim)
+    if isinstance(param, DTensor):
+        tensor_parallel = dtensor_spec(
+            param.device_mesh, param.placements, param.shape, param.stride(), compute_dtype
+        )
+        data_axes = mesh.named if param.device_mesh == mesh.whole else ()
+        data_mesh, placements = _placed_on_both(param, dim, mesh, data_axes)
+        full = local_of(full)
+    spec = dtensor_spec(
+        data_mesh, placements, param.shape, contiguous_strides(tuple(param.shape)), param.dtype
+    )
+    span = cut_evenly(full.shape[dim], mesh.shard.world, mesh.shard.rank)
+    local = full.narrow(dim, span.start, span.numel)
+    # The DTensor must say the right device from the start. The unit's buffer takes the values over and this copy goes,
+    # unless the tensor brings storage of its own: then it must not be a view of the full one.
+    if carries_itself(local):
+        local = local.to(device).clone()
+    else:
+        local = local if local.device.type == "meta" else local.to(device)
+        # A copy where it has a storage offset: torch fails to copy a DTensor that was made with one.
+        local = local.clone() if local.storage_offset() else local
+        local = local.contiguous()
+    sharded = dtensor_parameter(local, spec, param.requires_grad)
+    for key, value in param.__dict__.items():
+        sharded.__dict__.setdefault(key, value)
+    return Slot(
+        found.name,
+        found.places,
+        dim,
+        tuple(full.shape),
+        compute_dtype,
+        spec,
+        sharded,
+        tensor_parallel,
+        data_axes,
+        casts,
+    )
+
+
+def _placed_on_both(
+    param: DTensor, dim: int, mesh: DataMesh, data_axes: tuple[int, ...]
+) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+    """The mesh of data and tensor parallelism together, and how a parameter that has the second lies on it."""
+    *replicate, shard = mesh.placements(dim)
+    others = [axis for axis in range(param.device_mesh.ndim) if axis not in data_axes]
+    if len(others) + mesh.mesh.ndim == param.device_mesh.ndim:
+        # It lies on a mesh of both kinds of axes, of which the last named one cuts it.
+        placements = list(param.placements)
+        axis = mesh.named[-1]
+        placements[axis] = _cut_after(param, dim, [other for other in others if other > axis], shard)
+        return param.device_mesh, tuple(placements)
+    meshes = [mesh.mesh]
+    if len(others) == param.device_mesh.ndim:
+        meshes.append(param.device_mesh)
+    else:
+        names = param.device_mesh.mesh_dim_names or ()
+        meshes.extend(param.device_mesh[names[axis]] for axis in others)
+    placed = [param.placements[axis] for axis in others]
+    return concatenate_meshes(meshes), (*replicate, _cut_after(param, dim, others, shard), *placed)
+
+
+def _cut_after(param: DTensor, dim: int, axes: list[int], shard: Placement) -> Placement:
+    """``shard``, where tensor parallelism on ``axes`` has cut ``dim`` first and each of its parts is cut again."""
+    cuts_of_dim = 1
+    for axis in axes:
+        placement = param.placements[axis]
+        if isinstance(placement, Shard) and placement.dim == dim:
+            cuts_of_dim *= param.device_mesh.size(axis)
+    return strided_shard(dim, cuts_of_dim) if cuts_of_dim > 1 else shard

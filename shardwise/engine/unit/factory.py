@@ -1,0 +1,250 @@
+"""Making a unit out of a module's parameters: everything is checked before anything is changed."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+
+from shardwise.comm.mesh import DataMesh
+from shardwise.engine.reduce.reduce_plan import SUMS, Sums
+from shardwise.engine.step.optimizer_hooks import STEPPING
+from shardwise.engine.step.root import Root
+from shardwise.engine.unit.binding import (
+    UNITS_ATTRIBUTE,
+    Found,
+    Place,
+    Slot,
+    clean_name,
+    hidden,
+    membership,
+    tag,
+    tag_hidden,
+    units_of,
+)
+from shardwise.engine.unit.dtensor_form import Form, PlacementFn, chosen_dim
+from shardwise.engine.unit.hooks import Hooks
+from shardwise.engine.unit.unit import Unit, shard_device
+from shardwise.errors import ConfigError
+from shardwise.plan.schedule import AfterForward
+from shardwise.plan.spans import ceil_div
+from shardwise.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from shardwise.torch_internals import (
+    buffers_of,
+    local_of,
+    parameters_of,
+    root_mesh,
+)
+
+
+def find_parameters(modules: Iterable[nn.Module], ignored: set[nn.Parameter]) -> list[Found]:
+    """The parameters below ``modules`` that no earlier unit took; a shared one is found once, with all its places."""
+    found: dict[int, Found] = {}
+    seen: set[nn.Module] = set()
+    tops = list(modules)
+    for top in tops:
+        _find_below(top, "", tops, ignored, seen, found)
+    return list(found.values())
+
+
+def _find_below(
+    module: nn.Module,
+    prefix: str,
+    tops: list[nn.Module],
+    ignored: set[nn.Parameter],
+    seen: set[nn.Module],
+    found: dict[int, Found],
+) -> None:
+    if module in seen or (units_of(module) and module not in tops):
+        return
+    seen.add(module)
+    for name, param in parameters_of(module).items():
+        taken = hidden(module, name) if param is None else membership(param)
+        if param is None and taken is not None:
+            param = taken[1].sharded
+        if param is None or param in ignored:
+            continue
+        # One flat parameter may stand for several slots.
+        entry = found.setdefault(
+            id(param if taken is None else taken[1]), Found(clean_name(prefix + name), param, [], taken)
+        )
+        entry.places.append(Place(module, name))
+    for name, child in module.named_children():
+        _find_below(child, f"{prefix}{name}.", tops, ignored, seen, found)
+
+
+def check_fits_shards(found: Found, ignoring: str, where: str) -> None:
+    """Raises unless a parameter has a shape, and dense elements and gradients; ``ignoring`` is what leaves it out.
+
+    Warns if its module writes to it in forward: that is done to the full parameter, which goes.
+    """
+    param = found.param
+    where = f"parameter '{found.name}', {where}"
+    if is_lazy(param):
+        raise ConfigError(
+            f"parameter '{found.name}' has no shape yet: its module takes it from the first input",
+            where=where,
+            fix="run one forward of the model before it is sharded",
+        )
+    if param.layout is not torch.strided:
+        raise ConfigError(
+            f"parameter '{found.name}' is sparse ({param.layout}), and shards are dense",
+            where=where,
+            fix=f"make it dense with .to_dense(), or put it into {ignoring}",
+        )
+    for place in found.places:
+        if not isinstance(place.module, (nn.Embedding, nn.EmbeddingBag)):
+            continue
+        kind = type(place.module).__name__
+        if place.module.sparse:
+            raise ConfigError(
+                f"parameter '{found.name}' gets sparse gradients, and those of shards are dense",
+                where=where,
+                fix=f"make the {kind} with sparse=False, or put it into {ignoring}",
+            )
+        if place.module.max_norm is not None:
+            warnings.warn(
+                f"the {kind} of parameter '{found.name}' has max_norm: it scales rows in each forward, and the shards, "
+                f"which the optimizer steps, stay as they are. Scale them yourself after a step, or put the parameter "
+                f"into {ignoring}",
+                stacklevel=2,
+            )
+
+
+def check_parameter(found: Found, dim: int, mesh: DataMesh, where: str) -> None:
+    param = found.param
+    where = f"parameter '{found.name}', {where}"
+    if isinstance(param, DTensor):
+        _check_tensor_parallel(found, param, mesh, where)
+    if param.requires_grad and not (param.is_floating_point() or param.is_complex()):
+        raise ConfigError(
+            f"parameter '{found.name}' is of {param.dtype} and needs grad, which only floating point can have",
+            where=where,
+            fix="set requires_grad=False, or make it a buffer",
+        )
+    if param.dim() == 0:
+        raise ConfigError(
+            f"parameter '{found.name}' is a scalar, which cannot be cut into shards",
+            where=where,
+            fix="give it one dim, e.g. nn.Parameter(value.reshape(1)); or put it into ignored_params, and average its "
+            "gradient over ranks yourself",
+        )
+    if not -param.dim() <= dim < param.dim():
+        raise ConfigError(
+            f"parameter '{found.name}' of shape {tuple(param.shape)} has no dim {dim} to shard on",
+            where=where,
+            fix=f"return Shard(0) to Shard({param.dim() - 1}) from shard_placement_fn",
+        )
+
+
+def _check_tensor_parallel(found: Found, param: DTensor, mesh: DataMesh, where: str) -> None:
+    if mesh.whole is not None and param.device_mesh == mesh.whole:
+        if not all(param.placements[axis].is_replicate() for axis in mesh.named):
+            raise ConfigError(
+                f"parameter '{found.name}' is placed {tuple(param.placements)} on {mesh.whole}, and not whole on the "
+                "axes that dp_mesh_dims names",
+                where=where,
+                fix="place it with Replicate() on the axes of data parallelism: fully_shard cuts it there",
+            )
+        return
+    if root_mesh(param.device_mesh) != root_mesh(mesh.mesh) or param.device_mesh == mesh.mesh:
+        raise ConfigError(
+            f"parameter '{found.name}' is a DTensor on the mesh {param.device_mesh}, which is no other axis of the "
+            f"mesh that {mesh.mesh} belongs to",
+            where=where,
+            fix="slice both from one mesh: mesh = init_device_mesh(..., mesh_dim_names=('dp', 'tp')), parallelize with "
+            "mesh['tp'] and shard with mesh['dp']",
+        )
+
+
+def check_unit(
+    modules: tuple[nn.Module, ...],
+    ignored: set[nn.Parameter],
+    placement_fn: PlacementFn | None,
+    mesh: DataMesh,
+    where: str,
+) -> None:
+    """Raises if any parameter of ``modules`` cannot be sharded; changes nothing."""
+    for found in find_parameters(modules, ignored):
+        if found.taken is None:
+            check_fits_shards(found, "ignored_params", where)
+            check_parameter(found, chosen_dim(found, placement_fn, where), mesh, where)
+
+
+def make_unit(
+    name: str,
+    modules: tuple[nn.Module, ...],
+    mesh: DataMesh,
+    after_forward: AfterForward,
+    form: Form,
+    precision: MixedPrecisionPolicy,
+    offload: OffloadPolicy,
+    ignored: set[nn.Parameter],
+    sums: Sums = SUMS,
+) -> Unit:
+    """Makes the parameters of ``modules`` that belong to no unit yet into one, in place."""
+    own: list[Found] = []
+    tied: list[tuple[Found, Unit, Slot]] = []
+    for found in find_parameters(modules, ignored):
+        if found.taken is not None:
+            tied.append((found, *found.taken))
+        else:
+            own.append(found)
+
+    offload = _within_budget(offload, own, mesh)
+    slots = form.make_slots(own, mesh, precision, shard_device(mesh, offload), name)
+    unit = Unit(name, modules, slots, form, mesh, after_forward, precision, offload, sums)
+    unit.hooks = Hooks(unit)
+    Root(unit)
+    STEPPING.install()
+    for found, slot in zip(own, slots, strict=True):
+        tag(found.param, unit, slot)
+        tag(slot.sharded, unit, slot)
+        tag_hidden(unit, slot)
+    for found, owner, slot in tied:
+        known = {(place.module, place.name) for place in slot.places}
+        slot.places.extend(place for place in found.places if (place.module, place.name) not in known)
+        tag_hidden(owner, slot)
+        if owner not in unit.needs:
+            unit.needs = (*unit.needs, owner)
+    for owner in {*unit.needs, unit}:
+        owner.show_sharded()
+    _keep_weights_in_place(slots)
+    for module in modules:
+        module.__dict__[UNITS_ATTRIBUTE] = (*units_of(module), unit)
+        _move_buffers(module, mesh.device)
+    return unit
+
+
+def _keep_weights_in_place(slots: list[Slot]) -> None:
+    """Keeps recurrent modules from moving their weights to memory of their own, where no gather would reach them."""
+    for slot in slots:
+        for place in slot.places:
+            if isinstance(place.module, nn.RNNBase):
+                place.module.flatten_parameters = _stay  # type: ignore[method-assign]
+
+
+def _stay() -> None:
+    pass
+
+
+def _within_budget(offload: OffloadPolicy, own: list[Found], mesh: DataMesh) -> OffloadPolicy:
+    """The policy of one unit: on the device while a budget for that lasts. All ranks come to the same answer."""
+    if not isinstance(offload, CPUOffloadPolicy) or mesh.device.type == "cpu":
+        return offload
+    shard_bytes = 0
+    for found in own:
+        part = local_of(found.param) if isinstance(found.param, DTensor) else found.param
+        shard_bytes += ceil_div(part.numel(), mesh.shard.world) * part.itemsize
+    return OffloadPolicy() if offload.keeps_on_device(mesh.rank, shard_bytes) else offload
+
+
+def _move_buffers(module: nn.Module, device: torch.device) -> None:
+    for child in module.modules():
+        for name, buffer in buffers_of(child).items():
+            if buffer is not None and buffer.device != device and buffer.device.type != "meta":
+                buffers_of(child)[name] = buffer.to(device)

@@ -1,0 +1,286 @@
+"""The flat form: parameters end to end, cut evenly; what a module shows of them while sharded is this rank's elements.
+
+    shown by original names   each name shows the rank's elements of that parameter, in one dim, perhaps none
+    shown as flat parameters  one parameter holds the rank's share of each line; the original names show nothing
+
+Unsharded, both show each parameter whole under its own name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.comm.mesh import DataMesh
+from shardwise.engine.buffers import alias, contiguous_strides
+from shardwise.engine.reduce.gradient_buffer import Part
+from shardwise.engine.unit.binding import Found, Slot
+from shardwise.engine.unit.dtensor_form import parts_by_slot
+from shardwise.plan.flat import FlatLayout, FlatPacking, plan_flat
+from shardwise.plan.layout import Layout, Packing, RowParam
+from shardwise.plan.spans import Span
+from shardwise.policies import MixedPrecisionPolicy
+from shardwise.torch_internals import parameters_of
+
+FLAT_NAME = "_flat_param"
+
+
+class Line:
+    """Parameters of one dtype that are trained alike, and the flat parameter that shows them, if one does."""
+
+    def __init__(self, kind: Hashable, is_whole: bool) -> None:
+        self.kind = kind
+        self.is_whole = is_whole
+        self.slots: list[FlatSlot] = []
+        self.name = FLAT_NAME
+        self.flat: nn.Parameter | None = None
+        self.flat_numel = 0
+        # This rank's part of the line, in the unit's buffer.
+        self.share: torch.Tensor
+        self.params: dict[str, nn.Parameter | None] = {}
+        self.address = 0
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        return self.slots[0].stored_dtype
+
+
+class FlatSlot(Slot):
+    """One parameter of a line. ``span`` is what this rank holds of it, ``start`` where in the rank's share."""
+
+    __slots__ = ("line", "span", "start")
+
+    def __init__(
+        self,
+        found: Found,
+        compute_dtype: torch.dtype,
+        is_cast: bool,
+        line: Line,
+        span: Span,
+        start: int,
+        sharded: nn.Parameter,
+    ) -> None:
+        param = found.param
+        self.name = found.name
+        self.places = found.places
+        self.dim = 0
+        self.shape = tuple(param.shape)
+        self.stored_dtype = param.dtype
+        self.compute_dtype = compute_dtype
+        self.is_cast = is_cast
+        self.sharded = sharded
+        self.local = param.detach().reshape(-1)[span.start : span.stop]
+        self.unsharded = sharded
+        self.tensor_parallel = None
+        self.held = None
+        self.is_shown = line.flat is None
+        self.line = line
+        self.span = span
+        self.start = start
+        line.slots.append(self)
+
+    @property
+    def shown_shape(self) -> tuple[int, ...]:
+        """One dim; but what this rank shares with nobody keeps its shape."""
+        return self.shape if self.line.is_whole else (self.span.numel,)
+
+    @property
+    def kind(self) -> Hashable:
+        # Fixed once: cuts must not move when dtypes change or parameters are frozen later.
+        return self.line.kind
+
+    @property
+    def description(self) -> str:
+        return f"{list(self.shape)} {self.stored_dtype} sharded flat, computed in {self.compute_dtype}"
+
+    def settle(self, part: torch.Tensor) -> None:
+        part.copy_(self.local)
+        self.local = part
+        if self.line.flat is None:
+            self.sharded.data = part.view(self.shown_shape)
+
+    def gradient(self, local: torch.Tensor) -> torch.Tensor:
+        return local
+
+    def found(self) -> nn.Parameter | None:
+        return super().found() if self.line.flat is None else self.line.params.get(self.line.name)
+
+    def fits(self, param: nn.Parameter) -> bool:
+        # Not the shape of ``sharded``: ``.data = ...`` may have given that very parameter another one.
+        return tuple(param.shape) == self._fitting_shape
+
+    @property
+    def wanted(self) -> str:
+        return f"a plain tensor of shape {self._fitting_shape}"
+
+    @property
+    def _fitting_shape(self) -> tuple[int, ...]:
+        return self.shown_shape if self.line.flat is None else (self.line.flat_numel,)
+
+    def adopt(self, param: nn.Parameter) -> None:
+        if self.sharded is not param:
+            self.held = None
+        self.sharded = param
+        whole = param.detach().reshape(-1)
+        self.local = whole if self.line.flat is None else whole[self.start : self.start + self.span.numel]
+        if not self.is_cast:
+            self.compute_dtype = param.dtype
+        self.stored_dtype = param.dtype
+        if self.line.flat is not None:
+            self.line.flat = param
+
+    def version(self) -> int:
+        # ``.data = ...`` raises no version: the parameter's memory tells.
+        return self.sharded._version + self.sharded.data_ptr()
+
+
+class Flat:
+    """Chosen by ``FullyShardedDataParallel``.
+
+    ``holder`` is the module that shows flat parameters; with None, original names show shards.
+    """
+
+    lends_gradients = False
+    uses_whole_shards = True
+
+    def __init__(
+        self, holder: nn.Module | None, as_stored: Sequence[nn.Module] = (), keeps_reduced: bool = False
+    ) -> None:
+        self._holder = holder
+        # Modules whose parameters are computed with as they are stored, whatever the policy says.
+        self._as_stored = set(as_stored)
+        # Gradients are given out in the dtype they were reduced in.
+        self._keeps_reduced = keeps_reduced
+        self._numbers: dict[Slot, int] = {}
+        self.layout: FlatLayout
+        self.lines: list[Line] = []
+
+    def make_slots(
+        self,
+        found: list[Found],
+        mesh: DataMesh,
+        precision: MixedPrecisionPolicy,
+        device: torch.device,
+        where: str,
+    ) -> list[Slot]:
+        lines: dict[Hashable, Line] = {}
+        params, dtypes = [], []
+        for each in found:
+            given = self._given_dtype(each, precision)
+            dtype = given or each.param.dtype
+            kind = (each.param.dtype, dtype, given is not None, each.param.requires_grad)
+            lines.setdefault(kind, Line(kind, is_whole=mesh.shard.world == 1))
+            dtypes.append(given)
+            params.append(
+                RowParam(tuple(each.param.shape), 0, kind, each.param.dtype.itemsize, dtype.itemsize)
+            )
+        rank, layout = mesh.shard.rank, plan_flat(params, mesh.shard.world)
+        self.lines = list(lines.values())
+        for number, (line, segment) in enumerate(zip(self.lines, layout.segments, strict=True)):
+            if self._holder is not None:
+                first = found[segment.members[0]].param
+                line.name = FLAT_NAME if number == 0 else f"{FLAT_NAME}_{number}"
+                line.params = parameters_of(self._holder)
+                line.flat_numel = segment.numel
+                line.flat = nn.Parameter(
+                    torch.zeros(segment.numel, dtype=first.dtype, device=device),
+                    requires_grad=first.requires_grad,
+                )
+        slots: list[Slot] = []
+        for index, (each, given) in enumerate(zip(found, dtypes, strict=True)):
+            line = lines[params[index].kind]
+            sharded = each.param if line.flat is None else line.flat
+            span, start = layout.own_span(index, rank), layout.own_start(index, rank)
+            dtype, is_cast = given or each.param.dtype, given is not None
+            slots.append(FlatSlot(each, dtype, is_cast, line, span, start, sharded))
+            each.param.grad = None
+        self._numbers = {slot: index for index, slot in enumerate(slots)}
+        return slots
+
+    def _given_dtype(self, found: Found, precision: MixedPrecisionPolicy) -> torch.dtype | None:
+        """What the policy says a parameter is computed in; None: as it is stored."""
+        casts = found.param.is_floating_point() and not any(
+            place.module in self._as_stored for place in found.places
+        )
+        return precision.param_dtype if casts else None
+
+    def plan(self, params: list[RowParam], world: int) -> Layout:
+        self.layout = plan_flat(params, world)
+        return self.layout
+
+    def settle(self, shards: torch.Tensor, layout: Layout) -> None:
+        for line, segment in zip(self.lines, layout.segments, strict=True):
+            line.share = alias(shards, segment.stored_start_bytes, segment.numel, line.stored_dtype)
+            if line.flat is not None:
+                line.flat.data = line.share
+                line.address = line.flat.data_ptr()
+                line.params[line.name] = line.flat
+
+    def packing(self, slots: list[Slot], world: int, itemsize: int) -> Packing:
+        return FlatPacking(self.layout, [self._numbers[slot] for slot in slots])
+
+    def parts(self, slots: list[Slot], packing: Packing, rank: int) -> list[Part]:
+        if self._holder is None:
+            return [
+                replace(
+                    part,
+                    shape=slot.shown_shape,
+                    strides=contiguous_strides(slot.shown_shape),
+                    # As torch has it; but a parameter that has no elements at all is trained like any other.
+                    is_none=slot.span.numel == 0 and 0 not in slot.shape,
+                )
+                for part, slot in zip(parts_by_slot(slots, packing, rank), slots, strict=True)
+                if isinstance(slot, FlatSlot)
+            ]
+        return [
+            Part(slots[section.members[0]], run, 0, (section.numel,), (1,), section.members, is_run=True)
+            for run, section in enumerate(packing.sections)
+        ]
+
+    def gradient_dtype(self, slot: Slot, reduce_dtype: torch.dtype) -> torch.dtype:
+        if not self._keeps_reduced or slot.stored_dtype == reduce_dtype:
+            return slot.stored_dtype
+        assert isinstance(slot, FlatSlot)
+        for member in slot.line.slots:
+            # Otherwise torch takes no gradient of another dtype than the parameter's.
+            member.sharded.grad_dtype = reduce_dtype
+        return reduce_dtype
+
+    def left(self, slots: list[Slot]) -> list[Any]:
+        shown: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter | None, int]]
+        if self._holder is not None:
+            shown = [(line.params, line.name, line.flat, line.address) for line in self.lines]
+        else:
+            shown = [
+                (place.params, place.name, slot.sharded, slot.local.data_ptr())
+                for slot in slots
+                for place in slot.places
+            ]
+        return [
+            (params, name, param, address, param.dtype, param.requires_grad)
+            for params, name, param, address in shown
+            if param is not None
+        ]
+
+    def all_show(self, left: list[Any]) -> bool:
+        for params, name, param, address, dtype, trainable in left:
+            if (
+                params.get(name) is not param
+                or param.data_ptr() != address
+                or param.dtype is not dtype
+                or param.requires_grad is not trainable
+            ):
+                return False
+        return True
+
+    def named(self, slots: list[Slot]) -> list[Slot]:
+        # Cuts must not move: what has lost its names stays in the line, unused.
+        return slots
+
+    def own_part(self, slot: Slot, whole: torch.Tensor, mesh: DataMesh) -> torch.Tensor | None:
+        assert isinstance(slot, FlatSlot)
+        return whole.detach().reshape(-1)[slot.span.start : slot.span.stop]

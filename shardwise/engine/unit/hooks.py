@@ -1,0 +1,441 @@
+"""Where forward and backward touch a unit: its modules' forwards, its parameters' gradients, and its passes' signals.
+
+Whatever gave no signal is flushed when backward ends.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+# By their own names, because every unit asks for them in every step: ``torch`` may make names up, which is why Python
+# searches all of it each time.
+import torch
+from torch import Tensor, is_grad_enabled, nn
+
+from shardwise import trace
+from shardwise.engine.tensor_trees import NO_LOANS, Loans, map_tensors, tensors_in
+from shardwise.engine.unit.autograd_signals import Pass
+from shardwise.engine.unit.side_outputs import GraphAttributes
+from shardwise.engine.unit.unit import Unit
+from shardwise.errors import StateError
+from shardwise.plan.lifecycle import GATHERING, SHARDED, UNSHARDED
+from shardwise.plan.schedule import KEEP
+from shardwise.torch_internals import current_backward, do_aside, inside_backward, untraced
+
+
+def _held_weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+    """A hook that does not keep its owner alive.
+
+    torch holds a parameter's hooks where Python's garbage collector cannot look: a hook that leads back to the
+    parameter would keep the whole model, and its process groups, for good.
+    """
+    reference = weakref.WeakMethod(method)
+
+    def call(param: Tensor) -> None:
+        alive = reference()
+        if alive is not None:
+            do_aside(alive, param)
+
+    return call
+
+
+def _without_parameters(unit: Unit, output: Any) -> Any:
+    """Copies outputs that are parameters of the unit, or views of them: their memory goes when it is freed."""
+    goes = unit.memory.takes_along
+    if type(output) is Tensor:
+        return output.clone() if goes(output) else output
+    if any(_is_plain(tensor) and goes(tensor) for tensor in tensors_in(output)):
+        return map_tensors(
+            lambda tensor: tensor.clone() if _is_plain(tensor) and goes(tensor) else tensor, output
+        )
+    return output
+
+
+def _cast_inputs(dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any], loans: Loans) -> Any:
+    if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):
+        # What most blocks take, and most often from a block before it that computed in the same dtype.
+        tensor = args[0]
+        is_cast = tensor.dtype is not dtype and tensor.is_floating_point()
+        return ((tensor.to(dtype),) if is_cast else args), kwargs
+    return loans.change(
+        lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, (args, kwargs)
+    )
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) is Tensor or type(tensor) is nn.Parameter
+
+
+class Hooks:
+    """The hooks of one unit on its modules, parameters and activations."""
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        # The calls of the unit's modules that are running, the innermost last: a module may call itself. A call of a
+        # unit that nothing need be gathered for has no pass.
+        self._calls: list[Pass | None] = []
+        self._loans: list[Loans] = []
+        self._attributes = GraphAttributes()
+        self._open: list[Pass] = []
+        # The gradients that have come in the backward that opened the first of those passes.
+        self._arrived = 0
+        self._backward = -1
+        self._owes_report = False
+        # A unit of several modules is gathered for the first of them and let go after the last: those that are still
+        # to run in this forward of the model, and the pass that they share.
+        self._still_to_run: set[nn.Module] = set()
+        self._shared: Pass | None = None
+        self.on_gradient = _held_weakly(self._gradient_arrived)
+        precision = unit.precision
+        self._input_dtype = precision.param_dtype if precision.cast_forward_inputs else None
+        self._output_dtype = precision.output_dtype
+        device = unit.mesh.device
+        # On a CPU they are there already.
+        self._input_device = None if device.type == "cpu" else device
+
+    # --- forward --------------------------------------------------------------------------------------------------
+    # A face calls these around each forward of a module of the unit, outside of what torch.compile traces:
+    # ``pre_forward``, then either ``post_forward`` or, if something raised in between or in it, ``broke_off``.
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a call of the unit's modules is under way."""
+        return bool(self._calls)
+
+    @untraced
+    def pre_forward(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        input_dtype: torch.dtype | None = None,
+    ) -> Any:
+        """Gathers the parameters and prepares the inputs. If it raises, the call has not begun.
+
+        ``input_dtype`` is what to cast inputs to in this call, where the unit's own policy does not say so.
+        """
+        unit = self.unit
+        # What enters the model comes from wherever batches are made.
+        enters = self._input_device is not None and (unit.is_top or not unit.root.in_forward)
+        visit = do_aside(self._enter, module)
+        self._calls.append(visit)
+        loans = NO_LOANS
+        if kwargs or len(args) != 1 or not isinstance(args[0], Tensor):
+            loans = Loans((args, kwargs))
+        self._loans.append(loans)
+        try:
+            if enters:
+                args, kwargs = self._move_inputs(args, kwargs, loans)
+            dtype = self._input_dtype or input_dtype
+            if dtype is not None:
+                args, kwargs = _cast_inputs(dtype, args, kwargs, loans)
+            if visit is not None and not visit.has_input_signal and is_grad_enabled():
+                args, kwargs = visit.signal_inputs(args, kwargs, loans)
+        except BaseException as error:
+            self.broke_off(module, error)
+            raise
+        return args, kwargs
+
+    def _enter(self, module: nn.Module) -> Pass | None:
+        """Gathers what a call of ``module`` needs; the pass that it belongs to."""
+        if self.unit.root.in_backward and inside_backward():
+            return self._gather_for_recompute()
+        return self._shared if self._still_to_run else self._begin_forward(module)
+
+    def _begin_forward(self, module: nn.Module) -> Pass | None:
+        unit = self.unit
+        root = unit.root
+        is_outermost = unit.is_top and not self._calls
+        is_within_model = root.in_forward
+        visit: Pass | None = None
+        try:
+            if is_outermost:
+                root.begin_forward()
+                root = unit.root
+            elif not root.in_forward:
+                root.begin_alone()
+            if unit.needs or unit.is_top:
+                visit = Pass(self, root.window)
+                self._hold_and_gather(visit)
+            for chosen in unit.forward_prefetch if root.in_forward else ():
+                chosen.issue_gather(trace.IN_FORWARD, in_forward=True, prefetch=True)
+                if chosen.root is not root:
+                    # This forward's end will not call it off if it is not used.
+                    chosen.keep()
+            for needed in unit.needs:
+                needed.wait_gather()
+        except BaseException as error:
+            for needed in () if visit is None else visit.held:
+                if needed.release():
+                    needed.abandon_gather()
+            if is_outermost:
+                root.break_off_forward(error)
+            raise
+        if unit.has_several:
+            # Its other modules follow within the forward of a model around them; a call outside it is for itself.
+            self._still_to_run = set(unit.modules) if is_within_model else {module}
+            self._shared = visit
+        if unit.recorder is not None and unit.slots:
+            unit.recorder.add(trace.PRE_FORWARD, unit.name, trace.IN_FORWARD, unit.rank)
+        return visit
+
+    def _hold_and_gather(self, visit: Pass) -> None:
+        unit = self.unit
+        while len(visit.held) < len(unit.needs):
+            # A gather may notice that parameters were tied to another unit's, which is then needed, too.
+            needed = unit.needs[len(visit.held)]
+            if (
+                needed.holders == 0
+                and needed.state is not SHARDED
+                and (needed.is_unseen or needed.is_stale())
+            ):
+                needed.reshard(trace.IN_FORWARD)
+            needed.hold()
+            visit.held = (*visit.held, needed)
+            needed.issue_gather(trace.IN_FORWARD, in_forward=True)
+
+    def _gather_for_recompute(self) -> Pass | None:
+        """Activation checkpointing runs forward again inside backward: what it gathers, that backward frees."""
+        unit = self.unit
+        for needed in unit.needs:
+            needed.issue_gather(trace.IN_PRE_BACKWARD)
+            needed.wait_gather()
+            needed.reveal()
+        return Pass(self, unit.root.window) if unit.needs else None
+
+    def _move_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], loans: Loans) -> Any:
+        if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):
+            return (args[0].to(self._input_device),), kwargs
+        return loans.change(self._move_input, (args, kwargs))
+
+    def _move_input(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._input_device)
+
+    def _cast_output(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._output_dtype) if tensor.is_floating_point() else tensor
+
+    @untraced
+    def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        unit, visit = self.unit, self._calls[-1]
+        recomputes = unit.root.in_backward and inside_backward()
+        if self._output_dtype is not None:
+            output = map_tensors(self._cast_output, output)
+        for needed in unit.needs:
+            if needed.after_forward is not KEEP:
+                output = _without_parameters(needed, output)
+        if visit is not None and is_grad_enabled():
+            if side_outputs := self._side_outputs(module, args):
+                visit.signal_side_outputs(side_outputs)
+            output = visit.signal_outputs(output, recomputes)
+        if not recomputes:
+            self._still_to_run.discard(module)
+            if self._is_last_call():
+                do_aside(self._end_forward, visit)
+        self._leave_call()
+        return output
+
+    def _side_outputs(self, module: nn.Module, args: tuple[Any, ...]) -> list[Tensor]:
+        loans = self._loans[-1]
+        found = self._attributes.graph_tensors(module)
+        if loans is not NO_LOANS:
+            found = found + loans.written()
+        if not found:
+            return found
+        inputs = {id(tensor) for tensor in (*args, *loans.known)}
+        return [tensor for tensor in found if id(tensor) not in inputs]
+
+    def _leave_call(self) -> None:
+        self._calls.pop()
+        if (loans := self._loans.pop()) is not NO_LOANS:
+            loans.put_back()
+
+    def _is_last_call(self) -> bool:
+        """Whether the call that is about to return is the last of its pass."""
+        return not self._still_to_run and (len(self._calls) < 2 or self._calls[-2] is not self._calls[-1])
+
+    def _end_forward(self, visit: Pass | None) -> None:
+        unit = self.unit
+        self._shared = None
+        if unit.recorder is not None and unit.slots:
+            unit.recorder.add(trace.POST_FORWARD, unit.name, trace.IN_FORWARD, unit.rank)
+        if visit is not None:
+            self._let_go(visit)
+        if unit.is_top and len(self._calls) < 2:
+            unit.root.end_forward()
+
+    def _let_go(self, visit: Pass) -> None:
+        """A pass has left forward: frees what it held, unless somebody else holds it or it is kept for backward."""
+        held, visit.held = visit.held, ()
+        for needed in held:
+            needed.is_unseen |= visit.is_unseen
+            if needed.release():
+                if needed.is_unseen or needed.keeps_after_forward():
+                    needed.keep(is_hidden=not is_grad_enabled())
+                else:
+                    needed.reshard(trace.IN_FORWARD, keep_part=True)
+
+    def end_without_the_rest(self) -> None:
+        """The model's forward is over, and some modules of the unit were not in it: they may come by themselves."""
+        if self._still_to_run:
+            self._still_to_run.clear()
+            self._end_forward(self._shared)
+
+    def forget_the_rest(self) -> None:
+        """The model's forward raised: modules of the unit that were still to run will not."""
+        if self._still_to_run:
+            self._still_to_run.clear()
+            shared, self._shared = self._shared, None
+            if shared is not None:
+                self._release_after_error(shared)
+
+    def broke_off(self, module: nn.Module, error: BaseException) -> None:
+        """A call of the unit raised; whoever called it may catch that and go on, so the unit is released as ever.
+
+        Where the whole model's forward raised, peers are told.
+        """
+        visit, root = self._calls[-1], self.unit.root
+        if not (root.in_backward and inside_backward()):
+            self._still_to_run.discard(module)
+            if self._is_last_call():
+                self._shared = None
+                if visit is not None:
+                    do_aside(self._release_after_error, visit)
+        self._leave_call()
+        if self.unit.is_top and not self._calls:
+            root.break_off_forward(error)
+
+    def _release_after_error(self, visit: Pass) -> None:
+        if is_grad_enabled():
+            # What it had computed by then may be used in this step: it may have been put somewhere before it raised.
+            self.unit.gradients.watch(self.on_gradient)
+        held, visit.held = visit.held, ()
+        for needed in held:
+            if needed.release():
+                if is_grad_enabled() or needed.keeps_after_forward():
+                    needed.keep(is_hidden=not is_grad_enabled())
+                else:
+                    needed.reshard(trace.IN_FORWARD)
+
+    # --- backward -------------------------------------------------------------------------------------------------
+
+    def pre_backward(self, visit: Pass) -> None:
+        unit = self.unit
+        root = unit.root
+        if not root.in_backward:
+            root.begin_backward()
+        if visit.is_open:
+            return
+        visit.is_open = True
+        if not self._open:
+            self._arrived = 0
+            self._backward = current_backward()
+            if unit.state is not UNSHARDED and unit.gradients.have_come():
+                self._refuse_unannounced_gradients()
+        self._open.append(visit)
+        for needed in unit.needs:
+            if needed.root is not root and not needed.root.in_backward:
+                # The model around both has not run yet, and the end of this backward is that unit's, too.
+                needed.root.begin_backward()
+            needed.hold()
+            if needed.gathers_in_backward:
+                needed.issue_gather(trace.IN_PRE_BACKWARD)
+        for needed in unit.needs:
+            needed.wait_gather()
+        if unit.recorder is not None and unit.slots:
+            unit.recorder.add(trace.PRE_BACKWARD, unit.name, trace.IN_PRE_BACKWARD, unit.rank)
+        if not unit.prefetches_late:
+            root.prefetch_before(unit, visit)
+
+    def post_backward(self, visit: Pass) -> None:
+        """The inputs' gradients are done, so nothing of this pass is left in backward."""
+        unit = self.unit
+        if not visit.is_open:
+            if visit.is_unseen:
+                # Only now is it known that backward has come by.
+                unit.is_unseen = False
+            return
+        unit.gradients.reduce()
+        if unit.recorder is not None:
+            self._report(unit.recorder)
+        if unit.prefetches_late:
+            unit.root.prefetch_before(unit, visit)
+        self._close(visit)
+
+    def _gradient_arrived(self, param: Tensor) -> None:
+        """Counts complete gradients: all of them let the reduce start where no input gives a signal.
+
+        A frozen sibling, or a parameter tied to another unit's, may still be waiting for its turn in backward; the
+        weights then stay until backward ends.
+        """
+        if not self.unit.root.in_backward:
+            self.unit.root.begin_backward()
+        if not self._open or current_backward() != self._backward:
+            # A reentrant checkpoint runs a backward inside this one: other uses of the parameter may follow.
+            return
+        self._arrived += 1
+        if self._arrived != self.unit.gradients.num_trainable:
+            return
+        if any(visit.has_input_signal for visit in self._open):
+            return
+        self.unit.gradients.reduce()
+        self._owes_report = True
+        if not self.unit.gradients.some_are_frozen and len(self.unit.needs) == 1:
+            for visit in tuple(self._open):
+                self._close(visit)
+
+    def flush(self) -> None:
+        """The end of backward: reduces, frees and reports what gave no signal."""
+        unit = self.unit
+        if unit.prefetched and unit.state is GATHERING and unit.gradients.have_come():
+            self._refuse_unannounced_gradients()
+        if unit.gradients.reduce() or self._open:
+            self._owes_report = True
+        if self._owes_report:
+            unit.is_unseen = False
+        unit.gradients.reduce_the_rest()
+        if self._owes_report and unit.recorder is not None:
+            self._report(unit.recorder)
+        for visit in tuple(self._open):
+            self._close(visit)
+        self._owes_report = False
+
+    def _refuse_unannounced_gradients(self) -> None:
+        """They were computed with whatever was in the memory that the weights were to be gathered into."""
+        unit = self.unit
+        unit.gradients.drop()
+        raise StateError(
+            f"backward went through unit '{unit.name}' before its weights were gathered, so its gradients are wrong: "
+            "it came by a tensor that forward left somewhere else than in its output",
+            where=f"backward, rank {unit.rank}",
+            fix="return that tensor from forward (inside a tuple, dict or dataclass will do), or keep the weights with "
+            "reshard_after_forward=False; and leave the hooks that outputs carry where they are",
+        )
+
+    def _report(self, recorder: trace.Recorder) -> None:
+        unit = self.unit
+        if unit.slots:
+            recorder.add(trace.POST_BACKWARD, unit.name, trace.IN_POST_BACKWARD, unit.rank)
+
+    def _close(self, visit: Pass) -> None:
+        visit.is_open = False
+        self._open.remove(visit)
+        for needed in self.unit.needs:
+            if needed.release():
+                if needed.frees_after_backward:
+                    needed.reshard(trace.IN_POST_BACKWARD)
+                else:
+                    needed.keep(is_hidden=True)
+
+    def forget(self) -> None:
+        """Drops what a broken-off step left behind."""
+        for visit in self._open:
+            visit.is_open = False
+        self._open.clear()
+        self._calls.clear()
+        self._loans.clear()
+        self._still_to_run.clear()
+        self._shared = None
+        self._owes_report = False
+        self._arrived = 0

@@ -1,0 +1,125 @@
+"""The memory of a unit: its shards, which stay, and its full parameters, which come and go with each gather.
+
+Laid out once for the slots as they are; when parameters are replaced from outside, a new one is made.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from shardwise.comm.collectives.group import GroupCalls
+from shardwise.comm.mesh import DataMesh
+from shardwise.engine.buffers import Elastic, Permanent, allocate_shards
+from shardwise.engine.gather.tensor_extensions import Carrier, carries_itself
+from shardwise.engine.gather.unit_gather import PackedGather
+from shardwise.engine.unit.binding import Slot
+from shardwise.engine.unit.dtensor_form import Form
+from shardwise.plan.layout import RowParam
+from shardwise.policies import MixedPrecisionPolicy
+from shardwise.torch_internals import dtensor
+
+
+class Memory:
+    """A unit's buffers. Making it moves the slots' values into the shards and gives them their unsharded form."""
+
+    def __init__(
+        self,
+        slots: list[Slot],
+        form: Form,
+        mesh: DataMesh,
+        precision: MixedPrecisionPolicy,
+        shard_device: torch.device,
+        pins: bool,
+        gather_calls: GroupCalls,
+        part_calls: GroupCalls | None,
+    ) -> None:
+        world = mesh.shard.world
+        plain = [slot for slot in slots if not carries_itself(slot.local)]
+        self._carriers = [
+            Carrier(slot, mesh.mesh, precision, world) for slot in slots if carries_itself(slot.local)
+        ]
+        params = [_row_param(slot, precision) for slot in plain]
+        stored = [slot.stored_dtype for slot in plain]
+        sent = [slot.compute_dtype for slot in plain]
+        for carrier in self._carriers:
+            params += carrier.row_params()
+            stored += carrier.input_dtypes
+            sent += carrier.input_dtypes
+        layout = form.plan(params, world)
+
+        shards, parts = allocate_shards(layout, shard_device, stored, mesh.shard.rank, pins)
+        # Where each shard stands, in order: whoever steps neighbours as one tensor needs to know.
+        starts = [layout.own_start_bytes(index, mesh.shard.rank) for index in range(len(plain))]
+        self.shards = shards
+        self.starts_bytes = {
+            plain[index]: starts[index] for index in sorted(range(len(plain)), key=starts.__getitem__)
+        }
+        for slot, part in zip(plain, parts, strict=False):
+            slot.settle(part)
+        form.settle(shards, layout)
+
+        is_whole = (
+            form.uses_whole_shards
+            and world == 1
+            and layout.is_in_place
+            and stored == sent
+            and shards.device == mesh.device
+        )
+        self._full = Permanent(shards) if is_whole else Elastic(layout.full_bytes, mesh.device)
+        self.takes_along = self._full.takes_along
+        self.gather = PackedGather(
+            layout, shards, stored, sent, self._full, mesh.device, gather_calls, part_calls
+        )
+        # What a step does, which is more where tensors say themselves what is sent.
+        self.issue_gather = self._issue_carried if self._carriers else self.gather.issue
+        self.finish_gather = self._finish_carried if self._carriers else self.gather.finish
+        self.free = self._free_carried if self._carriers else self._full.shrink
+        fulls = [
+            self._full.tensor(dtype, start, param.shape)
+            for param, dtype, start in zip(params, sent, layout.full_starts_bytes, strict=True)
+        ]
+        for slot, full in zip(plain, fulls, strict=False):
+            slot.unsharded = _parameter(slot, full)
+        self._settle_carriers(parts[len(plain) :], fulls[len(plain) :])
+
+    def _settle_carriers(self, parts: list[torch.Tensor], fulls: list[torch.Tensor]) -> None:
+        if not self._carriers:
+            return
+        self._full.grow()
+        start = 0
+        for carrier in self._carriers:
+            stop = start + len(carrier.input_dtypes)
+            carrier.settle_in(parts[start:stop], fulls[start:stop])
+            start = stop
+        self.free()
+
+    def _issue_carried(self, code: int, from_parts: bool) -> None:
+        if not from_parts:
+            for carrier in self._carriers:
+                carrier.write_row()
+        self.gather.issue(code, from_parts)
+
+    def _finish_carried(self, keep_part: bool) -> None:
+        self.gather.finish(keep_part)
+        for carrier in self._carriers:
+            carrier.rebuild()
+
+    def _free_carried(self) -> None:
+        self._full.shrink()
+        for carrier in self._carriers:
+            carrier.free()
+
+
+def _row_param(slot: Slot, precision: MixedPrecisionPolicy) -> RowParam:
+    stored, sent = slot.stored_dtype, slot.compute_dtype
+    reduced = precision.reduce_dtype or sent
+    return RowParam(
+        slot.shape, slot.dim, slot.kind, stored.itemsize, sent.itemsize, grid_itemsize=reduced.itemsize
+    )
+
+
+def _parameter(slot: Slot, full: torch.Tensor) -> nn.Parameter:
+    if slot.tensor_parallel is not None:
+        full = dtensor(full, slot.tensor_parallel)
+    return nn.Parameter(full, requires_grad=slot.sharded.requires_grad)

@@ -1,0 +1,68 @@
+"""Other ways into units: methods that count as a forward, and models that share their lanes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from shardwise.composable.fsdp_module import FSDPModule
+from shardwise.engine.unit.binding import units_of
+from shardwise.engine.unit.unit import Unit
+from shardwise.errors import ConfigError, ConfigTypeError
+from shardwise.wrapper.summon_full_params import WHOLE_ATTRIBUTE, check_shows_whole
+from shardwise.wrapper.wrapper import FullyShardedDataParallel
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Makes ``module.method_name(...)`` gather and free parameters as ``module(...)`` does.
+
+    Does nothing to a module that is not sharded, so that a program can call it either way.
+    """
+    if isinstance(module, FullyShardedDataParallel):
+        enter = module._enter_method
+    elif isinstance(module, FSDPModule):
+        enter = functools.partial(units_of(module)[0].hooks.pre_forward, module)
+    else:
+        return
+    method = getattr(module, method_name, None)
+    if not callable(method):
+        raise ConfigError(
+            f"{type(module).__name__} has no method '{method_name}'",
+            where=f"register_fsdp_forward_method({type(module).__name__}, {method_name!r})",
+            fix="name a method that the module defines",
+        )
+    (unit,) = units_of(module)
+    hooks = unit.hooks
+
+    @functools.wraps(method)
+    def gathered(*args: Any, **kwargs: Any) -> Any:
+        if WHOLE_ATTRIBUTE in module.__dict__:
+            check_shows_whole(unit)
+            return method(*args, **kwargs)
+        args, kwargs = enter(args, kwargs)
+        try:
+            return hooks.post_forward(module, args, method(*args, **kwargs))
+        except BaseException as error:
+            hooks.broke_off(module, error)
+            raise
+
+    # On the instance, past ``nn.Module.__setattr__``: other modules of the class are not concerned.
+    module.__dict__[method_name] = gathered
+
+
+def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
+    """Lets several roots use the same lanes, so that chunks of a pipeline share their streams and memory pools."""
+    units: list[Unit] = []
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ConfigTypeError(
+                f"share_comm_ctx was given a {type(module).__name__}, which is not sharded",
+                where="share_comm_ctx",
+                fix="pass modules on which fully_shard was called",
+            )
+        units += units_of(module)
+    for unit in units[1:]:
+        unit.root.lanes = units[0].root.lanes

@@ -1,1 +1,0 @@
-"""SHOW: the public faces of the engine."""

@@ -1,0 +1,111 @@
+"""The checkpoints of a run: saved on time, found again, and what is said of them."""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+import torch
+
+from shardwise.checkpoint.saver import Saver
+from shardwise.checkpoint.store import Store
+from shardwise.checkpoint.training_state import TrainingState
+from shardwise.train.config import Config, as_json
+from shardwise.train.display import Display
+from shardwise.train.resume import find_good_checkpoint
+from shardwise.train.step import Progress
+from shardwise.train.team import Team
+
+__all__ = ["Keeper"]
+
+
+class Keeper:
+    """Keeps a run's tensors and its two numbers.
+
+    Args:
+        store: where to.
+        state: the tensors.
+        config: of the run.
+        team: the ranks.
+        display: told what becomes of saves.
+        page: more to keep on the page of each checkpoint.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        state: TrainingState,
+        config: Config,
+        team: Team,
+        display: Display,
+        page: dict[str, Any],
+    ) -> None:
+        self._store, self._state, self._team, self._display = store, state, team, display
+        self._saver = Saver(
+            store,
+            team.new_group(),
+            keep=config.checkpoint.keep,
+            asynchronous=config.checkpoint.asynchronous,
+        )
+        self._page = {
+            "world_size": team.world_size,
+            "mode": config.sharding.mode,
+            "config": as_json(config),
+            "hugging_face": config.model.hugging_face_config(),
+            "versions": {"torch": torch.__version__, "python": platform.python_version()},
+            **page,
+        }
+
+    @property
+    def is_busy(self) -> bool:
+        return self._saver.is_busy
+
+    def save(self, progress: Progress) -> None:
+        """Saves the run as it is now; the step waits for a copy alone."""
+        progress.saved_step = progress.step
+        page = {"step": progress.step, "samples": progress.samples, **self._page}
+        self._saver.save(progress.step, self._state.parts(), page)
+
+    def save_and_wait(self, progress: Progress) -> str | None:
+        """Leaves a checkpoint of this very step, trying again if one failed; the problem, if there was one."""
+        # First of all the save under way ends, and so it has ended for every rank that asks what became of it.
+        self._saver.wait()
+        problem = self.tell_outcomes(progress)
+        if progress.saved_step != progress.step:
+            self.save(progress)
+            self._saver.wait()
+            problem = self.tell_outcomes(progress)
+        return problem
+
+    def tell_outcomes(self, progress: Progress) -> str | None:
+        """Says what became of saves; the problem of the last one, if it had one."""
+        problem = None
+        for outcome in self._saver.outcomes():
+            problem = outcome.problem
+            if problem is None:
+                self._display.note(f"saved {outcome.path.name} in {outcome.seconds:.1f} s")
+                continue
+            if progress.saved_step == outcome.step:
+                progress.saved_step = -1
+            if self._team.rank == 0:
+                self._display.warn(
+                    f"the checkpoint of step {outcome.step} could not be written, training goes on: {problem}"
+                )
+        return problem
+
+    def resume(self, progress: Progress) -> None:
+        """Brings the newest good checkpoint back."""
+        found = find_good_checkpoint(self._store, self._team)
+        for warning in found.warnings:
+            self._display.warn(warning)
+        had_state = self._state.load(found.path, found.manifest, self._team.group, verify=False)
+        run = found.manifest.run
+        progress.step = progress.saved_step = int(run["step"])
+        progress.samples = int(run["samples"])
+        if not had_state:
+            self._display.note("the checkpoint holds weights alone: the optimizer begins anew")
+        if run.get("corpus") not in (None, self._page.get("corpus")):
+            self._display.warn("the data is not what the checkpoint was trained on")
+        self._display.note(
+            f"resumed {found.path.name}, saved on {run.get('world_size', '?')} ranks in mode {run.get('mode', '?')}"
+        )

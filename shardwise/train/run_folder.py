@@ -1,0 +1,198 @@
+"""A run's folder: found or made, and locked for as long as the run goes on.
+
+    FOLDER/.lock    a file that one run at a time holds a lock on; what is written in it is for people
+
+The kernel drops the lock with the last process of the run, however that ends: a lock that is left over cannot be. On a
+network file system it holds between hosts where that file system's own flock does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import itertools
+import os
+import re
+import socket
+import time
+from pathlib import Path
+
+from shardwise.checkpoint.store import Store
+from shardwise.errors import ConfigError
+from shardwise.train.records import CONFIG, CURVE, METRICS, SUMMARY, TENSORBOARD
+from shardwise.train.run_files import refuse_links
+
+__all__ = [
+    "CHECKPOINTS",
+    "LOCK",
+    "LOGS",
+    "FolderLock",
+    "new_folder",
+    "newest_folder",
+    "refuse_checkpoints_in",
+    "refuse_links_in",
+]
+
+CHECKPOINTS = "checkpoints"
+LOGS = "logs"
+LOCK = ".lock"
+_ENDING_SECONDS = 30.0
+# File systems that cannot lock: there a run goes on without.
+_CANNOT_LOCK = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+
+
+def new_folder(wanted: str, name: str) -> Path:
+    """A folder for a run that begins, made; one process calls this for all.
+
+    Raises:
+        ConfigError: a run lives there already, and nothing of it is touched; or it cannot be made.
+    """
+    try:
+        folder = _made(Path(wanted).expanduser()) if wanted else _next_free(Path("runs"), name)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        place = Path(wanted).expanduser() if wanted else Path("runs") / name
+        raise ConfigError(
+            f"there can be no run in '{place}': {error.strerror}",
+            where="output.folder" if wanted else "the present folder",
+            fix="choose a folder that can be written to: --set output.folder=FOLDER",
+        ) from None
+    return folder.resolve()
+
+
+def _made(folder: Path) -> Path:
+    refuse_checkpoints_in(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def refuse_checkpoints_in(folder: Path) -> None:
+    if Store(folder / CHECKPOINTS).checkpoints():
+        raise ConfigError(
+            f"a run with checkpoints lives in {folder}",
+            where="output.folder",
+            fix=f"continue it with --resume {folder}, or choose another folder",
+        )
+
+
+def _next_free(parent: Path, name: str) -> Path:
+    """The first of ``NAME``, ``NAME-2``, ... that this very call made: two runs that start at once get two."""
+    parent.mkdir(parents=True, exist_ok=True)
+    for number in itertools.count(1):
+        folder = parent / (name if number == 1 else f"{name}-{number}")
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir()
+            return folder
+    raise AssertionError("numbers do not end")
+
+
+def newest_folder(name: str) -> Path:
+    """The run of this name under ``runs/`` that saved last."""
+    candidates = [
+        (latest.stat().st_mtime, latest.parent.parent)
+        for latest in Path("runs").glob(f"*/{CHECKPOINTS}/latest")
+        if re.fullmatch(rf"{re.escape(name)}(-\d+)?", latest.parent.parent.name)
+    ]
+    if not candidates:
+        raise ConfigError(
+            f"there is no run of '{name}' under runs/ to continue",
+            where="--resume",
+            fix="name its folder: --resume FOLDER",
+        )
+    return max(candidates)[1].resolve()
+
+
+def refuse_links_in(folder: Path) -> None:
+    """Raises ConfigError where something that a run writes to is a link."""
+    paths = [
+        folder / name for name in (CONFIG, METRICS, SUMMARY, CURVE, TENSORBOARD, CHECKPOINTS, LOGS, LOCK)
+    ]
+    refuse_links(paths)
+    for inner in (folder / CHECKPOINTS, folder / LOGS):
+        refuse_links(sorted(inner.iterdir()) if inner.is_dir() else ())
+
+
+class FolderLock:
+    """Held from its making until it is released, or until all processes that were forked meanwhile are gone.
+
+    Raises:
+        ConfigError: another run holds it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / LOCK
+        self._descriptor = self._taken()
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._descriptor, 0)
+            os.write(
+                self._descriptor,
+                f"process {os.getpid()} on {socket.gethostname()}, since {_now()}\n".encode(),
+            )
+
+    def release(self, *, remove: bool = False) -> None:
+        """Lets others in; ``remove`` takes the file away first."""
+        if remove:
+            with contextlib.suppress(OSError):
+                self._path.unlink()
+        os.close(self._descriptor)
+
+    def _taken(self) -> int:
+        deadline = time.monotonic() + _ENDING_SECONDS
+        while True:
+            descriptor = self._opened()
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # Whoever held it before may have removed the file that we now hold.
+                if os.path.samestat(os.fstat(descriptor), os.stat(self._path)):
+                    return descriptor
+            except FileNotFoundError:
+                pass
+            except BlockingIOError:
+                holder = _text_of(descriptor)
+                if _has_ended(holder) and time.monotonic() < deadline:
+                    # Its launcher was killed, and the kernel is ending the ranks.
+                    os.close(descriptor)
+                    time.sleep(0.05)
+                    continue
+                os.close(descriptor)
+                raise ConfigError(
+                    f"another run is going on in {self._path.parent}" + (f": {holder}" if holder else ""),
+                    where=str(self._path),
+                    fix="wait for it or stop it, or choose another folder",
+                ) from None
+            except OSError as error:
+                if error.errno not in _CANNOT_LOCK:
+                    os.close(descriptor)
+                    raise
+                return descriptor
+            os.close(descriptor)
+
+    def _opened(self) -> int:
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            return os.open(self._path, flags, 0o666)
+        except OSError as error:
+            reason = "it is a symbolic link" if error.errno == errno.ELOOP else error.strerror
+            raise ConfigError(
+                f"{self._path} cannot be opened: {reason}",
+                where="the run's folder",
+                fix="make the folder writable, and remove the file if it is no plain file",
+            ) from None
+
+
+def _text_of(descriptor: int) -> str:
+    with contextlib.suppress(OSError):
+        return os.pread(descriptor, 200, 0).decode(errors="replace").strip()
+    return ""
+
+
+def _has_ended(holder: str) -> bool:
+    """Whether the launcher that wrote this ran on this host, and is gone."""
+    match = re.match(r"process (\d+) on (.*), since", holder)
+    return match is not None and match[2] == socket.gethostname() and not Path(f"/proc/{match[1]}").exists()
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S")

@@ -1,0 +1,1 @@
+"""What surrounds a training step, for models sharded in either way: clipping, CUDA graphs, batches."""

@@ -1,0 +1,179 @@
+"""Where a wrapped model runs: its device, its mesh, and how its tensors get there before they are sharded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.comm.mesh import (
+    DataMesh,
+    default_device_type,
+    default_mesh,
+    flat_mesh,
+    mesh_of_group,
+    mesh_of_groups,
+    mesh_of_hosts,
+)
+from shardwise.errors import ConfigError, ConfigTypeError
+from shardwise.torch_internals import buffers_of, parameters_of, unseen_by_modes
+from shardwise.wrapper.options import Strategy
+
+
+def chosen_device(
+    device_id: Any, params: Iterable[torch.Tensor], mesh: DeviceMesh | None, where: str
+) -> torch.device:
+    """The device to compute on: as told, or the mesh's, or where the parameters are, or the process group's."""
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise ConfigTypeError(
+            f"device_mesh is a {type(mesh).__name__}", where=where, fix="make one with init_device_mesh"
+        )
+    if device_id is not None:
+        device = torch.device("cuda", device_id) if isinstance(device_id, int) else torch.device(device_id)
+    else:
+        device = torch.device(mesh.device_type if mesh is not None else default_device_type(params))
+    if str(device) == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    if device.type == "meta":
+        raise ConfigError("device_id names the meta device", where=where, fix="name a device with memory")
+    return device
+
+
+def chosen_mesh(
+    process_group: Any, device_mesh: DeviceMesh | None, strategy: Strategy, device: torch.device, where: str
+) -> DataMesh:
+    """The mesh a strategy runs on: from a process group, two of them, a device mesh, or all ranks."""
+    if process_group is not None and device_mesh is not None:
+        raise ConfigError(
+            "both process_group and device_mesh were given", where=where, fix="pass one of the two"
+        )
+    mesh = device_mesh
+    if mesh is None and strategy.num_axes == 2:
+        mesh = _two_axes(process_group, device, where)
+    elif mesh is None and process_group is None:
+        mesh = default_mesh(device.type, where)
+    elif mesh is None:
+        if not isinstance(process_group, dist.ProcessGroup):
+            raise ConfigTypeError(
+                f"process_group is a {type(process_group).__name__}",
+                where=where,
+                fix="pass a process group; a pair of them is for the hybrid strategies",
+            )
+        mesh = mesh_of_group(process_group, device.type)
+    if mesh.ndim != strategy.num_axes:
+        raise ConfigError(
+            f"a mesh of {mesh.ndim} axes was given to a strategy that runs on {strategy.num_axes}",
+            where=where,
+            fix="use HYBRID_SHARD on two axes (replicate, shard) and the other strategies on one",
+        )
+    return flat_mesh(mesh, device, strategy.shards)
+
+
+def _two_axes(groups: Any, device: torch.device, where: str) -> DeviceMesh:
+    if groups is None:
+        world = dist.get_world_size()
+        on_host = torch.cuda.device_count() if device.type == "cuda" else world
+        shard_world = min(int(os.environ.get("LOCAL_WORLD_SIZE", on_host)), world)
+        if world % shard_world:
+            raise ConfigError(
+                f"{world} ranks cannot be cut into hosts of {shard_world}",
+                where=where,
+                fix="say who shards with whom: device_mesh=init_device_mesh(..., (replicas, shards))",
+            )
+        return mesh_of_hosts(device.type, shard_world)
+    is_pair = isinstance(groups, tuple) and len(groups) == 2
+    if not is_pair or not all(isinstance(group, dist.ProcessGroup) for group in groups):
+        raise ConfigTypeError(
+            f"process_group is {groups!r}, but a hybrid strategy needs two groups",
+            where=where,
+            fix="pass (shard group, replicate group), or device_mesh= with two axes, or neither",
+        )
+    return mesh_of_groups(groups[0], groups[1], device.type)
+
+
+def materialize(
+    modules: Iterable[nn.Module],
+    init_fn: Callable[[nn.Module], Any] | None,
+    device: torch.device,
+    ignored: set[nn.Parameter],
+    where: str,
+) -> None:
+    """Gives memory and values to modules with tensors on the meta device, each for its own tensors."""
+    for module in modules:
+        own = [
+            *(
+                param
+                for param in parameters_of(module).values()
+                if param is not None and param not in ignored
+            ),
+            *(buffer for buffer in buffers_of(module).values() if buffer is not None),
+        ]
+        if not any(tensor.device.type == "meta" for tensor in own):
+            continue
+        if init_fn is not None:
+            init_fn(module)
+        else:
+            reset = getattr(module, "reset_parameters", None)
+            if not callable(reset):
+                raise ConfigError(
+                    f"{type(module).__name__} has tensors on the meta device and no reset_parameters()",
+                    where=where,
+                    fix="pass param_init_fn=, which gives a module memory and values",
+                )
+            module.to_empty(device=device, recurse=False)
+            with torch.no_grad():
+                reset()
+        if left := [
+            name for name, param in parameters_of(module).items() if param is not None and param.is_meta
+        ]:
+            raise ConfigError(
+                f"parameters {left} of {type(module).__name__} are on the meta device after param_init_fn",
+                where=where,
+                fix="let param_init_fn call module.to_empty(device=..., recurse=False) and set values",
+            )
+
+
+def move(modules: Iterable[nn.Module], device: torch.device, ignored: set[nn.Parameter]) -> None:
+    """Moves parameters and buffers to the device; parameters stay the objects they are."""
+    for module in modules:
+        for param in parameters_of(module).values():
+            if param is not None and param not in ignored and param.device != device:
+                param.data = param.data.to(device)
+        for name, buffer in buffers_of(module).items():
+            if buffer is not None and buffer.device != device and not buffer.is_meta:
+                buffers_of(module)[name] = buffer.to(device)
+
+
+def send_from_first_rank(tensors: list[torch.Tensor], mesh: DataMesh) -> None:
+    """Gives every rank the first rank's values; tensors may lie on the host while the group talks for a device."""
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in {id(tensor): tensor for tensor in tensors}.values():
+        by_dtype.setdefault(tensor.dtype, []).append(tensor.detach())
+    with unseen_by_modes(), torch.no_grad():
+        for alike in by_dtype.values():
+            for few in _in_batches(alike):
+                flat = torch.cat([tensor.reshape(-1).to(mesh.device) for tensor in few])
+                for calls in mesh.axes:
+                    dist.broadcast(flat, group=calls.group, group_src=0)
+                start = 0
+                for tensor in few:
+                    tensor.copy_(flat[start : start + tensor.numel()].view(tensor.shape))
+                    start += tensor.numel()
+
+
+def _in_batches(tensors: list[torch.Tensor], most_numel: int = 1 << 24) -> Iterable[list[torch.Tensor]]:
+    batch: list[torch.Tensor] = []
+    numel = 0
+    for tensor in tensors:
+        if batch and numel + tensor.numel() > most_numel:
+            yield batch
+            batch, numel = [], 0
+        batch.append(tensor)
+        numel += tensor.numel()
+    if batch:
+        yield batch

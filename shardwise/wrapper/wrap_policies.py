@@ -1,0 +1,212 @@
+"""Which modules ``FullyShardedDataParallel(auto_wrap_policy=...)`` wraps: torch's protocol, and policies for it.
+
+Two kinds of policy are known. A *policy object* looks at the whole model at once (``_run_policy``) and may choose
+options for each module. A *callable* is asked on the way down whether to look into a module (``recurse=True``) and on
+the way up whether to wrap it (``recurse=False``), with the number of elements that no module inside it has taken.
+torch's own policies are of these kinds and work as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from torch import nn
+
+from shardwise.engine.unit.module_selection import has_forward
+from shardwise.errors import ConfigError, ConfigTypeError
+
+Chosen = dict[nn.Module, dict[str, Any]]
+
+
+class ModuleWrapPolicy:
+    """Wraps every module of the given classes."""
+
+    def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
+        self._classes = tuple(module_classes)
+        if not self._classes or not all(isinstance(cls, type) for cls in self._classes):
+            raise ConfigTypeError(
+                f"ModuleWrapPolicy was given {self._classes!r}",
+                where="ModuleWrapPolicy",
+                fix="pass module classes, e.g. {TransformerBlock}",
+            )
+
+    def __call__(self, module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> bool:
+        return recurse or isinstance(module, self._classes)
+
+    def _run_policy(
+        self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: dict[str, Any]
+    ) -> Chosen:
+        return {
+            module: dict(root_kwargs)
+            for module in root_module.modules()
+            if module not in ignored_modules and isinstance(module, self._classes)
+        }
+
+    def __repr__(self) -> str:
+        return f"ModuleWrapPolicy({{{', '.join(cls.__name__ for cls in self._classes)}}})"
+
+
+class CustomPolicy:
+    """Wraps modules for which ``lambda_fn`` returns True, or a mapping of options that differ for them."""
+
+    def __init__(self, lambda_fn: Callable[[nn.Module], bool | dict[str, Any]]) -> None:
+        self._lambda_fn = lambda_fn
+
+    def _run_policy(
+        self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: dict[str, Any]
+    ) -> Chosen:
+        chosen: Chosen = {}
+        for module in root_module.modules():
+            if module in ignored_modules:
+                continue
+            choice = self._lambda_fn(module)
+            if not isinstance(choice, (bool, Mapping)):
+                raise ConfigTypeError(
+                    f"CustomPolicy's function returned {choice!r} for a {type(module).__name__}",
+                    where="CustomPolicy",
+                    fix="return True, False, or a mapping of options",
+                )
+            if choice is not False:
+                chosen[module] = {**root_kwargs, **(choice if isinstance(choice, Mapping) else {})}
+        return chosen
+
+
+def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
+    """Wraps every module that has a forward."""
+    return True
+
+
+def lambda_auto_wrap_policy(
+    module: nn.Module, recurse: bool, nonwrapped_numel: int, lambda_fn: Callable[[nn.Module], bool]
+) -> bool:
+    """Wraps modules for which ``lambda_fn`` returns True."""
+    return recurse or lambda_fn(module)
+
+
+def transformer_auto_wrap_policy(
+    module: nn.Module,
+    recurse: bool,
+    nonwrapped_numel: int,
+    transformer_layer_cls: set[type[nn.Module]],
+) -> bool:
+    """Wraps modules of the given classes: a transformer's layers."""
+    return recurse or isinstance(module, tuple(transformer_layer_cls))
+
+
+def size_based_auto_wrap_policy(
+    module: nn.Module,
+    recurse: bool,
+    nonwrapped_numel: int,
+    min_num_params: int = 100_000_000,
+    force_leaf_modules: set[type[nn.Module]] | None = None,
+    exclude_wrap_modules: set[type[nn.Module]] | None = None,
+) -> bool:
+    """Wraps modules whose parameters, without those already wrapped inside, have at least ``min_num_params`` elements.
+
+    ``force_leaf_modules`` are not looked into (default: ``nn.MultiheadAttention``), ``exclude_wrap_modules`` not
+    wrapped themselves (default: ``nn.ModuleList`` and ``nn.ModuleDict``, which nothing calls).
+    """
+    leaves = {nn.MultiheadAttention} if force_leaf_modules is None else force_leaf_modules
+    excluded = {nn.ModuleList, nn.ModuleDict} if exclude_wrap_modules is None else exclude_wrap_modules
+    is_large = nonwrapped_numel >= min_num_params
+    if recurse:
+        return is_large and not isinstance(module, tuple(leaves))
+    return is_large and not isinstance(module, tuple(excluded))
+
+
+# What ``wrap`` does on this thread.
+_wraps_with: ContextVar[tuple[Callable[..., nn.Module], dict[str, Any]] | None] = ContextVar(
+    "wraps_with", default=None
+)
+
+
+@contextmanager
+def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any) -> Iterator[None]:
+    """Within it, ``wrap(module)`` is ``wrapper_cls(module, **wrapper_kwargs)``."""
+    token = _wraps_with.set((wrapper_cls, wrapper_kwargs))
+    try:
+        yield
+    finally:
+        _wraps_with.reset(token)
+
+
+def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
+    """The module wrapped as the ``enable_wrap`` around the call says, but for ``wrap_overrides``; else as it is."""
+    chosen = _wraps_with.get()
+    if chosen is None:
+        return module
+    wrapper_cls, options = chosen
+    return wrapper_cls(module, **{**options, **wrap_overrides})
+
+
+def choose(
+    root: nn.Module, policy: Any, ignored: set[nn.Module], ignored_params: set[nn.Parameter], where: str
+) -> list[tuple[nn.Module, dict[str, Any]]]:
+    """The modules below ``root`` to wrap, inner ones first, each with the options in which it differs."""
+    if hasattr(policy, "_run_policy"):
+        chosen = dict(policy._run_policy(root, ignored, {}))
+        chosen.pop(root, None)
+    elif callable(policy):
+        chosen = {}
+        _ask(root, policy, ignored, ignored_params, chosen, is_root=True)
+    else:
+        raise ConfigTypeError(
+            f"auto_wrap_policy is {policy!r}",
+            where=where,
+            fix="pass ModuleWrapPolicy({Block}), CustomPolicy(fn), or a callable that takes "
+            "(module, recurse, nonwrapped_numel)",
+        )
+    # A container has nothing to gather where all that it holds is wrapped.
+    containers = [module for module in chosen if not has_forward(module)]
+    for module in containers:
+        del chosen[module]
+    for module in containers:
+        if _has_parameters_outside(module, chosen, ignored_params):
+            raise ConfigError(
+                f"auto_wrap_policy={policy!r} chooses a {type(module).__name__}, which only holds modules: nothing "
+                f"calls it, so nothing would gather its parameters",
+                where=where,
+                fix=f"choose the modules inside the {type(module).__name__}",
+            )
+    if not chosen:
+        raise ConfigError(
+            f"auto_wrap_policy={policy!r} chooses no module of {type(root).__name__}: it would be one unit",
+            where=where,
+            fix="choose a class that the model contains or a smaller size, or leave auto_wrap_policy out",
+        )
+    depth_first = list(root.modules())
+    return [(module, chosen[module]) for module in reversed(depth_first) if module in chosen]
+
+
+def _has_parameters_outside(module: nn.Module, chosen: Chosen, ignored_params: set[nn.Parameter]) -> bool:
+    """Whether some parameters below ``module`` are in no chosen module."""
+    if module in chosen:
+        return False
+    if any(param not in ignored_params for param in module.parameters(recurse=False)):
+        return True
+    return any(_has_parameters_outside(child, chosen, ignored_params) for child in module.children())
+
+
+def _ask(
+    module: nn.Module,
+    policy: Callable[..., bool],
+    ignored: set[nn.Module],
+    ignored_params: set[nn.Parameter],
+    chosen: Chosen,
+    is_root: bool = False,
+) -> int:
+    """Asks about ``module`` and what is below it; returns how many elements were taken by modules chosen there."""
+    numel = sum(param.numel() for param in module.parameters() if param not in ignored_params)
+    if not policy(module=module, recurse=True, nonwrapped_numel=numel):
+        return 0
+    taken = 0
+    for child in module.children():
+        if child not in ignored and child not in chosen:
+            taken += _ask(child, policy, ignored, ignored_params, chosen)
+    if not is_root and policy(module=module, recurse=False, nonwrapped_numel=numel - taken):
+        chosen[module] = {}
+        return numel
+    return taken

@@ -1,0 +1,207 @@
+"""Optimizer state as every rank saves its own part of it, through ``torch.distributed.checkpoint``.
+
+    local     on the owner, by stepped tensor: what the local optimizer works with
+    sharded   the same memory, under keys that mean the same on every rank and in every world size
+
+State that has an element for each element of its piece is saved as a span of the parameter's, end to end; anything
+else (a step count) as it is. Values may be lists and dicts of tensors. Nothing here communicates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from shardwise.engine.checkpoint_span import StateSpan
+from shardwise.errors import CheckpointError
+from shardwise.plan.ownership import Piece
+from shardwise.torch_internals import map_tree
+from shardwise.zero.consolidated_state import is_per_element
+from shardwise.zero.partition import Partition, in_memory_order
+
+__all__ = [
+    "StateSpan",
+    "check_memory_orders",
+    "loose_part",
+    "memory_orders",
+    "sharded_entries",
+    "state_of_sharded",
+    "templates",
+]
+
+State = dict[str, Any]
+Path = tuple[str | int, ...]
+
+_LOOSE = "loose"
+_OF_NO_PIECE = ("param_groups", "memory_orders", _LOOSE)
+# Stands between a name and a tensor that would be taken for a span by its size.
+_NO_SPAN = "__no_span__"
+
+
+def sharded_entries(partition: Partition, local: Mapping[Any, Any]) -> dict[str, Any]:
+    """This rank's state under keys that mean the same on every rank; no copies, no communication."""
+    entries: dict[str, Any] = {}
+    for piece in partition.owned:
+        for name, value in local.get(partition.stepped(piece), {}).items():
+            entries[f"state.{piece.param}.{name}"] = map_tree(partial(_saved, piece, partition), value)
+    loose = {name: value for name, value in local.items() if isinstance(name, str)}
+    return entries | ({_LOOSE: loose} if loose else {})
+
+
+def _saved(piece: Piece, partition: Partition, value: Tensor) -> Any:
+    param = partition.params[piece.param]
+    shape = param.shape if partition.is_whole(piece) else (piece.numel,)
+    if is_per_element(value, shape):
+        return _span_of(value, piece, partition)
+    # Of the size of a span, and none.
+    return {_NO_SPAN: value} if value.shape == (param.numel(),) else value
+
+
+def _span_of(value: Tensor, piece: Piece, partition: Partition) -> StateSpan:
+    param = partition.params[piece.param]
+    if partition.is_whole(piece) and value.stride() != param.stride():
+        value = torch.empty_like(param, dtype=value.dtype).copy_(value)
+    return StateSpan.of(in_memory_order(value), piece.start, param.numel())
+
+
+def memory_orders(params: Sequence[Tensor]) -> list[list[int]]:
+    """The order in which each parameter's dims lie in memory: that of its spans."""
+    return [
+        sorted(
+            (dim for dim in range(param.dim()) if param.size(dim) > 1), key=lambda dim: -param.stride()[dim]
+        )
+        for param in params
+    ]
+
+
+def check_memory_orders(saved: Sequence[list[int]], params: Sequence[Tensor]) -> None:
+    """Raises if a checkpoint's spans are of parameters that lay otherwise in memory; touches nothing."""
+    for index, (theirs, ours) in enumerate(zip(saved, memory_orders(params), strict=True)):
+        if theirs != ours:
+            raise CheckpointError(
+                f"parameter {index} lies in memory with its dims in order {ours}, and in the checkpoint {theirs}",
+                where="ZeroRedundancyOptimizer.load_sharded_state_dict()",
+                fix="give the model the memory format it was saved in, such as torch.channels_last",
+            )
+
+
+def templates(partition: Partition, metadata: Metadata, prefix: str, *, element_wise: bool) -> dict[str, Any]:
+    """Room for what a checkpoint holds of this rank's pieces, and of the groups, in the form it was saved in."""
+    pieces = {piece.param: piece for piece in partition.owned}
+    entries: dict[str, Any] = {}
+    for key, saved in metadata.state_dict_metadata.items():
+        if not key.startswith(prefix):
+            continue
+        path = _path_below(prefix, _path_of(key, metadata))
+        name = str(path[0])
+        room: Tensor | None = None
+        if not name.startswith("state.") and name not in _OF_NO_PIECE:
+            continue
+        if name.startswith("state."):
+            index = int(name.split(".", 2)[1])
+            _check_known(index, partition)
+            if index not in pieces:
+                continue
+            if isinstance(saved, TensorStorageMetadata):
+                is_span = path[-1] != _NO_SPAN
+                room = _template(saved, pieces[index], partition, element_wise=element_wise, is_span=is_span)
+        elif isinstance(saved, TensorStorageMetadata):
+            room = torch.empty(saved.size, dtype=saved.properties.dtype)
+        _place(entries, path, room)
+    return entries
+
+
+def _path_of(key: str, metadata: Metadata) -> Path:
+    """The keys, one inside the other, under which a value was when it was saved; checkpoints know no more than one."""
+    paths: Mapping[str, Path] = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
+    return paths.get(key, (key,))
+
+
+def _path_below(prefix: str, path: Path) -> Path:
+    """What is left of a path behind a prefix, which may be several of its keys, or part of one."""
+    for number, key in enumerate(path):
+        if not prefix.startswith(f"{key}."):
+            return (str(key).removeprefix(prefix), *path[number + 1 :]) if prefix else path[number:]
+        prefix = prefix.removeprefix(f"{key}.")
+    raise AssertionError("a key that begins with the prefix goes on behind it")
+
+
+def _place(tree: Any, path: Path, value: Any) -> None:
+    """Puts a value into dicts and lists, which are made where they are missing."""
+    key: Any = path[0]
+    if isinstance(tree, list):
+        tree.extend([None] * (key + 1 - len(tree)))
+    if len(path) == 1:
+        tree[key] = value
+        return
+    inner = tree[key] if isinstance(tree, list) else tree.get(key)
+    if inner is None:
+        inner = tree[key] = [] if isinstance(path[1], int) else {}
+    _place(inner, path[1:], value)
+
+
+def _check_known(index: int, partition: Partition) -> None:
+    if index >= len(partition.params):
+        raise CheckpointError(
+            f"the checkpoint has state of parameter {index}, this optimizer has {len(partition.params)} parameters",
+            where="ZeroRedundancyOptimizer.sharded_state_dict(like=…)",
+            fix="load a checkpoint of the same model with the same parameter groups",
+        )
+
+
+def _template(
+    saved: TensorStorageMetadata, piece: Piece, partition: Partition, *, element_wise: bool, is_span: bool
+) -> Tensor:
+    param = partition.params[piece.param]
+    dtype = saved.properties.dtype
+    if is_span and saved.size == (param.numel(),):
+        room = torch.empty(piece.numel, dtype=dtype, device=param.device)
+        return StateSpan.of(room, piece.start, param.numel())
+    if element_wise and len(saved.size) > 0:
+        raise CheckpointError(
+            f"the checkpoint has state of {saved.size.numel()} elements for parameter {piece.param}, which has "
+            f"{param.numel()}",
+            where=f"ZeroRedundancyOptimizer.sharded_state_dict(like=…), rank {partition.rank}",
+            fix="load a checkpoint of the same model with the same parameter groups",
+        )
+    return torch.empty(saved.size, dtype=dtype)
+
+
+def state_of_sharded(partition: Partition, entries: Mapping[str, Any]) -> dict[Piece, State]:
+    """This rank's pieces' state from entries that were loaded."""
+    by_param: dict[int, State] = {}
+    for key, value in entries.items():
+        if key.startswith("state."):
+            _, index, name = key.split(".", 2)
+            by_param.setdefault(int(index), {})[name] = value
+    return {
+        piece: {name: _loaded(piece, partition, value) for name, value in values.items()}
+        for piece in partition.owned
+        if (values := by_param.get(piece.param))
+    }
+
+
+def loose_part(entries: Mapping[str, Any]) -> State:
+    """What was saved under names that are no parameter's."""
+    loose: State = entries.get(_LOOSE, {})
+    return loose
+
+
+def _loaded(piece: Piece, partition: Partition, value: Any) -> Any:
+    if isinstance(value, Mapping):
+        if value.keys() == {_NO_SPAN}:
+            return value[_NO_SPAN]
+        return {key: _loaded(piece, partition, inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_loaded(piece, partition, inner) for inner in value]
+    if not isinstance(value, StateSpan):
+        return value
+    if not partition.is_whole(piece):
+        return value.elements
+    param = partition.params[piece.param]
+    return value.elements.as_strided(param.size(), param.stride())

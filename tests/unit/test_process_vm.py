@@ -1,0 +1,83 @@
+"""What processes of one host tell each other arrives under its key, whatever comes first; silence has an end."""
+
+import fcntl
+import os
+import resource
+
+import pytest
+import torch
+
+from shardwise.comm.channels.channel import Wire
+from shardwise.comm.channels.collective_log import code_of
+from shardwise.comm.shared_memory.process_vm import Neighbours
+
+
+def pair(least_descriptor=0):
+    """Two ranks of one process."""
+    to_zero, to_one = ([_moved(end, least_descriptor) for end in os.pipe()] for _ in range(2))
+    pids = [os.getpid()] * 2
+    wires = [Wire(None, torch.device("cpu")) for _ in range(2)]
+    return (
+        Neighbours(wires[0], pids, {1: to_zero[0]}, {1: to_one[1]}),
+        Neighbours(wires[1], pids, {0: to_one[0]}, {0: to_zero[1]}),
+    )
+
+
+def _moved(descriptor, least):
+    if descriptor >= least:
+        return descriptor
+    moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, least)
+    os.close(descriptor)
+    return moved
+
+
+def test_descriptors_may_be_as_large_as_processes_have_them():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4096)), hard))
+    zero, one = pair(least_descriptor=2000)
+    zero.tell(1, (1, 0), 5)
+    assert one.hear(0, (1, 0)) == 5
+
+
+def test_numbers_wait_under_their_keys_until_they_are_asked_for():
+    zero, one = pair()
+    for number in (1, 2, 3):
+        zero.tell(1, (number, 0), 10 * number)
+        zero.tell(1, (number, 1), -(1 << 62))
+    assert one.hear(0, (3, 0)) == 30
+    assert one.hear(0, (1, 0)) == 10
+    assert one.hear(0, (1, 1)) == -(1 << 62)
+    assert one.hear(0, (2, 0)) == 20
+    one.tell(0, (7, 7))
+    assert zero.hear(1, (7, 7)) == 0
+
+
+def test_a_peer_that_has_ended_is_named_at_once_by_whoever_listens_or_speaks():
+    zero, one = pair()
+    zero.tell(1, (1, 0), 5)
+    ends = [*zero._ears.values(), *zero._mouths.values()]
+    del zero  # the last of rank 0: its ends of the pipes go with it
+    for end in ends:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(end)
+    assert one.hear(0, (1, 0)) == 5
+    with pytest.raises(RuntimeError, match="rank 0 of the group has ended"):
+        one.hear(0, (2, 0))
+    with pytest.raises(RuntimeError, match="rank 0 of the group has ended"):
+        one.tell(0, (2, 0))
+
+
+def test_ranks_that_come_by_the_same_path_have_the_same_numbers_and_none_comes_again():
+    zero, one = pair()
+    seen = set()
+    for step in range(100):
+        for neighbours in (zero, one):
+            neighbours._wire.note(code_of(f"step {step % 3}"))
+        numbers = [(zero.number(), one.number()) for _ in range(3)]
+        assert all(left == right for left, right in numbers)
+        seen.update(left for left, _ in numbers)
+    assert len(seen) == 300
+    for neighbours in (zero, one):
+        neighbours._wire.break_off("something is wrong")
+    assert zero.number() == one.number()
+    assert zero.number() not in seen
