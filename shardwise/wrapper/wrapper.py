@@ -25,10 +25,9 @@ from shardwise.engine.unit.binding import WRAPPED_NAME, clean_name, not_copied, 
 from shardwise.engine.unit.factory import make_unit
 from shardwise.engine.unit.flat_form import Flat
 from shardwise.engine.unit.unit import Unit
-from shardwise.errors import StateError
+from shardwise.errors import ConfigError, StateError
 from shardwise.torch_internals import debugs_in_detail, inside_backward, untraced, untraced_itself
 from shardwise.training_step.clip_grad_norm import clip_grad_norm_, dtype_of_gradients
-from shardwise.wrapper.comm_hook import reduce_with_hook
 from shardwise.wrapper.execution_order import watchers_of
 from shardwise.wrapper.model_methods import ModelMethods
 from shardwise.wrapper.model_state import LoadHooks
@@ -331,3 +330,22 @@ class FullyShardedDataParallel(WrapperOptions, ModelMethods):
             return super().apply(fn)
         with shown_whole(self):
             return super().apply(fn)
+
+
+def reduce_with_hook(units: Iterable[Unit], state: object, hook: Callable[..., object]) -> None:
+    """Has ``hook`` reduce the gradients of all these units; checked before the first one changes."""
+    flat_units = [unit for unit in units if is_flat(unit)]
+    for unit in flat_units:
+        where = f"register_comm_hook, unit '{unit.name}', rank {unit.rank}"
+        if unit.mesh.replicate is not None and unit.mesh.shard.world > 1:
+            raise ConfigError(
+                "hybrid strategies reduce in two stages, and a communication hook is one",
+                where=where,
+                fix="use FULL_SHARD, SHARD_GRAD_OP or NO_SHARD",
+            )
+        if unit.gradients.settings.is_hooked:
+            raise StateError(
+                "a communication hook is registered already", where=where, fix="register one hook, once"
+            )
+    for unit in flat_units:
+        unit.gradients.settings.use_hook(unit.mesh.shard, unit.mesh.replicate, state, hook)

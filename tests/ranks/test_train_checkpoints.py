@@ -26,7 +26,7 @@ from shardwise.checkpoint.store import Store
 from shardwise.checkpoint.training_state import TrainingState
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.testing import run_ranks
-from shardwise.train.resume import find_good_checkpoint
+from shardwise.train.checkpointing import find_good_checkpoint
 from shardwise.train.team import Team
 from tests.ranks.training import (
     Noted,
