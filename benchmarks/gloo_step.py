@@ -35,8 +35,8 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import shardwise
-from shardwise.comm.channels.gloo import TaggedWire
-from shardwise.comm.watchdog.thread import WATCH
+from shardwise.comm.channels.gloo import GlooChannel
+from shardwise.comm.watchdog.thread import WATCHDOG
 from shardwise.testing import run_ranks
 
 RESHARDING = "DeepSpeed ZeRO-3, resharding"
@@ -130,7 +130,7 @@ def make(name: str, size: Size) -> tuple[Contender, list[float]]:
 
 def bytes_read() -> int:
     """What this rank has read of other ranks' memory."""
-    return sum(wire.bytes_read for wire in WATCH.wires() if isinstance(wire, TaggedWire))
+    return sum(wire.bytes_read for wire in WATCHDOG.channels() if isinstance(wire, GlooChannel))
 
 
 def measure(size: Size, rounds: int, iterations: int, warmup: int, threads: int) -> dict[str, Any]:

@@ -47,7 +47,7 @@ COUNTED, STILL = "shardwise, counted", "shardwise, still"
 # are counted on a GPU alone.
 METHODS = {
     GROUP: {
-        "shardwise.comm.collectives.group.GroupCalls": "issue_all_gather issue_all_gather_each"
+        "shardwise.comm.collectives.group.GroupCollectives": "issue_all_gather issue_all_gather_each"
         " issue_reduce_scatter"
     },
     COPIES: {
@@ -56,23 +56,23 @@ METHODS = {
         "shardwise.engine.*": "run fill",
     },
     MEMORY: {
-        "shardwise.engine.buffers.Elastic": "grow shrink",
-        "shardwise.engine.buffers.Movable": "grow grow_in shrink",
-        "shardwise.engine.reduce.reduce_in_flight.Reduction": "_make_own_row",
+        "shardwise.engine.buffers.ElasticBuffer": "grow shrink",
+        "shardwise.engine.buffers.RelocatableBuffer": "grow grow_in shrink",
+        "shardwise.engine.reduce.reduce_in_flight.ReduceInFlight": "_make_own_row",
     },
     LANES: {
-        "shardwise.comm.streams.CudaLane": "__enter__ __exit__ after_compute after mark",
-        "shardwise.comm.streams.CudaLanes": "mark_compute compute_after host_after",
+        "shardwise.comm.streams.CudaSideStream": "__enter__ __exit__ wait_compute wait_event record_event",
+        "shardwise.comm.streams.CudaSideStreams": "record_compute compute_waits_for host_waits_for",
     },
     PYTHON: {
-        "shardwise.engine.unit.hooks.Hooks": "pre_forward post_forward pre_backward post_backward flush",
-        "shardwise.engine.unit.autograd_signals.Pass": "outputs_gradient_arrives inputs_gradients_are_done",
+        "shardwise.engine.unit.hooks.UnitHooks": "pre_forward post_forward pre_backward post_backward flush",
+        "shardwise.engine.unit.autograd_signals.Visit": "outputs_gradient_arrives inputs_gradients_are_done",
         "shardwise.engine.unit.unit.Unit": "issue_gather wait_gather reshard",
         "shardwise.engine.unit.unit_gradients.UnitGradients": "reduce",
         "shardwise.engine.step.root.Root": "begin_forward start_reduce prefetch_before end_backward",
-        "shardwise.engine.gather.unit_gather.PackedGather": "issue finish",
-        "shardwise.comm.channels.channel.Wire": "note",
-        "shardwise.engine.reduce.reduce_in_flight.Reduction": "issue finish",
+        "shardwise.engine.gather.unit_gather.UnitGather": "issue finish",
+        "shardwise.comm.channels.channel.Channel": "record",
+        "shardwise.engine.reduce.reduce_in_flight.ReduceInFlight": "issue finish",
     },
 }
 

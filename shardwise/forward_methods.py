@@ -65,4 +65,4 @@ def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
             )
         units += units_of(module)
     for unit in units[1:]:
-        unit.root.lanes = units[0].root.lanes
+        unit.root.streams = units[0].root.streams

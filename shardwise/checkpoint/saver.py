@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.checkpoint.parts import Part
-from shardwise.checkpoint.staging import Image, Outline, lay_out
+from shardwise.checkpoint.staging import Outline, StagedFile, lay_out
 from shardwise.checkpoint.store import Store
 from shardwise.checkpoint.writing import WritePlan, plan_writes, write_checkpoint
 from shardwise.engine.step.optimizer_hooks import note_checkpoint
@@ -63,7 +63,7 @@ class Saver:
         self._store, self._group, self._keep = store, group, keep
         self._is_first = dist.get_rank(group) == 0
         self._asynchronous = asynchronous
-        self._image = Image()
+        self._image = StagedFile()
         self._outlines: dict[str, Outline] = {}
         self._plan: WritePlan | None = None
         self._thread: threading.Thread | None = None

@@ -16,7 +16,7 @@ import torch
 from shardwise.checkpoint.disk import ALIGNMENT_BYTES
 from shardwise.checkpoint.parts import Part
 
-__all__ = ["FileLayout", "Image", "Outline", "lay_out"]
+__all__ = ["FileLayout", "Outline", "StagedFile", "lay_out"]
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def lay_out(outlines: Iterable[tuple[str, Outline]]) -> FileLayout:
     return FileLayout(starts, ordered, end)
 
 
-class Image:
+class StagedFile:
     def __init__(self) -> None:
         self._layout: FileLayout | None = None
         self._memory = torch.empty(0, dtype=torch.uint8)

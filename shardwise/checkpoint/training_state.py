@@ -23,7 +23,7 @@ from shardwise.checkpoint.parts import Offsets, Part, dtype_name, part_of
 from shardwise.checkpoint.reading import check_files, load_parts
 from shardwise.engine.step.agreement import forget_torn_steps
 from shardwise.engine.unit.binding import clean_name, units_of
-from shardwise.engine.unit.flat_form import Flat
+from shardwise.engine.unit.flat_form import FlatForm
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.torch_internals import state_entries
 from shardwise.zero import ZeroRedundancyOptimizer
@@ -45,7 +45,7 @@ class TrainingState:
 
     def __init__(self, module: nn.Module, optimizer: Optimizer | None = None) -> None:
         for unit in (unit for child in module.modules() for unit in units_of(child)):
-            if isinstance(unit.form, Flat) and unit.mesh.shard.world > 1:
+            if isinstance(unit.form, FlatForm) and unit.mesh.shard.world > 1:
                 raise ConfigError(
                     f"unit '{unit.name}' is sharded by FullyShardedDataParallel, whose flat shards a checkpoint cannot "
                     "tell from whole parameters",

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from shardwise.checkpoint.disk import FileRecord, RawFile, sync_folder, write_text
 from shardwise.checkpoint.manifest import ITEM_BYTES, MANIFEST, Chunk, Manifest, TensorRecord
 from shardwise.checkpoint.parts import dtype_name
-from shardwise.checkpoint.staging import FileLayout, Image, Outline, lay_out
+from shardwise.checkpoint.staging import FileLayout, Outline, StagedFile, lay_out
 from shardwise.errors import CheckpointError
 
 __all__ = ["WritePlan", "plan_writes", "write_checkpoint"]
@@ -46,7 +46,7 @@ class WritePlan:
 
 def plan_writes(outlines: Mapping[str, Outline], group: dist.ProcessGroup) -> WritePlan:
     """Shares the writing out; on every rank of the group."""
-    return _settle(group, lambda: _offer(outlines), _share_out)
+    return _work_then_conclude(group, lambda: _offer(outlines), _share_out)
 
 
 def _offer(outlines: Mapping[str, Outline]) -> SavePlan:
@@ -100,7 +100,7 @@ def _file_name(rank: int) -> str:
 
 
 def write_checkpoint(
-    image: Image,
+    image: StagedFile,
     plan: WritePlan,
     folder: Path,
     run: dict[str, Any],
@@ -133,10 +133,10 @@ def write_checkpoint(
         commit()
         return [None] * len(records)
 
-    _settle(group, write_file, write_manifest)
+    _work_then_conclude(group, write_file, write_manifest)
 
 
-def _settle(
+def _work_then_conclude(
     group: dist.ProcessGroup, work: Callable[[], Found], conclude: Callable[[list[Found]], list[Answer]]
 ) -> Answer:
     """Works on every rank, concludes on the first from what all found; that rank's answer to each.

@@ -27,12 +27,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm.channels.channel import Wire
+from shardwise.comm.channels.channel import Channel
 from shardwise.comm.shared_memory.direct_reads import DirectReads
-from shardwise.comm.shared_memory.process_vm import Neighbours, find_neighbours
+from shardwise.comm.shared_memory.process_vm import ProcessVMPeers, find_process_vm_peers
 from shardwise.torch_internals import all_gather_call, copy_all, issue_grouped_broadcasts
 
-__all__ = ["Exchange", "Pending", "all_gather_bytes", "carrier_device", "neighbours_of", "plan_exchange"]
+__all__ = [
+    "Exchange",
+    "Pending",
+    "all_gather_bytes",
+    "plan_exchange",
+    "process_vm_peers_of",
+    "transport_device",
+]
 
 # Below this a message costs more than copying its bytes there and back.
 _PACKED_BYTES = 128 * 1024
@@ -59,8 +66,8 @@ def plan_exchange(
     group: dist.ProcessGroup,
     *,
     buffer: Tensor | None = None,
-    neighbours: Neighbours | None = None,
-    channel: int = 0,
+    neighbours: ProcessVMPeers | None = None,
+    tag_offset: int = 0,
 ) -> Exchange:
     """Plans an exchange.
 
@@ -69,30 +76,30 @@ def plan_exchange(
             the same sizes on every rank.
         group: the ranks.
         buffer: the tensor of which the sections are equal, consecutive parts, if that is so.
-        neighbours: the ranks, if they may read each other's memory (``neighbours_of``). The copying is then done
+        neighbours: the ranks, if they may read each other's memory (``process_vm_peers_of``). The copying is then done
             by whoever waits, so leave it out where something else goes on meanwhile.
         channel: a number, the same on all ranks. Exchanges that are not in lockstep are issued in one order on each
             channel; those of different channels in any.
     """
-    wires = [[_as_bytes(tensor) for tensor in section if tensor.numel()] for section in sections]
-    devices = {wire.device for section in wires for wire in section}
+    views = [[_as_bytes(tensor) for tensor in section if tensor.numel()] for section in sections]
+    devices = {view.device for section in views for view in section}
     if group.size() == 1 or not devices:
         return _NothingToExchange()
     (device,) = devices
-    carrier = carrier_device(group, device)
-    if carrier.type != device.type:
-        return _ThroughCarrier(wires, group, carrier, channel)
+    transport = transport_device(group, device)
+    if transport.type != device.type:
+        return _ThroughTransport(views, group, transport, tag_offset)
     backend = _backends(group)[device.type]
     if backend == "gloo" and device.type == "cpu":
         if neighbours is not None:
-            return DirectReads(wires, group.rank(), neighbours)
-        return _PointToPoint(wires, group, _TAG + channel)
+            return DirectReads(views, group.rank(), neighbours)
+        return _PointToPoint(views, group, _TAG + tag_offset)
     if backend == "nccl":
-        return _GroupedBroadcasts(wires, group) if buffer is None else _GatherInPlace(buffer, group)
-    return _GatherPadded(wires, group)
+        return _GroupedBroadcasts(views, group) if buffer is None else _GatherInPlace(buffer, group)
+    return _GatherPadded(views, group)
 
 
-def carrier_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
+def transport_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
     """The device on which a tensor of ``device`` travels in this group."""
     backends = _backends(group)
     # gloo takes CUDA tensors in its collectives, not point to point, and stages them through the host anyway.
@@ -103,7 +110,7 @@ def carrier_device(group: dist.ProcessGroup, device: torch.device) -> torch.devi
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def neighbours_of(group: dist.ProcessGroup, wire: Wire) -> Neighbours | None:
+def process_vm_peers_of(group: dist.ProcessGroup, channel: Channel) -> ProcessVMPeers | None:
     """The ranks, if they can read each other's memory and that is of use. Called by all ranks.
 
     Args:
@@ -112,12 +119,12 @@ def neighbours_of(group: dist.ProcessGroup, wire: Wire) -> Neighbours | None:
     """
     if group.size() == 1 or _backends(group).get("cpu") != "gloo":
         return None
-    return find_neighbours(group, wire)
+    return find_process_vm_peers(group, channel)
 
 
 def all_gather_bytes(message: bytes, group: dist.ProcessGroup) -> list[bytes]:
     """Every rank's message, in rank order; messages may differ in length."""
-    device = carrier_device(group, torch.device("cpu"))
+    device = transport_device(group, torch.device("cpu"))
     world = group.size()
     lengths = torch.empty(world, dtype=torch.int64, device=device)
     dist.all_gather(list(lengths.split(1)), torch.tensor([len(message)], device=device), group=group)
@@ -153,8 +160,8 @@ class _PointToPoint:
         self._tag = tag
         self._rank = group.rank()
         self._peers = [rank for rank in range(group.size()) if rank != self._rank]
-        self._large = [[wire for wire in section if wire.numel() >= _PACKED_BYTES] for section in sections]
-        self._small = [[wire for wire in section if wire.numel() < _PACKED_BYTES] for section in sections]
+        self._large = [[view for view in section if view.numel() >= _PACKED_BYTES] for section in sections]
+        self._small = [[view for view in section if view.numel() < _PACKED_BYTES] for section in sections]
 
     def issue(self) -> Pending:
         works: list[dist.Work] = []
@@ -173,7 +180,7 @@ class _PointToPoint:
         small = self._small[peer]
         if len(small) < 2:
             return small + self._large[peer]
-        pack = torch.empty(sum(wire.numel() for wire in small), dtype=torch.uint8)
+        pack = torch.empty(sum(view.numel() for view in small), dtype=torch.uint8)
         packs.append((pack, small))
         return [pack, *self._large[peer]]
 
@@ -194,8 +201,8 @@ class _Messages:
     def wait(self) -> None:
         for work in self._works:
             work.wait()
-        for pack, wires in self._packs:
-            copy_all(wires, list(pack.split([wire.numel() for wire in wires])))
+        for pack, views in self._packs:
+            copy_all(views, list(pack.split([view.numel() for view in views])))
         self._works, self._packs, self._outgoing = [], [], []
 
 
@@ -219,36 +226,36 @@ class _GroupedBroadcasts:
 
     def __init__(self, sections: Sequence[Sequence[Tensor]], group: dist.ProcessGroup) -> None:
         self._group = group
-        self._device = next(wire.device for section in sections for wire in section)
+        self._device = next(view.device for section in sections for view in section)
         self._sent: list[list[Tensor]] = []
         own: list[tuple[Tensor, Tensor]] = []
         others: list[tuple[Tensor, Tensor]] = []
         for rank, section in enumerate(sections):
-            small = [wire for wire in section if wire.numel() < _PACKED_BYTES]
+            small = [view for view in section if view.numel() < _PACKED_BYTES]
             if len(small) < 2:
                 self._sent.append(list(section))
                 continue
-            pack = torch.empty(sum(wire.numel() for wire in small), dtype=torch.uint8, device=self._device)
-            self._sent.append([pack, *(wire for wire in section if wire.numel() >= _PACKED_BYTES)])
+            pack = torch.empty(sum(view.numel() for view in small), dtype=torch.uint8, device=self._device)
+            self._sent.append([pack, *(view for view in section if view.numel() >= _PACKED_BYTES)])
             (own if rank == group.rank() else others).extend(zip(small, _parts_of(pack, small), strict=True))
-        self._own_wires, self._own_parts = [wire for wire, _ in own], [part for _, part in own]
-        self._wires, self._parts = [wire for wire, _ in others], [part for _, part in others]
+        self._own_views, self._own_parts = [view for view, _ in own], [part for _, part in own]
+        self._views, self._parts = [view for view, _ in others], [part for _, part in others]
 
     def issue(self) -> Pending:
-        _copy_wires(self._own_parts, self._own_wires)
+        _copy_views(self._own_parts, self._own_views)
         work = issue_grouped_broadcasts(self._group, self._device, self._sent)
-        return _Unpacked(work, self._wires, self._parts) if self._wires else work
+        return _Unpacked(work, self._views, self._parts) if self._views else work
 
 
 class _Unpacked:
-    def __init__(self, work: dist.Work, wires: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
+    def __init__(self, work: dist.Work, views: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
         self._work = work
-        self._wires = wires
+        self._views = views
         self._parts = parts
 
     def wait(self) -> None:
         self._work.wait()
-        _copy_wires(self._wires, self._parts)
+        _copy_views(self._views, self._parts)
 
 
 class _GatherPadded:
@@ -260,14 +267,14 @@ class _GatherPadded:
         self._sections = sections
         self._rank = group.rank()
         self._group = group
-        self._section_bytes = max(sum(wire.numel() for wire in section) for section in sections)
+        self._section_bytes = max(sum(view.numel() for view in section) for section in sections)
 
     def issue(self) -> Pending:
         world = len(self._sections)
-        device = next(wire.device for section in self._sections for wire in section)
+        device = next(view.device for section in self._sections for view in section)
         gathered = [torch.empty(self._section_bytes, dtype=torch.uint8, device=device) for _ in range(world)]
         own = torch.zeros(self._section_bytes, dtype=torch.uint8, device=device)
-        _copy_wires(_parts_of(own, self._sections[self._rank]), self._sections[self._rank])
+        _copy_views(_parts_of(own, self._sections[self._rank]), self._sections[self._rank])
         work = dist.all_gather(gathered, own, group=self._group, async_op=True)
         return _Padded(work, gathered, self._sections, self._rank)
 
@@ -288,35 +295,37 @@ class _Padded:
     def wait(self) -> None:
         if self._work is not None:
             self._work.wait()
-        for source, (buffer, wires) in enumerate(zip(self._gathered, self._sections, strict=True)):
+        for source, (buffer, views) in enumerate(zip(self._gathered, self._sections, strict=True)):
             if source != self._rank:
-                _copy_wires(wires, _parts_of(buffer, wires))
+                _copy_views(views, _parts_of(buffer, views))
         self._gathered = []
 
 
-class _ThroughCarrier:
+class _ThroughTransport:
     """For tensors on a device the group has no transport for: the same exchange, on copies."""
 
     def __init__(
         self,
         sections: Sequence[Sequence[Tensor]],
         group: dist.ProcessGroup,
-        carrier: torch.device,
-        channel: int,
+        transport: torch.device,
+        tag_offset: int,
     ) -> None:
         self._sections = sections
         self._rank = group.rank()
-        self._copies = [[torch.empty_like(wire, device=carrier) for wire in section] for section in sections]
-        self._inner = plan_exchange(self._copies, group, channel=channel)
+        self._copies = [
+            [torch.empty_like(view, device=transport) for view in section] for section in sections
+        ]
+        self._inner = plan_exchange(self._copies, group, tag_offset=tag_offset)
         self.in_lockstep = self._inner.in_lockstep
 
     def issue(self) -> Pending:
         # A plain copy between devices waits for both, so what was stepped on one is read on the other.
-        _copy_wires(self._copies[self._rank], self._sections[self._rank])
-        return _Carried(self._inner.issue(), self._copies, self._sections, self._rank)
+        _copy_views(self._copies[self._rank], self._sections[self._rank])
+        return _Transported(self._inner.issue(), self._copies, self._sections, self._rank)
 
 
-class _Carried:
+class _Transported:
     def __init__(
         self,
         inner: Pending,
@@ -331,21 +340,21 @@ class _Carried:
 
     def wait(self) -> None:
         self._inner.wait()
-        for source, (wires, copies) in enumerate(zip(self._sections, self._copies, strict=True)):
+        for source, (views, copies) in enumerate(zip(self._sections, self._copies, strict=True)):
             if source != self._rank:
-                _copy_wires(wires, copies)
+                _copy_views(views, copies)
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().view(-1).view(torch.uint8)
 
 
-def _parts_of(buffer: Tensor, wires: Sequence[Tensor]) -> list[Tensor]:
-    sizes = [wire.numel() for wire in wires]
+def _parts_of(buffer: Tensor, views: Sequence[Tensor]) -> list[Tensor]:
+    sizes = [view.numel() for view in views]
     return list(buffer[: sum(sizes)].split(sizes)) if sizes else []
 
 
-def _copy_wires(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+def _copy_views(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     if targets:
         copy_all(list(targets), list(sources))
 

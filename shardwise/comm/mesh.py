@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from shardwise.comm.collectives.group import GroupCalls, SoloCalls
+from shardwise.comm.collectives.group import GroupCollectives, SingleRankCollectives
 from shardwise.comm.exchange import all_gather_bytes
 from shardwise.errors import ConfigError, StateError
 from shardwise.policies import DataParallelMeshDims
@@ -37,11 +37,11 @@ class DataMesh:
 
     mesh: DeviceMesh
     device: torch.device
-    shard: GroupCalls
-    replicate: GroupCalls | None
+    shard: GroupCollectives
+    replicate: GroupCollectives | None
     whole: DeviceMesh | None = None
     named: tuple[int, ...] = ()
-    _parts: dict[int, GroupCalls] = field(default_factory=dict)
+    _parts: dict[int, GroupCollectives] = field(default_factory=dict)
 
     @property
     def rank(self) -> int:
@@ -49,7 +49,7 @@ class DataMesh:
         return dist.get_rank()
 
     @property
-    def axes(self) -> list[GroupCalls]:
+    def axes(self) -> list[GroupCollectives]:
         """The groups this rank talks to others on, outermost first."""
         return [calls for calls in (self.replicate, self.shard) if calls is not None and calls.world > 1]
 
@@ -61,13 +61,13 @@ class DataMesh:
     def placements(self, dim: int) -> tuple[Placement, ...]:
         return (Shard(dim),) if self.replicate is None else (Replicate(), Shard(dim))
 
-    def separate_shard_group(self) -> GroupCalls:
+    def separate_shard_group(self) -> GroupCollectives:
         """A second group over the shard axis: its collectives do not queue up behind the first one's."""
         if 0 not in self._parts:
             self._parts[0] = self._group_of(dist.get_process_group_ranks(self.shard.group))
         return self._parts[0]
 
-    def part(self, part_world: int) -> GroupCalls:
+    def part(self, part_world: int) -> GroupCollectives:
         """The group of ``part_world`` neighbours on the shard axis to which this rank belongs."""
         if part_world not in self._parts:
             shard_ranks = dist.get_process_group_ranks(self.shard.group)
@@ -75,10 +75,10 @@ class DataMesh:
             self._parts[part_world] = self._group_of(shard_ranks[start : start + part_world])
         return self._parts[part_world]
 
-    def _group_of(self, ranks: list[int]) -> GroupCalls:
+    def _group_of(self, ranks: list[int]) -> GroupCollectives:
         """A new group, made by its own ranks alone: the mesh may be one of several that together make up the job."""
         group = dist.new_group(ranks, use_local_synchronization=True)
-        return GroupCalls(group, self.device)
+        return GroupCollectives(group, self.device)
 
 
 _READINGS_ATTRIBUTE = "_shardwise_readings"
@@ -120,8 +120,8 @@ def _read(mesh: DeviceMesh, dims: DataParallelMeshDims | None, where: str) -> Da
         )
     device = _device_of(mesh)
     shard_axis = mesh.ndim - 1
-    shard = GroupCalls(mesh.get_group(shard_axis), device)
-    replicate = GroupCalls(mesh.get_group(0), device) if mesh.ndim == 2 else None
+    shard = GroupCollectives(mesh.get_group(shard_axis), device)
+    replicate = GroupCollectives(mesh.get_group(0), device) if mesh.ndim == 2 else None
     return DataMesh(mesh, device, shard, replicate, whole, named)
 
 
@@ -132,13 +132,15 @@ def flat_mesh(mesh: DeviceMesh, device: torch.device, shards: bool) -> DataMesh:
         readings = mesh.__dict__[_READINGS_ATTRIBUTE] = _Readings()
     key = (device, shards)
     if key not in readings:
-        last = GroupCalls(mesh.get_group(mesh.ndim - 1), device)
+        last = GroupCollectives(mesh.get_group(mesh.ndim - 1), device)
         if mesh.ndim == 2:
-            readings[key] = DataMesh(mesh, device, last, GroupCalls(mesh.get_group(0), device))
+            readings[key] = DataMesh(mesh, device, last, GroupCollectives(mesh.get_group(0), device))
         elif shards:
             readings[key] = DataMesh(mesh, device, last, None)
         else:
-            readings[key] = DataMesh(mesh, device, SoloCalls(device, last.ordered_by_stream), last)
+            readings[key] = DataMesh(
+                mesh, device, SingleRankCollectives(device, last.ordered_by_stream), last
+            )
     return readings[key]
 
 

@@ -26,51 +26,51 @@ from shardwise.torch_internals import (
 )
 
 
-class Mark(Protocol):
+class StreamEvent(Protocol):
     """A point in a stream's work that another stream can wait for."""
 
 
-class Lane(Protocol):
+class SideStream(Protocol):
     """A stream of its own; ``with lane:`` issues work on it."""
 
     def __enter__(self) -> None: ...
 
     def __exit__(self, *exception: object) -> None: ...
 
-    def after_compute(self) -> None:
+    def wait_compute(self) -> None:
         """Makes the lane wait for everything the compute stream was given so far."""
 
-    def after(self, mark: Mark) -> None:
+    def wait_event(self, event: StreamEvent) -> None:
         """Makes the lane wait for a mark."""
 
-    def mark(self) -> Mark:
+    def record_event(self) -> StreamEvent:
         """A mark behind everything the lane was given so far."""
 
 
-class Lanes(Protocol):
+class SideStreams(Protocol):
     """The lanes of one root, and the compute stream's side of the marks."""
 
-    gather: Lane
-    reduce: Lane
-    replicate: Lane
+    gather: SideStream
+    reduce: SideStream
+    replicate: SideStream
     host_runs_ahead: bool
 
-    def mark_compute(self) -> Mark: ...
+    def record_compute(self) -> StreamEvent: ...
 
-    def compute_after(self, mark: Mark) -> None: ...
+    def compute_waits_for(self, event: StreamEvent) -> None: ...
 
-    def host_after(self, mark: Mark) -> None:
+    def host_waits_for(self, event: StreamEvent) -> None:
         """Blocks the host until the mark is reached: only where the host itself reads or writes the data."""
 
 
-class _NoMark:
+class _NoEvent:
     __slots__ = ()
 
 
-_NO_MARK = _NoMark()
+_NO_EVENT = _NoEvent()
 
 
-class HostLane:
+class HostStream:
     """The twin: no stream, no waiting."""
 
     def __enter__(self) -> None:
@@ -79,35 +79,35 @@ class HostLane:
     def __exit__(self, *exception: object) -> None:
         pass
 
-    def after_compute(self) -> None:
+    def wait_compute(self) -> None:
         pass
 
-    def after(self, mark: Mark) -> None:
+    def wait_event(self, event: StreamEvent) -> None:
         pass
 
-    def mark(self) -> Mark:
-        return _NO_MARK
+    def record_event(self) -> StreamEvent:
+        return _NO_EVENT
 
 
-class HostLanes:
+class HostStreams:
     def __init__(self) -> None:
         self.host_runs_ahead = False
-        self.gather: Lane = HostLane()
-        self.reduce: Lane = self.gather
-        self.replicate: Lane = self.gather
+        self.gather: SideStream = HostStream()
+        self.reduce: SideStream = self.gather
+        self.replicate: SideStream = self.gather
 
-    def mark_compute(self) -> Mark:
-        return _NO_MARK
+    def record_compute(self) -> StreamEvent:
+        return _NO_EVENT
 
-    def compute_after(self, mark: Mark) -> None:
+    def compute_waits_for(self, event: StreamEvent) -> None:
         pass
 
-    def host_after(self, mark: Mark) -> None:
+    def host_waits_for(self, event: StreamEvent) -> None:
         pass
 
 
 # More marks than any lane has waiting at a time.
-_MARKS_A_STREAM = 32
+_EVENTS_PER_STREAM = 32
 
 
 class _CudaStream:
@@ -120,9 +120,9 @@ class _CudaStream:
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.stream = stream
         # A host that waits for one sleeps: the core is needed by optimizers that step on the host meanwhile.
-        self._events = cycle([cuda_mark() for _ in range(_MARKS_A_STREAM)])
+        self._events = cycle([cuda_mark() for _ in range(_EVENTS_PER_STREAM)])
 
-    def mark(self) -> torch.cuda.Event:
+    def record_event(self) -> torch.cuda.Event:
         event = next(self._events)
         event.record(self.stream)
         return event
@@ -143,7 +143,7 @@ class _Compute:
         return known
 
 
-class CudaLane:
+class CudaSideStream:
     """A CUDA stream. Not reentrant: a lane is never entered twice."""
 
     def __init__(self, device: torch.device, priority: int, compute: _Compute) -> None:
@@ -161,36 +161,36 @@ class CudaLane:
     def __exit__(self, *exception: object) -> None:
         set_cuda_stream(self._outer)
 
-    def after_compute(self) -> None:
-        self._compute.current().mark().wait(self._stream)
+    def wait_compute(self) -> None:
+        self._compute.current().record_event().wait(self._stream)
 
     # Marks here are events, some of them users' own: all have ``wait``.
 
-    def after(self, mark: Any) -> None:
-        mark.wait(self._stream)
+    def wait_event(self, event: Any) -> None:
+        event.wait(self._stream)
 
-    def mark(self) -> Mark:
-        return self._marks.mark()
+    def record_event(self) -> StreamEvent:
+        return self._marks.record_event()
 
 
-class CudaLanes:
+class CudaSideStreams:
     def __init__(self, device: torch.device) -> None:
         self.host_runs_ahead = True
         index = torch.cuda.current_device() if device.index is None else device.index
         self._compute = _Compute(index)
         # Communication is on the critical path of the units to come: it goes before compute where both could run.
-        self.gather: Lane = CudaLane(device, priority=-1, compute=self._compute)
-        self.reduce: Lane = CudaLane(device, priority=-1, compute=self._compute)
-        self.replicate: Lane = CudaLane(device, priority=-1, compute=self._compute)
+        self.gather: SideStream = CudaSideStream(device, priority=-1, compute=self._compute)
+        self.reduce: SideStream = CudaSideStream(device, priority=-1, compute=self._compute)
+        self.replicate: SideStream = CudaSideStream(device, priority=-1, compute=self._compute)
 
-    def mark_compute(self) -> Mark:
-        return self._compute.current().mark()
+    def record_compute(self) -> StreamEvent:
+        return self._compute.current().record_event()
 
-    def compute_after(self, mark: Any) -> None:
-        mark.wait(self._compute.current().stream)
+    def compute_waits_for(self, event: Any) -> None:
+        event.wait(self._compute.current().stream)
 
-    def host_after(self, mark: Any) -> None:
-        mark.synchronize()
+    def host_waits_for(self, event: Any) -> None:
+        event.synchronize()
 
 
 def take_workspaces(device: torch.device) -> None:
@@ -207,5 +207,5 @@ def take_workspaces(device: torch.device) -> None:
         (torch.mm(one, one) * 2).sum().backward()
 
 
-def lanes_for(device: torch.device) -> Lanes:
-    return CudaLanes(device) if device.type == "cuda" else HostLanes()
+def side_streams_for(device: torch.device) -> SideStreams:
+    return CudaSideStreams(device) if device.type == "cuda" else HostStreams()

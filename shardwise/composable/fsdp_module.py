@@ -17,13 +17,13 @@ from shardwise import trace
 from shardwise.comm.collectives.custom import (
     AllGather,
     ReduceScatter,
-    StagedCalls,
+    StagedCollectives,
     group_allocate,
     symmetric_allocate,
 )
-from shardwise.comm.collectives.group import AllReduceHook, GroupCalls
+from shardwise.comm.collectives.group import AllReduceHook, GroupCollectives
 from shardwise.composable.state_dicts import check_fits
-from shardwise.engine.exact.exact_collectives import TreeCalls
+from shardwise.engine.exact.exact_collectives import ExactCollectives
 from shardwise.engine.exact.exact_sums import check_not_exact
 from shardwise.engine.step.agreement import forget_torn_steps
 from shardwise.engine.step.joint_units import set_joint
@@ -102,9 +102,9 @@ class FSDPModule:
         """
         units = _own_units(self)
         for unit in units:
-            if unit.root.accord.is_broken:
+            if unit.root.agreement.is_broken:
                 unit.root.recover()
-            unit.root.settle()
+            unit.root.adopt_units()
             if unit.is_stale():
                 unit.reshard(trace.IDLE)
             unit.issue_gather(trace.IDLE)
@@ -122,7 +122,7 @@ class FSDPModule:
         """
         for unit in _own_units(self):
             unit.root.reset()
-            unit.root.accord.forget_torn_step()
+            unit.root.agreement.forget_torn_step()
 
     # --- settings -------------------------------------------------------------------------------------------------
 
@@ -266,7 +266,9 @@ class FSDPModule:
         units = _own_units(self)
         _check_gather_is_free(units, setter)
         for unit in units:
-            unit.set_gather_calls(StagedCalls(unit.mesh.shard, comm.allocate, all_gather=comm, set_by=setter))
+            unit.set_gather_calls(
+                StagedCollectives(unit.mesh.shard, comm.allocate, all_gather=comm, set_by=setter)
+            )
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Reduces with ``comm`` and in buffers from its ``allocate``."""
@@ -274,7 +276,7 @@ class FSDPModule:
         units = _own_units(self)
         _check_reduce_is_free(units, setter)
         for unit in units:
-            unit.gradients.settings.calls = StagedCalls(
+            unit.gradients.settings.calls = StagedCollectives(
                 unit.mesh.shard, comm.allocate, reduce_scatter=comm, set_by=setter
             )
 
@@ -289,7 +291,7 @@ class FSDPModule:
             shard = unit.mesh.shard
             allocate = group_allocate(shard) if enable else None
             if allocate is not None:
-                staged = StagedCalls(shard, allocate, set_by=setter)
+                staged = StagedCollectives(shard, allocate, set_by=setter)
                 unit.set_gather_calls(staged)
                 unit.gradients.settings.calls = staged
             elif not enable and _set_by(unit, unit.gather_calls) == setter:
@@ -303,7 +305,7 @@ class FSDPModule:
         _check_gather_is_free(units, setter)
         for unit in units:
             allocate = symmetric_allocate(unit.mesh.shard, backend, f"{type(self).__name__}.{setter}")
-            unit.set_gather_calls(StagedCalls(unit.mesh.shard, allocate, set_by=setter))
+            unit.set_gather_calls(StagedCollectives(unit.mesh.shard, allocate, set_by=setter))
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Gathers these modules when this one's forward begins."""
@@ -339,7 +341,7 @@ class FSDPModule:
         for param, kept in zip(params, attributes, strict=True):
             param.__dict__.update({**kept, **param.__dict__})
         for unit in _own_units(self):
-            unit.settle()
+            unit.move_from_meta()
         return applied
 
 
@@ -352,12 +354,14 @@ def _units_below(module: Any, recurse: bool) -> list[Unit]:
     return list(dict.fromkeys(unit for member in modules for unit in units_of(member)))
 
 
-def _set_by(unit: Unit, calls: GroupCalls) -> str:
+def _set_by(unit: Unit, calls: GroupCollectives) -> str:
     """The setting that chose these calls; empty for those that a unit is born with."""
     if calls is unit.mesh.shard:
         return ""
     return (
-        calls.set_by if isinstance(calls, (StagedCalls, TreeCalls)) else "set_separate_reduce_scatter_group"
+        calls.set_by
+        if isinstance(calls, (StagedCollectives, ExactCollectives))
+        else "set_separate_reduce_scatter_group"
     )
 
 

@@ -20,10 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.comm.mesh import DataMesh, data_mesh, default_device_type, default_mesh, join_launched_ranks
 from shardwise.composable.fsdp_module import become_fsdp_module
 from shardwise.composable.state_dicts import keep_state_dicts_sharded
-from shardwise.engine.exact.exact_sums import EXACT, check_mesh
-from shardwise.engine.reduce.reduce_plan import SUMS
+from shardwise.engine.exact.exact_sums import EXACT_SUMMATION, check_mesh
+from shardwise.engine.reduce.reduce_plan import DEFAULT_SUMMATION
 from shardwise.engine.unit.binding import membership, units_of
-from shardwise.engine.unit.dtensor_form import PlacementFn, Rows
+from shardwise.engine.unit.dtensor_form import DTensorForm, PlacementFn
 from shardwise.engine.unit.factory import check_unit, find_parameters, make_unit
 from shardwise.engine.unit.module_selection import Wrap, choose_modules, has_forward
 from shardwise.errors import ConfigError, ConfigTypeError
@@ -183,7 +183,7 @@ class _Call:
                 "reshard_after_forward=1 keeps the parameters whole on every rank, which is False; True frees them",
                 stacklevel=3,
             )
-        self.sums = EXACT if exact else SUMS
+        self.sums = EXACT_SUMMATION if exact else DEFAULT_SUMMATION
         if exact:
             check_mesh(self.mesh, self.where)
         check_unit(modules, ignored, shard_placement_fn, self.mesh, self.where)
@@ -195,7 +195,7 @@ class _Call:
             self.modules,
             self.mesh,
             self.after_forward,
-            Rows(self.placement_fn),
+            DTensorForm(self.placement_fn),
             self.precision,
             self.offload,
             self.ignored,

@@ -53,7 +53,7 @@ def alias(buffer: torch.Tensor, start_bytes: int, numel: int, dtype: torch.dtype
     return from_dlpack(part).view(dtype)
 
 
-class Elastic:
+class ElasticBuffer:
     """A buffer whose tensors persist while its memory comes and goes."""
 
     def __init__(self, size_bytes: int, device: torch.device) -> None:
@@ -111,7 +111,7 @@ class Elastic:
             self.is_grown = False
 
 
-class Movable(Elastic):
+class RelocatableBuffer(ElasticBuffer):
     """An elastic buffer that can stand in memory of somebody else's instead."""
 
     def __init__(self, size_bytes: int, device: torch.device) -> None:
@@ -150,7 +150,7 @@ class Movable(Elastic):
             made.set_(storage, offset, made.shape, made.stride())
 
 
-class Permanent(Elastic):
+class PermanentBuffer(ElasticBuffer):
     """Tensors over memory that is there all the time."""
 
     def __init__(self, buffer: torch.Tensor) -> None:

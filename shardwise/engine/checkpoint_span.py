@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class StateSpan(Tensor):
+class CheckpointSpan(Tensor):
     """Elements of a larger flat tensor, which distributed checkpoints save and load as just that."""
 
     start = 0
@@ -31,7 +31,7 @@ class StateSpan(Tensor):
         span.start, span.total_numel = start, total_numel
         return span
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> StateSpan:
+    def __deepcopy__(self, memo: dict[int, Any]) -> CheckpointSpan:
         copied = type(self).of(self.elements.clone(), self.start, self.total_numel)
         memo[id(self)] = copied
         return copied
@@ -43,10 +43,10 @@ class StateSpan(Tensor):
         Anything of another shape is a plain tensor.
         """
         result = super().__torch_function__(func, types, args, kwargs or {})
-        if not isinstance(result, StateSpan) or result.total_numel >= 0:
+        if not isinstance(result, CheckpointSpan) or result.total_numel >= 0:
             return result
         elements, source = result.elements, args[0] if args else None
-        if isinstance(source, StateSpan) and source.elements.shape == elements.shape:
+        if isinstance(source, CheckpointSpan) and source.elements.shape == elements.shape:
             return type(source).of(elements, source.start, source.total_numel)
         return elements
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from shardwise.cuda_driver import Kernel, compile_kernels, pointers_to
-from shardwise.engine.buffers import Elastic
+from shardwise.engine.buffers import ElasticBuffer
 from shardwise.plan.spans import ceil_div
 from shardwise.plan.strips import Strip
 
@@ -189,7 +189,7 @@ class PackKernel:
     def __init__(
         self,
         launches: dict[torch.dtype, list[_Launch]],
-        rows: Elastic,
+        rows: ElasticBuffer,
         dtype: torch.dtype,
         gradient_dtype: torch.dtype,
     ) -> None:
@@ -228,7 +228,7 @@ def plan_pack_kernel(
     strips: Sequence[Strip],
     world: int,
     row_numel: int,
-    rows: Elastic,
+    rows: ElasticBuffer,
     dtype: torch.dtype,
     gradient_dtype: torch.dtype,
 ) -> PackKernel | None:
@@ -253,7 +253,7 @@ _CASTS = {torch.bfloat16: "pack_bfloat16", torch.float16: "pack_half"}
 class CopyOutKernel:
     """Copies the rows of all ranks to the parameters' places."""
 
-    def __init__(self, launches: list[_Launch], rows: Elastic, full: Elastic) -> None:
+    def __init__(self, launches: list[_Launch], rows: ElasticBuffer, full: ElasticBuffer) -> None:
         self._launches = launches
         self._rows = rows.tensor(torch.uint8, 0, (1,))
         self._full = full.tensor(torch.uint8, 0, (1,))
@@ -266,7 +266,7 @@ class CopyOutKernel:
 
 
 def plan_copy_out_kernel(
-    strips: Sequence[Strip], world: int, row_bytes: int, rows: Elastic, full: Elastic
+    strips: Sequence[Strip], world: int, row_bytes: int, rows: ElasticBuffer, full: ElasticBuffer
 ) -> CopyOutKernel | None:
     """None where there are no kernels."""
     kernels = _kernels(rows.device) if strips and rows.device.type == "cuda" else None

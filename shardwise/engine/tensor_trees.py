@@ -64,7 +64,7 @@ def _is_frozen(record: Any) -> bool:
     return bool(type(record).__dataclass_params__.frozen)
 
 
-class Loans:
+class InputSwaps:
     """Tensors inside containers that a module is given, changed for as long as it runs.
 
     The module is given the very containers of its caller, since it may write to them: a cache, a list of losses. So
@@ -114,7 +114,7 @@ class Loans:
 
 
 # Of a call that is given one tensor and nothing else, as most are.
-NO_LOANS = Loans(())
+NO_SWAPS = InputSwaps(())
 
 
 def map_items(change: Callable[[Any], Any], container: Any) -> None:

@@ -25,8 +25,8 @@ from shardwise.engine.unit.unit import Unit
 from shardwise.errors import StateError
 from shardwise.optim.cache_blocks import BlockedStep
 from shardwise.optim.elementwise_classes import check_elementwise, is_torchs_own
-from shardwise.optim.flat_runs import Run, States, make_runs
-from shardwise.optim.in_backward import Arrived, EarlySteps
+from shardwise.optim.flat_runs import FlatRun, States, make_runs
+from shardwise.optim.in_backward import ArrivedGradients, BackwardSteps
 from shardwise.torch_internals import local_of, zero_all
 
 
@@ -58,7 +58,7 @@ def flat(
         params = _sharded_parameters(model_or_params)
     made: Any = _flat_class(optimizer_class)(params, **options)  # type: ignore[arg-type]
     if in_backward:
-        made._early = EarlySteps(made._step_early)
+        made._early = BackwardSteps(made._step_early)
     flat_optimizer: Optimizer = made
     return flat_optimizer
 
@@ -77,12 +77,12 @@ def _sharded_parameters(model: nn.Module) -> list[nn.Parameter]:
 class FlatOptimizer(Optimizer):
     """The part of a flat optimizer that is the same whatever its class."""
 
-    _runs: list[list[Run]] | None = None
+    _runs: list[list[FlatRun]] | None = None
     _run_states: States
     _in_blocks: BlockedStep | None = None
     _may_step_in_blocks = False
-    _early: EarlySteps | None = None
-    _runs_of_unit: dict[Unit, list[tuple[int, Run]]]
+    _early: BackwardSteps | None = None
+    _runs_of_unit: dict[Unit, list[tuple[int, FlatRun]]]
 
     def step(self, closure: Callable[[], float] | None = None, **kwargs: Any) -> float | None:  # type: ignore[override]
         loss = None
@@ -108,7 +108,7 @@ class FlatOptimizer(Optimizer):
             self._show(run for of_group in runs for run in of_group)
         return loss
 
-    def _show(self, stepped: Iterable[Run]) -> None:
+    def _show(self, stepped: Iterable[FlatRun]) -> None:
         """Lets everybody see what a step has done to runs."""
         params = []
         for run in stepped:
@@ -125,7 +125,7 @@ class FlatOptimizer(Optimizer):
         else:
             step(**kwargs)
 
-    def _runs_to_step(self, stepped_already: set[Run]) -> list[list[Run]]:
+    def _runs_to_step(self, stepped_already: set[FlatRun]) -> list[list[FlatRun]]:
         """The runs that have a gradient, which lies in its place, and were not stepped with it."""
         if self._runs is None or not all(run.holds(self.state) for runs in self._runs for run in runs):
             if stepped_already:
@@ -136,7 +136,7 @@ class FlatOptimizer(Optimizer):
                 )
             self._make_runs()
         assert self._runs is not None
-        ready: list[list[Run]] = []
+        ready: list[list[FlatRun]] = []
         for number, runs in enumerate(self._runs):
             with_gradients = [(run, run.local_gradients()) for run in runs if run not in stepped_already]
             if any(_some_are_missing(gradients) for _, gradients in with_gradients):
@@ -183,7 +183,7 @@ class FlatOptimizer(Optimizer):
 
     def _gradients_arrived(self, unit: Unit, wait: Callable[[], None]) -> None:
         assert self._early is not None
-        ready: list[tuple[int, Run, list[torch.Tensor]]] = []
+        ready: list[tuple[int, FlatRun, list[torch.Tensor]]] = []
         for number, run in self._runs_of_unit.get(unit, ()):
             gradients = [gradient for gradient in run.local_gradients() if gradient is not None]
             if len(gradients) == len(run.members) and run.holds(self.state):
@@ -192,9 +192,9 @@ class FlatOptimizer(Optimizer):
             options = [
                 {key: value for key, value in group.items() if key != "params"} for group in self.param_groups
             ]
-            self._early.hand_over(unit, Arrived(wait, ready, options))
+            self._early.hand_over(unit, ArrivedGradients(wait, ready, options))
 
-    def _step_early(self, arrived: Arrived) -> None:
+    def _step_early(self, arrived: ArrivedGradients) -> None:
         """Steps runs in the thread for that: with an optimizer of its own that shares the runs' state."""
         for _, run, gradients in arrived.runs:
             run.take(gradients)
@@ -211,19 +211,19 @@ class FlatOptimizer(Optimizer):
             for _, run, _ in arrived.runs:
                 run.drop_gradient()
 
-    def _finish_early(self) -> set[Run]:
+    def _finish_early(self) -> set[FlatRun]:
         """Waits for what is being stepped in backward, and shows it."""
         if self._early is None:
             return set()
-        stepped = self._early.settle()
+        stepped = self._early.join()
         self._show(stepped)
         return stepped
 
     # --- the rest of an optimizer ---------------------------------------------------------------------------------
 
-    def _split(self, with_gradients: list[tuple[Run, list[torch.Tensor | None]]]) -> list[Run]:
+    def _split(self, with_gradients: list[tuple[FlatRun, list[torch.Tensor | None]]]) -> list[FlatRun]:
         """Runs that are all there or not at all in this step; parameters without a gradient must not move."""
-        runs: list[Run] = []
+        runs: list[FlatRun] = []
         for run, gradients in with_gradients:
             if not _some_are_missing(gradients):
                 runs.append(run)

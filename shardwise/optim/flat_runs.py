@@ -55,7 +55,7 @@ class Member:
         """Where its shard begins in the unit's."""
         assert self.unit is not None
         assert self.slot is not None
-        return self.unit.memory.starts_bytes[self.slot]
+        return self.unit.buffers.starts_bytes[self.slot]
 
     @property
     def end_bytes(self) -> int:
@@ -83,7 +83,7 @@ def _spec_in(spec: Spec, dtype: torch.dtype) -> Spec:
     return dtensor_spec(spec.mesh, spec.placements, spec.shape, spec.stride, dtype)
 
 
-class Run:
+class FlatRun:
     """Parameters stepped as one tensor."""
 
     def __init__(self, members: list[Member]) -> None:
@@ -98,7 +98,7 @@ class Run:
                 member.start = (member.start_bytes - start_bytes) // itemsize
             # Not the end of the last: one without elements may stand where another begins.
             numel = max(member.start + member.local.numel() for member in members)
-            self.tensor = alias(first.unit.memory.shards, start_bytes, numel, first.local.dtype)
+            self.tensor = alias(first.unit.buffers.shards, start_bytes, numel, first.local.dtype)
         self._shown: State = {}
 
     @property
@@ -138,7 +138,7 @@ class Run:
                 gradients.append(gradient)
         return gradients
 
-    def split(self, has_gradient: list[bool]) -> list[Run]:
+    def split(self, has_gradient: list[bool]) -> list[FlatRun]:
         """Neighbours that have a gradient, or have none, in a run each."""
         parts: list[list[Member]] = []
         for index, member in enumerate(self.members):
@@ -146,7 +146,7 @@ class Run:
                 parts[-1].append(member)
             else:
                 parts.append([member])
-        return [Run(part) for part in parts]
+        return [FlatRun(part) for part in parts]
 
     def take(self, gradients: list[torch.Tensor]) -> None:
         """Gives the run's tensor its gradient: the memory that the members' already lie in, or a copy."""
@@ -262,7 +262,7 @@ def _is_of_elements(value: Any) -> bool:
 # --- making runs ------------------------------------------------------------------------------------------------------
 
 
-def make_runs(params: list[torch.Tensor], states: States, bridges_padding: bool) -> list[Run]:
+def make_runs(params: list[torch.Tensor], states: States, bridges_padding: bool) -> list[FlatRun]:
     """The fewest runs for one parameter group."""
     alone: list[Member] = []
     by_unit: dict[Unit, list[Member]] = {}
@@ -275,9 +275,9 @@ def make_runs(params: list[torch.Tensor], states: States, bridges_padding: bool)
             alone.append(member)
         else:
             by_unit.setdefault(member.unit, []).append(member)
-    runs = [Run([member]) for member in alone]
+    runs = [FlatRun([member]) for member in alone]
     for unit, members in by_unit.items():
-        runs += [Run(together) for together in _neighbours(unit, members, states, bridges_padding)]
+        runs += [FlatRun(together) for together in _neighbours(unit, members, states, bridges_padding)]
     return runs
 
 
@@ -285,7 +285,7 @@ def _member(param: torch.Tensor) -> Member:
     found = membership(param)
     if found is not None:
         unit, slot = found
-        is_taken = slot.sharded is param and unit.has_memory and slot in unit.memory.starts_bytes
+        is_taken = slot.sharded is param and unit.has_memory and slot in unit.buffers.starts_bytes
         if is_taken and _lies_in(slot, param):
             return Member(param, unit, slot)
     return Member(param, None, None)
@@ -301,7 +301,7 @@ def _lies_in(slot: Slot, param: torch.Tensor) -> bool:
 def _neighbours(
     unit: Unit, members: list[Member], states: States, bridges_padding: bool
 ) -> Iterator[list[Member]]:
-    places = {slot: place for place, slot in enumerate(unit.memory.starts_bytes)}
+    places = {slot: place for place, slot in enumerate(unit.buffers.starts_bytes)}
     members.sort(key=lambda member: places[member.slot])  # type: ignore[index]
     run: list[Member] = []
     for member in members:

@@ -23,30 +23,30 @@ from shardwise.errors import StateError
 
 if TYPE_CHECKING:
     from shardwise.engine.unit.unit import Unit
-    from shardwise.optim.flat_runs import Run
+    from shardwise.optim.flat_runs import FlatRun
 
 
-class Arrived(NamedTuple):
+class ArrivedGradients(NamedTuple):
     """Runs, each with the number of its group and its gradients, which are there once ``wait`` has returned."""
 
     wait: Callable[[], None]
-    runs: list[tuple[int, Run, list[torch.Tensor]]]
+    runs: list[tuple[int, FlatRun, list[torch.Tensor]]]
     options: list[dict[str, Any]]
 
 
-class EarlySteps:
+class BackwardSteps:
     """What is stepped early, since the optimizer's last step, by a thread that ends with this."""
 
-    def __init__(self, take_step: Callable[[Arrived], None]) -> None:
+    def __init__(self, take_step: Callable[[ArrivedGradients], None]) -> None:
         self._take_step = take_step
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._idle = threading.Condition()
         self._num_waiting = 0
         self._error: BaseException | None = None
         self._has_thread = False
-        self.stepped: set[Run] = set()
+        self.stepped: set[FlatRun] = set()
 
-    def hand_over(self, unit: Unit, arrived: Arrived) -> None:
+    def hand_over(self, unit: Unit, arrived: ArrivedGradients) -> None:
         if any(run in self.stepped for _, run, _ in arrived.runs):
             raise StateError(
                 f"gradients of unit '{unit.name}' came again after they were stepped in backward",
@@ -66,7 +66,7 @@ class EarlySteps:
         with self._idle:
             self._idle.wait_for(lambda: self._num_waiting == 0)
 
-    def settle(self) -> set[Run]:
+    def join(self) -> set[FlatRun]:
         """Waits until all that was handed over is stepped; returns it, and begins anew."""
         self.wait()
         stepped, self.stepped = self.stepped, set()
@@ -75,7 +75,7 @@ class EarlySteps:
             raise error
         return stepped
 
-    def _do(self, arrived: Arrived) -> None:
+    def _do(self, arrived: ArrivedGradients) -> None:
         try:
             if self._error is None:
                 arrived.wait()

@@ -51,7 +51,7 @@ class JoinedStep:
         self._in_blocks = BlockedStep(optim)
         self._buffers: Sequence[Tensor] = ()
         self._kernels: list[tuple[Any, ...]] = []
-        self._runs: list[_Run] | None = None
+        self._runs: list[_JoinedRun] | None = None
         self._others: list[list[Tensor]] = []
         # Those that had a gradient in a step in which the one before had none, or the other way round.
         self._seams: set[Tensor] = set()
@@ -73,11 +73,11 @@ class JoinedStep:
         if self._runs is None or not all(run.holds(states) for run in self._runs):
             self._runs = self._join()
         while not all(run.take_gradients() for run in self._runs):
-            self._seams |= {after for run in self._runs for after in run.partings()}
+            self._seams |= {after for run in self._runs for after in run.seams()}
             self._runs = self._join()
         return self._step(self._runs, kwargs)
 
-    def _step(self, runs: list[_Run], kwargs: dict[str, Any]) -> Any:
+    def _step(self, runs: list[_JoinedRun], kwargs: dict[str, Any]) -> Any:
         groups, states = self._optim.param_groups, self._optim.state
         given = [group["params"] for group in groups]
         try:
@@ -91,9 +91,9 @@ class JoinedStep:
                 group["params"] = tensors
             for run in runs:
                 states.pop(run.tensor, None)
-                run.settle(states)
+                run.publish_step(states)
 
-    def _join(self) -> list[_Run]:
+    def _join(self) -> list[_JoinedRun]:
         """Makes runs anew, out of the state as it is per tensor."""
         groups, states = self._optim.param_groups, self._optim.state
         lying = [
@@ -107,7 +107,7 @@ class JoinedStep:
         for buffer in self._buffers:
             begin, end = buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes
             inside = [(number, tensor) for address, number, tensor in lying if begin <= address < end]
-            runs += [_Run(number, buffer, members) for number, members in self._neighbours(inside)]
+            runs += [_JoinedRun(number, buffer, members) for number, members in self._neighbours(inside)]
         for run in runs:
             run.adopt_state(states)
         joined = {member for run in runs for member in run.members}
@@ -167,7 +167,7 @@ def _are_alike(value: Any, other: Any) -> bool:
     return not isinstance(value, Tensor) and not isinstance(other, Tensor) and bool(value == other)
 
 
-class _Run:
+class _JoinedRun:
     """Neighbours that are stepped as one tensor."""
 
     def __init__(self, group: int, buffer: Tensor, members: Sequence[Tensor]) -> None:
@@ -216,7 +216,7 @@ class _Run:
             grad for grad in gradients if grad is not None and grad.dtype is dtype and grad.layout is layout
         ]
 
-    def partings(self) -> Iterator[Tensor]:
+    def seams(self) -> Iterator[Tensor]:
         """Members that cannot be stepped as one tensor with the member before."""
         for before, member in pairwise(self.members):
             gradients = (before.grad, member.grad)
@@ -244,7 +244,7 @@ class _Run:
             self.state[name] = value
         self._show(self.state, states)
 
-    def settle(self, states: dict[Tensor, State]) -> None:
+    def publish_step(self, states: dict[Tensor, State]) -> None:
         """After a step: lets everybody see what became of the members."""
         # Written through another tensor over their memory: to whoever asks, they have changed.
         increment_version(self.members)

@@ -24,7 +24,7 @@ from typing import NamedTuple
 from shardwise.plan.layout import ALIGNMENT_BYTES
 from shardwise.plan.spans import Span, aligned, ceil_div
 
-__all__ = ["BufferLayout", "Extent", "Piece", "even_pieces", "loads_of", "owned_layout", "whole_pieces"]
+__all__ = ["BufferLayout", "Extent", "OwnedPiece", "even_pieces", "loads_of", "owned_layout", "whole_pieces"]
 
 # Kernels take memory in steps of up to 128 bytes, and finish what is left over one by one. Every section starts on such
 # a step, and so does every parameter that may be cut: it is then stepped by the same instructions as if it were whole.
@@ -34,7 +34,7 @@ _LARGE_BYTES = 16 * 1024
 _UNCUT_PART = 256
 
 
-class Piece(NamedTuple):
+class OwnedPiece(NamedTuple):
     """Elements ``start <= i < stop`` of a parameter, in memory order, and the rank that steps them."""
 
     param: int
@@ -79,7 +79,7 @@ class BufferLayout:
         )
 
 
-def whole_pieces(numels: Sequence[int], loads: Sequence[int]) -> list[Piece]:
+def whole_pieces(numels: Sequence[int], loads: Sequence[int]) -> list[OwnedPiece]:
     """Every parameter whole, largest first, each to the rank with the least so far.
 
     Args:
@@ -96,10 +96,10 @@ def whole_pieces(numels: Sequence[int], loads: Sequence[int]) -> list[Piece]:
         owner = running.index(min(running))
         owners[param] = owner
         running[owner] += numels[param]
-    return [Piece(param, 0, numel, owners[param]) for param, numel in enumerate(numels)]
+    return [OwnedPiece(param, 0, numel, owners[param]) for param, numel in enumerate(numels)]
 
 
-def loads_of(pieces: Sequence[Piece], world: int) -> list[int]:
+def loads_of(pieces: Sequence[OwnedPiece], world: int) -> list[int]:
     """Elements a rank, over all its pieces."""
     loads = [0] * world
     for piece in pieces:
@@ -107,7 +107,7 @@ def loads_of(pieces: Sequence[Piece], world: int) -> list[int]:
     return loads
 
 
-def owned_layout(extents: Sequence[Extent], pieces: Sequence[Piece], world: int) -> BufferLayout:
+def owned_layout(extents: Sequence[Extent], pieces: Sequence[OwnedPiece], world: int) -> BufferLayout:
     """Pieces side by side with those of the same owner; sections are as large as what is owned.
 
     Args:
@@ -131,7 +131,7 @@ def owned_layout(extents: Sequence[Extent], pieces: Sequence[Piece], world: int)
     return BufferLayout(tuple(starts), tuple(sections))
 
 
-def even_pieces(extents: Sequence[Extent], world: int) -> tuple[list[Piece], BufferLayout]:
+def even_pieces(extents: Sequence[Extent], world: int) -> tuple[list[OwnedPiece], BufferLayout]:
     """Parameters end to end, cut into equal sections: rank r owns what lies in section r."""
     section_bytes = _section_bytes(extents, world)
     starts = []
@@ -159,17 +159,17 @@ def _section_bytes(extents: Sequence[Extent], world: int) -> int:
     return aligned(max(with_gaps, 1), _STEP_BYTES)
 
 
-def _cut(param: int, start: int, extent: Extent, section_bytes: int, world: int) -> list[Piece]:
+def _cut(param: int, start: int, extent: Extent, section_bytes: int, world: int) -> list[OwnedPiece]:
     """A parameter that begins at byte ``start``, cut where sections meet."""
     if extent.numel == 0:
-        return [Piece(param, 0, 0, min(start // section_bytes, world - 1))]
+        return [OwnedPiece(param, 0, 0, min(start // section_bytes, world - 1))]
     first = start // section_bytes
     last = (start + extent.bytes - 1) // section_bytes
     # Sections meet on a step, and a parameter starts on a multiple of its own itemsize, which divides a step: so
     # no element is ever cut in two.
     cuts = [(section * section_bytes - start) // extent.itemsize for section in range(first + 1, last + 1)]
     bounds = [0, *cuts, extent.numel]
-    return [Piece(param, bounds[i], bounds[i + 1], first + i) for i in range(len(bounds) - 1)]
+    return [OwnedPiece(param, bounds[i], bounds[i + 1], first + i) for i in range(len(bounds) - 1)]
 
 
 def _alignment(extent: Extent) -> int:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.comm.exchange import all_gather_bytes
 from shardwise.composable.fully_shard import fully_shard
-from shardwise.engine.gather.full_tensors import whole_of
+from shardwise.engine.gather.full_tensors import full_tensor_of
 from shardwise.errors import ConfigError
 from shardwise.testing.ranks import run_ranks
 
@@ -180,7 +180,7 @@ def _first_difference(plain: nn.Module, sharded: nn.Module, allowed: float, of: 
     for want, (name, param) in zip(of_plain, sharded.named_parameters(), strict=True):
         # Every rank asks for every parameter: to make one whole takes all of them.
         have = param.grad if of == "grad" else param.detach()
-        whole = whole_of(have)
+        whole = full_tensor_of(have)
         if first is not None:
             continue
         what = f"the gradient of '{name}'" if of == "grad" else f"parameter '{name}'"

@@ -96,7 +96,7 @@ ONE_BATCH = Accumulation()
 
 
 @dataclass(frozen=True)
-class Piece:
+class ShardPiece:
     """One rank's shard of a tensor, cut along `dim`; `replica` tells copies of the same shard apart."""
 
     values: Tensor
@@ -110,9 +110,9 @@ class Piece:
         return _unpickled_piece, (raw, self.values.dtype, self.values.shape, self.dim, self.replica)
 
 
-def _unpickled_piece(raw: bytes, dtype: torch.dtype, shape: torch.Size, dim: int, replica: int) -> Piece:
+def _unpickled_piece(raw: bytes, dtype: torch.dtype, shape: torch.Size, dim: int, replica: int) -> ShardPiece:
     values = torch.frombuffer(bytearray(raw), dtype=dtype) if raw else torch.empty(0, dtype=dtype)
-    return Piece(values.view(shape), dim, replica)
+    return ShardPiece(values.view(shape), dim, replica)
 
 
 @dataclass
@@ -120,8 +120,8 @@ class LocalHistory:
     """What one rank saw, step by step."""
 
     losses: list[list[float]] = field(default_factory=list)
-    grads: list[dict[str, Piece | None]] = field(default_factory=list)
-    params: list[dict[str, Piece]] = field(default_factory=list)
+    grads: list[dict[str, ShardPiece | None]] = field(default_factory=list)
+    params: list[dict[str, ShardPiece]] = field(default_factory=list)
 
 
 @dataclass
@@ -278,7 +278,7 @@ def run_sharded(
     return history
 
 
-def _piece(name: str, value: Tensor) -> Piece:
+def _piece(name: str, value: Tensor) -> ShardPiece:
     placement = value.placements[-1] if isinstance(value, DTensor) else None
     if not isinstance(value, DTensor) or not isinstance(placement, Shard):
         raise AssertionError(
@@ -287,7 +287,7 @@ def _piece(name: str, value: Tensor) -> Piece:
     local = cast(DTensor, value.detach()).to_local()
     coordinate = value.device_mesh.get_coordinate()
     assert coordinate is not None
-    return Piece(local.cpu().clone(), placement.dim, coordinate[0] if len(coordinate) == 2 else 0)
+    return ShardPiece(local.cpu().clone(), placement.dim, coordinate[0] if len(coordinate) == 2 else 0)
 
 
 def gather_histories(local: Sequence[LocalHistory]) -> list[History]:
@@ -317,7 +317,7 @@ def _assemble(ranks: Sequence[LocalHistory]) -> History:
     return history
 
 
-def _join(pieces: Sequence[Piece]) -> Tensor:
+def _join(pieces: Sequence[ShardPiece]) -> Tensor:
     """The whole tensor; replicas, where there are any, must agree to the bit."""
     replicas: dict[int, list[Tensor]] = {}
     for piece in pieces:

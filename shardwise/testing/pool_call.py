@@ -12,7 +12,7 @@ from shardwise.testing.failures import SIGNALS_WAIT_SECONDS, Outcome, RankReport
 from shardwise.testing.rank_process import Worker
 from shardwise.testing.worker import CLEAN_UP, Answer, Job, ThreadError
 
-__all__ = ["Exchange"]
+__all__ = ["PoolCall"]
 
 # After the first failure the others may still tell their own story; then the failed ranks end, which wakes
 # those that wait for them; then whoever is left is ended.
@@ -21,7 +21,7 @@ _GRACE_SECONDS = 2.0
 _STACK_SECONDS = 10.0
 
 
-class Exchange:
+class PoolCall:
     """One call's talk with its workers: jobs out, answers in, until all are through or something fails."""
 
     def __init__(self, workers: list[Worker], timeout_seconds: float) -> None:

@@ -29,7 +29,7 @@ import torch
 
 from shardwise.errors import ConfigError, StateError
 from shardwise.testing.failures import failure_of
-from shardwise.testing.pool_call import Exchange
+from shardwise.testing.pool_call import PoolCall
 from shardwise.testing.rank_process import START_SECONDS, Worker
 from shardwise.testing.worker import Job
 
@@ -161,7 +161,7 @@ class _Pool:
             ]
             healthy = False
             try:
-                exchange = Exchange(workers, timeout_seconds)
+                exchange = PoolCall(workers, timeout_seconds)
                 answers = exchange.run(jobs)
                 healthy = exchange.all_well
             finally:

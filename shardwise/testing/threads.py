@@ -35,7 +35,7 @@ import torch.distributed as dist
 
 from shardwise import torch_internals, torch_threads
 from shardwise.comm.mesh import forget_meshes
-from shardwise.comm.watchdog.thread import WATCH
+from shardwise.comm.watchdog.thread import WATCHDOG
 from shardwise.errors import StateError
 from shardwise.testing.failures import SIGNALS_WAIT_SECONDS, Outcome, RankReport, failure_of
 
@@ -172,7 +172,7 @@ class _Crew:
             )
             try:
                 self._results[rank] = self._fn(*self._args, **self._kwargs)
-                WATCH.end_rank(threading.get_ident())
+                WATCHDOG.end_rank(threading.get_ident())
                 report = RankReport(rank, Outcome.FINISHED, at_seconds=time.monotonic())
             finally:
                 dist.destroy_process_group()

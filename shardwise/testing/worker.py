@@ -37,7 +37,7 @@ import torch.distributed as dist
 
 from shardwise import torch_internals
 from shardwise.comm.mesh import forget_meshes
-from shardwise.comm.watchdog.thread import WATCH
+from shardwise.comm.watchdog.thread import WATCHDOG
 from shardwise.errors import ConfigError, lost_its_peers
 
 __all__ = ["CLEAN_UP", "DONE", "READY", "Answer", "Job", "ThreadError", "serve", "threads_path"]
@@ -138,7 +138,7 @@ def _do(job: Job) -> Answer:
             timeout=timedelta(seconds=job.group_timeout_seconds),
         )
         result = function(*args, **kwargs)
-        WATCH.end_rank(threading.get_ident())
+        WATCHDOG.end_rank(threading.get_ident())
         return Answer(ok=True, result=_dump_result(result))
     except BaseException as error:  # noqa: BLE001  a rank reports whatever ended it, SystemExit included
         return Answer(

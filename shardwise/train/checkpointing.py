@@ -19,10 +19,10 @@ from shardwise.train.display import Display
 from shardwise.train.step import Progress
 from shardwise.train.team import Team
 
-__all__ = ["Found", "Keeper", "find_good_checkpoint"]
+__all__ = ["GoodCheckpoint", "RunCheckpoints", "find_good_checkpoint"]
 
 
-class Keeper:
+class RunCheckpoints:
     """Keeps a run's tensors and its two numbers.
 
     Args:
@@ -115,13 +115,13 @@ class Keeper:
 
 
 @dataclass(frozen=True)
-class Found:
+class GoodCheckpoint:
     path: Path
     manifest: Manifest
     warnings: tuple[str, ...]
 
 
-def find_good_checkpoint(store: Store, team: Team) -> Found:
+def find_good_checkpoint(store: Store, team: Team) -> GoodCheckpoint:
     """The newest checkpoint whose every byte is as it was written; on every rank.
 
     Ranks share the files out to read them. A damaged checkpoint is put aside with a warning, and the one before it
@@ -134,7 +134,7 @@ def find_good_checkpoint(store: Store, team: Team) -> Found:
     for path in team.from_first(store.checkpoints):
         problem = _shared_check(path, team)
         if problem is None:
-            return Found(path, read_manifest(path), tuple(warnings))
+            return GoodCheckpoint(path, read_manifest(path), tuple(warnings))
         aside = team.from_first(lambda path=path: store.put_aside(path))  # type: ignore[misc]
         warnings.append(
             f"{path.name} is damaged: {problem}; kept as {aside.name}, going back to the one before"

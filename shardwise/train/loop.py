@@ -23,7 +23,7 @@ from shardwise.checkpoint.store import Store
 from shardwise.checkpoint.training_state import TrainingState
 from shardwise.errors import CheckpointError, ConfigError, StateError
 from shardwise.policies import set_trust
-from shardwise.train.checkpointing import Keeper
+from shardwise.train.checkpointing import RunCheckpoints
 from shardwise.train.config import Config, as_json
 from shardwise.train.display import Display, Lossy, Quiet
 from shardwise.train.hardware import memory_bytes, peak_flops
@@ -80,7 +80,7 @@ class Trainer:
         self._stepper = Stepper(config, self.parallel, self.optimizer, samples, order, team, device)
         self._store = Store(folder / CHECKPOINTS)
         page = {"corpus": self._corpus.fingerprint(), **self._origin}
-        self._keeper = Keeper(self._store, self.state, config, team, self.display, page)
+        self._keeper = RunCheckpoints(self._store, self.state, config, team, self.display, page)
         self.progress = Progress()
 
     # --- set-up -------------------------------------------------------------------------------------------------

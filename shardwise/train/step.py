@@ -21,7 +21,7 @@ from shardwise.train.parallel import Parallel, learning_rate
 from shardwise.train.sample_order import SampleOrder
 from shardwise.train.team import Team
 
-__all__ = ["Progress", "Stepped", "Stepper"]
+__all__ = ["Progress", "StepResult", "Stepper"]
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Stepped:
+class StepResult:
     """What a step came to."""
 
     loss: float
@@ -73,7 +73,7 @@ class Stepper:
         self._config, self._parallel, self._optimizer = config, parallel, optimizer
         self._samples, self._order, self._team, self._device = samples, order, team, device
 
-    def step(self, progress: Progress) -> Stepped | None:
+    def step(self, progress: Progress) -> StepResult | None:
         """The step that comes next; None if its gradients are not finite: then nothing was stepped."""
         optimizer, config = self._optimizer, self._config
         rate = learning_rate(config.optimizer, progress.step, config.train.steps)
@@ -87,7 +87,7 @@ class Stepper:
         optimizer.zero_grad(set_to_none=True)
         progress.step += 1
         progress.samples += config.train.batch_size
-        return Stepped(float(loss), rate, norm)
+        return StepResult(float(loss), rate, norm)
 
     def evaluate(self) -> float | None:
         """The loss of held-out samples, all ranks' mean; None if there are none."""

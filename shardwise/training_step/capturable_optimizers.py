@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 Options = list[dict[str, Any]]
 
 
-class Optimizers:
+class CapturableOptimizers:
     """Every optimizer that a step calls."""
 
     def __init__(self) -> None:

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from shardwise.comm.channels.collective_log import code_of
-from shardwise.comm.collectives.group import GroupCalls, wire_of
+from shardwise.comm.channels.collective_log import collective_code
+from shardwise.comm.collectives.group import GroupCollectives, channel_of
 from shardwise.engine.gather.full_tensors import flat_slots, is_flat, shown_part
 from shardwise.engine.reduce.gradient_buffer import GradientBuffer
 from shardwise.engine.unit.binding import membership
@@ -33,7 +33,7 @@ from shardwise.training_step.exact_norm import check_order, largest_of, norm_fro
 _CALL = "clip_grad_norm_"
 # Of some tensors, as a tensor on that device.
 Measure = Callable[[list[torch.Tensor], torch.device], torch.Tensor]
-_CLIP = code_of("sum up the norm of gradients")
+_CLIP = collective_code("sum up the norm of gradients")
 
 
 def clip_grad_norm_(
@@ -129,7 +129,7 @@ class _Gradients:
     def __init__(self) -> None:
         self.plain: list[torch.Tensor] = []
         self.by_mesh: dict[DeviceMesh, list[_Placed]] = {}
-        self.by_group: dict[GroupCalls, list[torch.Tensor]] = {}
+        self.by_group: dict[GroupCollectives, list[torch.Tensor]] = {}
         self.to_scale: list[torch.Tensor] = []
         # Whether the norm must not depend on how gradients are cut.
         self.is_exact = False
@@ -246,9 +246,9 @@ def _measured(
         values.append(_measured_on(mesh, placed, measure, operation).to(device))
     for calls, shards in found.by_group.items():
         value = measure(shards, calls.device)
-        calls.wire.admit(_CLIP)
+        calls.channel.admit(_CLIP)
         dist.all_reduce(value, operation, group=calls.group)
-        calls.wire.follow()
+        calls.channel.follow()
         values.append(value.to(device))
     return values
 
@@ -267,10 +267,10 @@ def _measured_on(mesh: DeviceMesh, placed: list[_Placed], measure: Measure, oper
     # Shards may live on the host while the mesh talks for a device.
     value = measure(counted, torch.device(mesh.device_type))
     for group in groups:
-        wire = wire_of(group, value.device)
-        wire.admit(_CLIP)
+        channel = channel_of(group, value.device)
+        channel.admit(_CLIP)
         dist.all_reduce(value, operation, group=group)
-        wire.follow()
+        channel.follow()
     return value
 
 

@@ -21,18 +21,18 @@ import torch
 
 from shardwise.engine.step.graph_capture import (
     begin_replay,
+    collect_roots,
     end_replay,
-    is_as_left,
-    join_lanes,
-    obstacle_to_capture,
-    recorded,
-    watch_roots,
+    is_unchanged,
+    join_streams,
+    recording,
+    why_not_capturable,
 )
 from shardwise.engine.step.root import Root
 from shardwise.engine.tensor_trees import map_tensors, tensors_in
 from shardwise.errors import ShardwiseError
 from shardwise.torch_internals import same_structure
-from shardwise.training_step.capturable_optimizers import Optimizers
+from shardwise.training_step.capturable_optimizers import CapturableOptimizers
 
 _WARM_UP_CALLS = 3
 
@@ -61,7 +61,7 @@ class CapturedStep:
         self._example = example_inputs
         self._calls_before = _WARM_UP_CALLS
         self._recording: _Recording | None = None
-        self._optimizers = Optimizers()
+        self._optimizers = CapturableOptimizers()
         self._roots: list[Root] = []
         self._has_warned_of_shapes = False
         self.reason: str | None = None
@@ -97,7 +97,7 @@ class CapturedStep:
 
     def _run_as_is(self, inputs: tuple[Any, ...]) -> Any:
         """A step like any other, on the stream that will record: autograd remembers streams."""
-        with self._optimizers.noticed(), watch_roots(self._roots), _on(self._stream):
+        with self._optimizers.noticed(), collect_roots(self._roots), _on(self._stream):
             result = self._step(*inputs)
         if self._recording is None:
             self._optimizers.make_capturable()
@@ -105,7 +105,7 @@ class CapturedStep:
 
     def _record(self, inputs: tuple[Any, ...]) -> _Recording | None:
         for root in self._roots:
-            if (obstacle := obstacle_to_capture(root)) is not None:
+            if (obstacle := why_not_capturable(root)) is not None:
                 self._give_up(obstacle)
                 return None
         gradients = self._optimizers.gradients()
@@ -149,7 +149,7 @@ class _Recording:
         inputs: tuple[Any, ...],
         stream: torch.cuda.Stream,
         roots: list[Root],
-        optimizers: Optimizers,
+        optimizers: CapturableOptimizers,
     ) -> None:
         self._inputs = map_tensors(lambda tensor: tensor.detach().clone(), inputs)
         self._input_tensors = tensors_in(self._inputs)
@@ -158,21 +158,21 @@ class _Recording:
         # Other threads, such as NCCL's watchdog, may go on talking to the device meanwhile.
         with ExitStack() as stack:
             for root in roots:
-                stack.enter_context(recorded(root))
+                stack.enter_context(recording(root))
             stack.enter_context(
                 torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local")
             )
             output = step(*self._inputs)
             for root in roots:
-                join_lanes(root)
+                join_streams(root)
         self._output = map_tensors(torch.Tensor.detach, output)
         self._options = optimizers.options()
         # alive: the gradients a replay writes, so that code after the step finds them
         self._gradients = optimizers.gradients()
 
-    def still_holds(self, optimizers: Optimizers) -> bool:
+    def still_holds(self, optimizers: CapturableOptimizers) -> bool:
         optimizers.take_over_rates()
-        return all(is_as_left(root) for root in self._roots) and optimizers.options() == self._options
+        return all(is_unchanged(root) for root in self._roots) and optimizers.options() == self._options
 
     def replay(self, inputs: tuple[Any, ...]) -> Any:
         for static, tensor in zip(self._input_tensors, tensors_in(inputs), strict=True):

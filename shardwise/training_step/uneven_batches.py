@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from shardwise.comm.collectives.agreement import gather_bytes
-from shardwise.comm.collectives.group import GroupCalls
+from shardwise.comm.collectives.group import GroupCollectives
 from shardwise.engine.unit.binding import units_of
 from shardwise.errors import ConfigError
 from shardwise.torch_internals import unseen_by_modes
@@ -62,7 +62,7 @@ def uneven(
 _NOTHING = object()
 
 
-def _groups_of(model: nn.Module) -> list[GroupCalls]:
+def _groups_of(model: nn.Module) -> list[GroupCollectives]:
     units = [unit for module in model.modules() for unit in units_of(module)]
     if not units:
         raise ConfigError(
@@ -74,7 +74,7 @@ def _groups_of(model: nn.Module) -> list[GroupCalls]:
     return [calls for calls in (mesh.shard, mesh.replicate) if calls is not None and calls.world > 1]
 
 
-def _count(has_batch: bool, has_last: bool, groups: list[GroupCalls]) -> tuple[int, int, bool]:
+def _count(has_batch: bool, has_last: bool, groups: list[GroupCollectives]) -> tuple[int, int, bool]:
     """How many ranks have a batch, of how many, and whether all have one or can step along."""
     counts = (int(has_batch), 1, int(has_batch or has_last))
     # Over each axis in turn: sums of sums.

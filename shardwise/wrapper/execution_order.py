@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from shardwise.comm.collectives.agreement import gather_bytes
 from shardwise.comm.mesh import DataMesh
-from shardwise.engine.unit.collective_names import UnnamedEvents
+from shardwise.engine.unit.collective_names import UnnamedCollectives
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import RankDisagreement
 from shardwise.torch_internals import debugs_in_detail, unseen_by_modes, untraced
@@ -132,13 +132,13 @@ class ForwardPrefetch:
 
 def watchers_of(top: Unit, prefetches: bool) -> tuple[OrderCheck | ForwardPrefetch, ...]:
     """What watches the order of a model's units: by debug level and by its options."""
-    top.root.settle()
+    top.root.adopt_units()
     watchers: list[OrderCheck | ForwardPrefetch] = []
     if debugs_in_detail():
         watchers.append(OrderCheck(top))
         for unit in top.root.units:
             # A rank that departs from the first order is to be warned, not stopped by the names of its collectives.
-            unit.events = UnnamedEvents()
+            unit.collective_names = UnnamedCollectives()
     if prefetches:
         watchers.append(ForwardPrefetch(top))
     return tuple(watchers)

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from shardwise.engine.checkpoint_span import StateSpan
+from shardwise.engine.checkpoint_span import CheckpointSpan
 from shardwise.engine.unit.flat_form import FlatSlot
 from shardwise.engine.unit.unit import Unit
 
 
-class LocalShard(StateSpan):
+class LocalShard(CheckpointSpan):
     """Elements of a parameter, or of its optimizer's state, that one rank holds."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.engine.tensor_trees import Loans, map_tensors, tensors_in
+from shardwise.engine.tensor_trees import InputSwaps, map_tensors, tensors_in
 from shardwise.torch_internals import buffers_of
 
 _BUFFER_DTYPES = "_shardwise_buffer_dtypes"
@@ -46,17 +46,17 @@ def compute_as_stored(module: nn.Module) -> None:
 class _Casts:
     def __init__(self) -> None:
         # One for each call that is running: a module may call itself.
-        self._calls: list[tuple[torch.dtype | None, Loans]] = []
+        self._calls: list[tuple[torch.dtype | None, InputSwaps]] = []
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         given = [tensor.dtype for tensor in tensors_in((args, kwargs)) if tensor.is_floating_point()]
-        loans = Loans((args, kwargs))
-        self._calls.append((given[0] if given else None, loans))
-        return loans.change(_in_float32, (args, kwargs))
+        swaps = InputSwaps((args, kwargs))
+        self._calls.append((given[0] if given else None, swaps))
+        return swaps.change(_in_float32, (args, kwargs))
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        dtype, loans = self._calls.pop()
-        loans.put_back()
+        dtype, swaps = self._calls.pop()
+        swaps.put_back()
         return output if dtype is None else cast_floats(dtype, output)
 
 

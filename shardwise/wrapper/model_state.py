@@ -17,14 +17,14 @@ from torch.distributed.tensor import DTensor
 
 from shardwise import trace
 from shardwise.engine.buffers import contiguous_strides
-from shardwise.engine.checkpoint_span import StateSpan
+from shardwise.engine.checkpoint_span import CheckpointSpan
 from shardwise.engine.gather.full_tensors import (
     flat_form,
     flat_slots,
+    full_tensor_of,
     is_flat,
     own_elements,
     shown_part,
-    whole_of,
 )
 from shardwise.engine.unit.binding import WRAPPED_NAME, Place, clean_name, is_wrapper, units_of
 from shardwise.engine.unit.flat_form import FlatSlot
@@ -177,7 +177,7 @@ class LoadHooks:
                 needed.take_back_replaced()
         if is_local:
             for key, value in state.items():
-                if isinstance(value, StateSpan):
+                if isinstance(value, CheckpointSpan):
                     state[key] = value.elements
             return
         hide_flats(unit)
@@ -190,7 +190,7 @@ class LoadHooks:
                 self._filled.append((place, place.params[place.name], place.module.__dict__.get(place.name)))
                 place.show_alone(nn.Parameter(part, slot.sharded.requires_grad))
             if isinstance(value, torch.Tensor):
-                whole = whole_of(value)
+                whole = full_tensor_of(value)
                 if tuple(whole.shape) == slot.shape:
                     state[key] = own_elements(slot, whole).view(slot.shown_shape)
 

@@ -26,7 +26,7 @@ State = dict[str, Any]
 
 
 @dataclass
-class Held:
+class HeldParameter:
     """One parameter that an optimizer may step: whose elements it holds, or its own name if it is no shard."""
 
     param: torch.Tensor
@@ -38,7 +38,7 @@ class Held:
     slots: list[FlatSlot] | None = None
 
 
-class Holdings:
+class HeldParameters:
     """Every parameter of a model, in the model's order, by what optimizers know it by."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -46,7 +46,7 @@ class Holdings:
         self.units = flat_units(model)
         self.slot_names = _names_of_slots(model, self.units)
         local_names = {id(param): clean_name(name) for name, param in model.named_parameters()}
-        known: dict[int, Held] = {}
+        known: dict[int, HeldParameter] = {}
         for unit in self.units:
             for number, line in enumerate(flat_form(unit).lines):
                 groups = [line.slots] if line.flat is not None else [[slot] for slot in line.slots]
@@ -54,12 +54,12 @@ class Holdings:
                     sharded = slots[0].sharded
                     own = [self.slot_names[slot] for slot in slots]
                     local = local_names.get(id(sharded), own[0])
-                    known[id(sharded)] = Held(sharded, own, local, unit, number, line, slots)
+                    known[id(sharded)] = HeldParameter(sharded, own, local, unit, number, line, slots)
         for name, param in model.named_parameters():
-            known.setdefault(id(param), Held(param, [clean_name(name)], clean_name(name)))
+            known.setdefault(id(param), HeldParameter(param, [clean_name(name)], clean_name(name)))
         self._known = known
 
-    def of(self, params: Iterable[torch.Tensor]) -> list[Held]:
+    def of(self, params: Iterable[torch.Tensor]) -> list[HeldParameter]:
         """What each of these parameters holds, in their order."""
         found = []
         for number, param in enumerate(params):
@@ -110,7 +110,7 @@ def is_first_rank(model: nn.Module) -> bool:
     return dist.get_rank() == 0 if mesh is None else mesh.is_first
 
 
-class Stepped:
+class OptimizerContents:
     """An optimizer's groups, and its states by parameter; or those of a state dict of it."""
 
     def __init__(self, optim: torch.optim.Optimizer, state_dict: Mapping[str, Any] | None = None) -> None:

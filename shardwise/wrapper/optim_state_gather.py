@@ -17,22 +17,28 @@ import torch
 from torch import nn
 
 from shardwise.comm.collectives.agreement import gather_objects
-from shardwise.comm.collectives.group import GroupCalls
+from shardwise.comm.collectives.group import GroupCollectives
 from shardwise.engine.gather.full_tensors import (
     flat_form,
     flat_slots,
+    full_tensors_of,
     gather_line,
     ranks_with_elements,
     share_of,
     shown_part,
-    wholes_of,
 )
 from shardwise.engine.unit.flat_form import FlatSlot
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import ConfigError, RankDisagreement
 from shardwise.wrapper.local_shards import local_shard_of
 from shardwise.wrapper.model_state import rows_of
-from shardwise.wrapper.optim_parameters import Held, Holdings, State, Stepped, is_first_rank
+from shardwise.wrapper.optim_parameters import (
+    HeldParameter,
+    HeldParameters,
+    OptimizerContents,
+    State,
+    is_first_rank,
+)
 from shardwise.wrapper.state_dict_types import FullOptimStateDictConfig, StateDictSettings, StateDictType
 
 LOCAL = StateDictType.LOCAL_STATE_DICT
@@ -69,9 +75,9 @@ def named_state(
 ) -> State:
     """The optimizer's state by parameter name, of the kind that is set. Every rank must call it."""
     kind, config = settings.state_dict_type, settings.optim_state_dict_config
-    holdings, stepped = Holdings(model), Stepped(optim, state_dict)
+    holdings, stepped = HeldParameters(model), OptimizerContents(optim, state_dict)
     problem: ConfigError | None = None
-    groups: list[list[Held]] = []
+    groups: list[list[HeldParameter]] = []
     try:
         groups = [holdings.of(params) for params in stepped.params]
     except ConfigError as error:
@@ -109,7 +115,7 @@ def _offloaded(value: Any, offloads: bool) -> Any:
     return value.cpu() if offloads and isinstance(value, torch.Tensor) else value
 
 
-def _local_states(groups: list[list[Held]], stepped: Stepped) -> dict[str, State]:
+def _local_states(groups: list[list[HeldParameter]], stepped: OptimizerContents) -> dict[str, State]:
     return {
         held.local_name: {
             key: local_shard_of(held.unit, held.slots, value)
@@ -126,7 +132,9 @@ def _local_states(groups: list[list[Held]], stepped: Stepped) -> dict[str, State
 # --- what ranks tell each other ---------------------------------------------------------------------------------------
 
 
-def _report(groups: list[list[Held]], stepped: Stepped, problem: ConfigError | None) -> _Report:
+def _report(
+    groups: list[list[HeldParameter]], stepped: OptimizerContents, problem: ConfigError | None
+) -> _Report:
     states: dict[str, dict[str, _Told]] = {}
     for group in groups:
         for held in group:
@@ -152,7 +160,7 @@ def _told(key: str, value: Any, param: torch.Tensor) -> _Told:
     )
 
 
-def _exchange(holdings: Holdings, own: _Report) -> dict[GroupCalls, list[_Report]]:
+def _exchange(holdings: HeldParameters, own: _Report) -> dict[GroupCollectives, list[_Report]]:
     """What the ranks of every group that shards a part of the model hold."""
     return {
         calls: gather_objects(own, calls)
@@ -160,7 +168,7 @@ def _exchange(holdings: Holdings, own: _Report) -> dict[GroupCalls, list[_Report
     }
 
 
-def _check_all_can(holdings: Holdings, by_group: dict[GroupCalls, list[_Report]]) -> None:
+def _check_all_can(holdings: HeldParameters, by_group: dict[GroupCollectives, list[_Report]]) -> None:
     for reports in by_group.values():
         for rank, report in enumerate(reports):
             if report.problem is not None:
@@ -172,7 +180,7 @@ def _check_all_can(holdings: Holdings, by_group: dict[GroupCalls, list[_Report]]
 
 
 def _names_by_group(
-    groups: list[list[Held]], options: list[State], by_group: dict[GroupCalls, list[_Report]]
+    groups: list[list[HeldParameter]], options: list[State], by_group: dict[GroupCollectives, list[_Report]]
 ) -> list[list[str]]:
     """The names of each of the optimizer's groups; what peers alone hold goes where its neighbours are, or its like."""
     own = [[name for held in group for name in held.names] for group in groups]
@@ -198,11 +206,11 @@ def _are_alike(one: State, other: State) -> bool:
 
 
 def _named_states(
-    holdings: Holdings,
-    groups: list[list[Held]],
-    stepped: Stepped,
+    holdings: HeldParameters,
+    groups: list[list[HeldParameter]],
+    stepped: OptimizerContents,
     kind: StateDictType,
-    reports: dict[GroupCalls, list[_Report]],
+    reports: dict[GroupCollectives, list[_Report]],
 ) -> dict[str, State]:
     held_params = {slot: held.param for group in groups for held in group for slot in held.slots or ()}
     agreed = {
@@ -319,7 +327,7 @@ def _gather_unit(
                 line, parts, flat_form(unit).layout.segments[number].numel, dtype, unit.mesh.device
             )
             for slot, whole in zip(
-                line.slots, wholes_of(unit, number, gather_line(unit, share)), strict=True
+                line.slots, full_tensors_of(unit, number, gather_line(unit, share)), strict=True
             ):
                 if slot in slots:
                     found[slot][key] = rows_of(whole, unit) if is_sharded else whole.clone()

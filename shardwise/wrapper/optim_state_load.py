@@ -17,10 +17,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.comm.collectives.agreement import gather_objects
-from shardwise.engine.checkpoint_span import StateSpan
-from shardwise.engine.gather.full_tensors import own_elements, share_of, whole_of
+from shardwise.engine.checkpoint_span import CheckpointSpan
+from shardwise.engine.gather.full_tensors import full_tensor_of, own_elements, share_of
 from shardwise.errors import CheckpointError, ConfigError, RankDisagreement
-from shardwise.wrapper.optim_parameters import Held, Holdings, State, mesh_of
+from shardwise.wrapper.optim_parameters import HeldParameter, HeldParameters, State, mesh_of
 from shardwise.wrapper.optim_state_gather import is_cut, is_same
 
 
@@ -39,7 +39,7 @@ def state_to_load(model: nn.Module, params: list[list[torch.Tensor]], named: Sta
 
     ``params`` are the optimizer's parameters by group. Names decide what goes where, not the order of either.
     """
-    holdings = Holdings(model)
+    holdings = HeldParameters(model)
     groups = [holdings.of(group) for group in params]
     held = [each for group in groups for each in group]
     numbers = {id(each.param): number for number, each in enumerate(held)}
@@ -65,7 +65,7 @@ def state_to_load(model: nn.Module, params: list[list[torch.Tensor]], named: Sta
 
 
 def _options_by_group(
-    model: nn.Module, groups: list[list[Held]], saved: Sequence[Mapping[str, Any]]
+    model: nn.Module, groups: list[list[HeldParameter]], saved: Sequence[Mapping[str, Any]]
 ) -> list[State]:
     """The settings of each group, by the names in it. An empty one takes those of one that was saved empty, or any."""
     empty = iter([group for group in saved if not group["params"]])
@@ -79,7 +79,7 @@ def _settings(group: Mapping[str, Any]) -> State:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
-def _options(model: nn.Module, group: list[Held], saved: Iterable[Mapping[str, Any]]) -> State:
+def _options(model: nn.Module, group: list[HeldParameter], saved: Iterable[Mapping[str, Any]]) -> State:
     """The settings that a group's parameters were saved with: those of one group, or of several that are alike."""
     group_of = {name: known for known in saved for name in known["params"]}
     names = [
@@ -131,7 +131,7 @@ def _wholes(model: nn.Module, states: Mapping[str, Any]) -> dict[str, Any]:
                     where=f"optimizer state of {type(model).__name__}, rank {mesh.rank}",
                     fix="load the same checkpoint on every rank",
                 )
-    wholes = {entry: whole_of(sharded[entry]) for entry in order}
+    wholes = {entry: full_tensor_of(sharded[entry]) for entry in order}
     return {
         name: {key: wholes.get((name, key), _plain(value)) for key, value in state.items()}
         if isinstance(state, Mapping)
@@ -141,10 +141,10 @@ def _wholes(model: nn.Module, states: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    return value.elements if isinstance(value, StateSpan) else value
+    return value.elements if isinstance(value, CheckpointSpan) else value
 
 
-def _keys_per_element(holdings: Holdings, wholes: Mapping[str, Any]) -> set[str]:
+def _keys_per_element(holdings: HeldParameters, wholes: Mapping[str, Any]) -> set[str]:
     """The keys that have an element for each of a parameter's: a parameter without dims cannot tell them by shape."""
     shapes = {name: slot.shape for slot, name in holdings.slot_names.items()}
     known = [(shapes[name], key, value) for name in shapes for key, value in wholes.get(name, {}).items()]
@@ -152,7 +152,7 @@ def _keys_per_element(holdings: Holdings, wholes: Mapping[str, Any]) -> set[str]
     return {key for shape, key, value in known if is_cut(key, value, shape) and (shape or key not in told)}
 
 
-def _check_local(held: Held, state: Mapping[str, Any]) -> None:
+def _check_local(held: HeldParameter, state: Mapping[str, Any]) -> None:
     for key, value in state.items():
         if isinstance(value, torch.Tensor) and value.dim() and not is_cut(key, value, held.param.shape):
             raise _unfit(key, value, held.local_name, tuple(held.param.shape))
@@ -166,7 +166,7 @@ def _unfit(key: str, value: torch.Tensor, name: str, shape: tuple[int, ...]) -> 
     )
 
 
-def _shard_state(held: Held, states: list[State], per_element: set[str]) -> State:
+def _shard_state(held: HeldParameter, states: list[State], per_element: set[str]) -> State:
     """This rank's elements of the states of the parameters that one of the optimizer's holds."""
     if held.slots is None or held.line is None:
         return dict(states[0])
@@ -196,7 +196,7 @@ def _shard_state(held: Held, states: list[State], per_element: set[str]) -> Stat
     return sharded
 
 
-def _one_of(held: Held, key: str, values: list[Any]) -> Any:
+def _one_of(held: HeldParameter, key: str, values: list[Any]) -> Any:
     """The one value that all parameters of a flat parameter have: an optimizer keeps no more than one for it."""
     first = next(value for value in values if value is not None)
     for name, value in zip(held.names, values, strict=True):
@@ -224,7 +224,7 @@ def rekeyed(
 
     ``params`` are the optimizer's by group; or all of the model's, and then the groups are taken as they were saved.
     """
-    groups = [Holdings(model).of(group) for group in params]
+    groups = [HeldParameters(model).of(group) for group in params]
     held = [each for group in groups for each in group]
     if flat := next((each for each in held if len(each.names) > 1), None):
         raise ConfigError(

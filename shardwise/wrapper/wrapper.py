@@ -23,7 +23,7 @@ from shardwise.engine.gather.full_tensors import is_flat
 from shardwise.engine.step.joint_units import set_joint
 from shardwise.engine.unit.binding import WRAPPED_NAME, clean_name, not_copied, units_of
 from shardwise.engine.unit.factory import make_unit
-from shardwise.engine.unit.flat_form import Flat
+from shardwise.engine.unit.flat_form import FlatForm
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import ConfigError, StateError
 from shardwise.torch_internals import debugs_in_detail, inside_backward, untraced, untraced_itself
@@ -40,7 +40,7 @@ from shardwise.wrapper.summon_full_params import (
 )
 from shardwise.wrapper.torch_state_dicts import names_in
 from shardwise.wrapper.wrapper_options import WrapperOptions
-from shardwise.wrapper.wrapper_plan import Wrapping, plan_wrapping
+from shardwise.wrapper.wrapper_plan import WrapperPlan, plan_wrappers
 
 
 class FullyShardedDataParallel(WrapperOptions, ModelMethods):
@@ -88,7 +88,7 @@ class FullyShardedDataParallel(WrapperOptions, ModelMethods):
         exact: bool = False,
     ) -> None:
         super().__init__()
-        wrappings = plan_wrapping(
+        wrappings = plan_wrappers(
             module,
             {
                 "process_group": process_group,
@@ -116,7 +116,7 @@ class FullyShardedDataParallel(WrapperOptions, ModelMethods):
                 setattr(parent, name, inner)
         self._wrap(wrappings[-1])
 
-    def _wrap(self, wrapping: Wrapping) -> None:
+    def _wrap(self, wrapping: WrapperPlan) -> None:
         module = wrapping.module
         setattr(self, WRAPPED_NAME, module)
         for inner in module.modules():
@@ -130,7 +130,7 @@ class FullyShardedDataParallel(WrapperOptions, ModelMethods):
             (self,),
             wrapping.mesh,
             wrapping.strategy.after_forward,
-            Flat(
+            FlatForm(
                 None if wrapping.use_orig_params else self,
                 wrapping.as_stored,
                 wrapping.precision.keep_low_precision_grads,
@@ -227,7 +227,7 @@ class FullyShardedDataParallel(WrapperOptions, ModelMethods):
             return
         watchers = self.__dict__["_watchers"]
         if not watchers:
-            wrapping: Wrapping = self.__dict__["_wrapping"]
+            wrapping: WrapperPlan = self.__dict__["_wrapping"]
             watchers = watchers_of(self.__dict__["_unit"], wrapping.forward_prefetch)
             for module in self.fsdp_modules(self):
                 module.__dict__["_watchers"] = watchers
@@ -263,7 +263,7 @@ class FullyShardedDataParallel(WrapperOptions, ModelMethods):
         """Forgets a step that raised, as ``FSDPModule.reset_iter_state``; the next forward does so by itself."""
         for unit in units_of(self):
             unit.root.reset()
-            unit.root.accord.forget_torn_step()
+            unit.root.agreement.forget_torn_step()
 
     # --- accumulation ---------------------------------------------------------------------------------------------
 

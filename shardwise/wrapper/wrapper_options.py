@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.collectives.group import GroupCalls
+from shardwise.comm.collectives.group import GroupCollectives
 from shardwise.policies import CPUOffloadPolicy
 from shardwise.wrapper.options import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
-from shardwise.wrapper.wrapper_plan import Wrapping
+from shardwise.wrapper.wrapper_plan import WrapperPlan
 
 
 class WrapperOptions:
@@ -17,7 +17,7 @@ class WrapperOptions:
     # Names of the class come before those of the module inside, as in torch's: a layer that has a ``rank`` of its own
     # is asked through ``.module``.
 
-    _wrapping: Wrapping
+    _wrapping: WrapperPlan
 
     @property
     def sharding_strategy(self) -> ShardingStrategy:
@@ -65,6 +65,6 @@ class WrapperOptions:
         return self._calls.world
 
     @property
-    def _calls(self) -> GroupCalls:
+    def _calls(self) -> GroupCollectives:
         mesh, shards = self._wrapping.mesh, self._wrapping.strategy.shards
         return mesh.shard if shards or mesh.replicate is None else mesh.replicate

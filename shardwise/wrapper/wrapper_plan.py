@@ -16,9 +16,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.comm.mesh import DataMesh
-from shardwise.engine.exact.exact_sums import EXACT, check_mesh
-from shardwise.engine.reduce.reduce_plan import SUMS, Sums
-from shardwise.engine.unit.binding import Found, hidden, is_wrapper, membership, units_of
+from shardwise.engine.exact.exact_sums import EXACT_SUMMATION, check_mesh
+from shardwise.engine.reduce.reduce_plan import DEFAULT_SUMMATION, Summation
+from shardwise.engine.unit.binding import FoundParameter, hidden, is_wrapper, membership, units_of
 from shardwise.engine.unit.factory import check_fits_shards, find_parameters
 from shardwise.engine.unit.module_selection import has_forward
 from shardwise.engine.unit.unit import Unit
@@ -69,7 +69,7 @@ _wrapped: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 @dataclass
-class Wrapping:
+class WrapperPlan:
     """One wrapper to be made: a module, where it stands in the model, and its options as the engine needs them."""
 
     module: nn.Module
@@ -82,7 +82,7 @@ class Wrapping:
     forward_prefetch: bool
     use_orig_params: bool
     ignored: set[nn.Parameter]
-    sums: Sums
+    sums: Summation
     # Modules that no inner wrapper has taken; and those of them that are left out of mixed precision.
     own_modules: list[nn.Module]
     as_stored: list[nn.Module]
@@ -105,13 +105,13 @@ class Wrapping:
         unit.prefetches_late = self.backward_prefetch is BackwardPrefetch.BACKWARD_POST
 
 
-def plan_wrapping(
+def plan_wrappers(
     module: nn.Module,
     options: dict[str, Any],
     policy: Any,
     ignored_modules: Iterable[nn.Module] | None,
     ignored_states: Iterable[Any] | None,
-) -> list[Wrapping]:
+) -> list[WrapperPlan]:
     """Checks everything; then prepares the model's tensors. The outermost wrapping comes last."""
     where = f"FullyShardedDataParallel({type(module).__name__})"
     if not isinstance(module, nn.Module):
@@ -139,7 +139,7 @@ def plan_wrapping(
     return wrappings
 
 
-def _read(module: nn.Module, options: dict[str, Any], ignored: set[nn.Parameter], where: str) -> Wrapping:
+def _read(module: nn.Module, options: dict[str, Any], ignored: set[nn.Parameter], where: str) -> WrapperPlan:
     if unknown := set(options) - OPTIONS:
         raise ConfigError(
             f"auto_wrap_policy chose the options {sorted(unknown)} for a {type(module).__name__}",
@@ -156,7 +156,7 @@ def _read(module: nn.Module, options: dict[str, Any], ignored: set[nn.Parameter]
     mesh = chosen_mesh(options["process_group"], options["device_mesh"], STRATEGIES[strategy], device, where)
     if options["exact"]:
         check_mesh(mesh, where)
-    return Wrapping(
+    return WrapperPlan(
         module,
         [],
         strategy,
@@ -167,7 +167,7 @@ def _read(module: nn.Module, options: dict[str, Any], ignored: set[nn.Parameter]
         bool(options["forward_prefetch"]),
         bool(options["use_orig_params"]),
         ignored,
-        EXACT if options["exact"] else SUMS,
+        EXACT_SUMMATION if options["exact"] else DEFAULT_SUMMATION,
         [],
         [],
     )
@@ -230,11 +230,11 @@ def _check_none_wrapped(module: nn.Module, where: str) -> None:
             )
 
 
-def _managed(module: nn.Module, ignored: set[nn.Parameter]) -> list[Found]:
+def _managed(module: nn.Module, ignored: set[nn.Parameter]) -> list[FoundParameter]:
     return [found for found in find_parameters((module,), ignored) if found.taken is None]
 
 
-def _check_is_plain(found: Found, where: str) -> None:
+def _check_is_plain(found: FoundParameter, where: str) -> None:
     if isinstance(found.param, DTensor):
         raise ConfigError(
             f"parameter '{found.name}' is a DTensor already",
@@ -252,7 +252,7 @@ def _places(root: nn.Module, module: nn.Module) -> list[tuple[nn.Module, str]]:
     ]
 
 
-def _share_out(wrappings: list[Wrapping], ignored: set[nn.Module]) -> None:
+def _share_out(wrappings: list[WrapperPlan], ignored: set[nn.Module]) -> None:
     """Gives each module to the innermost wrapping around it."""
     taken = set(ignored)
     for wrapping in wrappings:
@@ -264,7 +264,7 @@ def _share_out(wrappings: list[Wrapping], ignored: set[nn.Module]) -> None:
             wrapping.as_stored = [member for member in wrapping.own_modules if isinstance(member, left_out)]
 
 
-def _check_tied(wrappings: list[Wrapping], ignored: set[nn.Parameter], where: str) -> None:
+def _check_tied(wrappings: list[WrapperPlan], ignored: set[nn.Parameter], where: str) -> None:
     """A parameter that stands in modules of several wrappers is gathered once, in one dtype."""
     chosen: dict[int, torch.dtype] = {}
     for wrapping in wrappings:
@@ -290,7 +290,7 @@ def _prepare(
     module: nn.Module,
     ignored_modules: set[nn.Module],
     ignored: set[nn.Parameter],
-    outermost: Wrapping,
+    outermost: WrapperPlan,
     options: dict[str, Any],
     where: str,
 ) -> None:

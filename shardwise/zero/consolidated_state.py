@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import ConfigError
-from shardwise.plan.ownership import Piece
+from shardwise.plan.ownership import OwnedPiece
 from shardwise.torch_internals import join_trees, map_tree
 from shardwise.zero.partition import Partition, in_memory_order
 
@@ -42,7 +42,7 @@ State = dict[str, Any]
 class PieceState:
     """The state of one piece, on the CPU, ready to travel."""
 
-    piece: Piece
+    piece: OwnedPiece
     is_whole: bool
     values: State
     off_cpu: frozenset[str]
@@ -70,7 +70,7 @@ def owned_state(
     ]
 
 
-def _travelling(piece: Piece, is_whole: bool, values: State) -> PieceState:
+def _travelling(piece: OwnedPiece, is_whole: bool, values: State) -> PieceState:
     off_cpu: set[str] = set()
 
     def to_cpu(name: str, tensor: Tensor) -> Tensor:
@@ -176,7 +176,7 @@ def loose_part(state_dict: Mapping[str, Any]) -> State:
     return {name: value for name, value in state_dict["state"].items() if isinstance(name, str)}
 
 
-def state_of_own_pieces(partition: Partition, by_param: Mapping[int, State]) -> dict[Piece, State]:
+def state_of_own_pieces(partition: Partition, by_param: Mapping[int, State]) -> dict[OwnedPiece, State]:
     """This rank's part of a consolidated state, in memory of its own."""
     return {
         piece: map_tree(partial(_cut, piece, partition), values)
@@ -185,7 +185,7 @@ def state_of_own_pieces(partition: Partition, by_param: Mapping[int, State]) -> 
     }
 
 
-def _cut(piece: Piece, partition: Partition, value: Tensor) -> Tensor:
+def _cut(piece: OwnedPiece, partition: Partition, value: Tensor) -> Tensor:
     param = partition.params[piece.param]
     if partition.is_whole(piece) or value.shape != param.shape or value.dim() == 0:
         return value.clone()

@@ -16,10 +16,10 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardwise.engine.step.optimizer_hooks import STEPPING
+from shardwise.engine.step.optimizer_hooks import OPTIMIZER_HOOKS
 from shardwise.optim.elementwise_classes import is_torchs_own
 from shardwise.optim.joined_step import JoinedStep
-from shardwise.plan.ownership import Piece
+from shardwise.plan.ownership import OwnedPiece
 from shardwise.torch_internals import step_hooks
 from shardwise.zero.consolidated_state import PieceState, owned_state
 from shardwise.zero.partition import Partition
@@ -51,7 +51,7 @@ class LocalOptimizer:
     @property
     def runs_torch_alone(self) -> bool:
         """Whether a step without a closure runs nothing but torch's own code."""
-        return self._joined is not None and all(map(STEPPING.is_own, step_hooks(self.optim)))
+        return self._joined is not None and all(map(OPTIMIZER_HOOKS.is_own, step_hooks(self.optim)))
 
     # --- groups --------------------------------------------------------------------------------------------------
 
@@ -99,7 +99,7 @@ class LocalOptimizer:
         self.show_options()
         return loss
 
-    def step_pieces(self, gradients: Mapping[Piece, Tensor]) -> None:
+    def step_pieces(self, gradients: Mapping[OwnedPiece, Tensor]) -> None:
         """Steps these owned pieces by these gradients, and nothing else."""
         if not gradients:
             return
@@ -146,7 +146,7 @@ class LocalOptimizer:
         return [{**group, "params": [index_of[param] for param in group["params"]]} for group in self._groups]
 
     def load(
-        self, states: Mapping[Piece, dict[str, Any]], loose: Mapping[str, Any], saved_groups: Groups
+        self, states: Mapping[OwnedPiece, dict[str, Any]], loose: Mapping[str, Any], saved_groups: Groups
     ) -> None:
         """Hands the local optimizer a state dict of its own, so that it casts and places as it always does."""
         numbers = {piece: number for number, piece in enumerate(self._pieces_in_local_order())}
@@ -167,7 +167,7 @@ class LocalOptimizer:
         )
         self.show_options()
 
-    def _pieces_in_local_order(self) -> list[Piece]:
+    def _pieces_in_local_order(self) -> list[OwnedPiece]:
         """The order in which a state dict of the local optimizer numbers its tensors: group by group."""
         partition = self._partition
         return sorted(partition.owned, key=lambda piece: (partition.group_of[piece.param], piece))

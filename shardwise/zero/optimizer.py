@@ -21,10 +21,10 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.optim import Optimizer
 
-from shardwise.comm.channels.collective_log import code_of
+from shardwise.comm.channels.collective_log import collective_code
 from shardwise.errors import ConfigError, StateError
 from shardwise.optim.elementwise_classes import is_elementwise
-from shardwise.plan.ownership import Piece
+from shardwise.plan.ownership import OwnedPiece
 from shardwise.torch_internals import (
     join_is_watching,
     run_after_load_state_dict,
@@ -36,7 +36,7 @@ from shardwise.zero import argument_checks, consolidated_state, sharded_state
 from shardwise.zero.join import ZeroJoinHook, share_gradients
 from shardwise.zero.local_optimizer import LocalOptimizer
 from shardwise.zero.partition import Partition
-from shardwise.zero.step_agreement import Accord
+from shardwise.zero.step_agreement import OptimizerAgreement
 from shardwise.zero.sync import ParameterSync
 
 __all__ = ["ZeroRedundancyOptimizer"]
@@ -107,7 +107,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             as_views=parameters_as_bucket_view and not overlap_with_ddp,
         )
 
-        self.accord = Accord(self.partition, self.process_group)
+        self.agreement = OptimizerAgreement(self.partition, self.process_group)
         self._consolidated: dict[int | str, Any] | None = None
         self._under_join = False
         self.is_stepped_in_backward = False
@@ -161,7 +161,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if not joined:
             Join.notify_join_context(self)
         # A closure brings the gradients; ranks that have run out of inputs have none.
-        self.accord.agree(has_gradients=closure is None and not self._under_join)
+        self.agreement.agree(has_gradients=closure is None and not self._under_join)
         if self._under_join and join_is_watching(self):
             share_gradients(self.partition, self.process_group, joined=joined)
         self.partition.check_gradients()
@@ -178,7 +178,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return loss
 
     def _exchange(self) -> None:
-        with self.accord.exchanging(looks_itself=self._sync.looks_for_verdicts):
+        with self.agreement.exchanging(polls_failure=self._sync.polls_failure):
             self._sync.run()
 
     def _tear(self, error: BaseException, *, has_closure: bool) -> None:
@@ -188,7 +188,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             with contextlib.suppress(Exception):
                 self._sync.refresh()
                 self._exchange()
-        self.accord.tear(error)
+        self.agreement.tear(error)
 
     def _skip_step(self) -> None:
         if not self.is_stepped_in_backward:
@@ -239,9 +239,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             consolidated_state.owned_state(self.partition, self.optim.state),
             consolidated_state.loose_state(self.optim.state),
         )
-        code = code_of(f"consolidate the state of a ZeroRedundancyOptimizer on rank {to}")
-        self.accord.wire.agree(code)
-        with self.accord.wire.watched(code):
+        code = collective_code(f"consolidate the state of a ZeroRedundancyOptimizer on rank {to}")
+        self.agreement.channel.agree(code)
+        with self.agreement.channel.watched(code):
             dist.gather_object(own, gathered, group=self.process_group, group_dst=to)
         self._consolidated = None
         if gathered is not None:
@@ -313,7 +313,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def _load(
         self,
-        states: Mapping[Piece, dict[str, Any]],
+        states: Mapping[OwnedPiece, dict[str, Any]],
         loose: Mapping[str, Any],
         saved_groups: list[dict[str, Any]],
     ) -> None:

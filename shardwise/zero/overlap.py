@@ -31,10 +31,10 @@ from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise.comm.exchange import Exchange, Pending, all_gather_bytes, carrier_device
-from shardwise.comm.streams import Mark, lanes_for
+from shardwise.comm.exchange import Exchange, Pending, all_gather_bytes, transport_device
+from shardwise.comm.streams import StreamEvent, side_streams_for
 from shardwise.errors import ConfigError
-from shardwise.plan.ownership import Piece
+from shardwise.plan.ownership import OwnedPiece
 from shardwise.torch_internals import note_optimizer_step
 from shardwise.zero.optimizer import ZeroRedundancyOptimizer
 from shardwise.zero.partition import Partition
@@ -136,7 +136,7 @@ class _BucketPlan:
     """What there is to do for a bucket, as long as DDP puts the same parameters in it."""
 
     params: list[Tensor]
-    owned: list[tuple[int, Piece]]
+    owned: list[tuple[int, OwnedPiece]]
     exchanges: list[Exchange]
     used: list[bool] | None = None
 
@@ -148,7 +148,7 @@ class _WaitingBucket:
     buffer: Tensor
     reduced: Future[Tensor]
     usage: "_Usage | None"
-    last_read: Mark
+    last_read: StreamEvent
 
 
 class _SteppingBackward:
@@ -174,10 +174,10 @@ class _SteppingBackward:
         self._waiting: deque[_WaitingBucket] = deque()
         self._sending: list[Pending] = []
         device = zero.partition.params[0].device
-        self._lanes = lanes_for(device)
+        self._streams = side_streams_for(device)
         # Several optimizers may step in one backward, and what is ready first differs between ranks.
-        zero.accord.wire.num_models += 1
-        self._channel = zero.accord.wire.num_models
+        zero.agreement.channel.num_models += 1
+        self._tag_offset = zero.agreement.channel.num_models
 
     @torch.no_grad()
     def take(self, state: Any, bucket: GradBucket) -> Future[Tensor]:
@@ -193,7 +193,7 @@ class _SteppingBackward:
                 reduced,
                 self._ask_for_usage(plan),
                 # order: the last use of these parameters in backward before their step, on a lane of its own
-                self._lanes.mark_compute(),
+                self._streams.record_compute(),
             )
         )
         if bucket.is_last():
@@ -207,7 +207,7 @@ class _SteppingBackward:
         self._waiting.clear()
         self._sending.clear()
         partition = self._zero.partition
-        self._zero.accord.wire.num_moves += 1
+        self._zero.agreement.channel.num_moves += 1
         partition.follow()
         if partition.revision != self._planned_revision:
             self._plans.clear()
@@ -226,21 +226,21 @@ class _SteppingBackward:
         return first.reduced.done()
 
     def _finish(self) -> None:
-        with self._zero.accord.exchanging():
+        with self._zero.agreement.exchanging():
             while self._waiting:
                 self._step(self._waiting.popleft())
-            with self._lanes.reduce:
+            with self._streams.reduce:
                 for sending in self._sending:
                     sending.wait()
             self._sending.clear()
             # order: the last update before whatever uses the parameters next
-            self._lanes.compute_after(self._lanes.reduce.mark())
+            self._streams.compute_waits_for(self._streams.reduce.record_event())
         note_optimizer_step(self._zero)
 
     def _step(self, bucket: _WaitingBucket) -> None:
-        lane = self._lanes.reduce
-        lane.after(bucket.last_read)
-        with lane:
+        stream = self._streams.reduce
+        stream.wait_event(bucket.last_read)
+        with stream:
             _put_in_place(bucket.reduced.wait(), bucket.buffer)
             used = bucket.plan.used if bucket.usage is None else bucket.usage.of_all_ranks()
             bucket.plan.used = used
@@ -258,7 +258,7 @@ class _SteppingBackward:
                 }
             )
         except BaseException as error:
-            self._zero.accord.tear(error)
+            self._zero.agreement.tear(error)
             raise
 
     # --- plans -----------------------------------------------------------------------------------------------
@@ -280,7 +280,7 @@ class _SteppingBackward:
             if piece.owner == partition.rank
         ]
         exchanges = plan_piece_exchanges(
-            partition, self._zero.process_group, positions, channel=self._channel
+            partition, self._zero.process_group, positions, tag_offset=self._tag_offset
         )
         plan = self._plans[bucket.index()] = _BucketPlan(params, owned, exchanges)
         return plan
@@ -312,7 +312,7 @@ class _Usage:
 
     def __init__(self, params: list[Tensor], group: dist.ProcessGroup) -> None:
         here = [param.grad is not None for param in params]
-        self._flags = torch.tensor(here, dtype=torch.uint8, device=carrier_device(group, params[0].device))
+        self._flags = torch.tensor(here, dtype=torch.uint8, device=transport_device(group, params[0].device))
         self._work = dist.all_reduce(self._flags, dist.ReduceOp.MAX, group=group, async_op=True)
 
     def of_all_ranks(self) -> list[bool]:
@@ -337,7 +337,7 @@ def _put_in_place(reduced: Tensor, buffer: Tensor) -> None:
         buffer.copy_(reduced)
 
 
-def _part(partition: Partition, piece: Piece, grad: Tensor) -> Tensor:
+def _part(partition: Partition, piece: OwnedPiece, grad: Tensor) -> Tensor:
     return grad if partition.is_whole(piece) else partition.gradient_of(piece, grad)
 
 

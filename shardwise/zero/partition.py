@@ -23,18 +23,18 @@ from shardwise.errors import StateError
 from shardwise.plan.ownership import (
     BufferLayout,
     Extent,
-    Piece,
+    OwnedPiece,
     even_pieces,
     loads_of,
     owned_layout,
     whole_pieces,
 )
 
-__all__ = ["Partition", "Run", "in_memory_order", "is_dense"]
+__all__ = ["Partition", "SharedBuffer", "in_memory_order", "is_dense"]
 
 
 @dataclass(frozen=True)
-class Run:
+class SharedBuffer:
     """Parameters that can share one buffer: on one device, and all trainable or all frozen when they came."""
 
     params: tuple[int, ...]
@@ -51,13 +51,13 @@ class Partition:
         self.params: list[Tensor] = []
         self.group_of: list[int] = []
         self.num_groups = 0
-        self.pieces: list[list[Piece]] = []
-        self.runs: list[Run] = []
+        self.pieces: list[list[OwnedPiece]] = []
+        self.runs: list[SharedBuffer] = []
         self.index_of: dict[Tensor, int] = {}
         self.revision = 0
         """Grows when parameters are added or move in memory: whatever was planned for them is out of date."""
         self._cut: list[int] = []
-        self._slices: dict[Piece, Tensor] = {}
+        self._slices: dict[OwnedPiece, Tensor] = {}
         self._addresses: list[int] = []
         self._kinds: list[tuple[torch.dtype, torch.device]] = []
 
@@ -97,7 +97,7 @@ class Partition:
             for piece in pieces:
                 index = indices[piece.param]
                 self.pieces[index].append(piece._replace(param=index))
-            self.runs.append(Run(tuple(indices), layout))
+            self.runs.append(SharedBuffer(tuple(indices), layout))
 
     def _by_run(self, added: Iterable[int]) -> Iterable[list[int]]:
         """Frozen parameters have no state, so they must not count when state is shared out evenly."""
@@ -110,7 +110,7 @@ class Partition:
         param = self.params[index]
         return Extent(param.numel(), param.element_size())
 
-    def _run_of(self, indices: Sequence[int]) -> Run:
+    def _run_of(self, indices: Sequence[int]) -> SharedBuffer:
         """Parameters in one buffer, laid out for the owners they have."""
         pieces = [
             piece._replace(param=position)
@@ -118,27 +118,27 @@ class Partition:
             for piece in self.pieces[index]
         ]
         extents = [self._extent(index) for index in indices]
-        return Run(tuple(indices), owned_layout(extents, pieces, self.world))
+        return SharedBuffer(tuple(indices), owned_layout(extents, pieces, self.world))
 
     def give(self, index: int, owner: int) -> None:
         """Makes one rank the owner of a whole parameter, whoever owned it before."""
-        self.pieces[index] = [Piece(index, 0, self.params[index].numel(), owner)]
+        self.pieces[index] = [OwnedPiece(index, 0, self.params[index].numel(), owner)]
 
     @property
-    def owned(self) -> list[Piece]:
+    def owned(self) -> list[OwnedPiece]:
         """The pieces this rank steps, in the order of the parameters."""
         return [piece for pieces in self.pieces for piece in pieces if piece.owner == self.rank]
 
-    def is_whole(self, piece: Piece) -> bool:
+    def is_whole(self, piece: OwnedPiece) -> bool:
         return piece.numel == self.params[piece.param].numel()
 
     # --- the tensors the local optimizer steps ---------------------------------------------------------------
 
-    def stepped(self, piece: Piece) -> Tensor:
+    def stepped(self, piece: OwnedPiece) -> Tensor:
         """The tensor that stands for an owned piece in the local optimizer."""
         return self.params[piece.param] if self.is_whole(piece) else self._slices[piece]
 
-    def memory_of(self, piece: Piece) -> Tensor:
+    def memory_of(self, piece: OwnedPiece) -> Tensor:
         """The memory of any piece, flat."""
         return in_memory_order(self.params[piece.param])[piece.start : piece.stop]
 
@@ -173,7 +173,7 @@ class Partition:
                 fix="build the optimizer with balanced=False, or make the gradient dense",
             )
 
-    def gradient_of(self, piece: Piece, grad: Tensor) -> Tensor:
+    def gradient_of(self, piece: OwnedPiece, grad: Tensor) -> Tensor:
         """A piece's part of its parameter's gradient, flat."""
         param = self.params[piece.param]
         self._check_dense(piece.param, grad)

@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from shardwise.engine.checkpoint_span import StateSpan
+from shardwise.engine.checkpoint_span import CheckpointSpan
 from shardwise.errors import CheckpointError
-from shardwise.plan.ownership import Piece
+from shardwise.plan.ownership import OwnedPiece
 from shardwise.torch_internals import map_tree
 from shardwise.zero.consolidated_state import is_per_element
 from shardwise.zero.partition import Partition, in_memory_order
 
 __all__ = [
-    "StateSpan",
+    "CheckpointSpan",
     "check_memory_orders",
     "loose_part",
     "memory_orders",
@@ -53,7 +53,7 @@ def sharded_entries(partition: Partition, local: Mapping[Any, Any]) -> dict[str,
     return entries | ({_LOOSE: loose} if loose else {})
 
 
-def _saved(piece: Piece, partition: Partition, value: Tensor) -> Any:
+def _saved(piece: OwnedPiece, partition: Partition, value: Tensor) -> Any:
     param = partition.params[piece.param]
     shape = param.shape if partition.is_whole(piece) else (piece.numel,)
     if is_per_element(value, shape):
@@ -62,11 +62,11 @@ def _saved(piece: Piece, partition: Partition, value: Tensor) -> Any:
     return {_NO_SPAN: value} if value.shape == (param.numel(),) else value
 
 
-def _span_of(value: Tensor, piece: Piece, partition: Partition) -> StateSpan:
+def _span_of(value: Tensor, piece: OwnedPiece, partition: Partition) -> CheckpointSpan:
     param = partition.params[piece.param]
     if partition.is_whole(piece) and value.stride() != param.stride():
         value = torch.empty_like(param, dtype=value.dtype).copy_(value)
-    return StateSpan.of(in_memory_order(value), piece.start, param.numel())
+    return CheckpointSpan.of(in_memory_order(value), piece.start, param.numel())
 
 
 def memory_orders(params: Sequence[Tensor]) -> list[list[int]]:
@@ -155,13 +155,18 @@ def _check_known(index: int, partition: Partition) -> None:
 
 
 def _template(
-    saved: TensorStorageMetadata, piece: Piece, partition: Partition, *, element_wise: bool, is_span: bool
+    saved: TensorStorageMetadata,
+    piece: OwnedPiece,
+    partition: Partition,
+    *,
+    element_wise: bool,
+    is_span: bool,
 ) -> Tensor:
     param = partition.params[piece.param]
     dtype = saved.properties.dtype
     if is_span and saved.size == (param.numel(),):
         room = torch.empty(piece.numel, dtype=dtype, device=param.device)
-        return StateSpan.of(room, piece.start, param.numel())
+        return CheckpointSpan.of(room, piece.start, param.numel())
     if element_wise and len(saved.size) > 0:
         raise CheckpointError(
             f"the checkpoint has state of {saved.size.numel()} elements for parameter {piece.param}, which has "
@@ -172,7 +177,7 @@ def _template(
     return torch.empty(saved.size, dtype=dtype)
 
 
-def state_of_sharded(partition: Partition, entries: Mapping[str, Any]) -> dict[Piece, State]:
+def state_of_sharded(partition: Partition, entries: Mapping[str, Any]) -> dict[OwnedPiece, State]:
     """This rank's pieces' state from entries that were loaded."""
     by_param: dict[int, State] = {}
     for key, value in entries.items():
@@ -192,14 +197,14 @@ def loose_part(entries: Mapping[str, Any]) -> State:
     return loose
 
 
-def _loaded(piece: Piece, partition: Partition, value: Any) -> Any:
+def _loaded(piece: OwnedPiece, partition: Partition, value: Any) -> Any:
     if isinstance(value, Mapping):
         if value.keys() == {_NO_SPAN}:
             return value[_NO_SPAN]
         return {key: _loaded(piece, partition, inner) for key, inner in value.items()}
     if isinstance(value, list):
         return [_loaded(piece, partition, inner) for inner in value]
-    if not isinstance(value, StateSpan):
+    if not isinstance(value, CheckpointSpan):
         return value
     if not partition.is_whole(piece):
         return value.elements

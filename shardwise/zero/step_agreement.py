@@ -6,35 +6,35 @@ from contextlib import AbstractContextManager
 
 import torch.distributed as dist
 
-from shardwise.comm.channels.channel import Wire
-from shardwise.comm.channels.collective_log import code_of, listed
-from shardwise.comm.collectives.group import wire_of
+from shardwise.comm.channels.channel import Channel
+from shardwise.comm.channels.collective_log import collective_code, listed
+from shardwise.comm.collectives.group import channel_of
 from shardwise.engine.step.optimizer_hooks import last_checkpoint
 from shardwise.zero.partition import Partition
 
-__all__ = ["Accord"]
+__all__ = ["OptimizerAgreement"]
 
-_EXCHANGE = code_of("exchange the parameters that a ZeroRedundancyOptimizer has stepped")
+_EXCHANGE = collective_code("exchange the parameters that a ZeroRedundancyOptimizer has stepped")
 
 
-class Accord:
+class OptimizerAgreement:
     """What this rank tells the others about its steps, over the group's wire."""
 
     def __init__(self, partition: Partition, group: dist.ProcessGroup) -> None:
         self._partition = partition
         self._group = group
         # Watched from here on: ranks that wait in their first step can see where this one is.
-        self._known_wire = self._find_wire()
+        self._known_wire = self._find_channel()
         self._codes: dict[tuple[int, ...] | None, int] = {}
 
     @property
-    def wire(self) -> Wire:
+    def channel(self) -> Channel:
         if self._known_wire.device.type != self._partition.params[0].device.type:
-            self._known_wire = self._find_wire()
+            self._known_wire = self._find_channel()
         return self._known_wire
 
-    def _find_wire(self) -> Wire:
-        return wire_of(self._group, self._partition.params[0].device)
+    def _find_channel(self) -> Channel:
+        return channel_of(self._group, self._partition.params[0].device)
 
     def agree(self, *, has_gradients: bool) -> None:
         """Lets no rank step before all have come here, with gradients of the same parameters if it has any yet."""
@@ -49,17 +49,17 @@ class Accord:
                 words += f" of {len(params)} parameters"
             if absent:
                 words += f", without gradients of {listed(absent)}"
-            code = self._codes[absent] = code_of(words)
-        self.wire.agree(code)
+            code = self._codes[absent] = collective_code(words)
+        self.channel.agree(code)
 
-    def exchanging(self, *, looks_itself: bool = False) -> AbstractContextManager[None]:
+    def exchanging(self, *, polls_failure: bool = False) -> AbstractContextManager[None]:
         """Around the exchange of what was stepped: a wait for a rank that does not come ends with the reason."""
-        return self.wire.watched(_EXCHANGE, looks_itself=looks_itself)
+        return self.channel.watched(_EXCHANGE, polls_failure=polls_failure)
 
     def tear(self, error: BaseException) -> None:
         """Tells peers that this rank's step raised."""
         checkpoint = f" ({last_checkpoint()})" if last_checkpoint() else ""
-        self.wire.break_off(
+        self.channel.break_off(
             f"{type(error).__name__} in the step of a ZeroRedundancyOptimizer, which is torn: some parameters are "
             f"updated and some are not; load the last checkpoint{checkpoint}"
         )

@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from shardwise.comm.collectives.group import wire_of
-from shardwise.comm.exchange import Exchange, neighbours_of, plan_exchange
+from shardwise.comm.collectives.group import channel_of
+from shardwise.comm.exchange import Exchange, plan_exchange, process_vm_peers_of
 from shardwise.comm.shared_memory.direct_reads import DirectReads, zeros_in_huge_pages
-from shardwise.comm.shared_memory.process_vm import Neighbours
-from shardwise.zero.partition import Partition, Run
+from shardwise.comm.shared_memory.process_vm import ProcessVMPeers
+from shardwise.zero.partition import Partition, SharedBuffer
 
 __all__ = ["ParameterSync", "plan_piece_exchanges"]
 
@@ -33,10 +33,10 @@ class ParameterSync:
         self._partition = partition
         self._group = group
         self._as_views = as_views
-        self._neighbours = neighbours_of(group, wire_of(group, partition.params[0].device))
+        self._neighbours = process_vm_peers_of(group, channel_of(group, partition.params[0].device))
         self._runs = partition.runs
-        self._resting: list[Run] = []
-        self._active: list[Run] = []
+        self._resting: list[SharedBuffer] = []
+        self._active: list[SharedBuffer] = []
         self._num_runs_seen = 0
         self._planned_revision = -1
         self._exchanges: list[Exchange] = []
@@ -70,7 +70,7 @@ class ParameterSync:
         self._planned_revision = partition.revision
 
     @property
-    def looks_for_verdicts(self) -> bool:
+    def polls_failure(self) -> bool:
         """Whether waits for peers end by themselves when the watch has given up on one."""
         return all(isinstance(exchange, DirectReads) for exchange in self._exchanges)
 
@@ -79,11 +79,11 @@ class ParameterSync:
         for pending in [exchange.issue() for exchange in self._exchanges]:
             pending.wait()
 
-    def _takes_part(self, run: Run) -> bool:
+    def _takes_part(self, run: SharedBuffer) -> bool:
         params = self._partition.params
         return any(params[index].requires_grad or params[index].grad is not None for index in run.params)
 
-    def _plan_buffer(self, run: Run) -> Exchange:
+    def _plan_buffer(self, run: SharedBuffer) -> Exchange:
         """Moves a run's parameters into a buffer of their own and plans its sections' way to the other ranks."""
         layout = run.layout
         device = self._partition.params[run.params[0]].device
@@ -111,8 +111,8 @@ def plan_piece_exchanges(
     group: dist.ProcessGroup,
     indices: Iterable[int],
     *,
-    neighbours: Neighbours | None = None,
-    channel: int = 0,
+    neighbours: ProcessVMPeers | None = None,
+    tag_offset: int = 0,
 ) -> list[Exchange]:
     """The exchanges, one a device, that send some parameters' pieces from their owners, as they lie."""
     sections: dict[torch.device, list[list[Tensor]]] = defaultdict(lambda: [[] for _ in range(group.size())])
@@ -120,6 +120,6 @@ def plan_piece_exchanges(
         for piece in partition.pieces[index]:
             sections[partition.params[index].device][piece.owner].append(partition.memory_of(piece))
     return [
-        plan_exchange(by_owner, group, neighbours=neighbours, channel=channel)
+        plan_exchange(by_owner, group, neighbours=neighbours, tag_offset=tag_offset)
         for by_owner in sections.values()
     ]

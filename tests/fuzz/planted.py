@@ -22,9 +22,9 @@ import pytest
 import torch
 
 from shardwise.engine.unit import replaced_parameters
-from shardwise.engine.unit.autograd_signals import Pass
+from shardwise.engine.unit.autograd_signals import Visit
 from shardwise.engine.unit.binding import membership
-from shardwise.engine.unit.hooks import Hooks
+from shardwise.engine.unit.hooks import UnitHooks
 from shardwise.engine.unit.unit_gradients import UnitGradients
 from tests.fuzz import trial
 from tests.fuzz.programs import Program, draw, source
@@ -35,7 +35,7 @@ WITHOUT = frozenset({"gloo"})
 
 
 def an_exception_leaves_the_unit_held(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Hooks, "_release_after_error", lambda *_: None)
+    patch.setattr(UnitHooks, "_release_after_error", lambda *_: None)
 
 
 def ties_within_a_unit_are_not_followed(patch: pytest.MonkeyPatch) -> None:
@@ -50,22 +50,22 @@ def ties_within_a_unit_are_not_followed(patch: pytest.MonkeyPatch) -> None:
 
 def a_unit_remembers_one_call(patch: pytest.MonkeyPatch) -> None:
     """A unit that calls itself: the inner call's pass takes the outer one's place, and ends with the inner call."""
-    make, end, signal = Pass.__init__, Hooks._end_forward, Pass.signal_outputs
+    make, end, signal = Visit.__init__, UnitHooks._end_forward, Visit.signal_outputs
 
-    def made(self: Pass, hooks: Any, window: Any) -> None:
+    def made(self: Visit, hooks: Any, window: Any) -> None:
         make(self, hooks, window)
         hooks.the_visit = self
 
-    def ended(self: Any, visit: Pass | None) -> None:
+    def ended(self: Any, visit: Visit | None) -> None:
         end(self, visit)
         self.the_visit = None
 
     def signalled(self: Any, output: Any, recomputes: bool) -> Any:
         return signal(self, output, recomputes) if self.hooks.the_visit is self else output
 
-    patch.setattr(Pass, "__init__", made)
-    patch.setattr(Hooks, "_end_forward", ended)
-    patch.setattr(Pass, "signal_outputs", signalled)
+    patch.setattr(Visit, "__init__", made)
+    patch.setattr(UnitHooks, "_end_forward", ended)
+    patch.setattr(Visit, "signal_outputs", signalled)
 
 
 def what_a_frozen_parameter_holds_is_left_out(patch: pytest.MonkeyPatch) -> None:

@@ -250,7 +250,7 @@ def capture_without_the_join() -> str | None:
     run = Run(gathering_ahead_in_vain)
     with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("ignore")
-        patch.setattr("shardwise.training_step.cuda_graph.join_lanes", lambda root: None)
+        patch.setattr("shardwise.training_step.cuda_graph.join_streams", lambda root: None)
         step = shardwise.capture(run.step, *batches(1)[0])
         for x, y in batches():
             step(x, y)

@@ -7,7 +7,7 @@ import torch
 
 from shardwise import cuda_driver
 from shardwise.engine import kernels
-from shardwise.engine.buffers import Elastic
+from shardwise.engine.buffers import ElasticBuffer
 from shardwise.engine.gather.unit_gather import CopyPieces
 from shardwise.engine.kernels import CopyOutKernel, PackKernel, plan_copy_out_kernel, plan_pack_kernel
 from shardwise.engine.reduce.pack import LinePack, PiecewisePack
@@ -40,7 +40,7 @@ def cuda():
 
 
 def rows_of(num_bytes):
-    rows = Elastic(num_bytes, cuda())
+    rows = ElasticBuffer(num_bytes, cuda())
     rows.grow()
     return rows, rows.tensor(torch.uint8, 0, (num_bytes,))
 

@@ -51,61 +51,61 @@ def sleep() -> None:
 class LateLane:
     """A lane that may be slow, and deaf to one wait."""
 
-    def __init__(self, lane: Any, name: str, lanes: LateLanes) -> None:
-        self._lane, self._name, self._lanes = lane, name, lanes
+    def __init__(self, stream: Any, name: str, streams: LateLanes) -> None:
+        self._stream, self._name, self._streams = stream, name, streams
         self._is_entered = False
 
     def __enter__(self) -> None:
-        self._lane.__enter__()
+        self._stream.__enter__()
         self._is_entered = True
         self._dawdle()
 
     def __exit__(self, *exception: object) -> None:
         self._is_entered = False
-        self._lane.__exit__(*exception)
+        self._stream.__exit__(*exception)
 
     def _dawdle(self) -> None:
-        if self._is_entered and self._name in self._lanes.slow:
+        if self._is_entered and self._name in self._streams.slow:
             sleep()
 
-    def after_compute(self) -> None:
-        if self._lanes.hears("after_compute"):
-            self._lane.after_compute()
+    def wait_compute(self) -> None:
+        if self._streams.hears("wait_compute"):
+            self._stream.wait_compute()
 
-    def after(self, mark: Any) -> None:
-        if self._lanes.hears("after"):
-            self._lane.after(mark)
+    def wait_event(self, event: Any) -> None:
+        if self._streams.hears("wait_event"):
+            self._stream.wait_event(event)
 
-    def mark(self) -> Any:
-        mark = self._lane.mark()
+    def record_event(self) -> Any:
+        event = self._stream.record_event()
         # Whoever waits for the mark has not waited for what comes behind it.
         self._dawdle()
-        return mark
+        return event
 
 
 class LateLanes:
-    def __init__(self, lanes: Any, deaf_to: Site | None) -> None:
-        self._lanes = lanes
+    def __init__(self, streams: Any, deaf_to: Site | None) -> None:
+        self._streams = streams
         self._deaf_to = deaf_to
         self.slow: set[str] = set()
-        self.host_runs_ahead = lanes.host_runs_ahead
-        self.gather = LateLane(lanes.gather, "gather", self)
-        self.reduce = LateLane(lanes.reduce, "reduce", self)
-        self.replicate = LateLane(lanes.replicate, "replicate", self)
+        self.host_runs_ahead = streams.host_runs_ahead
+        self.gather = LateLane(streams.gather, "gather", self)
+        self.reduce = LateLane(streams.reduce, "reduce", self)
+        self.replicate = LateLane(streams.replicate, "replicate", self)
 
     def hears(self, method: str) -> bool:
         return Site(sys._getframe(2).f_code.co_name, method) != self._deaf_to
 
-    def mark_compute(self) -> Any:
-        return self._lanes.mark_compute()
+    def record_compute(self) -> Any:
+        return self._streams.record_compute()
 
-    def compute_after(self, mark: Any) -> None:
-        if self.hears("compute_after"):
-            self._lanes.compute_after(mark)
+    def compute_waits_for(self, event: Any) -> None:
+        if self.hears("compute_waits_for"):
+            self._streams.compute_waits_for(event)
 
-    def host_after(self, mark: Any) -> None:
-        if self.hears("host_after"):
-            self._lanes.host_after(mark)
+    def host_waits_for(self, event: Any) -> None:
+        if self.hears("host_waits_for"):
+            self._streams.host_waits_for(event)
 
 
 class Scale(nn.Module):
@@ -161,8 +161,8 @@ class Stage:
         self.model.zero_grad()
         self.finish()
         root = units_of(self.model)[0].root
-        self.lanes = LateLanes(root.lanes, deaf_to)
-        root.lanes = self.lanes
+        self.streams = LateLanes(root.streams, deaf_to)
+        root.streams = self.streams
 
     def input(self, value: float, rank: int | None = None) -> Tensor:
         """Ranks differ."""
@@ -208,7 +208,7 @@ def gathers_arrive_late(deaf_to: Site | None) -> Outcome:
     stage = Stage(deaf_to)
     stage.double()
     stage.finish()
-    stage.lanes.slow = {"gather"}
+    stage.streams.slow = {"gather"}
     return stage.model(stage.input(3.0)), stage.output(3.0)
 
 
@@ -253,7 +253,7 @@ def compute_uses_weights_late(deaf_to: Site | None) -> Outcome:
 
 def weights_reach_the_device_late_in_eval(deaf_to: Site | None) -> Outcome:
     stage = Stage(deaf_to, offload=True)
-    stage.lanes.slow = {"gather"}
+    stage.streams.slow = {"gather"}
     expected = stage.output(3.0)
     with torch.no_grad():
         output = stage.model(stage.input(3.0))
@@ -269,7 +269,7 @@ def backward_computes_late(deaf_to: Site | None) -> Outcome:
 
 def packing_runs_late(deaf_to: Site | None) -> Outcome:
     stage = Stage(deaf_to)
-    stage.lanes.slow = {"reduce"}
+    stage.streams.slow = {"reduce"}
     stage.model(stage.input(3.0)).sum().backward()
     return stage.read_gradients(), stage.gradients(3.0)
 
@@ -278,21 +278,21 @@ def division_runs_late(deaf_to: Site | None) -> Outcome:
     stage = Stage(deaf_to)
     for module in (stage.model, *stage.model.layers):
         module.set_gradient_divide_factor(4.0)
-    stage.lanes.slow = {"reduce"}
+    stage.streams.slow = {"reduce"}
     stage.model(stage.input(3.0)).sum().backward()
     return stage.read_gradients(), stage.gradients(3.0) * dist.get_world_size() / 4
 
 
 def shard_sums_arrive_late(deaf_to: Site | None) -> Outcome:
     stage = Stage(deaf_to, replicas=True)
-    stage.lanes.slow = {"reduce"}
+    stage.streams.slow = {"reduce"}
     stage.model(stage.input(3.0)).sum().backward()
     return stage.read_gradients(), stage.gradients(3.0)
 
 
 def replica_sums_arrive_late(deaf_to: Site | None) -> Outcome:
     stage = Stage(deaf_to, replicas=True)
-    stage.lanes.slow = {"replicate"}
+    stage.streams.slow = {"replicate"}
     stage.model(stage.input(3.0)).sum().backward()
     return stage.read_gradients(), stage.gradients(3.0)
 
@@ -335,7 +335,7 @@ def a_hook_uses_gradients_late_and_drops_them(deaf_to: Site | None) -> Outcome:
 
 def gradients_reach_the_host_late(deaf_to: Site | None) -> Outcome:
     stage = Stage(deaf_to, offload=True)
-    stage.lanes.slow = {"reduce"}
+    stage.streams.slow = {"reduce"}
     stage.model(stage.input(3.0)).sum().backward()
     return stage.read_gradients(), stage.gradients(3.0)
 
@@ -345,7 +345,7 @@ def gradients_reach_the_hosts_hooks_late(deaf_to: Site | None) -> Outcome:
     seen: dict[int, Tensor] = {}
     for param in stage.params:
         param.register_post_accumulate_grad_hook(lambda p: seen.update({id(p): p.grad.to_local().clone()}))
-    stage.lanes.slow = {"reduce"}
+    stage.streams.slow = {"reduce"}
     stage.model(stage.input(3.0)).sum().backward()
     return torch.cat([seen[id(param)] for param in stage.params]), stage.gradients(3.0)
 
@@ -354,14 +354,14 @@ def gradients_reach_the_hosts_tensor_hooks_late(deaf_to: Site | None) -> Outcome
     stage = Stage(deaf_to, offload=True)
     for param in stage.params:
         param.register_hook(lambda gradient: gradient.clone())
-    stage.lanes.slow = {"reduce"}
+    stage.streams.slow = {"reduce"}
     stage.model(stage.input(3.0)).sum().backward()
     return stage.read_gradients(), stage.gradients(3.0)
 
 
 def gradients_reach_the_hosts_sum_late(deaf_to: Site | None) -> Outcome:
     stage = Stage(deaf_to, offload=True)
-    stage.lanes.slow = {"reduce"}
+    stage.streams.slow = {"reduce"}
     for value in (3.0, 5.0):
         stage.model(stage.input(value)).sum().backward()
     return stage.read_gradients(), stage.gradients(3.0) + stage.gradients(5.0)
@@ -374,7 +374,7 @@ def exact_gradients_reach_the_hosts_sum_late(deaf_to: Site | None) -> Outcome:
     stage.finish()
     for param in stage.params:
         param.grad.to_local().mul_(2)
-    stage.lanes.slow = {"reduce"}
+    stage.streams.slow = {"reduce"}
     stage.model(stage.input(5.0)).sum().backward()
     return stage.read_gradients(), 2 * stage.gradients(3.0) + stage.gradients(5.0)
 
@@ -384,7 +384,7 @@ def summoned_weight(deaf_to: Site | None, *, slow: set[str], writes_late: bool) 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = FullyShardedDataParallel(Scale(3.0).to(device))
     root = units_of(model)[0].root
-    root.lanes = lanes = LateLanes(root.lanes, deaf_to)
+    root.streams = streams = LateLanes(root.streams, deaf_to)
     if writes_late:
         sleep()
     with torch.no_grad():
@@ -392,7 +392,7 @@ def summoned_weight(deaf_to: Site | None, *, slow: set[str], writes_late: bool) 
             param.mul_(2)
     if not writes_late and torch.cuda.is_available():
         torch.cuda.synchronize()
-    lanes.slow = slow
+    streams.slow = slow
     with FullyShardedDataParallel.summon_full_params(model, writeback=False):
         return model.module.weight.detach().clone(), torch.full((NUMEL,), 6.0)
 
@@ -413,65 +413,67 @@ class Wait(NamedTuple):
 
 WAITS = {
     "weights arrive before compute reads them": Wait(
-        Site("wait_gather", "compute_after"), gathers_arrive_late
+        Site("wait_gather", "compute_waits_for"), gathers_arrive_late
     ),
     "the optimizer writes before a step gathers": Wait(
-        Site("begin_forward", "after_compute"), optimizer_writes_late
+        Site("begin_forward", "wait_compute"), optimizer_writes_late
     ),
     "the optimizer's event comes before a step gathers": Wait(
-        Site("begin_forward", "after"), optimizer_writes_late_on_a_stream_of_its_own
+        Site("begin_forward", "wait_event"), optimizer_writes_late_on_a_stream_of_its_own
     ),
     "weights are written before unshard gathers": Wait(
-        Site("make_room", "after_compute"), weights_are_written_late_before_unshard
+        Site("make_room", "wait_compute"), weights_are_written_late_before_unshard
     ),
     "replaced weights are in the unit's buffer before it is gathered": Wait(
-        Site("_catch_up", "after_compute"), weights_are_replaced_late
+        Site("_catch_up", "wait_compute"), weights_are_replaced_late
     ),
     "compute leaves weights before their memory is gathered into": Wait(
-        Site("_take_back", "after"), compute_uses_weights_late
+        Site("_take_back", "wait_event"), compute_uses_weights_late
     ),
     "an eval's transfers are done before the host writes shards": Wait(
-        Site("end_forward", "host_after"), weights_reach_the_device_late_in_eval
+        Site("end_forward", "host_waits_for"), weights_reach_the_device_late_in_eval
     ),
     "gradients are computed before they are packed": Wait(
-        Site("issue", "after_compute"), backward_computes_late
+        Site("issue", "wait_compute"), backward_computes_late
     ),
     "gradients are packed before their memory is reused": Wait(
-        Site("let_gradients_go", "compute_after"), packing_runs_late
+        Site("let_gradients_go", "compute_waits_for"), packing_runs_late
     ),
     "gradients are reduced before what follows backward": Wait(
-        Site("end_backward", "compute_after"), division_runs_late
+        Site("end_backward", "compute_waits_for"), division_runs_late
     ),
-    "shards are summed before replicas": Wait(Site("_receive_own_row", "after"), shard_sums_arrive_late, 2),
+    "shards are summed before replicas": Wait(
+        Site("_receive_own_row", "wait_event"), shard_sums_arrive_late, 2
+    ),
     "replicas are summed before gradients are given out": Wait(
-        Site("_receive_replicas", "after"), replica_sums_arrive_late, 2
+        Site("_receive_replicas", "wait_event"), replica_sums_arrive_late, 2
     ),
     "an optimizer in a hook writes before later gathers": Wait(
-        Site("_run_hooks", "after"), optimizer_in_a_hook_writes_late
+        Site("_run_hooks", "wait_event"), optimizer_in_a_hook_writes_late
     ),
     "a hook is through with gradients before their memory is reused": Wait(
-        Site("_run_hooks", "compute_after"), a_hook_uses_gradients_late_and_drops_them
+        Site("_run_hooks", "compute_waits_for"), a_hook_uses_gradients_late_and_drops_them
     ),
     "gradients are on the host before backward returns": Wait(
-        Site("end_backward", "host_after"), gradients_reach_the_host_late
+        Site("end_backward", "host_waits_for"), gradients_reach_the_host_late
     ),
     "gradients are on the host before hooks read them": Wait(
-        Site("_run_hooks", "host_after"), gradients_reach_the_hosts_hooks_late
+        Site("_run_hooks", "host_waits_for"), gradients_reach_the_hosts_hooks_late
     ),
     "gradients are on the host before hooks change them": Wait(
-        Site("_give_through_hooks", "host_after"), gradients_reach_the_hosts_tensor_hooks_late
+        Site("_give_through_hooks", "host_waits_for"), gradients_reach_the_hosts_tensor_hooks_late
     ),
     "gradients are on the host before it adds them": Wait(
-        Site("_add_to_existing", "host_after"), gradients_reach_the_hosts_sum_late
+        Site("_add_to_existing", "host_waits_for"), gradients_reach_the_hosts_sum_late
     ),
     "exact sums are on the host before it adds them": Wait(
-        Site("_part_of", "host_after"), exact_gradients_reach_the_hosts_sum_late
+        Site("_part_of", "host_waits_for"), exact_gradients_reach_the_hosts_sum_late
     ),
     "shards are written before wholes are gathered": Wait(
-        Site("gather_line", "after_compute"), shards_are_written_late_before_a_summon
+        Site("gather_line", "wait_compute"), shards_are_written_late_before_a_summon
     ),
     "wholes arrive before they are read": Wait(
-        Site("gather_line", "compute_after"), summoned_weights_arrive_late
+        Site("gather_line", "compute_waits_for"), summoned_weights_arrive_late
     ),
 }
 
@@ -523,7 +525,7 @@ def hook_on_a_stream(deaf: str | None) -> Outcome:
     for module in (stage.model, *stage.model.layers):
         module.set_all_reduce_hook(row_doubled if deaf == "hook" else double, stream=stream)
     if deaf == "hook":
-        stage.lanes.slow = {"reduce"}
+        stage.streams.slow = {"reduce"}
     stage.model(stage.input(3.0)).sum().backward()
     return stage.read_gradients(), 2 * stage.gradients(3.0)
 
@@ -547,7 +549,7 @@ def test_an_all_reduce_hook_on_a_stream_of_its_own_waits_and_is_waited_for():
 
 # --- what needs no GPU ------------------------------------------------------------------------------------------------
 
-METHODS = ("after", "after_compute", "compute_after", "host_after", "wait_stream", "wait_event")
+METHODS = ("wait_compute", "compute_waits_for", "host_waits_for", "wait_stream", "wait_event")
 ENGINE = Path(__file__).parents[2] / "shardwise" / "engine"
 
 
@@ -569,12 +571,12 @@ def test_every_wait_in_the_engine_has_its_test():
         found.update(waits_in(path.read_text()))
     tested = Counter(wait.site for wait in WAITS.values())
     tested[Site("_run_all_reduce_hook", "wait_stream")] = 2
-    tested[Site("join_lanes", "compute_after")] = 1  # in test_capture_gpu.py
+    tested[Site("join_streams", "compute_waits_for")] = 1  # in test_capture_gpu.py
     assert found == tested
 
 
 def test_a_wait_without_a_test_is_noticed():
-    assert waits_in("def f(lane):\n    lane.after_compute()\n") == {Site("f", "after_compute"): 1}
+    assert waits_in("def f(stream):\n    stream.wait_compute()\n") == {Site("f", "wait_compute"): 1}
 
 
 def scenarios_for(world_size: int) -> list[str]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import shardwise
-from shardwise.training_step.capturable_optimizers import Optimizers
+from shardwise.training_step.capturable_optimizers import CapturableOptimizers
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
@@ -26,7 +26,7 @@ def test_without_a_gpu_the_step_runs_as_it_is_and_says_why():
 def test_the_optimizers_of_a_step_are_noticed_as_they_step():
     params = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
     optimizers = [torch.optim.SGD([param], lr=0.5) for param in params]
-    found = Optimizers()
+    found = CapturableOptimizers()
     params[0].grad = torch.ones(2)
     with found.noticed():
         optimizers[0].step()
@@ -39,7 +39,7 @@ def test_the_optimizers_of_a_step_are_noticed_as_they_step():
 def test_a_change_of_an_optimizers_options_is_seen_and_one_of_a_rate_on_the_device_is_not():
     param = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.Adam([param], lr=torch.tensor(0.5), foreach=False)
-    found = Optimizers()
+    found = CapturableOptimizers()
     with found.noticed():
         optimizer.step()
     found.make_capturable()

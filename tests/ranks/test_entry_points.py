@@ -107,10 +107,10 @@ def chunks_share_lanes():
     batches = torch.randn(world, 3, 4, generator=torch.Generator().manual_seed(1))
     sum(plain(batch).square().sum() for batch in batches).backward()
     second(first(batches[rank])).square().sum().backward()
-    lanes = [chunk._shardwise_units[0].root.lanes for chunk in (first, second)]
+    streams = [chunk._shardwise_units[0].root.streams for chunk in (first, second)]
     for expected, param in zip(plain.parameters(), chunks.parameters(), strict=True):
         torch.testing.assert_close(param.grad.full_tensor(), expected.grad / world)
-    return lanes[0] is lanes[1]
+    return streams[0] is streams[1]
 
 
 def test_roots_that_share_lanes_train_right():

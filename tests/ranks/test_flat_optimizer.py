@@ -173,7 +173,7 @@ def every_optimizer():
     for name, (make, options) in OPTIMIZERS.items():
         model = in_step(name, make, options)
         for layer in model.layers:
-            assert layer._shardwise_units[0].memory.shards.view(SINGLE).isfinite().all(), f"{name}: padding"
+            assert layer._shardwise_units[0].buffers.shards.view(SINGLE).isfinite().all(), f"{name}: padding"
     return 0 in [local(param).numel() for param in model.parameters()]
 
 

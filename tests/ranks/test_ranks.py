@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from shardwise import fully_shard
 from shardwise.comm.watchdog.stacks import stack_of
-from shardwise.comm.watchdog.thread import WATCH
+from shardwise.comm.watchdog.thread import WATCHDOG
 from shardwise.errors import ConfigError, PeerFailure, StateError
 from shardwise.testing import RankFailure, RankReport, RankTimeout, close_pools, pool_call, run_ranks, threads
 from shardwise.testing.failures import Outcome, failure_of
@@ -50,7 +50,7 @@ def thread_id():
 def shard_a_layer():
     layer = fully_shard(torch.nn.Linear(20, 20))
     layer(torch.ones(1, 20)).sum().backward()
-    assert any(wire.world == 20 for wire in WATCH.wires())
+    assert any(channel.world == 20 for channel in WATCHDOG.channels())
 
 
 def own_stack():
@@ -220,7 +220,7 @@ def test_rank_threads_are_reused():
 def test_nobody_watches_over_ranks_that_have_ended():
     run_ranks(shard_a_layer, 20)
     # Or else this ends in a timeout.
-    while any(wire.world == 20 for wire in WATCH.wires()):
+    while any(channel.world == 20 for channel in WATCHDOG.channels()):
         time.sleep(0.01)
 
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from shardwise import MixedPrecisionPolicy, PeerFailure, fully_shard
 from shardwise.comm.channels.channel import UNNAMED
-from shardwise.comm.collectives.group import GroupCalls, wire_of
+from shardwise.comm.collectives.group import GroupCollectives, channel_of
 from shardwise.comm.shared_memory import peers as shared_memory_peers
 from shardwise.testing import run_ranks
 from tests.ranks.divergence import LONG_SECONDS, timeouts_of
@@ -63,12 +63,12 @@ def group_with(sight):
         else:
             patch.setattr(shared_memory_peers, "_visit", visit_some)
         group = dist.new_group()
-        GroupCalls(group, CPU).wire.agree(UNNAMED)
+        GroupCollectives(group, CPU).channel.agree(UNNAMED)
     return group
 
 
 def near_of(group):
-    return set(wire_of(group, CPU)._vicinity.peers)
+    return set(channel_of(group, CPU)._local_peers.peers)
 
 
 def sees(sight):
@@ -118,12 +118,12 @@ def train_in(sights):
     for sight in sights:
         group = group_with(sight)
         assert near_of(group) == sees(sight), sight
-        before = wire_of(group, CPU).bytes_read
+        before = channel_of(group, CPU).bytes_read
         for name, options in OPTIONS.items():
             if name == "exact" and dist.get_world_size() == 3:
                 continue  # Exact sums are made in pairs.
             results.setdefault(name, []).append(trained(group, options))
-        assert (wire_of(group, CPU).bytes_read > before) == bool(sees(sight)), sight
+        assert (channel_of(group, CPU).bytes_read > before) == bool(sees(sight)), sight
         shuffled(group)
     for name, (first, *others) in results.items():
         for other in others:
@@ -132,7 +132,7 @@ def train_in(sights):
 
 def shuffled(group):
     """Collectives of all kinds and sizes, waited for late and in an order of each rank's own; what was sent changes."""
-    calls, rank, world = GroupCalls(group, CPU), dist.get_rank(), dist.get_world_size()
+    calls, rank, world = GroupCollectives(group, CPU), dist.get_rank(), dist.get_world_size()
     order = random.Random(rank)
     under_way = []
     for number in range(40):
@@ -174,16 +174,16 @@ def test_the_same_bits_wherever_ranks_are(world_size):
 def late_on_a_path_that_was_left():
     """Rank 0 sends, leaves, and uses its memory for something else; then rank 1 comes."""
     rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
-    calls = GroupCalls(dist.group.WORLD, CPU)
-    wire = calls.wire
+    calls = GroupCollectives(dist.group.WORLD, CPU)
+    channel = calls.channel
     with timeouts_of(timeout_seconds=LONG_SECONDS):
-        wire.agree(UNNAMED)
+        channel.agree(UNNAMED)
         gathered, own = torch.zeros(2000), torch.full((1000,), rank + 1.0)
-        lent_there = weakref.ref(wire._vicinity._borrowers[rank].memory)
+        lent_there = weakref.ref(channel._local_peers._borrowers[rank].memory)
         seen = None
         if rank == 0:
             calls.issue_all_gather(gathered, own)
-            wire.break_off("it does not like this path")
+            channel.break_off("it does not like this path")
             own.zero_()
             store.set("left", "1")
         else:
@@ -191,7 +191,7 @@ def late_on_a_path_that_was_left():
             try:
                 calls.issue_all_gather(gathered, own).wait()
                 seen = set(gathered.tolist())
-                wire.agree(UNNAMED)
+                channel.agree(UNNAMED)
             except PeerFailure as error:
                 seen = (seen, str(error))
         calls.issue_all_gather(gathered, torch.full((1000,), rank + 3.0)).wait()
@@ -210,9 +210,9 @@ def test_who_comes_late_to_a_path_that_was_left_reads_what_was_sent_there_and_is
 
 def say_much():
     """More words than a pipe holds by default, before the other listens."""
-    wire, rank = wire_of(dist.group.WORLD, CPU), dist.get_rank()
-    wire.agree(UNNAMED)
-    near = wire._vicinity
+    channel, rank = channel_of(dist.group.WORLD, CPU), dist.get_rank()
+    channel.agree(UNNAMED)
+    near = channel._local_peers
     for number in range(10_000):
         near.tell(1 - rank, number, 7, 2 * number)
     dist.barrier()
@@ -225,8 +225,8 @@ def test_collectives_that_nobody_has_waited_for_may_be_thousands():
 
 def read_from_a_stopped_rank(folder):
     """Rank 1 sends and is stopped before rank 0 has read; it goes on when that has."""
-    calls, rank = GroupCalls(dist.group.WORLD, CPU), dist.get_rank()
-    calls.wire.agree(UNNAMED)
+    calls, rank = GroupCollectives(dist.group.WORLD, CPU), dist.get_rank()
+    calls.channel.agree(UNNAMED)
     gathered = torch.empty(2000)
     work = calls.issue_all_gather(gathered, torch.full((1000,), float(rank)))
     if rank == 1:
@@ -241,7 +241,7 @@ def read_from_a_stopped_rank(folder):
     work.wait()
     if rank == 0:
         os.kill(pid, signal.SIGCONT)
-    calls.wire.agree(UNNAMED)
+    calls.channel.agree(UNNAMED)
     return gathered.view(2, -1).mean(1).tolist()
 
 

@@ -410,9 +410,9 @@ def test_a_unit_that_was_tied_to_another_is_laid_out_once_and_not_in_every_forwa
         model = fully_shard(seeded(Tied()))
         model.head.weight = model.emb.weight
         model(torch.arange(4)).sum().backward()
-        memory = model._shardwise_units[0].memory
+        memory = model._shardwise_units[0].buffers
         model(torch.arange(4)).sum().backward()
-        assert model._shardwise_units[0].memory is memory
+        assert model._shardwise_units[0].buffers is memory
 
     run_ranks(on_a_rank, 2)
 
@@ -677,7 +677,7 @@ def test_whoever_keeps_one_part_of_a_model_does_not_keep_the_memory_of_all(kept)
     def on_a_rank():
         model = shard_children(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))))
         model(inputs()).sum().backward()
-        others = [weakref.ref(child._shardwise_units[0].memory) for child in [*model][1:]]
+        others = [weakref.ref(child._shardwise_units[0].buffers) for child in [*model][1:]]
         part = next(model[0].parameters()) if kept == "parameter" else model[0]
         del model
         gc.collect()

@@ -18,11 +18,11 @@ import torch.distributed as dist
 from shardwise import PeerFailure, RankDisagreement, StateError
 from shardwise.comm.channels import backend as native_wires
 from shardwise.comm.channels import channel as channels
-from shardwise.comm.channels.backend import NativeWire
-from shardwise.comm.channels.channel import LostConnection, Verdict
-from shardwise.comm.channels.collective_log import code_of
-from shardwise.comm.collectives.group import GroupCalls
-from shardwise.comm.watchdog.thread import watch_over
+from shardwise.comm.channels.backend import BackendChannel
+from shardwise.comm.channels.channel import EpochFailure, LostConnection
+from shardwise.comm.channels.collective_log import collective_code
+from shardwise.comm.collectives.group import GroupCollectives
+from shardwise.comm.watchdog.thread import start_watching
 from shardwise.engine.unit.binding import units_of
 from shardwise.testing import run_ranks
 from tests.ranks import divergence, divergence_zero
@@ -117,7 +117,7 @@ def test_ranks_that_part_or_break_off_are_told_and_train_on(face, world_size, wh
 
 def different_sizes():
     """The same collective of different sizes, which gloo itself would end the process for; then one that is right."""
-    calls, rank = GroupCalls(dist.group.WORLD, torch.device("cpu")), dist.get_rank()
+    calls, rank = GroupCollectives(dist.group.WORLD, torch.device("cpu")), dist.get_rank()
     with timeouts_of(timeout_seconds=LONG_SECONDS), pytest.raises(RankDisagreement) as told:
         calls.issue_all_gather(torch.empty(8 + 2 * rank), torch.ones(4 + rank)).wait()
     gathered = torch.empty(2)
@@ -136,10 +136,10 @@ def late_verdict():
     rank, run = dist.get_rank(), Run()
     with timeouts_of(timeout_seconds=LONG_SECONDS):
         run.good_step()
-        (used,) = units_of(run.model)[0].root.accord.wires
+        (used,) = units_of(run.model)[0].root.agreement.channels
         if rank == 0:
-            stalled = Verdict(PeerFailure, "rank 1 did not come", "", place=used.path.num_events - 1)
-            used.end_epoch(used.path.epoch, stalled)
+            stalled = EpochFailure(PeerFailure, "rank 1 did not come", "", place=used.log.num_events - 1)
+            used.end_epoch(used.log.epoch, stalled)
         dist.barrier()
         if rank == 1:
             time.sleep(0.5)
@@ -160,13 +160,13 @@ def native_paths():
     group = dist.group.WORLD
     told = []
     with timeouts_of(timeout_seconds=LONG_SECONDS):
-        watched = NativeWire(group, torch.device("cpu"))
-        watch_over(watched)
+        watched = BackendChannel(group, torch.device("cpu"))
+        start_watching(watched)
         for step in range(6):
-            watched.note(code_of("gather 'a' in forward"))
-            watched.note(code_of("reduce 'b'" if step == 3 and rank == 1 else "reduce 'a'"))
+            watched.record(collective_code("gather 'a' in forward"))
+            watched.record(collective_code("reduce 'b'" if step == 3 and rank == 1 else "reduce 'a'"))
             try:
-                watched.agree(code_of("let an optimizer use the step"))
+                watched.agree(collective_code("let an optimizer use the step"))
             except RankDisagreement as error:
                 told.append((step, str(error)))
     return told
@@ -175,7 +175,7 @@ def native_paths():
 def native_agreements():
     """How long rank 0 naps between looks, while rank 1 waits until it has done so for a while."""
     native, store = (
-        NativeWire(dist.group.WORLD, torch.device("cpu")),
+        BackendChannel(dist.group.WORLD, torch.device("cpu")),
         dist.distributed_c10d._get_default_store(),
     )
     naps = []
@@ -190,21 +190,21 @@ def native_agreements():
         patch.setattr(native_wires, "time", SimpleNamespace(monotonic=time.monotonic, sleep=nap))
         if dist.get_rank() == 1:
             store.wait(["napped"], timedelta(seconds=LONG_SECONDS))
-        native.agree(code_of("let an optimizer use the step"))
+        native.agree(collective_code("let an optimizer use the step"))
     return naps
 
 
 def failing_collectives():
     """What NCCL raises when it is asked for another collective after a peer was lost, here without NCCL."""
-    calls = GroupCalls(dist.group.WORLD, torch.device("cpu"))
-    calls.wire = NativeWire(dist.group.WORLD, torch.device("cpu"))
+    calls = GroupCollectives(dist.group.WORLD, torch.device("cpu"))
+    calls.channel = BackendChannel(dist.group.WORLD, torch.device("cpu"))
 
     def lost(*_):
         raise dist.DistBackendError("remote process exited\nncclRemoteError\nLast error:\nrecv failed\n")
 
     calls._all_gather = calls._reduce_scatter = lost
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(channels, "_WATCH_KNOWS_SECONDS", 0.1)
+        patch.setattr(channels, "_WATCHDOG_KNOWS_SECONDS", 0.1)
         with pytest.raises(PeerFailure, match="is lost: remote process exited: recv failed\n"):
             calls.issue_all_gather(torch.empty(2), torch.ones(1))
         patch.setattr(type(calls.group), "alltoall_base", lost)
@@ -221,8 +221,10 @@ def failing_collectives():
         dist.barrier()
         with pytest.raises(dist.DistBackendError, match="out of memory"):
             calls.issue_all_gather(torch.empty(2), torch.ones(1))
-    calls.wire.sentence(Verdict(PeerFailure, "rank 1 is dead", "").note(), calls.wire.path.epoch)
-    calls.wire.note = calls.wire.path.note
+    calls.channel.set_failure(
+        EpochFailure(PeerFailure, "rank 1 is dead", "").as_entry(), calls.channel.log.epoch
+    )
+    calls.channel.record = calls.channel.log.record
     with pytest.raises(PeerFailure, match="rank 1 is dead"):
         calls.issue_reduce_scatter(torch.empty(1), torch.ones(2), average=False)
 
@@ -250,7 +252,7 @@ def test_only_a_lost_connection_is_called_one(error, is_lost):
 
 def own_errors():
     """Rank 1 fails in a collective in ways of its own: it raises that, and the other is told of it."""
-    calls, rank = GroupCalls(dist.group.WORLD, torch.device("cpu")), dist.get_rank()
+    calls, rank = GroupCollectives(dist.group.WORLD, torch.device("cpu")), dist.get_rank()
     told = []
 
     def gather(fails_in=None):
@@ -265,7 +267,7 @@ def own_errors():
         return gathered.tolist()
 
     def watched(error):
-        with calls.wire.watched(code_of("consolidate something")):
+        with calls.channel.watched(collective_code("consolidate something")):
             if rank == 1:
                 raise error
             gather()
@@ -278,7 +280,7 @@ def own_errors():
 
     with timeouts_of(timeout_seconds=LONG_SECONDS):
         gather()
-        near = type(calls.wire._vicinity)
+        near = type(calls.channel._local_peers)
         for attempt, error in (
             (gather, (near, "send", raises(OSError(24, "Too many open files")))),
             (gather, (near, "receive", raises(RuntimeError("a bug of ours")))),
@@ -318,7 +320,7 @@ def deadlock_on_two_groups():
     """Rank 0 waits for rank 1 in one group, that one for rank 0 in the other."""
     rank = dist.get_rank()
     groups = [dist.new_group(), dist.new_group()]
-    for_each = [GroupCalls(group, torch.device("cpu")) for group in groups]
+    for_each = [GroupCollectives(group, torch.device("cpu")) for group in groups]
 
     def gather(calls):
         gathered = torch.empty(2)
@@ -342,7 +344,7 @@ def test_ranks_that_wait_for_each_other_in_two_groups_are_told_though_both_are_a
 
 def a_barrier_on_one():
     """Rank 1 sits in a collective of torch's that rank 0 will not come to."""
-    calls, rank = GroupCalls(dist.group.WORLD, torch.device("cpu")), dist.get_rank()
+    calls, rank = GroupCollectives(dist.group.WORLD, torch.device("cpu")), dist.get_rank()
     gathered = torch.empty(2)
     calls.issue_all_gather(gathered, torch.full((1,), float(rank))).wait()
     store = dist.distributed_c10d._get_default_store()

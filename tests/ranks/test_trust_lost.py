@@ -19,10 +19,10 @@ import torch.distributed as dist
 from shardwise import PeerFailure, set_trust, trace
 from shardwise.cli import main
 from shardwise.comm.channels import channel as channels
-from shardwise.comm.channels.backend import NativeWire
+from shardwise.comm.channels.backend import BackendChannel
 from shardwise.comm.collectives import group as group_collectives
 from shardwise.comm.collectives.agreement import check_same_model
-from shardwise.comm.collectives.group import GroupCalls
+from shardwise.comm.collectives.group import GroupCollectives
 from shardwise.comm.watchdog import thread as watchdog_thread
 from shardwise.testing import pool_call, run_ranks
 from shardwise.testing.failures import RankFailure
@@ -90,7 +90,7 @@ def lose_a_rank(who, signal_number, folder, keeps_store):
     run = Run()
     run.good_step()
     # Why a connection was lost is waited for, however late the watch finds it out.
-    channels._WATCH_KNOWS_SECONDS = LONG_SECONDS
+    channels._WATCHDOG_KNOWS_SECONDS = LONG_SECONDS
     strike = Struck(signal_number, LONG_SECONDS) if rank == who else OnceStruck(pids[who])
     run.model.blocks[2].register_forward_pre_hook(strike)
     try:
@@ -234,7 +234,7 @@ def test_a_slow_rank_is_missed_aloud_and_waited_for_until_its_time_is_up(world_s
 
 def out_of_descriptors(folder):
     """Rank 0 has none left while it waits for rank 1, which is late but well."""
-    calls, rank = GroupCalls(dist.group.WORLD, torch.device("cpu")), dist.get_rank()
+    calls, rank = GroupCollectives(dist.group.WORLD, torch.device("cpu")), dist.get_rank()
     own, gathered = torch.full((1,), float(rank)), torch.empty(2)
     calls.issue_all_gather(gathered, own).wait()
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -259,7 +259,7 @@ def test_who_is_out_of_descriptors_takes_nobody_for_dead(tmp_path):
 
 
 def one_ends_early(folder):
-    calls, rank = GroupCalls(dist.group.WORLD, torch.device("cpu")), dist.get_rank()
+    calls, rank = GroupCollectives(dist.group.WORLD, torch.device("cpu")), dist.get_rank()
     own, gathered = torch.full((1,), float(rank)), torch.empty(2)
     calls.issue_all_gather(gathered, own).wait()
     if rank == 1:
@@ -280,8 +280,8 @@ def new_calls(native):
     with pytest.MonkeyPatch.context() as patch:
         if native:
             # As with NCCL, here without it.
-            patch.setattr(group_collectives, "_make_wire", NativeWire)
-        return GroupCalls(group, torch.device("cpu"))
+            patch.setattr(group_collectives, "_make_channel", BackendChannel)
+        return GroupCollectives(group, torch.device("cpu"))
 
 
 _FIRST = {False: "compare the models of all ranks", True: "begin with the model"}

@@ -23,7 +23,7 @@ from shardwise import (
     ShardingStrategy,
 )
 from shardwise.engine.unit.binding import units_of
-from shardwise.engine.unit.sharded_placeholder import Absent
+from shardwise.engine.unit.sharded_placeholder import ShardedPlaceholder
 from shardwise.errors import StateError
 from shardwise.testing import run_ranks
 from shardwise.testing.parity import Accumulation, History, differences, run_plain
@@ -267,10 +267,10 @@ def names():
             use()
         assert "register_fsdp_forward_method" in str(caught.value)
     sequence(torch.ones(2)).sum().backward()
-    assert isinstance(inner.bias, Absent)
+    assert isinstance(inner.bias, ShardedPlaceholder)
     with FullyShardedDataParallel.summon_full_params(sequence):
         assert isinstance(inner.bias, nn.Parameter)
-    assert isinstance(inner.bias, Absent)
+    assert isinstance(inner.bias, ShardedPlaceholder)
     # As in torch's, an optimizer made before wrapping goes on working with the original names.
     layer = nn.Linear(4, 4)
     before = list(layer.parameters())

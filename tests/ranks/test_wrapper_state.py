@@ -23,7 +23,7 @@ from shardwise import (
     clip_grad_norm_,
     fully_shard,
 )
-from shardwise.engine.unit.sharded_placeholder import Absent
+from shardwise.engine.unit.sharded_placeholder import ShardedPlaceholder
 from shardwise.errors import CheckpointError, ConfigError, StateError
 from shardwise.testing import run_ranks
 from shardwise.testing.workloads import WORKLOADS, seeded
@@ -79,7 +79,7 @@ def summons():
         with FSDP.summon_full_params(model, writeback=False, recurse=False), torch.no_grad():
             model.norm.weight.zero_()
             assert (
-                isinstance(model.layers[0].up.weight, Absent)
+                isinstance(model.layers[0].up.weight, ShardedPlaceholder)
                 or model.layers[0].up.weight.dim() == 1
                 or (options["sharding_strategy"] is ShardingStrategy.NO_SHARD)
             )

@@ -10,7 +10,7 @@ import torch
 from shardwise import PeerFailure
 from shardwise.comm.shared_memory import arena as arenas
 from shardwise.comm.shared_memory.arena import Arena, Borrower, map_arena
-from shardwise.engine.buffers import Movable
+from shardwise.engine.buffers import RelocatableBuffer
 
 
 def readers_of(arena, world):
@@ -167,7 +167,7 @@ def test_an_arena_of_another_size_than_was_told_is_not_mapped():
 
 
 def test_tensors_of_a_movable_buffer_stand_where_it_grows():
-    buffer = Movable(64, torch.device("cpu"))
+    buffer = RelocatableBuffer(64, torch.device("cpu"))
     whole, part = buffer.tensor(torch.float32, 0, (16,)), buffer.tensor(torch.int16, 32, (2, 4), (8, 2))
     room = torch.zeros(256, dtype=torch.uint8)
     for lent in (None, room[64:128], room[128:192], None, None, room[:64]):

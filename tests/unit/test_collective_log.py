@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import threading
 
-from shardwise.comm.channels.channel import Verdict, WatchedWire
-from shardwise.comm.channels.collective_log import Path, code_of, first_parting, listed
+from shardwise.comm.channels.channel import EpochFailure, WatchedChannel
+from shardwise.comm.channels.collective_log import CollectiveLog, collective_code, first_divergence, listed
 from shardwise.errors import PeerFailure
 
-CODES = [code_of(f"event {number}") for number in range(1, 50)]
+CODES = [collective_code(f"event {number}") for number in range(1, 50)]
 
 
 def test_a_path_is_told_whole_while_it_goes_on():
-    path, is_over = Path(), threading.Event()
+    path, is_over = CollectiveLog(), threading.Event()
 
     def walk():
         while not is_over.is_set():
             for code in CODES:
-                path.note(code)
+                path.record(code)
             path.restart()
 
     walker = threading.Thread(target=walk)
     walker.start()
     try:
         for _ in range(3000):
-            story = path.story()
+            story = path.excerpt()
             assert story.words == [f"event {number}" for number in range(1, story.num_events + 1)]
     finally:
         is_over.set()
@@ -32,21 +32,21 @@ def test_a_path_is_told_whole_while_it_goes_on():
 
 
 def test_a_path_that_is_merely_shorter_does_not_part():
-    assert first_parting([(2, ["a", "b"]), (1, ["a"])]) is None
-    assert first_parting([(2, ["a", "b"]), (0, [])]) is None
-    assert first_parting([(3, ["b", "c"]), (2, ["a", "x"])]) == 1
+    assert first_divergence([(2, ["a", "b"]), (1, ["a"])]) is None
+    assert first_divergence([(2, ["a", "b"]), (0, [])]) is None
+    assert first_divergence([(3, ["b", "c"]), (2, ["a", "x"])]) == 1
 
 
 def test_a_verdict_on_an_epoch_that_a_rank_has_left_is_none():
-    wire = WatchedWire.__new__(WatchedWire)
-    wire.path, wire.own_rank, wire.waiting, wire._sentence = Path(), 0, None, None
-    epoch = wire.path.epoch
-    wire.sentence(Verdict(PeerFailure, "in time", "").note(), epoch)
-    assert wire.verdict is not None
-    wire.path.restart()
-    wire.sentence(Verdict(PeerFailure, "too late", "").note(), epoch)
-    assert wire.verdict is None
-    wire.heed_verdict()
+    channel = WatchedChannel.__new__(WatchedChannel)
+    channel.log, channel.own_rank, channel.waiting, channel._epoch_failure = CollectiveLog(), 0, None, None
+    epoch = channel.log.epoch
+    channel.set_failure(EpochFailure(PeerFailure, "in time", "").as_entry(), epoch)
+    assert channel.failure is not None
+    channel.log.restart()
+    channel.set_failure(EpochFailure(PeerFailure, "too late", "").as_entry(), epoch)
+    assert channel.failure is None
+    channel.raise_failure()
 
 
 def test_a_long_list_is_told_in_short_and_stays_itself():

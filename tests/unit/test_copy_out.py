@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardwise.engine.buffers import Elastic
-from shardwise.engine.gather.unit_gather import CopyLent, CopyPieces, SplitRows
+from shardwise.engine.buffers import ElasticBuffer
+from shardwise.engine.gather.unit_gather import CopyPieces, CopySharedRows, SplitRows
 from shardwise.plan.flat import plan_flat
 from shardwise.plan.layout import RowParam
 from shardwise.plan.rows import plan_rows
@@ -27,8 +27,8 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float32, torch.bfloat16]
 def test_columns_and_blocks_come_to_the_same(members):
     layout = plan_rows([PARAMS[index] for index in members], WORLD)
     dtypes = [DTYPES[index] for index in members]
-    rows = Elastic(WORLD * layout.sent_bytes, CPU)
-    full = Elastic(layout.full_bytes, CPU)
+    rows = ElasticBuffer(WORLD * layout.sent_bytes, CPU)
+    full = ElasticBuffer(layout.full_bytes, CPU)
     shares = layout.shares()
     assert shares is not None
     ways = [SplitRows(layout, shares, rows, full), CopyPieces(layout, rows, full, dtypes)]
@@ -59,7 +59,7 @@ class Apart:
     def row(self, rank):
         return self._rows[rank][64 * (1 + rank) :]
 
-    def let_go(self):
+    def release_rows(self):
         self.is_let_go = True
 
 
@@ -79,8 +79,8 @@ UNEVEN_DTYPES = [torch.float32, torch.float32, torch.bfloat16, torch.bfloat16, t
 def test_rows_that_lie_apart_come_to_the_same(plan, params, world):
     params, dtypes = params
     layout = plan(params, world)
-    rows, full = Elastic(world * layout.sent_bytes, CPU), Elastic(layout.full_bytes, CPU)
-    together, apart = CopyPieces(layout, rows, full, dtypes), CopyLent(layout, full, dtypes)
+    rows, full = ElasticBuffer(world * layout.sent_bytes, CPU), ElasticBuffer(layout.full_bytes, CPU)
+    together, apart = CopyPieces(layout, rows, full, dtypes), CopySharedRows(layout, full, dtypes)
     everything = rows.tensor(torch.uint8, 0, (world * layout.sent_bytes,))
     result = full.tensor(torch.uint8, 0, (layout.full_bytes,))
     rows.grow()

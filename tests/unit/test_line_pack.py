@@ -7,7 +7,7 @@ from math import prod
 import pytest
 import torch
 
-from shardwise.engine.buffers import Elastic
+from shardwise.engine.buffers import ElasticBuffer
 from shardwise.engine.reduce.pack import plan_pack
 from shardwise.plan.flat import FlatPacking, plan_flat
 from shardwise.plan.layout import RowParam
@@ -23,7 +23,7 @@ def test_rows_hold_gradients_and_zeros_whatever_was_there_before(kinds, trained,
     world = 3
     layout = plan_flat([RowParam(s, 0, k, 4, 4) for s, k in zip(SHAPES, kinds, strict=True)], world)
     packing = FlatPacking(layout, trained)
-    rows = Elastic(world * packing.row_numel * 4, CPU)
+    rows = ElasticBuffer(world * packing.row_numel * 4, CPU)
     everything = rows.tensor(torch.float32, 0, (world * packing.row_numel,))
     shapes = [SHAPES[index] for index in trained]
     pack = plan_pack(packing, rows, torch.float32, shapes, [torch.float64] * len(shapes))

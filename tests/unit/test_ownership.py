@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from shardwise.plan.ownership import (
     BufferLayout,
     Extent,
-    Piece,
+    OwnedPiece,
     even_pieces,
     loads_of,
     owned_layout,
@@ -22,7 +22,7 @@ extents = st.lists(
 )
 
 
-def assert_each_element_has_one_owner(pieces: list[Piece], sizes: list[int], world: int) -> None:
+def assert_each_element_has_one_owner(pieces: list[OwnedPiece], sizes: list[int], world: int) -> None:
     for param, numel in enumerate(sizes):
         bounds = [(piece.start, piece.stop) for piece in pieces if piece.param == param]
         assert bounds[0][0] == 0
@@ -32,7 +32,7 @@ def assert_each_element_has_one_owner(pieces: list[Piece], sizes: list[int], wor
 
 
 def assert_pieces_lie_in_their_owners_sections(
-    layout: BufferLayout, pieces: list[Piece], sizes: list[Extent]
+    layout: BufferLayout, pieces: list[OwnedPiece], sizes: list[Extent]
 ) -> None:
     for piece in pieces:
         start = layout.starts[piece.param] + piece.start * sizes[piece.param].itemsize
@@ -135,7 +135,7 @@ def test_even_pieces_are_fair_to_two_percent_whatever_dominates(
 
 
 def test_equal_sections_with_gaps_between_them_are_not_even() -> None:
-    layout = owned_layout([Extent(5, 4), Extent(5, 4)], [Piece(0, 0, 5, 0), Piece(1, 0, 5, 1)], 2)
+    layout = owned_layout([Extent(5, 4), Extent(5, 4)], [OwnedPiece(0, 0, 5, 0), OwnedPiece(1, 0, 5, 1)], 2)
     assert len({section.numel for section in layout.sections}) == 1
     assert not layout.is_even
 

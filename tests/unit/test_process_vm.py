@@ -7,19 +7,19 @@ import resource
 import pytest
 import torch
 
-from shardwise.comm.channels.channel import Wire
-from shardwise.comm.channels.collective_log import code_of
-from shardwise.comm.shared_memory.process_vm import Neighbours
+from shardwise.comm.channels.channel import Channel
+from shardwise.comm.channels.collective_log import collective_code
+from shardwise.comm.shared_memory.process_vm import ProcessVMPeers
 
 
 def pair(least_descriptor=0):
     """Two ranks of one process."""
     to_zero, to_one = ([_moved(end, least_descriptor) for end in os.pipe()] for _ in range(2))
     pids = [os.getpid()] * 2
-    wires = [Wire(None, torch.device("cpu")) for _ in range(2)]
+    channels = [Channel(None, torch.device("cpu")) for _ in range(2)]
     return (
-        Neighbours(wires[0], pids, {1: to_zero[0]}, {1: to_one[1]}),
-        Neighbours(wires[1], pids, {0: to_one[0]}, {0: to_zero[1]}),
+        ProcessVMPeers(channels[0], pids, {1: to_zero[0]}, {1: to_one[1]}),
+        ProcessVMPeers(channels[1], pids, {0: to_one[0]}, {0: to_zero[1]}),
     )
 
 
@@ -72,12 +72,12 @@ def test_ranks_that_come_by_the_same_path_have_the_same_numbers_and_none_comes_a
     seen = set()
     for step in range(100):
         for neighbours in (zero, one):
-            neighbours._wire.note(code_of(f"step {step % 3}"))
+            neighbours._channel.record(collective_code(f"step {step % 3}"))
         numbers = [(zero.number(), one.number()) for _ in range(3)]
         assert all(left == right for left, right in numbers)
         seen.update(left for left, _ in numbers)
     assert len(seen) == 300
     for neighbours in (zero, one):
-        neighbours._wire.break_off("something is wrong")
+        neighbours._channel.break_off("something is wrong")
     assert zero.number() == one.number()
     assert zero.number() not in seen

@@ -199,9 +199,13 @@ def test_a_stilled_method_works_until_it_is_still_and_after_it_was_closed(load):
 def test_a_still_model_sends_and_copies_nothing_and_keeps_its_memory(load):
     host_profile = load("host_profile")
     names = {f"{method.owner.__name__}.{method.name}" for method in host_profile.stilled_methods("cpu")}
-    assert {"GroupCalls.issue_all_gather", "GroupCalls.issue_reduce_scatter", "Elastic.shrink"} <= names
+    assert {
+        "GroupCollectives.issue_all_gather",
+        "GroupCollectives.issue_reduce_scatter",
+        "ElasticBuffer.shrink",
+    } <= names
     assert {"LinePack.fill", "FusedPack.fill", "CopyPieces.run"} <= names
-    assert "Elastic.grow" not in names
+    assert "ElasticBuffer.grow" not in names
 
 
 def test_all_parts_add_up_to_the_overhead_ratio(load):

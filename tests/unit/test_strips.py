@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardwise.engine.buffers import Elastic
+from shardwise.engine.buffers import ElasticBuffer
 from shardwise.engine.gather.unit_gather import CopyPieces
 from shardwise.engine.reduce.pack import LinePack, PiecewisePack
 from shardwise.plan.flat import FlatPacking, plan_flat
@@ -19,7 +19,7 @@ SHAPES = [(7, 3), (1,), (8, 2), (0, 4), (5,), (16,), (2, 3)]
 
 
 def rows_of(row_numel, world):
-    rows = Elastic(world * row_numel * 4, CPU)
+    rows = ElasticBuffer(world * row_numel * 4, CPU)
     rows.grow()
     return rows, rows.tensor(torch.float32, 0, (world, row_numel)).fill_(float("nan"))
 
@@ -80,7 +80,7 @@ def test_parameters_by_strips_are_those_copied_out_by_pieces(world):
         for shape, (dtype, kind) in zip(SHAPES, kinds, strict=False)
     ]
     layout = plan_rows(params, world)
-    rows, full = Elastic(world * layout.sent_bytes, CPU), Elastic(layout.full_bytes, CPU)
+    rows, full = ElasticBuffer(world * layout.sent_bytes, CPU), ElasticBuffer(layout.full_bytes, CPU)
     sent = rows.tensor(torch.uint8, 0, (world, layout.sent_bytes))
     found = full.tensor(torch.uint8, 0, (layout.full_bytes,))
     rows.grow()

@@ -9,19 +9,19 @@ from types import SimpleNamespace
 import pytest
 
 from shardwise import PeerFailure, RankDisagreement
-from shardwise.comm.channels.collective_log import Story, code_of
+from shardwise.comm.channels.collective_log import LogExcerpt, collective_code
 from shardwise.comm.watchdog import diagnosis as judges
-from shardwise.comm.watchdog.diagnosis import Evidence, judge, look_at_others, who_is_late
+from shardwise.comm.watchdog.diagnosis import Evidence, collect_evidence, describe_late_ranks, diagnose
 
 HERE = os.getpid()
-GATHER = code_of("gather 'a' in forward")
+GATHER = collective_code("gather 'a' in forward")
 WAITING = SimpleNamespace(code=GATHER, message_bytes=8)
-OWN = Story(0, 3, ["x", "y", "gather 'a' in forward"])
+OWN = LogExcerpt(0, 3, ["x", "y", "gather 'a' in forward"])
 LATE_SECONDS = 1800.0
 
 
-def wire_of(homes=None, world=3):
-    board = SimpleNamespace(processes="this table", home=(homes or {}).get)
+def channel_of(homes=None, world=3):
+    store = SimpleNamespace(processes="this table", home=(homes or {}).get)
     return SimpleNamespace(
         rank=0,
         own_rank=0,
@@ -29,7 +29,7 @@ def wire_of(homes=None, world=3):
         ranks=list(range(world)),
         is_whole_world=True,
         late_seconds=lambda: LATE_SECONDS,
-        board=board,
+        store=store,
     )
 
 
@@ -53,91 +53,91 @@ def here(**changes):
     return note_of(num_events=3, events=OWN.words, waiting="gather 'a' in forward", bytes=8, **changes)
 
 
-def verdict(state, seconds, silent=1.0, note=None, others=None, witness_silent=1.0):
+def failure(state, seconds, silent=1.0, note=None, others=None, witness_silent=1.0):
     """What becomes of a wait for rank 1, with rank 2 waiting too."""
     statuses = {1: note_of() if note is None else note, 2: others or here()}
     evidence = Evidence(OWN, statuses, {0: 0.0, 1: silent, 2: witness_silent}, {1: state}, seconds)
-    return judge(wire_of(), WAITING, evidence)
+    return diagnose(channel_of(), WAITING, evidence)
 
 
 @pytest.mark.parametrize(
     ("state", "silent"), [("alive", 1.0), ("alive", 700.0), ("out of sight on there", 4.0)]
 )
 def test_a_rank_that_runs_is_waited_for_as_long_as_the_group_waits(state, silent):
-    assert verdict(state, 25.0, silent) is None
-    assert verdict(state, 1700.0, silent) is None
-    given_up = verdict(state, 1810.0, silent)
+    assert failure(state, 25.0, silent) is None
+    assert failure(state, 1700.0, silent) is None
+    given_up = failure(state, 1810.0, silent)
     assert given_up.error is PeerFailure
     assert "rank 1 did not come to gather 'a' in forward within 1810.0 s" in given_up.what
 
 
 @pytest.mark.parametrize("state", ["stopped", "out of sight on there"])
 def test_a_rank_that_gives_no_sign_of_life_is_given_up_in_seconds(state):
-    assert verdict(state, 19.0, 19.0) is None
+    assert failure(state, 19.0, 19.0) is None
     # A debugger that looked at it for a moment stopped it, too; and beats come a few seconds apart.
-    assert verdict(state, 500.0, 6.0) is None
-    assert verdict(state, 500.0, 21.0).error is PeerFailure
+    assert failure(state, 500.0, 6.0) is None
+    assert failure(state, 500.0, 21.0).error is PeerFailure
 
 
 def test_ranks_of_its_host_vouch_for_one_whose_watch_cannot_speak():
     sees_it = here(sees=[1])
-    assert verdict("out of sight on there", 500.0, 100.0, others=sees_it) is None
-    assert verdict("out of sight on there", 500.0, 100.0, others=sees_it, witness_silent=30.0) is not None
-    assert verdict("stopped", 500.0, 100.0, others=sees_it) is not None
+    assert failure("out of sight on there", 500.0, 100.0, others=sees_it) is None
+    assert failure("out of sight on there", 500.0, 100.0, others=sees_it, witness_silent=30.0) is not None
+    assert failure("stopped", 500.0, 100.0, others=sees_it) is not None
 
 
 @pytest.mark.parametrize("state", ["dead", "gone"])
 def test_a_rank_that_is_dead_or_has_ended_is_named_at_once(state):
-    assert verdict(state, 0.5, 0.5).error is PeerFailure
+    assert failure(state, 0.5, 0.5).error is PeerFailure
 
 
 @pytest.mark.parametrize(
     ("state", "note"), [("stopped in a debugger", note_of()), ("alive", note_of(in_debugger=True))]
 )
 def test_a_rank_in_a_debugger_has_the_time_that_debuggers_get(state, note):
-    assert verdict(state, 3500.0, 3500.0, note) is None
-    assert verdict(state, 3700.0, 3700.0, note) is not None
+    assert failure(state, 3500.0, 3500.0, note) is None
+    assert failure(state, 3700.0, 3700.0, note) is not None
 
 
 def test_ranks_that_wait_for_each_other_on_two_groups_are_told_in_seconds():
     blocked = note_of(blocked_on=[0, 2])
-    assert verdict("alive", 19.0, note=blocked) is None
-    told = verdict("alive", 21.0, note=blocked)
+    assert failure("alive", 19.0, note=blocked) is None
+    told = failure("alive", 21.0, note=blocked)
     assert told.error is RankDisagreement
     assert "ranks wait for each other" in told.what
-    assert verdict("alive", 25.0, silent=24.0, note=blocked) is None, "it may have been said long ago"
-    assert verdict("alive", 25.0, note=note_of(blocked_on=[7])) is None, (
+    assert failure("alive", 25.0, silent=24.0, note=blocked) is None, "it may have been said long ago"
+    assert failure("alive", 25.0, note=note_of(blocked_on=[7])) is None, (
         "it waits for somebody else, who may run"
     )
 
 
 def test_a_rank_in_a_collective_of_torchs_that_nobody_else_comes_to_is_told_in_seconds():
     sits = note_of(sits_seconds=21.0)
-    assert verdict("alive", 30.0, note=sits).error is RankDisagreement
-    assert verdict("alive", 30.0, note=note_of(sits_seconds=9.0)) is None
+    assert failure("alive", 30.0, note=sits).error is RankDisagreement
+    assert failure("alive", 30.0, note=note_of(sits_seconds=9.0)) is None
     statuses = {1: sits, 2: note_of()}
     evidence = Evidence(OWN, statuses, dict.fromkeys(range(3), 1.0), {1: "alive", 2: "alive"}, 30.0)
-    assert judge(wire_of(), WAITING, evidence) is None, "rank 2 runs, and may come there"
-    wire = wire_of()
-    wire.is_whole_world = False
+    assert diagnose(channel_of(), WAITING, evidence) is None, "rank 2 runs, and may come there"
+    channel = channel_of()
+    channel.is_whole_world = False
     evidence = evidence._replace(behind={1: "alive"}, statuses={1: sits, 2: here()})
-    assert judge(wire, WAITING, evidence) is None, "ranks that are not in this group may come there"
+    assert diagnose(channel, WAITING, evidence) is None, "ranks that are not in this group may come there"
 
 
 def test_of_those_who_wait_the_first_tells_who_is_late():
     statuses = {1: note_of(stack=["  File 'x'"]), 2: here()}
     evidence = Evidence(OWN, statuses, dict.fromkeys(range(3), 1.0), {1: "alive"}, 25.0)
-    said = who_is_late(wire_of(), WAITING, evidence)
+    said = describe_late_ranks(channel_of(), WAITING, evidence)
     assert "rank 1 is alive, the last it did was to y" in said
     assert "rank 1 is at\n  File 'x'" in said
-    other = wire_of()
+    other = channel_of()
     other.rank = other.own_rank = 2
-    assert who_is_late(other, WAITING, evidence) is None
+    assert describe_late_ranks(other, WAITING, evidence) is None
 
 
 def state_of(home):
-    wire = wire_of({1: home})
-    return look_at_others(wire, OWN, {2: here()}, dict.fromkeys(range(3), 1.0), 1.0).behind[1]
+    channel = channel_of({1: home})
+    return collect_evidence(channel, OWN, {2: here()}, dict.fromkeys(range(3), 1.0), 1.0).behind[1]
 
 
 def test_who_is_out_of_descriptors_calls_nobody_dead_that_lives(monkeypatch):

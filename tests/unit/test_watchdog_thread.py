@@ -10,23 +10,23 @@ import pytest
 import torch.distributed as dist
 
 from shardwise import PeerFailure, policies
-from shardwise.comm.channels.channel import Foreign, WatchedWire
-from shardwise.comm.channels.collective_log import Path, code_of
+from shardwise.comm.channels.channel import BackendWait, WatchedChannel
+from shardwise.comm.channels.collective_log import CollectiveLog, collective_code
 from shardwise.comm.watchdog import thread as watchdog_thread
 
 
 def test_stacks_are_read_late():
-    wire = SimpleNamespace(path=Path(), thread=threading.get_ident(), group=lambda: None)
-    timeout_seconds, sight = policies.trust().timeout_seconds, watchdog_thread._Sight()
-    assert watchdog_thread._status(wire, None, sight, timeout_seconds / 10)["stack"] == []
+    channel = SimpleNamespace(log=CollectiveLog(), thread=threading.get_ident(), group=lambda: None)
+    timeout_seconds, sight = policies.trust().timeout_seconds, watchdog_thread._Observation()
+    assert watchdog_thread._status(channel, None, sight, timeout_seconds / 10)["stack"] == []
     assert any(
         "in _status" in line
-        for line in watchdog_thread._status(wire, None, sight, timeout_seconds / 2)["stack"]
+        for line in watchdog_thread._status(channel, None, sight, timeout_seconds / 2)["stack"]
     )
 
 
 def test_a_rank_that_gets_on_without_collectives_is_not_still():
-    sight = watchdog_thread._Sight()
+    sight = watchdog_thread._Observation()
     sight.still_seconds((0, 5, 1, 0), now=10.0)
     assert sight.still_seconds((0, 5, 1, 0), now=13.0) == 3.0
     assert sight.still_seconds((0, 5, 2, 0), now=14.0) == 0.0
@@ -38,12 +38,12 @@ class Board:
     processes = "here"
 
     def __init__(self, error=None):
-        self.error, self.posted, self.verdicts = error, [], []
+        self.error, self.posted, self.failures = error, [], []
 
     def post_status(self, note):
         self.posted.append(note)
 
-    def verdict(self, epoch):
+    def failure(self, epoch):
         if self.error is not None:
             raise self.error
 
@@ -54,23 +54,23 @@ class Board:
         return {"processes": "elsewhere", "host": "there"}
 
 
-class WaitingWire(WatchedWire):
+class WaitingChannel(WatchedChannel):
     """A rank that waits, without a group."""
 
-    def __init__(self, board):
-        self.path, self.board, self.rank, self.own_rank, self.world, self.ranks = (
-            Path(),
-            board,
+    def __init__(self, store):
+        self.log, self.store, self.rank, self.own_rank, self.world, self.ranks = (
+            CollectiveLog(),
+            store,
             0,
             0,
             2,
             [0, 1],
         )
-        self.path.note(code_of("gather 'a' in forward"))
-        self.path.note(code_of("gather 'b' in forward"))
-        self.group, self.thread, self.left_at = (lambda: None), threading.get_ident(), -math.inf
-        self.waiting = Foreign(code_of("gather 'b' in forward"), looks_itself=True)
-        self._sentence, self.is_whole_world, self.num_moves = None, True, 0
+        self.log.record(collective_code("gather 'a' in forward"))
+        self.log.record(collective_code("gather 'b' in forward"))
+        self.group, self.thread, self.restarted_at = (lambda: None), threading.get_ident(), -math.inf
+        self.waiting = BackendWait(collective_code("gather 'b' in forward"), polls_failure=True)
+        self._epoch_failure, self.is_whole_world, self.num_moves = None, True, 0
         self.ended = []
 
     def is_over(self):
@@ -79,8 +79,8 @@ class WaitingWire(WatchedWire):
     def late_seconds(self):
         return 1800.0
 
-    def end_epoch(self, epoch, verdict, void=None):
-        self.ended.append(verdict)
+    def end_epoch(self, epoch, failure, void=None):
+        self.ended.append(failure)
 
 
 @pytest.fixture
@@ -92,60 +92,60 @@ def clock(monkeypatch):
     return times
 
 
-def watched(wire, clock, until_seconds):
+def watched(channel, clock, until_seconds):
     """Looks at a rank that waits, a few times a second, for so long; as the watch's thread does."""
-    seen = watchdog_thread.Watch()
-    seen._sights[wire] = sight = watchdog_thread._Sight()
-    while clock.now < 1000.0 + until_seconds and wire.verdict is None:
-        seen._look_once(wire, sight)
+    seen = watchdog_thread.Watchdog()
+    seen._sights[channel] = sight = watchdog_thread._Observation()
+    while clock.now < 1000.0 + until_seconds and channel.failure is None:
+        seen._look_once(channel, sight)
         clock.now += 0.1
     return sight
 
 
 def test_a_rank_that_moves_gives_a_sign_of_life_every_few_seconds(clock):
-    wire = WaitingWire(Board())
-    wire.waiting = None
-    seen, sight = watchdog_thread.Watch(), watchdog_thread._Sight(last_status=1000.0)
+    channel = WaitingChannel(Board())
+    channel.waiting = None
+    seen, sight = watchdog_thread.Watchdog(), watchdog_thread._Observation(last_status=1000.0)
     for _ in range(200):
-        wire.num_moves += 1
-        seen._look_once(wire, sight)
+        channel.num_moves += 1
+        seen._look_once(channel, sight)
         clock.now += 0.1
-    assert 3 <= len(wire.board.posted) <= 5
-    beats = [note["beat"] for note in wire.board.posted]
+    assert 3 <= len(channel.store.posted) <= 5
+    beats = [note["beat"] for note in channel.store.posted]
     assert len(set(beats)) == len(beats)
 
 
 @pytest.mark.parametrize("error", [dist.DistStoreError("Too many open files"), KeyError("a bug of ours")])
 def test_what_this_rank_is_out_of_ends_no_wait_that_others_would_end_well(error, clock, caplog):
-    wire = WaitingWire(Board(error))
-    watched(wire, clock, 1700.0)
-    assert wire.verdict is None
+    channel = WaitingChannel(Board(error))
+    watched(channel, clock, 1700.0)
+    assert channel.failure is None
     assert len([record for record in caplog.records if "fails" in record.message]) == 1
-    watched(wire, clock, 4000.0)
-    assert str(error) in str(wire.verdict)
+    watched(channel, clock, 4000.0)
+    assert str(error) in str(channel.failure)
 
 
 @pytest.mark.parametrize(
     "error", [dist.DistNetworkError("Broken pipe"), dist.DistStoreError("wait timeout after 3 s")]
 )
 def test_a_store_that_has_gone_ends_waits_in_seconds(error, clock):
-    wire = WaitingWire(Board(error))
-    watched(wire, clock, 100.0)
+    channel = WaitingChannel(Board(error))
+    watched(channel, clock, 100.0)
     assert clock.now < 1030.0
-    assert "the store cannot be asked" in str(wire.verdict)
+    assert "the store cannot be asked" in str(channel.failure)
 
 
 def test_a_store_that_fails_for_a_moment_ends_no_wait_however_long_that_has_been(clock):
-    wire = WaitingWire(Board())
-    wire.board.statuses = lambda: {1: {**OTHER, "beat": int(clock.now)}}
-    seen, sight = watchdog_thread.Watch(), watchdog_thread._Sight()
-    seen._sights[wire] = sight
+    channel = WaitingChannel(Board())
+    channel.store.statuses = lambda: {1: {**OTHER, "beat": int(clock.now)}}
+    seen, sight = watchdog_thread.Watchdog(), watchdog_thread._Observation()
+    seen._sights[channel] = sight
     for tick in range(3000):
-        wire.board.error = dist.DistNetworkError("Broken pipe") if 1000 < tick < 1150 else None
-        seen._look_once(wire, sight)
+        channel.store.error = dist.DistNetworkError("Broken pipe") if 1000 < tick < 1150 else None
+        seen._look_once(channel, sight)
         clock.now += 0.1
-    assert wire.verdict is None
-    assert not wire.ended
+    assert channel.failure is None
+    assert not channel.ended
 
 
 OTHER = {
@@ -164,16 +164,16 @@ OTHER = {
 
 
 def test_a_rank_on_another_host_is_waited_for_while_it_gives_signs_of_life(clock, caplog):
-    wire = WaitingWire(Board())
+    channel = WaitingChannel(Board())
     silent_from = 1400.0
-    wire.board.statuses = lambda: {1: {**OTHER, "beat": int(min(clock.now, silent_from) / 5)}}
-    seen, sight = watchdog_thread.Watch(), watchdog_thread._Sight()
-    seen._sights[wire] = sight
-    while clock.now < 1700.0 and not wire.ended:
-        seen._look_once(wire, sight)
+    channel.store.statuses = lambda: {1: {**OTHER, "beat": int(min(clock.now, silent_from) / 5)}}
+    seen, sight = watchdog_thread.Watchdog(), watchdog_thread._Observation()
+    seen._sights[channel] = sight
+    while clock.now < 1700.0 and not channel.ended:
+        seen._look_once(channel, sight)
         clock.now += 0.1
     assert silent_from + 15.0 < clock.now < silent_from + 30.0
-    assert wire.ended[0].error is PeerFailure
+    assert channel.ended[0].error is PeerFailure
     said = [
         record.message
         for record in caplog.records
@@ -186,7 +186,7 @@ def test_a_rank_on_another_host_is_waited_for_while_it_gives_signs_of_life(clock
     ("function", "sits"), [("barrier", True), ("all_reduce", True), ("send", False), ("step", False)]
 )
 def test_a_rank_that_does_not_leave_a_collective_of_torchs_sits_there(function, sits):
-    sight = watchdog_thread._Sight()
+    sight = watchdog_thread._Observation()
     file = "/x/torch/distributed/distributed_c10d.py" if function != "step" else "/x/mine.py"
     stack = [
         '  File "/x/mine.py", line 1, in main',
@@ -199,20 +199,20 @@ def test_a_rank_that_does_not_leave_a_collective_of_torchs_sits_there(function, 
 
 
 def test_how_long_a_rank_has_waited_is_not_held_against_those_it_waits_for_next(clock):
-    wire = WaitingWire(Board())
-    wire.board.home = lambda rank: {"processes": "elsewhere", "host": "there"}
+    channel = WaitingChannel(Board())
+    channel.store.home = lambda rank: {"processes": "elsewhere", "host": "there"}
 
     def move_on():
         # Just when the watch reads what the others do, the rank gets on and waits for them at the next place.
-        wire.path.note(code_of("gather 'c' in forward"))
+        channel.log.record(collective_code("gather 'c' in forward"))
         return {}
 
-    seen, sight = watchdog_thread.Watch(), watchdog_thread._Sight()
-    seen._sights[wire] = sight
-    seen._look_once(wire, sight)
+    seen, sight = watchdog_thread.Watchdog(), watchdog_thread._Observation()
+    seen._sights[channel] = sight
+    seen._look_once(channel, sight)
     clock.now += 2000.0
-    note = wire.board.post_status
-    wire.board.post_status = lambda status: (note(status), move_on())
-    seen._look_once(wire, sight)
-    assert wire.board.posted
-    assert not wire.ended
+    note = channel.store.post_status
+    channel.store.post_status = lambda status: (note(status), move_on())
+    seen._look_once(channel, sight)
+    assert channel.store.posted
+    assert not channel.ended

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise import policies
-from shardwise.comm.channels.channel import UNNAMED, Foreign, Waiting, WatchedWire
+from shardwise.comm.channels.channel import UNNAMED, BackendWait, Waiting, WatchedChannel
 from shardwise.torch_internals import store_of
 
 _COUNT = 1 << 48
@@ -29,11 +29,11 @@ _SLICE = timedelta(seconds=0.2)
 _LANDING_SECONDS = 1.0
 
 
-class _Agreement:
+class _AgreementWait:
     code = UNNAMED
 
 
-class NativeWire(WatchedWire):
+class BackendChannel(WatchedChannel):
     """A group whose own collectives carry the data."""
 
     # NCCL's own watchdog ends the process, and says less.
@@ -46,16 +46,16 @@ class NativeWire(WatchedWire):
         self._checks_all = policies.trust().checks == "collective"
         self._met: deque[str] = deque(maxlen=3)
         self._is_aborted = False
-        self._on_device = _OnDevice(self)
+        self._on_device = _DeviceWait(self)
         # A mark of the wire's own, for collectives that are followed by no other.
         self._followed = torch.cuda.Event() if device.type == "cuda" else None
         # What the device had to reach when this rank left a path, until it has.
         self._left_behind: Any = None
 
-    def note(self, code: int) -> int:
-        if self._sentence is not None:
-            self.heed_verdict()
-        digest = self.path.note(code)
+    def record(self, code: int) -> int:
+        if self._epoch_failure is not None:
+            self.raise_failure()
+        digest = self.log.record(code)
         if self._checks_all:
             self._meet(code)
         return digest
@@ -63,25 +63,25 @@ class NativeWire(WatchedWire):
     def follow(self) -> None:
         if self._followed is not None and not self.is_recorded:
             self._followed.record()
-            self.to_reach = self._followed
+            self.last_event = self._followed
 
     def agree(self, code: int) -> None:
-        if self.verdict is not None:
-            self.heed_verdict()
-        self.path.note(code)
+        if self.failure is not None:
+            self.raise_failure()
+        self.log.record(code)
         self._meet(code)
 
     def _meet(self, code: int) -> None:
         """A sum in the store that comes out right only if all ranks bring the same digest to the same place."""
-        path = self.path
-        key = f"{path.epoch}/{path.num_events}"
-        own = _COUNT + ((path.digest >> 16) & _DIGEST)
+        log = self.log
+        key = f"{log.epoch}/{log.num_events}"
+        own = _COUNT + ((log.digest >> 16) & _DIGEST)
         if is_last := self._store.add(key, own) == self.world * own:
             self._store.set(f"{key}/all", "1")
         self._forget_agreements(key)
         if is_last:
             return
-        self.waiting = waiting = _Agreement()
+        self.waiting = waiting = _AgreementWait()
         waiting.code = code
         try:
             while True:
@@ -90,7 +90,7 @@ class NativeWire(WatchedWire):
                     return
                 except RuntimeError:
                     # Not yet; or the store has gone, which the watch finds out.
-                    self.heed_verdict()
+                    self.raise_failure()
                     time.sleep(0.001)
         finally:
             self.waiting = None
@@ -104,37 +104,37 @@ class NativeWire(WatchedWire):
             self._store.delete_key(passed)
             self._store.delete_key(f"{passed}/all")
 
-    def stuck_on(self) -> Waiting | None:
-        return self.waiting or (None if self._is_reached(self.to_reach) else self._on_device)
+    def current_wait(self) -> Waiting | None:
+        return self.waiting or (None if self._is_reached(self.last_event) else self._on_device)
 
-    def _is_reached(self, mark: Any) -> bool:
+    def _is_reached(self, event: Any) -> bool:
         # An event that is being recorded in a graph cannot be asked for.
-        return mark is None or self._followed is None or self.is_recorded or mark.query()
+        return event is None or self._followed is None or self.is_recorded or event.query()
 
-    def let_out(self, waiting: Waiting, seconds_since_verdict: float) -> None:
+    def release_wait(self, waiting: Waiting, seconds_since_failure: float) -> None:
         # A rank that waits for others to agree looks for the verdict itself.
-        looks_itself = isinstance(waiting, Foreign) and waiting.looks_itself
-        if not looks_itself and not isinstance(waiting, _Agreement):
+        polls_failure = isinstance(waiting, BackendWait) and waiting.polls_failure
+        if not polls_failure and not isinstance(waiting, _AgreementWait):
             self._abort()
 
-    def let_out_alone(self, waiting: Waiting) -> None:
-        self.let_out(waiting, 0.0)
+    def release_wait_alone(self, waiting: Waiting) -> None:
+        self.release_wait(waiting, 0.0)
 
-    def serve_peers(self) -> None:
+    def help_peers(self) -> None:
         # What belongs to the new path is none of it: that goes on.
         if self._is_reached(self._left_behind):
             self._left_behind = None
-        elif time.monotonic() > self.left_at + _LANDING_SECONDS:
+        elif time.monotonic() > self.restarted_at + _LANDING_SECONDS:
             self._abort()
 
-    def _leave_path(self) -> None:
-        mark, self.to_reach = self.to_reach, None
-        if not self._is_reached(mark):
+    def _restart_log(self) -> None:
+        event, self.last_event = self.last_event, None
+        if not self._is_reached(event):
             # Lanes use their marks again: what the new path does would be taken for the old one's.
             aside = torch.cuda.Stream(self.device)
-            aside.wait_event(mark)
+            aside.wait_event(event)
             self._left_behind = aside.record_event()
-        super()._leave_path()
+        super()._restart_log()
 
     def _abort(self) -> None:
         """A collective that a device is stuck in ends with its group; torch would end the process for it, later."""
@@ -144,16 +144,16 @@ class NativeWire(WatchedWire):
             group.abort()
 
 
-class _OnDevice:
+class _DeviceWait:
     """The wait of a rank whose device does not get past a collective; its host may be waiting for that, too."""
 
-    def __init__(self, wire: NativeWire) -> None:
-        self._wire = weakref.ref(wire)
+    def __init__(self, channel: BackendChannel) -> None:
+        self._channel = weakref.ref(channel)
 
     @property
     def code(self) -> int:
-        wire = self._wire()
-        events = () if wire is None else tuple(wire.path.events)
+        channel = self._channel()
+        events = () if channel is None else tuple(channel.log.events)
         return events[-1][1] if events else UNNAMED
 
 

@@ -27,19 +27,19 @@ import torch
 import torch.distributed as dist
 
 from shardwise import policies, trace
-from shardwise.comm.channels.collective_log import Path, code_of, words_of
+from shardwise.comm.channels.collective_log import CollectiveLog, collective_code, collective_name
 from shardwise.comm.watchdog.stacks import stack_of
-from shardwise.comm.watchdog.store import Board, Note
+from shardwise.comm.watchdog.store import Entry, WatchdogStore
 from shardwise.errors import PeerFailure, RankDisagreement, ShardwiseError
 from shardwise.torch_internals import is_destroyed, store_of, timeout_seconds_of
 
 _LOGGER = logging.getLogger("shardwise")
-UNNAMED = code_of("communicate for no unit")
+UNNAMED = collective_code("communicate for no unit")
 _ERRORS: dict[str, type[ShardwiseError]] = {
     "PeerFailure": PeerFailure,
     "RankDisagreement": RankDisagreement,
 }
-_WATCH_KNOWS_SECONDS = 8.0
+_WATCHDOG_KNOWS_SECONDS = 8.0
 _LONGEST_REASON = 500
 # How gloo, NCCL and sockets say that nobody is at the other end any more.
 _LOSSES = (
@@ -72,7 +72,7 @@ def _no_group() -> None:
     return None
 
 
-class Verdict(NamedTuple):
+class EpochFailure(NamedTuple):
     """How an epoch ended."""
 
     error: type[ShardwiseError]
@@ -83,7 +83,7 @@ class Verdict(NamedTuple):
     # before any of them has raised, there is nothing to raise.
     place: int | None = None
 
-    def note(self) -> Note:
+    def as_entry(self) -> Entry:
         """As it is put on the board."""
         return {**self._asdict(), "error": self.error.__name__}
 
@@ -95,15 +95,15 @@ class Waiting(Protocol):
     def code(self) -> int: ...
 
 
-class Foreign:
+class BackendWait:
     """A wait for collectives that are not the wire's; one that looks for the verdict itself need not be let out."""
 
-    def __init__(self, code: int, *, looks_itself: bool) -> None:
+    def __init__(self, code: int, *, polls_failure: bool) -> None:
         self.code = code
-        self.looks_itself = looks_itself
+        self.polls_failure = polls_failure
 
 
-class Wire:
+class Channel:
     """One group's collectives on this rank. This one checks nothing: for groups of one, or with trust off."""
 
     # Whether data travels over the wire itself; otherwise the group's own collectives carry it.
@@ -120,7 +120,7 @@ class Wire:
 
     # A mark behind the collective issued last: a device that does not reach it is stuck, and its host may be, too.
     # The engine's lanes mark their collectives anyway, and leave the mark here.
-    to_reach: Any = None
+    last_event: Any = None
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         # Weak: a wire lives as long as its group, and must not keep it.
@@ -128,14 +128,14 @@ class Wire:
         self.device = device
         self.world = group.size() if group is not None else 1
         self.rank = group.rank() if group is not None else 0
-        self.path = Path()
+        self.log = CollectiveLog()
         self.num_models = 0
         # Counts what shows that this rank is getting on, though it takes no place in the path.
         self.num_moves = 0
 
-    def note(self, code: int) -> int:
+    def record(self, code: int) -> int:
         """Adds an event to the path."""
-        return self.path.note(code)
+        return self.log.record(code)
 
     def agree(self, code: int) -> None:
         """Returns when all ranks have come here by the same path; otherwise all of them raise."""
@@ -145,15 +145,15 @@ class Wire:
 
     def admit(self, code: int) -> None:
         """Comes before a collective of the group's own, which must not meet another of other sizes."""
-        self.note(code)
+        self.record(code)
 
     @contextlib.contextmanager
-    def watched(self, code: int, *, looks_itself: bool = False) -> Iterator[None]:
+    def watched(self, code: int, *, polls_failure: bool = False) -> Iterator[None]:
         """Around waits for the group's own collectives: those that lead nowhere end with what the watch found out.
 
         Waits that look for a verdict themselves leave the group's connections as they are.
         """
-        self.note(code)
+        self.record(code)
         yield
 
     def gather(self, output: torch.Tensor, own: torch.Tensor, code: int) -> Any:
@@ -179,14 +179,14 @@ class Wire:
 
     def break_off(self, what: str) -> None:
         """Tells peers that this rank has left the path, and begins a new one."""
-        self.path.restart()
+        self.log.restart()
 
     def fail(self, error: BaseException) -> NoReturn:
         """Raises the reason why a collective failed, which may be more than the error says."""
         raise error
 
 
-class WatchedWire(Wire):
+class WatchedChannel(Channel):
     """A wire on which ranks notice that they part, or that one of them does not come."""
 
     # How much earlier than the group itself its ranks give up waiting.
@@ -199,39 +199,39 @@ class WatchedWire(Wire):
         self.is_whole_world = self.world == dist.get_world_size()
         self.thread = threading.get_ident()
         self.checks = policies.trust().checks != "off"
-        self.board = Board(store_of(group, "shardwise"), self.rank, self.world)
+        self.store = WatchdogStore(store_of(group, "shardwise"), self.rank, self.world)
         # Set by the training thread, read by the watch.
         self.waiting: Waiting | None = None
         # Set by the watch, taken by the training thread: an epoch, and what it ended with.
-        self._sentence: tuple[int, ShardwiseError] | None = None
+        self._epoch_failure: tuple[int, ShardwiseError] | None = None
         # Set by the watch when the store does not answer: whoever asked it would wait with it.
         self.is_alone = False
         # When this rank last began a new path; peers may need its help to leave the old one.
-        self.left_at = -math.inf
+        self.restarted_at = -math.inf
 
     @property
-    def verdict(self) -> ShardwiseError | None:
+    def failure(self) -> ShardwiseError | None:
         """How this epoch ended, if it has. The watch may be late with that of one which this rank has left already."""
-        sentence = self._sentence
-        return sentence[1] if sentence is not None and sentence[0] == self.path.epoch else None
+        sentence = self._epoch_failure
+        return sentence[1] if sentence is not None and sentence[0] == self.log.epoch else None
 
     @contextlib.contextmanager
-    def watched(self, code: int, *, looks_itself: bool = False) -> Iterator[None]:
-        self.note(code)
-        self.waiting = Foreign(code, looks_itself=looks_itself)
-        epoch = self.path.epoch
+    def watched(self, code: int, *, polls_failure: bool = False) -> Iterator[None]:
+        self.record(code)
+        self.waiting = BackendWait(code, polls_failure=polls_failure)
+        epoch = self.log.epoch
         try:
             yield
         except BaseException as error:
-            if self.path.epoch == epoch:
+            if self.log.epoch == epoch:
                 self.fail(error)
             # This rank has broken off by itself, and told its peers: the error is its own.
             raise
         finally:
             self.waiting = None
         self.follow()
-        if self.verdict is not None:
-            self.heed_verdict()
+        if self.failure is not None:
+            self.raise_failure()
 
     # --- what the watch asks of it --------------------------------------------------------------------------------
 
@@ -251,56 +251,56 @@ class WatchedWire(Wire):
             )
         return max(policy.timeout_seconds, late_seconds)
 
-    def stuck_on(self) -> Waiting | None:
+    def current_wait(self) -> Waiting | None:
         """What this rank waits on, if it does."""
         return self.waiting
 
-    def let_out(self, waiting: Waiting, seconds_since_verdict: float) -> None:
+    def release_wait(self, waiting: Waiting, seconds_since_failure: float) -> None:
         """Makes the training thread return from a wait that a verdict has ended."""
 
-    def let_out_alone(self, waiting: Waiting) -> None:
+    def release_wait_alone(self, waiting: Waiting) -> None:
         """The same when no peer can be asked for help."""
 
-    def serve_peers(self) -> None:
+    def help_peers(self) -> None:
         """Helps peers out of collectives that a verdict has ended."""
 
-    def sentence(self, verdict: Note, epoch: int) -> None:
+    def set_failure(self, failure: Entry, epoch: int) -> None:
         """Notes how an epoch ended, for the training thread to raise; it may be leaving that epoch at this moment."""
-        error = _ERRORS[verdict["error"]](verdict["what"], where=self._where(), fix=verdict["fix"])
-        if verdict["details"]:
-            error.what = f"{error.what}\n{verdict['details']}"
-        self._sentence = (epoch, error)
+        error = _ERRORS[failure["error"]](failure["what"], where=self._where(), fix=failure["fix"])
+        if failure["details"]:
+            error.what = f"{error.what}\n{failure['details']}"
+        self._epoch_failure = (epoch, error)
 
-    def end_epoch(self, epoch: int, verdict: Verdict, void: Note | None = None) -> None:
+    def end_epoch(self, epoch: int, failure: EpochFailure, void: Entry | None = None) -> None:
         """Ends an epoch for all ranks, unless another rank has done so already."""
-        self.board.end_epoch(epoch, verdict.note(), void)
+        self.store.end_epoch(epoch, failure.as_entry(), void)
 
-    def is_void(self, verdict: Note, epoch: int) -> bool:
+    def is_void(self, failure: Entry, epoch: int) -> bool:
         """Whether what a verdict is about has passed, and no rank has raised it."""
-        place = verdict["place"]
-        return place is not None and self.path.num_events > place and not self.board.is_taken(epoch)
+        place = failure["place"]
+        return place is not None and self.log.num_events > place and not self.store.is_taken(epoch)
 
     # --- failing --------------------------------------------------------------------------------------------------
 
-    def heed_verdict(self) -> None:
+    def raise_failure(self) -> None:
         """Raises the verdict, if there is one, and begins a new path."""
-        error = self.verdict
+        error = self.failure
         if error is not None:
             # It will hold on to whatever the frames that it passes hold.
-            self._sentence = None
+            self._epoch_failure = None
             self._save_events(error)
-            self.tell_peers(self.board.take, self.path.epoch)
-            self._leave_path()
+            self.tell_peers(self.store.take, self.log.epoch)
+            self._restart_log()
             raise error
 
     def break_off(self, what: str) -> None:
-        verdict = Verdict(
+        failure = EpochFailure(
             PeerFailure,
             f"rank {self.own_rank} broke off its step: {what}",
             "read that rank's own error; ranks that catch theirs can go on with the next step together",
         )
-        self.tell_peers(self.end_epoch, self.path.epoch, verdict)
-        self._leave_path()
+        self.tell_peers(self.end_epoch, self.log.epoch, failure)
+        self._restart_log()
 
     def tell_peers(self, tell: Callable[..., None], *what: Any) -> None:
         """Leaves a note for peers. Whether that works or not, what this rank has to raise stands."""
@@ -311,22 +311,22 @@ class WatchedWire(Wire):
         except Exception as error:  # noqa: BLE001  the store may be gone, with the rank that kept it
             _LOGGER.info("rank %d could not tell its peers why it stops: %s", self.own_rank, _in_short(error))
 
-    def _leave_path(self) -> None:
-        self.path.restart()
-        self.left_at = time.monotonic()
+    def _restart_log(self) -> None:
+        self.log.restart()
+        self.restarted_at = time.monotonic()
 
     def fail(self, error: BaseException) -> NoReturn:
         """Raises the verdict, if there is one; else the loss of a peer, if it is that; else the error as it is."""
         is_lost = is_lost_connection(error)
-        deadline = time.monotonic() + _WATCH_KNOWS_SECONDS
-        while is_lost and self.checks and self.verdict is None and time.monotonic() < deadline:
+        deadline = time.monotonic() + _WATCHDOG_KNOWS_SECONDS
+        while is_lost and self.checks and self.failure is None and time.monotonic() < deadline:
             # The watch finds out more than a closed connection tells.
             time.sleep(0.05)
         if isinstance(error, Exception):
-            self.heed_verdict()
+            self.raise_failure()
         if not is_lost:
-            waiting = self.stuck_on()
-            place = f" when it was to {words_of(waiting.code)}" if waiting else ""
+            waiting = self.current_wait()
+            place = f" when it was to {collective_name(waiting.code)}" if waiting else ""
             self.break_off(f"{type(error).__name__}{place}: {_in_short(error)}"[:_LONGEST_REASON])
             raise error
         lost = PeerFailure(
@@ -335,12 +335,12 @@ class WatchedWire(Wire):
             fix="look for the rank that died in the job's logs; restart from the last checkpoint",
         )
         self._save_events(lost)
-        self._leave_path()
+        self._restart_log()
         raise lost from error
 
     def _where(self) -> str:
-        waiting = self.stuck_on()
-        return f"rank {self.own_rank}" + (f", waiting to {words_of(waiting.code)}" if waiting else "")
+        waiting = self.current_wait()
+        return f"rank {self.own_rank}" + (f", waiting to {collective_name(waiting.code)}" if waiting else "")
 
     def _save_events(self, error: ShardwiseError) -> None:
         now = time.perf_counter_ns()
@@ -351,8 +351,10 @@ class WatchedWire(Wire):
                 ranks=self.ranks,
                 error=f"{type(error).__name__}: {error}",
                 stack=stack_of(self.thread),
-                num_events=self.path.num_events,
-                events=[(words_of(code), (now - at_ns) / 1e9) for _, code, at_ns in tuple(self.path.events)],
+                num_events=self.log.num_events,
+                events=[
+                    (collective_name(code), (now - at_ns) / 1e9) for _, code, at_ns in tuple(self.log.events)
+                ],
             ),
         )
         if file is not None:

@@ -25,7 +25,7 @@ _LISTED = 4
 _words: dict[int, str] = {}
 
 
-def code_of(words: str) -> int:
+def collective_code(words: str) -> int:
     """The code of an event; ``words`` tell it to people."""
     code = int.from_bytes(hashlib.blake2b(words.encode(), digest_size=8).digest(), "little") & _MASK
     _words[code] = words
@@ -41,11 +41,11 @@ def listed(names: Sequence[object]) -> str:
     return f"[{first} and {len(names) - 2} more; checksum {checksum}]"
 
 
-def words_of(code: int) -> str:
+def collective_name(code: int) -> str:
     return _words[code]
 
 
-class Story(NamedTuple):
+class LogExcerpt(NamedTuple):
     """A path as it is told: how many events it has, and the last of them in words."""
 
     epoch: int
@@ -53,7 +53,7 @@ class Story(NamedTuple):
     words: list[str]
 
 
-class Path:
+class CollectiveLog:
     """What this rank did on one group since the last failure."""
 
     __slots__ = ("digest", "epoch", "events", "num_events")
@@ -69,31 +69,31 @@ class Path:
         self.digest = self.epoch + 1
         self.epoch += 1
 
-    def note(self, code: int) -> int:
+    def record(self, code: int) -> int:
         """Adds an event; the digest with it."""
         self.digest = digest = (self.digest * _MIX + code) & _MASK
         self.num_events = number = self.num_events + 1
         self.events.append((number, code, time.perf_counter_ns()))
         return digest
 
-    def story(self, num_told: int = _LENGTH) -> Story:
+    def excerpt(self, num_told: int = _LENGTH) -> LogExcerpt:
         """The path up to now, for another thread: whole, though the path may be going on meanwhile."""
         while True:
             epoch, events = self.epoch, tuple(self.events)
             if epoch == self.epoch:
                 told = [_words[code] for _, code, _ in events[-num_told:]]
-                return Story(epoch, events[-1][0] if events else 0, told)
+                return LogExcerpt(epoch, events[-1][0] if events else 0, told)
 
 
-def first_parting(paths: Sequence[tuple[int, list[str]]]) -> int | None:
+def first_divergence(logs: Sequence[tuple[int, list[str]]]) -> int | None:
     """The number of the first event in which paths differ, if they do.
 
     A path is the number of events and the words of the last of them. One that is merely shorter does not differ.
     """
-    start = max(num_events - len(words) for num_events, words in paths)
-    stop = max(num_events for num_events, _ in paths)
+    start = max(num_events - len(words) for num_events, words in logs)
+    stop = max(num_events for num_events, _ in logs)
     for number in range(start, stop):
-        known = {words[number - num_events] for num_events, words in paths if number < num_events}
+        known = {words[number - num_events] for num_events, words in logs if number < num_events}
         if len(known) > 1:
             return number
     return None

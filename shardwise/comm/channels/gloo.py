@@ -27,11 +27,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.channels.channel import Foreign, Waiting, WatchedWire
-from shardwise.comm.channels.collective_log import code_of, words_of
-from shardwise.comm.channels.gloo_messages import Posted, PostedRows, PostedSum
-from shardwise.comm.collectives.dispatcher_visibility import count_as
-from shardwise.comm.shared_memory.peers import Vicinity, find_vicinity
+from shardwise.comm.channels.channel import BackendWait, Waiting, WatchedChannel
+from shardwise.comm.channels.collective_log import collective_code, collective_name
+from shardwise.comm.channels.gloo_messages import GlooRows, GlooSum, GlooWork
+from shardwise.comm.collectives.dispatcher_visibility import dispatch_as
+from shardwise.comm.shared_memory.peers import LocalPeers, find_local_peers
 from shardwise.torch_internals import (
     all_gather_call,
     backend_of,
@@ -43,12 +43,12 @@ from shardwise.torch_internals import (
 _MASK = (1 << 61) - 1
 _MIX = 0xBF58476D1CE4E5B
 # The watch ends a wait, not gloo: a timeout of gloo's own closes all connections.
-_UNTIL_THE_WATCH_ENDS_IT = timedelta(days=7)
+_UNTIL_THE_WATCHDOG_ENDS_IT = timedelta(days=7)
 _PEERS_ANSWER_SECONDS = 1.0
 _LANDING_SECONDS = 0.2
 
 
-class TaggedWire(WatchedWire):
+class GlooChannel(WatchedChannel):
     """A gloo group on CPUs."""
 
     carries = True
@@ -61,36 +61,36 @@ class TaggedWire(WatchedWire):
         self._peers = [(self.rank + step) % self.world for step in range(1, self.world)]
         self._rounds = [1 << power for power in range((self.world - 1).bit_length())]
         # Unwatched, a wait ends with the group's own timeout.
-        self.patience = (_UNTIL_THE_WATCH_ENDS_IT,) if self.checks else ()
+        self.patience = (_UNTIL_THE_WATCHDOG_ENDS_IT,) if self.checks else ()
         self.patience_seconds = None if self.checks else timeout_seconds_of(group, device)
         self._asked: Waiting | None = None
         self._served: set[tuple[int, int]] = set()
         # alive: for good, because messages to and from ranks that have left may still land
         self._left_behind: list[Any] = []
         # Found out anew on every path: then nothing of the last one can be taken for this one's.
-        self._vicinity: Vicinity | None = None
-        self._far = self._peers
+        self._local_peers: LocalPeers | None = None
+        self._remote_peers = self._peers
         # Beside what the group has sent and received.
         self.bytes_read = 0
 
-    def _mark(self, code: int, message_bytes: int) -> int:
+    def _next_digest(self, code: int, message_bytes: int) -> int:
         """The path and the size: gloo ends a process that receives more than it asked for."""
-        if self._vicinity is None:
-            self._look_around(code)
-        return _mark_of(self.note(code), message_bytes)
+        if self._local_peers is None:
+            self._find_local_peers(code)
+        return _message_digest(self.record(code), message_bytes)
 
-    def _look_around(self, code: int) -> None:
+    def _find_local_peers(self, code: int) -> None:
         """Finds the ranks of this host, before the first thing that is done on a path."""
-        self._vicinity = find_vicinity(self, partial(self._swap, code))
-        self._far = [peer for peer in self._peers if peer not in self._vicinity.peers]
-        self.lends_rows = not self._far
+        self._local_peers = find_local_peers(self, partial(self._swap, code))
+        self._remote_peers = [peer for peer in self._peers if peer not in self._local_peers.peers]
+        self.lends_rows = not self._remote_peers
 
     def _swap(self, code: int, messages: Mapping[int, bytes]) -> Mapping[int, bytes]:
         """Sends each peer its message, and receives theirs, all of one length."""
         size = len(next(iter(messages.values())))
         # An event of its own: whoever is in it does not yet wait for what comes after.
-        code = code_of(f"find the ranks of its host, to {words_of(code)}")
-        posted = Posted(self, code, _mark_of(self.note(code), size), size)
+        code = collective_code(f"find the ranks of its host, to {collective_name(code)}")
+        posted = GlooWork(self, code, _message_digest(self.record(code), size), size)
         received = {peer: torch.empty(size, dtype=torch.uint8) for peer in messages}
         sent = {peer: torch.tensor([*message], dtype=torch.uint8) for peer, message in messages.items()}
         posted.alive = (*received.values(), *sent.values())
@@ -103,88 +103,88 @@ class TaggedWire(WatchedWire):
     def admit(self, code: int) -> None:
         self.agree(code)
 
-    def gather(self, output: torch.Tensor, own: torch.Tensor, code: int) -> Posted:
+    def gather(self, output: torch.Tensor, own: torch.Tensor, code: int) -> GlooWork:
         """Every rank's ``own`` into ``output``, in rank order."""
         size = own.nbytes
-        posted = Posted(self, code, self._mark(code, size), size)
+        posted = GlooWork(self, code, self._next_digest(code, size), size)
         posted.alive = (output, own)
         self._begin(posted, all_gather_call, self._post_gather)
         return posted
 
-    def _post_gather(self, posted: Posted) -> None:
+    def _post_gather(self, posted: GlooWork) -> None:
         output, own = posted.alive
         rows = output.split(own.numel())
         rows[self.rank].copy_(own)
         self._lend(posted, own, rows)
-        self._post(posted, rows, [own] * self.world, self._far)
+        self._post(posted, rows, [own] * self.world, self._remote_peers)
 
-    def gather_lent(self, output: torch.Tensor, own: torch.Tensor, code: int) -> PostedRows:
+    def gather_lent(self, output: torch.Tensor, own: torch.Tensor, code: int) -> GlooRows:
         size = own.nbytes
-        posted = PostedRows(self, code, self._mark(code, size), size)
+        posted = GlooRows(self, code, self._next_digest(code, size), size)
         posted.alive = (output, own)
         self._begin(posted, all_gather_call, self._post_row)
         return posted
 
-    def _post_row(self, posted: Posted) -> None:
+    def _post_row(self, posted: GlooWork) -> None:
         _, own = posted.alive
         self._lend(posted, own, ())
 
-    def reduce_scatter(self, output: torch.Tensor, rows: torch.Tensor, code: int) -> Posted:
+    def reduce_scatter(self, output: torch.Tensor, rows: torch.Tensor, code: int) -> GlooWork:
         """The sum over ranks of their rows for this one, in ``output``."""
         size = output.nbytes
-        posted = PostedSum(self, code, self._mark(code, size), size)
+        posted = GlooSum(self, code, self._next_digest(code, size), size)
         posted.output, posted.terms = output, [rows]
         posted.alive = (output, rows)
         self._begin(posted, reduce_scatter_call, self._post_rows)
         return posted
 
-    def _post_rows(self, posted: Posted) -> None:
-        assert isinstance(posted, PostedSum)
+    def _post_rows(self, posted: GlooWork) -> None:
+        assert isinstance(posted, GlooSum)
         output, rows = posted.alive
         sent = rows.split(output.numel())
         posted.terms = [*sent]
         posted.offset = self.rank * posted.message_bytes
         self._lend(posted, rows, posted.terms)
-        for peer in self._far:
+        for peer in self._remote_peers:
             posted.terms[peer] = torch.empty_like(output)
         posted.alive = (*posted.terms, rows)
-        self._post(posted, posted.terms, sent, self._far)
+        self._post(posted, posted.terms, sent, self._remote_peers)
 
     def lend(self, num_bytes: int) -> torch.Tensor | None:
-        near = self._vicinity
+        near = self._local_peers
         return near.lend(num_bytes) if near is not None and near.peers and num_bytes else None
 
-    def exchange(self, output: torch.Tensor, rows: torch.Tensor, code: int) -> Posted:
+    def exchange(self, output: torch.Tensor, rows: torch.Tensor, code: int) -> GlooWork:
         """Every rank's row for this one, in rank order, in ``output``: a reduce-scatter whose sum is the caller's."""
         size = rows.nbytes // self.world
-        posted = Posted(self, code, self._mark(code, size), size)
+        posted = GlooWork(self, code, self._next_digest(code, size), size)
         posted.alive = (output, rows)
         self._begin(posted, reduce_scatter_call, self._post_exchange)
         return posted
 
-    def _post_exchange(self, posted: Posted) -> None:
+    def _post_exchange(self, posted: GlooWork) -> None:
         output, rows = posted.alive
         row_numel = rows.numel() // self.world
         sent, arriving = rows.split(row_numel), output.split(row_numel)
         arriving[self.rank].copy_(sent[self.rank])
         posted.offset = self.rank * posted.message_bytes
         self._lend(posted, rows, arriving)
-        self._post(posted, arriving, sent, self._far)
+        self._post(posted, arriving, sent, self._remote_peers)
 
     def agree(self, code: int) -> None:
         """Each round doubles the number of ranks that this one knows to have come here."""
         if not self.checks:
             return
-        mark = self._mark(code, 1)
-        near = self._vicinity
+        digest = self._next_digest(code, 1)
+        near = self._local_peers
         assert near is not None
         for distance in self._rounds:
             before, after = (self.rank - distance) % self.world, (self.rank + distance) % self.world
-            posted = Posted(self, code, mark, 1)
+            posted = GlooWork(self, code, digest, 1)
             posted.near, posted.what = near, distance
             try:
                 if after in near.peers:
-                    near.tell(after, mark, distance)
+                    near.tell(after, digest, distance)
                 else:
                     posted.alive = (torch.zeros(1, dtype=torch.uint8),)
                     posted.works.append(self._send([posted.alive[0]], after, posted.tag))
@@ -197,18 +197,18 @@ class TaggedWire(WatchedWire):
                 self.fail(error)
             posted.arrive()
 
-    def _lend(self, posted: Posted, sent: torch.Tensor, arriving: Sequence[torch.Tensor]) -> None:
+    def _lend(self, posted: GlooWork, sent: torch.Tensor, arriving: Sequence[torch.Tensor]) -> None:
         near = posted.near
         assert near is not None
         if not near.peers:
             return
         try:
-            posted.lent[self.rank] = near.send(sent, posted.mark)
+            posted.lent[self.rank] = near.send(sent, posted.digest)
         except Exception as error:  # noqa: BLE001  it is raised again, once peers know
             self.fail(error)
         posted.awaited, posted.arriving = near.peers, arriving
 
-    def _post(self, posted: Posted, arriving: Any, sent: Any, peers: Iterable[int]) -> None:
+    def _post(self, posted: GlooWork, arriving: Any, sent: Any, peers: Iterable[int]) -> None:
         tag, works = posted.tag, posted.works
         try:
             for peer in peers:
@@ -220,28 +220,28 @@ class TaggedWire(WatchedWire):
 
     def _begin(
         self,
-        posted: Posted,
+        posted: GlooWork,
         counts_as: Callable[[dist.ProcessGroup], Callable[..., Any]],
-        post: Callable[[Posted], None],
+        post: Callable[[GlooWork], None],
     ) -> None:
         if not posted.message_bytes:
             return
-        posted.near = self._vicinity
+        posted.near = self._local_peers
         if not modes_are_watching():
             post(posted)
             return
         # Somebody may be counting collectives: ours count as the ones that they are.
         group = self.group()
         assert group is not None
-        count_as(counts_as(group), posted.alive, partial(post, posted), posted.works)
+        dispatch_as(counts_as(group), posted.alive, partial(post, posted), posted.works)
 
     # --- the end of a path ----------------------------------------------------------------------------------------
 
-    def _leave_path(self) -> None:
-        super()._leave_path()
-        self._vicinity, self.lends_rows = None, False
+    def _restart_log(self) -> None:
+        super()._restart_log()
+        self._local_peers, self.lends_rows = None, False
 
-    def leave_behind(self, posted: Posted) -> None:
+    def leave_behind(self, posted: GlooWork) -> None:
         """Keeps what messages that are not over are sent from and received in."""
         if posted.works:
             self._left_behind.append((posted.works, posted.alive))
@@ -256,25 +256,25 @@ class TaggedWire(WatchedWire):
         work.works = []
         return not landing.is_alive()
 
-    def let_out(self, waiting: Waiting, seconds_since_verdict: float) -> None:
-        if isinstance(waiting, (Foreign, Posted)) and waiting.looks_itself:
+    def release_wait(self, waiting: Waiting, seconds_since_failure: float) -> None:
+        if isinstance(waiting, (BackendWait, GlooWork)) and waiting.polls_failure:
             return
-        if not isinstance(waiting, Posted):
+        if not isinstance(waiting, GlooWork):
             # Nobody can take part in a collective that is not ours.
             self._close_connections()
         elif self._asked is not waiting:
             self._asked = waiting
-            self.board.ask_for_release({"tag": waiting.tag, "bytes": waiting.message_bytes})
-        elif seconds_since_verdict > _PEERS_ANSWER_SECONDS:
+            self.store.ask_for_release({"tag": waiting.tag, "bytes": waiting.message_bytes})
+        elif seconds_since_failure > _PEERS_ANSWER_SECONDS:
             self._close_connections()
 
-    def let_out_alone(self, waiting: Waiting) -> None:
-        if isinstance(waiting, Posted) and waiting.looks_itself:
+    def release_wait_alone(self, waiting: Waiting) -> None:
+        if isinstance(waiting, GlooWork) and waiting.polls_failure:
             return
         self._close_connections()
 
-    def serve_peers(self) -> None:
-        for peer, asked in self.board.releases().items():
+    def help_peers(self) -> None:
+        for peer, asked in self.store.releases().items():
             if (peer, asked["tag"]) in self._served:
                 continue
             self._served.add((peer, asked["tag"]))
@@ -293,7 +293,7 @@ class TaggedWire(WatchedWire):
                 self._receive([torch.empty(1, dtype=torch.uint8)], peer, 0).wait(timedelta(milliseconds=1))
 
 
-def _mark_of(digest: int, message_bytes: int) -> int:
+def _message_digest(digest: int, message_bytes: int) -> int:
     return digest + message_bytes * _MIX & _MASK
 
 
@@ -301,4 +301,4 @@ def _wait_for_all(works: list[Any], alive: Any) -> None:
     for work in works:
         # A message that fails is over too, and will not land; others, of other peers, still may.
         with contextlib.suppress(RuntimeError):
-            work.wait(_UNTIL_THE_WATCH_ENDS_IT)
+            work.wait(_UNTIL_THE_WATCHDOG_ENDS_IT)

@@ -12,32 +12,32 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardwise.comm.shared_memory.arena import Lent
-from shardwise.comm.shared_memory.peers import PAYLOAD, Vicinity
+from shardwise.comm.shared_memory.peers import PAYLOAD, LocalPeers
 
 if TYPE_CHECKING:
-    from shardwise.comm.channels.gloo import TaggedWire
+    from shardwise.comm.channels.gloo import GlooChannel
 
 # Above what people use for tags of their own on the same group.
 OUR_TAGS = 1 << 30
 
 
-class Posted:
+class GlooWork:
     """Messages under way: what this rank sends and what it is to receive."""
 
     # Whether the wait ends by itself when there is a verdict.
-    looks_itself = False
+    polls_failure = False
 
-    def __init__(self, wire: TaggedWire, code: int, mark: int, message_bytes: int) -> None:
+    def __init__(self, channel: GlooChannel, code: int, digest: int, message_bytes: int) -> None:
         self.code = code
         # Made of the path and the size; as much of it as gloo has room for is the tag of messages.
-        self.mark = mark
-        self.tag = OUR_TAGS | (mark >> 31)
+        self.digest = digest
+        self.tag = OUR_TAGS | (digest >> 31)
         self.message_bytes = message_bytes
-        self.wire = wire
+        self.channel = channel
         self.works: list[Any] = []
         self.alive: tuple[torch.Tensor, ...] = ()  # alive: until the messages have landed
         # Whose word this rank waits for, and what it was told that they, and this rank itself, have lent.
-        self.near: Vicinity | None = None
+        self.near: LocalPeers | None = None
         self.awaited: Sequence[int] = ()
         self.what = PAYLOAD
         self.lent: dict[int, Lent] = {}
@@ -51,48 +51,48 @@ class Posted:
 
     def arrive(self) -> None:
         """Returns when all that was sent to this rank is here, or can be read."""
-        wire = self.wire
-        wire.waiting = self
+        channel = self.channel
+        channel.waiting = self
         try:
             if self.near is not None:
-                self.looks_itself = True
+                self.polls_failure = True
                 for peer in self.awaited:
                     if self.what == PAYLOAD:
-                        self.lent[peer] = self.near.receive(peer, self.mark)
+                        self.lent[peer] = self.near.receive(peer, self.digest)
                     else:
-                        self.near.hear(peer, self.mark, self.what)
-                self.looks_itself = False
+                        self.near.hear(peer, self.digest, self.what)
+                self.polls_failure = False
             for work in self.works:
-                work.wait(*wire.patience)
+                work.wait(*channel.patience)
         except Exception as error:  # noqa: BLE001  it is raised again, once peers know
-            wire.leave_behind(self)
-            wire.fail(error)
+            channel.leave_behind(self)
+            channel.fail(error)
         finally:
-            wire.waiting = None
+            channel.waiting = None
         self.works = []
-        if wire.verdict is not None:
+        if channel.failure is not None:
             # What has landed may be a peer's help to get out of here.
-            wire.heed_verdict()
+            channel.raise_failure()
 
     def take(self) -> None:
         """Copies what neighbours have lent."""
         for peer in self.awaited:
             self.arriving[peer].copy_(self.part(peer).view(self.arriving[peer].dtype))
-        self.let_go()
+        self.release_rows()
 
     def part(self, rank: int) -> torch.Tensor:
         """What a neighbour sent to this rank, where it lies: to be read before it is let go."""
         return self.lent[rank].payload(self.offset, self.message_bytes)
 
-    def let_go(self) -> None:
+    def release_rows(self) -> None:
         if self.lent:
             for lent in self.lent.values():
                 lent.mark_read()
             self.lent = {}
-            self.wire.bytes_read += self.message_bytes * len(self.awaited)
+            self.channel.bytes_read += self.message_bytes * len(self.awaited)
 
 
-class PostedRows(Posted):
+class GlooRows(GlooWork):
     """Rows that all ranks have lent, to be read where they lie."""
 
     def take(self) -> None:
@@ -102,7 +102,7 @@ class PostedRows(Posted):
         return self.part(rank)
 
 
-class PostedSum(Posted):
+class GlooSum(GlooWork):
     """Rows under way: ``wait`` sums what has arrived, in rank order."""
 
     terms: list[torch.Tensor]
@@ -118,4 +118,4 @@ class PostedSum(Posted):
         torch.add(first, others[0], out=self.output)
         for term in others[1:]:
             self.output.add_(term)
-        self.let_go()
+        self.release_rows()

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.channels.channel import WatchedWire
+from shardwise.comm.channels.channel import WatchedChannel
 from shardwise.torch_internals import name_of
 from shardwise.torch_threads import threaded_ranks_are_stopping
 
@@ -31,10 +31,10 @@ class _Table:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.meetings: dict[int, _Meeting] = {}
+        self.meetings: dict[int, _Rendezvous] = {}
 
 
-class _Meeting:
+class _Rendezvous:
     """One collective: who has come, with which tensors."""
 
     def __init__(self) -> None:
@@ -49,30 +49,30 @@ _tables_lock = threading.Lock()
 _tables: weakref.WeakValueDictionary[str, _Table] = weakref.WeakValueDictionary()
 
 
-class Met:
+class ThreadWork:
     """This rank's side of a meeting."""
 
-    def __init__(self, wire: MeetingWire, code: int, meeting: _Meeting) -> None:
+    def __init__(self, channel: ThreadChannel, code: int, meeting: _Rendezvous) -> None:
         self.code = code
-        self.wire = wire
+        self.channel = channel
         self.meeting = meeting
 
     def wait(self) -> None:
-        meeting, wire = self.meeting, self.wire
-        wire.waiting = self
+        meeting, channel = self.meeting, self.channel
+        channel.waiting = self
         try:
-            while not meeting.is_over.wait(wire.slice_seconds):
-                if wire.verdict is not None:
-                    wire.heed_verdict()
+            while not meeting.is_over.wait(channel.slice_seconds):
+                if channel.failure is not None:
+                    channel.raise_failure()
                 if threaded_ranks_are_stopping():
                     raise SystemExit("the ranks are stopped")
         finally:
-            wire.waiting = None
+            channel.waiting = None
         if meeting.error is not None:
             raise meeting.error
 
 
-class MeetingWire(WatchedWire):
+class ThreadChannel(WatchedChannel):
     """A group of threads that compute on the CPU."""
 
     carries = True
@@ -90,23 +90,23 @@ class MeetingWire(WatchedWire):
     def admit(self, code: int) -> None:
         self.agree(code)
 
-    def gather(self, output: torch.Tensor, own: torch.Tensor, code: int) -> Met:
+    def gather(self, output: torch.Tensor, own: torch.Tensor, code: int) -> ThreadWork:
         return self._meet(code, (output, own), _gather)
 
-    def reduce_scatter(self, output: torch.Tensor, rows: torch.Tensor, code: int) -> Met:
+    def reduce_scatter(self, output: torch.Tensor, rows: torch.Tensor, code: int) -> ThreadWork:
         return self._meet(code, (output, rows), _reduce)
 
-    def exchange(self, output: torch.Tensor, rows: torch.Tensor, code: int) -> Met:
+    def exchange(self, output: torch.Tensor, rows: torch.Tensor, code: int) -> ThreadWork:
         return self._meet(code, (output, rows), _exchange)
 
     def agree(self, code: int) -> None:
         if self.checks:
             self._meet(code, _NOTHING, _agree).wait()
 
-    def _meet(self, code: int, own: Pair, work: Callable[[list[Pair]], None]) -> Met:
-        digest, table = self.note(code), self._table
+    def _meet(self, code: int, own: Pair, work: Callable[[list[Pair]], None]) -> ThreadWork:
+        digest, table = self.record(code), self._table
         with table.lock:
-            meeting = table.meetings.setdefault(digest, _Meeting())
+            meeting = table.meetings.setdefault(digest, _Rendezvous())
             meeting.arrived[self.rank] = own
             is_last = len(meeting.arrived) == self.world
             if is_last:
@@ -120,10 +120,10 @@ class MeetingWire(WatchedWire):
                 meeting.error = error
             meeting.arrived.clear()
             meeting.is_over.set()
-        return Met(self, code, meeting)
+        return ThreadWork(self, code, meeting)
 
     def land(self, work: Any) -> bool:
-        meeting: _Meeting = work.meeting
+        meeting: _Rendezvous = work.meeting
         meeting.is_over.wait(_LANDING_SECONDS)
         with self._table.lock:
             meeting.is_called_off = True

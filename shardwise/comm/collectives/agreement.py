@@ -15,24 +15,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.channels.collective_log import code_of
-from shardwise.comm.collectives.group import GroupCalls
+from shardwise.comm.channels.collective_log import collective_code
+from shardwise.comm.collectives.group import GroupCollectives
 from shardwise.errors import RankDisagreement
 from shardwise.torch_internals import unseen_by_modes
 
-_BEGIN = code_of("begin with the model")
-_COMPARE = code_of("compare the models of all ranks")
+_BEGIN = collective_code("begin with the model")
+_COMPARE = collective_code("compare the models of all ranks")
 
 
-def check_same_model(lines: Sequence[str], calls: GroupCalls, device: torch.device) -> None:
+def check_same_model(lines: Sequence[str], calls: GroupCollectives, device: torch.device) -> None:
     """Raises ``RankDisagreement`` on every rank unless all ranks of the group hold the same ``lines``.
 
     Each line describes one parameter; the message names the first that differs, and which ranks hold what.
     """
     text = "\n".join(lines).encode()
-    if not calls.wire.carries:
+    if not calls.channel.carries:
         # On the host: NCCL connects ranks in their first collective, and nothing wakes one that waits there in vain.
-        calls.wire.agree(_BEGIN)
+        calls.channel.agree(_BEGIN)
     with unseen_by_modes(), torch.inference_mode(False), torch.no_grad():
         digests = gather_bytes(hashlib.sha256(text).digest(), calls, device)
         if len(set(digests)) == 1:
@@ -55,7 +55,7 @@ def check_same_model(lines: Sequence[str], calls: GroupCalls, device: torch.devi
             )
 
 
-def gather_bytes(own: bytes, calls: GroupCalls, device: torch.device) -> list[bytes]:
+def gather_bytes(own: bytes, calls: GroupCollectives, device: torch.device) -> list[bytes]:
     """Every rank's bytes, of one length, in rank order."""
     sent = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(device)
     received = torch.empty(len(own) * calls.world, dtype=torch.uint8, device=device)
@@ -64,7 +64,7 @@ def gather_bytes(own: bytes, calls: GroupCalls, device: torch.device) -> list[by
     return [everything[start : start + len(own)] for start in range(0, len(everything), len(own))]
 
 
-def gather_objects(own: Any, calls: GroupCalls) -> list[Any]:
+def gather_objects(own: Any, calls: GroupCollectives) -> list[Any]:
     """Every rank's object, in rank order; between steps, for what differs in size from rank to rank."""
     if calls.world == 1:
         return [own]

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm.channels.channel import UNNAMED
-from shardwise.comm.collectives.group import DONE, GroupCalls, Work
+from shardwise.comm.collectives.group import DONE, GroupCollectives, Work
 from shardwise.errors import ConfigError
 from shardwise.torch_internals import backend_of, symmetric_memory
 
@@ -51,12 +51,12 @@ class ReduceScatter(Comm, Protocol):
     ) -> Work | None: ...
 
 
-class StagedCalls(GroupCalls):
+class StagedCollectives(GroupCollectives):
     """A group whose gathers and reduces go through buffers of the user's choosing; ``set_by`` names the setting."""
 
     def __init__(
         self,
-        inner: GroupCalls,
+        inner: GroupCollectives,
         allocate: Allocate,
         all_gather: AllGather | None = None,
         reduce_scatter: ReduceScatter | None = None,
@@ -82,7 +82,7 @@ class StagedCalls(GroupCalls):
         if self._own_all_gather is None:
             work: Work | None = super().issue_all_gather(received, sent, code)
         else:
-            self.wire.note(code)
+            self.channel.record(code)
             work = self._own_all_gather(received, sent, self.group, async_op=True)
         return _Staged(work, sent, received, output)
 
@@ -93,7 +93,7 @@ class StagedCalls(GroupCalls):
         if self._own_reduce_scatter is None:
             work: Work | None = super().issue_reduce_scatter(received, sent, average, code)
         else:
-            self.wire.note(code)
+            self.channel.record(code)
             op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
             work = self._own_reduce_scatter(received, sent, self.group, op, async_op=True)
         return _Staged(work, sent, received, output)
@@ -105,10 +105,10 @@ class StagedCalls(GroupCalls):
         return self._buffer_like(tensor).copy_(tensor)
 
 
-class HookedCalls(GroupCalls):
+class HookedCollectives(GroupCollectives):
     """A group whose reduces are a user's function, as torch's communication hooks are; it does the dividing too."""
 
-    def __init__(self, inner: GroupCalls, state: object, hook: Callable[..., object]) -> None:
+    def __init__(self, inner: GroupCollectives, state: object, hook: Callable[..., object]) -> None:
         # All that was looked up for the group stays so; only reduces differ.
         self.__dict__.update(inner.__dict__)
         self._state = state
@@ -143,7 +143,7 @@ class _Staged:
         self._output.copy_(self._received)
 
 
-def group_allocate(calls: GroupCalls) -> Allocate | None:
+def group_allocate(calls: GroupCollectives) -> Allocate | None:
     """The allocator that the group's backend offers for its own buffers, if it offers one."""
     backend = backend_of(calls.group, calls.device)
     if not backend.supports_tensor_alloc(calls.device):
@@ -157,7 +157,7 @@ def group_allocate(calls: GroupCalls) -> Allocate | None:
     return allocate
 
 
-def symmetric_allocate(calls: GroupCalls, backend: str, where: str) -> Allocate:
+def symmetric_allocate(calls: GroupCollectives, backend: str, where: str) -> Allocate:
     """Symmetric memory, known to all ranks of the group."""
     if backend != "NCCL" or calls.backend != "nccl":
         raise ConfigError(

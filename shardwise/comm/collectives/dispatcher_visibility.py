@@ -58,7 +58,7 @@ def _in_front_of(native: Any, defaults: tuple[Any, ...]) -> Callable[..., Any]:
     return post_or_native
 
 
-def count_as(
+def dispatch_as(
     call: Callable[..., Any], tensors: tuple[torch.Tensor, ...], post: Callable[[], None], works: list[Any]
 ) -> None:
     """Makes torch's ``call``, in which ``post`` does the work and leaves what the group does for it in ``works``."""

@@ -21,11 +21,11 @@ import torch.distributed as dist
 from torch.distributed import AllreduceOptions, AllToAllOptions, ReduceScatterOptions
 
 from shardwise import policies
-from shardwise.comm.channels.backend import NativeWire
-from shardwise.comm.channels.channel import UNNAMED, WatchedWire, Wire
-from shardwise.comm.channels.gloo import TaggedWire
-from shardwise.comm.channels.threads import MeetingWire
-from shardwise.comm.watchdog.thread import watch_over
+from shardwise.comm.channels.backend import BackendChannel
+from shardwise.comm.channels.channel import UNNAMED, Channel, WatchedChannel
+from shardwise.comm.channels.gloo import GlooChannel
+from shardwise.comm.channels.threads import ThreadChannel
+from shardwise.comm.watchdog.thread import start_watching
 from shardwise.torch_internals import AllgatherOptions, all_gather_call, backend_name, reduce_scatter_call
 
 AllReduceHook = Callable[[torch.Tensor], None]
@@ -42,7 +42,7 @@ class LentRows(Work, Protocol):
 
     def row(self, rank: int) -> torch.Tensor: ...
 
-    def let_go(self) -> None: ...
+    def release_rows(self) -> None: ...
 
 
 class _Done:
@@ -58,40 +58,40 @@ DONE = _Done()
 def land(work: Any) -> bool:
     """Whether a collective that nobody will wait for is over, so that its buffers can be used again."""
     work = getattr(work, "carried_by", work)
-    wire: Wire | None = getattr(work, "wire", None)
-    if wire is not None:
-        return wire.land(work)
+    channel: Channel | None = getattr(work, "channel", None)
+    if channel is not None:
+        return channel.land(work)
     work.wait()
     return True
 
 
-_wires_lock = threading.Lock()
-_wires: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Wire]] = weakref.WeakKeyDictionary()
+_channels_lock = threading.Lock()
+_channels: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Channel]] = weakref.WeakKeyDictionary()
 
 
-def wire_of(group: dist.ProcessGroup, device: torch.device) -> Wire:
+def channel_of(group: dist.ProcessGroup, device: torch.device) -> Channel:
     """The one wire of a group: whoever talks on it must share the path."""
-    with _wires_lock:
-        wires = _wires.setdefault(group, {})
-        if device.type not in wires:
-            wires[device.type] = wire = _make_wire(group, device)
-            if isinstance(wire, WatchedWire) and wire.checks:
-                watch_over(wire)
-        return wires[device.type]
+    with _channels_lock:
+        channels = _channels.setdefault(group, {})
+        if device.type not in channels:
+            channels[device.type] = channel = _make_channel(group, device)
+            if isinstance(channel, WatchedChannel) and channel.checks:
+                start_watching(channel)
+        return channels[device.type]
 
 
-def _make_wire(group: dist.ProcessGroup, device: torch.device) -> Wire:
+def _make_channel(group: dist.ProcessGroup, device: torch.device) -> Channel:
     backend = backend_name(group, device)
     if group.size() == 1 or backend == "fake":
-        return Wire(group, device)
+        return Channel(group, device)
     if device.type == "cpu" and backend == "gloo":
-        return TaggedWire(group, device)
+        return GlooChannel(group, device)
     if device.type == "cpu" and backend == "threaded":
-        return MeetingWire(group, device)
-    return Wire(group, device) if policies.trust().checks == "off" else NativeWire(group, device)
+        return ThreadChannel(group, device)
+    return Channel(group, device) if policies.trust().checks == "off" else BackendChannel(group, device)
 
 
-class GroupCalls:
+class GroupCollectives:
     """What the engine asks of one process group."""
 
     # Whether many tensors can be gathered as one operation, each into its own place.
@@ -108,7 +108,7 @@ class GroupCalls:
         # The fake group stands in for NCCL: it takes any operation, and moves nothing.
         self.averages = backend in ("nccl", "fake")
         self.gathers_each = self.ordered_by_stream
-        self.wire = wire_of(group, device)
+        self.channel = channel_of(group, device)
         self._all_gather = all_gather_call(group)
         self._reduce_scatter = reduce_scatter_call(group)
         self._gather_options = AllgatherOptions()
@@ -128,67 +128,67 @@ class GroupCalls:
 
     def issue_all_gather(self, output: torch.Tensor, own: torch.Tensor, code: int = UNNAMED) -> Work:
         """Gathers every rank's ``own`` into ``output``, in rank order. ``code`` says what for."""
-        wire = self.wire
-        if wire.carries:
-            gathered: Work = wire.gather(output, own, code)
+        channel = self.channel
+        if channel.carries:
+            gathered: Work = channel.gather(output, own, code)
             return gathered
-        wire.note(code)
+        channel.record(code)
         try:
             return self._all_gather(output, own, self._gather_options) or DONE
         except dist.DistBackendError as error:
-            wire.fail(error)
+            channel.fail(error)
 
     @property
     def lends_rows(self) -> bool:
         """Whether ranks can read each other's rows where they lie, at the moment."""
-        return self.wire.lends_rows
+        return self.channel.lends_rows
 
     def issue_all_gather_lent(self, output: torch.Tensor, own: torch.Tensor, code: int = UNNAMED) -> LentRows:
         """Lets every rank read every rank's ``own``. ``output`` only stands for all of them."""
-        lent: LentRows = self.wire.gather_lent(output, own, code)
+        lent: LentRows = self.channel.gather_lent(output, own, code)
         return lent
 
     def lend(self, num_bytes: int) -> torch.Tensor | None:
         """Memory for rows that other ranks can read there; None where they cannot."""
-        return self.wire.lend(num_bytes)
+        return self.channel.lend(num_bytes)
 
     def issue_all_gather_each(
         self, outputs: list[torch.Tensor], owns: list[torch.Tensor], code: int = UNNAMED
     ) -> Work:
         """Gathers every rank's ``owns``, each into its output, as one operation."""
-        self.wire.note(code)
+        self.channel.record(code)
         return self._issue(self.group.allgather_into_tensor_coalesced, outputs, owns, self._gather_options)
 
     def issue_reduce_scatter(
         self, output: torch.Tensor, rows: torch.Tensor, average: bool, code: int = UNNAMED
     ) -> Work:
         """Reduces the rows of all ranks; this rank's row arrives in ``output``."""
-        wire = self.wire
-        if wire.carries:
-            reduced: Work = wire.reduce_scatter(output, rows, code)
+        channel = self.channel
+        if channel.carries:
+            reduced: Work = channel.reduce_scatter(output, rows, code)
             return reduced
-        wire.note(code)
+        channel.record(code)
         options = self._average_options if average else self._sum_options
         try:
             return self._reduce_scatter(output, rows, options) or DONE
         except dist.DistBackendError as error:
-            wire.fail(error)
+            channel.fail(error)
 
     def issue_exchange(self, output: torch.Tensor, rows: torch.Tensor, code: int = UNNAMED) -> Work:
         """Sends each rank its row; the rows of all ranks for this one arrive in ``output``, in rank order."""
-        wire = self.wire
-        if wire.carries:
-            exchanged: Work = wire.exchange(output, rows, code)
+        channel = self.channel
+        if channel.carries:
+            exchanged: Work = channel.exchange(output, rows, code)
             return exchanged
-        wire.note(code)
+        channel.record(code)
         return self._issue(self.group.alltoall_base, output, rows, [], [], self._exchange_options)
 
     def issue_all_reduce(self, tensor: torch.Tensor, average: bool, code: int = UNNAMED) -> Work:
-        self.wire.admit(code)
+        self.channel.admit(code)
         options = AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if average else dist.ReduceOp.SUM)
         work = self._issue(self.group.allreduce, [tensor], options)
-        self.wire.follow()
+        self.channel.follow()
         return work
 
     def _issue(self, call: Callable[..., Any], *args: Any) -> Work:
@@ -199,15 +199,15 @@ class GroupCalls:
         try:
             return call(*args) or DONE
         except dist.DistBackendError as error:
-            self.wire.fail(error)
+            self.channel.fail(error)
 
 
-class SoloCalls(GroupCalls):
+class SingleRankCollectives(GroupCollectives):
     """The calls of a rank that shares with nobody: no group, no communication."""
 
     def __init__(self, device: torch.device, ordered_by_stream: bool) -> None:
         self.backend = "solo"
-        self.wire = Wire(None, device)
+        self.channel = Channel(None, device)
         self.device = device
         self.world = 1
         self.rank = 0

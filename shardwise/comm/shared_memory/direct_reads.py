@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.channels.channel import LostConnection
-from shardwise.comm.shared_memory.process_vm import Neighbours
+from shardwise.comm.shared_memory.process_vm import ProcessVMPeers
 from shardwise.errors import RankDisagreement, StateError
 
 __all__ = ["DirectReads", "zeros_in_huge_pages"]
@@ -54,7 +54,7 @@ class DirectReads:
 
     in_lockstep = True
 
-    def __init__(self, sections: Sequence[Sequence[Tensor]], rank: int, neighbours: Neighbours) -> None:
+    def __init__(self, sections: Sequence[Sequence[Tensor]], rank: int, neighbours: ProcessVMPeers) -> None:
         self._sections = sections  # alive: their addresses are in the tables
         self._rank, self._neighbours = rank, neighbours
         self._tables = [_table(section) for section in sections]
@@ -143,9 +143,9 @@ def _row(tensor: Tensor) -> Tensor:
 def _table(section: Sequence[Tensor]) -> Tensor:
     """Addresses and lengths of byte tensors, none longer than one call may copy."""
     rows = [
-        (wire.data_ptr() + offset, min(_MAX_BYTES, wire.numel() - offset))
-        for wire in section
-        for offset in range(0, wire.numel(), _MAX_BYTES)
+        (view.data_ptr() + offset, min(_MAX_BYTES, view.numel() - offset))
+        for view in section
+        for offset in range(0, view.numel(), _MAX_BYTES)
     ]
     return torch.tensor(rows, dtype=torch.int64).reshape(-1, 2)
 

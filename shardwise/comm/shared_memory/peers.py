@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from shardwise.comm.channels.channel import LostConnection, WatchedWire
+from shardwise.comm.channels.channel import LostConnection, WatchedChannel
 from shardwise.comm.shared_memory.arena import (
     MAGIC_BYTES,
     Arena,
@@ -52,7 +52,7 @@ PAYLOAD = 0
 Swap = Callable[[Mapping[int, bytes]], Mapping[int, bytes]]
 
 
-class Vicinity:
+class LocalPeers:
     """The neighbours of one rank, on one path of its wire."""
 
     def __init__(
@@ -75,7 +75,7 @@ class Vicinity:
         self._unsent[loan.payload.data_ptr()] = loan
         return loan.payload
 
-    def send(self, sent: Tensor, mark: int) -> Lent:
+    def send(self, sent: Tensor, digest: int) -> Lent:
         """Lets all neighbours read ``sent`` as it is now, and this rank too."""
         loan = self._unsent.pop(sent.data_ptr(), None)
         if loan is None:
@@ -84,30 +84,30 @@ class Vicinity:
             loan = self._unsent.pop(payload.data_ptr())
         loan.is_sent = True
         for peer in self.peers:
-            self.tell(peer, mark, PAYLOAD, loan.slot)
+            self.tell(peer, digest, PAYLOAD, loan.slot)
         return self._borrowers[self._rank].find(loan.slot)
 
-    def receive(self, peer: int, mark: int) -> Lent:
+    def receive(self, peer: int, digest: int) -> Lent:
         """Waits until a neighbour has sent what the mark is from."""
-        return self._borrowers[peer].find(self._pipes.hear(peer, (mark, PAYLOAD)))
+        return self._borrowers[peer].find(self._pipes.hear(peer, (digest, PAYLOAD)))
 
-    def tell(self, peer: int, mark: int, what: int, value: int = 0) -> None:
+    def tell(self, peer: int, digest: int, what: int, value: int = 0) -> None:
         # One that has left this path listens no more: whoever waits for it finds out why.
         with contextlib.suppress(LostConnection):
-            self._pipes.tell(peer, (mark, what), value)
+            self._pipes.tell(peer, (digest, what), value)
 
-    def hear(self, peer: int, mark: int, what: int) -> int:
+    def hear(self, peer: int, digest: int, what: int) -> int:
         """Waits until a neighbour has come to where the mark is from."""
-        return self._pipes.hear(peer, (mark, what))
+        return self._pipes.hear(peer, (digest, what))
 
 
-def find_vicinity(wire: WatchedWire, swap: Swap) -> Vicinity:
+def find_local_peers(channel: WatchedChannel, swap: Swap) -> LocalPeers:
     """Tries out which ranks of a group are near. Called by all of them."""
     # Each rank begins with the one after it, so that not all of them read from the same one.
-    peers = [(wire.rank + step) % wire.world for step in range(1, wire.world)]
-    table = hashlib.blake2b(wire.board.processes.encode(), digest_size=_DIGEST_BYTES).digest()
+    peers = [(channel.rank + step) % channel.world for step in range(1, channel.world)]
+    table = hashlib.blake2b(channel.store.processes.encode(), digest_size=_DIGEST_BYTES).digest()
     with unseen_by_modes(), contextlib.ExitStack() as until_all_have_tried:
-        arena, pipes = _open(wire.world, peers)
+        arena, pipes = _open(channel.world, peers)
         if arena is not None:
             until_all_have_tried.callback(arena.close)
         until_all_have_tried.callback(close, [end for _, end in pipes.values()])
@@ -125,8 +125,8 @@ def find_vicinity(wire: WatchedWire, swap: Swap) -> Vicinity:
     far = [peer for peer in peers if peer not in arenas or answers[peer] != _YES]
     close([ends.pop(peer) for peer in far for ends in (ears, mouths) if peer in ends])
     near_arenas = {peer: arenas[peer] for peer in peers if peer not in far}
-    return Vicinity(
-        wire.rank, wire.world, arena if near_arenas else None, near_arenas, Pipes(wire, ears, mouths)
+    return LocalPeers(
+        channel.rank, channel.world, arena if near_arenas else None, near_arenas, Pipes(channel, ears, mouths)
     )
 
 

@@ -17,7 +17,7 @@ import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 
-from shardwise.comm.channels.channel import LostConnection, WatchedWire, Wire
+from shardwise.comm.channels.channel import Channel, LostConnection, WatchedChannel
 from shardwise.errors import PeerFailure, StateError
 
 _MESSAGE = struct.Struct("<qqq")
@@ -30,8 +30,8 @@ Key = tuple[int, int]
 class Pipes:
     """A pipe from and to each of some ranks. What is said under a key waits there until somebody asks for it."""
 
-    def __init__(self, wire: Wire, ears: Mapping[int, int], mouths: Mapping[int, int]) -> None:
-        self._wire = wire
+    def __init__(self, channel: Channel, ears: Mapping[int, int], mouths: Mapping[int, int]) -> None:
+        self._channel = channel
         self._ears, self._mouths = ears, mouths
         self._heard: dict[int, dict[Key, int]] = {peer: {} for peer in ears}
         self._listening = {peer: _listening_to([ear]) for peer, ear in ears.items()}
@@ -65,7 +65,7 @@ class Pipes:
 
     def hear_first(self, peers: Sequence[int], key: Key) -> tuple[int, int]:
         """The same of several peers: which of them was the first to tell something under the key, and what."""
-        seconds = self._wire.patience_seconds
+        seconds = self._channel.patience_seconds
         until = None if seconds is None else time.monotonic() + seconds
         while True:
             for peer in peers:
@@ -79,7 +79,7 @@ class Pipes:
         listening = self._listening[peers[0]] if len(peers) == 1 else _listening_to(speakers)
         while not (ready := listening.poll(_LOOK_SECONDS * 1000)):
             names = ", ".join(map(str, sorted(peers)))
-            if isinstance(self._wire, WatchedWire) and self._wire.verdict is not None:
+            if isinstance(self._channel, WatchedChannel) and self._channel.failure is not None:
                 raise LostConnection(f"rank {names} of the group does not come")
             if until is not None and time.monotonic() > until:
                 raise PeerFailure(

@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm.channels.channel import Wire
+from shardwise.comm.channels.channel import Channel
 from shardwise.comm.shared_memory.pipes import Pipes, close
 
-__all__ = ["Neighbours", "find_neighbours"]
+__all__ = ["ProcessVMPeers", "find_process_vm_peers"]
 
 _LOGGER = logging.getLogger("shardwise")
 _MAGIC_BYTES = 16
@@ -32,19 +32,19 @@ _MASK = (1 << 61) - 1
 _MIX = 0x2545F4914F6CDD1D & _MASK
 
 
-class Neighbours(Pipes):
+class ProcessVMPeers(Pipes):
     """The ranks of a group on one host, as one of them sees the others."""
 
     def __init__(
-        self, wire: Wire, pids: Sequence[int], ears: Mapping[int, int], mouths: Mapping[int, int]
+        self, channel: Channel, pids: Sequence[int], ears: Mapping[int, int], mouths: Mapping[int, int]
     ) -> None:
-        super().__init__(wire, ears, mouths)
+        super().__init__(channel, ears, mouths)
         self._pids = pids
         self._digest, self._num_here = 0, 0
 
     def number(self) -> int:
         """For the next thing that ranks do together: the same on all that have come by the same path."""
-        digest = self._wire.path.digest
+        digest = self._channel.log.digest
         self._num_here = self._num_here + 1 if digest == self._digest else 0
         self._digest = digest
         # What was told on a path that ranks have left is never taken for this.
@@ -55,7 +55,7 @@ class Neighbours(Pipes):
         return _read(self._pids[peer], here, there)
 
 
-def find_neighbours(group: dist.ProcessGroup, wire: Wire) -> Neighbours | None:
+def find_process_vm_peers(group: dist.ProcessGroup, channel: Channel) -> ProcessVMPeers | None:
     """The ranks of a group if every one can read every other's memory, else None. Called by all ranks."""
     rank, world = group.rank(), group.size()
     magic = ctypes.create_string_buffer(secrets.token_bytes(_MAGIC_BYTES), _MAGIC_BYTES)
@@ -84,7 +84,7 @@ def find_neighbours(group: dist.ProcessGroup, wire: Wire) -> Neighbours | None:
     close([end for _, end in pipes.values()])
     ears = {peer: ear for peer, (ear, _) in pipes.items()}
     if agreed:
-        return Neighbours(wire, pids, ears, mouths)
+        return ProcessVMPeers(channel, pids, ears, mouths)
     close([*ears.values(), *mouths.values()])
     return None
 

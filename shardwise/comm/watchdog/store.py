@@ -20,9 +20,9 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-Note = dict[str, Any]
+Entry = dict[str, Any]
 # When a process began, among the fields of its stat that follow its state.
-BEGAN = 18
+START_TIME_FIELD = 18
 
 
 def _process_table() -> str:
@@ -35,15 +35,15 @@ def _process_table() -> str:
         return str(uuid.uuid4())
 
 
-def _began() -> str | None:
+def _start_time() -> str | None:
     """When this process began, as /proc tells it: another one with its number did so later."""
     try:
-        return Path("/proc/self/stat").read_text().rpartition(")")[2].split()[1:][BEGAN]
+        return Path("/proc/self/stat").read_text().rpartition(")")[2].split()[1:][START_TIME_FIELD]
     except (FileNotFoundError, PermissionError):
         return None
 
 
-class Board:
+class WatchdogStore:
     """The notes of one group."""
 
     def __init__(self, store: Any, rank: int, world: int) -> None:
@@ -51,25 +51,25 @@ class Board:
         self._rank = rank
         self._world = world
         self.processes = _process_table()
-        self._homes: dict[int, Note] = {}
+        self._homes: dict[int, Entry] = {}
         home = {
             "host": socket.gethostname(),
             "processes": self.processes,
             "pid": os.getpid(),
-            "began": _began(),
+            "began": _start_time(),
         }
         self._write(f"home/{rank}", home)
 
-    def _write(self, key: str, note: Note) -> None:
+    def _write(self, key: str, note: Entry) -> None:
         self._store.set(key, json.dumps(note))
 
-    def _read(self, key: str) -> Note | None:
+    def _read(self, key: str) -> Entry | None:
         if not self._store.check([key]):
             return None
-        note: Note = json.loads(self._store.get(key))
+        note: Entry = json.loads(self._store.get(key))
         return note
 
-    def home(self, rank: int) -> Note | None:
+    def home(self, rank: int) -> Entry | None:
         if rank not in self._homes:
             home = self._read(f"home/{rank}")
             if home is None:
@@ -77,18 +77,18 @@ class Board:
             self._homes[rank] = home
         return self._homes[rank]
 
-    def post_status(self, note: Note) -> None:
+    def post_status(self, note: Entry) -> None:
         self._write(f"status/{self._rank}", note)
 
-    def statuses(self) -> dict[int, Note]:
+    def statuses(self) -> dict[int, Entry]:
         """What ranks last said of themselves."""
         read = {rank: self._read(f"status/{rank}") for rank in range(self._world)}
         return {rank: note for rank, note in read.items() if note is not None}
 
-    def end_epoch(self, epoch: int, verdict: Note, void: Note | None = None) -> None:
+    def end_epoch(self, epoch: int, failure: Entry, void: Entry | None = None) -> None:
         """Says how an epoch ended, unless somebody has said so already; ``void`` is what counts for nothing by now."""
         known = "" if void is None else json.dumps(void)
-        self._store.compare_set(f"verdict/{epoch}", known, json.dumps(verdict))
+        self._store.compare_set(f"verdict/{epoch}", known, json.dumps(failure))
 
     def take(self, epoch: int) -> None:
         """Says that a rank has left the epoch for its verdict."""
@@ -97,12 +97,12 @@ class Board:
     def is_taken(self, epoch: int) -> bool:
         return bool(self._store.check([f"taken/{epoch}"]))
 
-    def verdict(self, epoch: int) -> Note | None:
+    def failure(self, epoch: int) -> Entry | None:
         return self._read(f"verdict/{epoch}")
 
-    def ask_for_release(self, note: Note) -> None:
+    def ask_for_release(self, note: Entry) -> None:
         self._write(f"release/{self._rank}", note)
 
-    def releases(self) -> dict[int, Note]:
+    def releases(self) -> dict[int, Entry]:
         read = {rank: self._read(f"release/{rank}") for rank in range(self._world) if rank != self._rank}
         return {rank: note for rank, note in read.items() if note is not None}

@@ -11,17 +11,17 @@ from __future__ import annotations
 import torch
 
 from shardwise.comm.channels.channel import UNNAMED
-from shardwise.comm.collectives.group import DONE, GroupCalls, Work
+from shardwise.comm.collectives.group import DONE, GroupCollectives, Work
 from shardwise.plan.spans import ceil_div
 from shardwise.plan.tree import tree_sum
 
 
-class TreeCalls(GroupCalls):
+class ExactCollectives(GroupCollectives):
     """A group whose reduces are sums by a tree over its ranks, in the dtype of what they are summed into."""
 
     set_by = "exact=True"
 
-    def __init__(self, inner: GroupCalls) -> None:
+    def __init__(self, inner: GroupCollectives) -> None:
         # All that was looked up for the group stays so; only reduces differ.
         self.__dict__.update(inner.__dict__)
         self.averages = False
@@ -68,7 +68,7 @@ class _Replicas:
 
     def __init__(
         self,
-        calls: GroupCalls,
+        calls: GroupCollectives,
         carried_by: Work,
         code: int,
         arrived: torch.Tensor,

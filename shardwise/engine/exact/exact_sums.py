@@ -24,13 +24,13 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardwise.comm.mesh import DataMesh
-from shardwise.comm.streams import Lanes
-from shardwise.engine.exact.exact_collectives import TreeCalls
-from shardwise.engine.reduce.gradient_buffer import Part, gradient_version
-from shardwise.engine.reduce.reduce_in_flight import Reduction
-from shardwise.engine.reduce.reduce_plan import PackedReduce, ReduceSettings, Sums, computed_dtype
+from shardwise.comm.streams import SideStreams
+from shardwise.engine.exact.exact_collectives import ExactCollectives
+from shardwise.engine.reduce.gradient_buffer import GradientView, gradient_version
+from shardwise.engine.reduce.reduce_in_flight import ReduceInFlight
+from shardwise.engine.reduce.reduce_plan import ReducePlan, ReduceSettings, Summation, computed_dtype
 from shardwise.engine.unit.binding import Slot
-from shardwise.engine.unit.dtensor_form import Form
+from shardwise.engine.unit.dtensor_form import ShardedForm
 from shardwise.errors import ConfigError, StateError
 from shardwise.plan.tree import is_power_of_two, total, with_term
 from shardwise.policies import MixedPrecisionPolicy
@@ -42,34 +42,34 @@ if TYPE_CHECKING:
 TALLY_ATTRIBUTE = "_shardwise_tally"
 
 
-class ExactSums(Sums):
+class ExactSummation(Summation):
     """How a unit's gradients are summed up where ``exact=True`` was said."""
 
     is_exact = True
 
     def settings(self, mesh: DataMesh) -> ReduceSettings:
-        replicate = None if mesh.replicate is None else TreeCalls(mesh.replicate)
-        return ReduceSettings(TreeCalls(mesh.shard), replicate_calls=replicate)
+        replicate = None if mesh.replicate is None else ExactCollectives(mesh.replicate)
+        return ReduceSettings(ExactCollectives(mesh.shard), replicate_calls=replicate)
 
     def plan(
         self,
         slots: list[Slot],
-        form: Form,
+        form: ShardedForm,
         mesh: DataMesh,
         precision: MixedPrecisionPolicy,
         shard_device: torch.device,
         pins: bool,
-    ) -> PackedReduce:
+    ) -> ReducePlan:
         sent = computed_dtype(slots)
         wanted = precision.reduce_dtype
         if wanted is not None and wanted.itemsize < sent.itemsize:
             sent = wanted
-        return ExactReduce(
+        return ExactReducePlan(
             slots, form, mesh, sent, shard_device, pins, torch.promote_types(sent, torch.float32)
         )
 
 
-EXACT = ExactSums()
+EXACT_SUMMATION = ExactSummation()
 
 
 def check_mesh(mesh: DataMesh, where: str) -> None:
@@ -108,13 +108,13 @@ def check_not_exact(units: Iterable[Unit], setter: str, reason: str) -> None:
             )
 
 
-class ExactReduce(PackedReduce):
+class ExactReducePlan(ReducePlan):
     """The reduce of one set of trainable slots: sent as computed, summed in float32."""
 
     def __init__(
         self,
         slots: list[Slot],
-        form: Form,
+        form: ShardedForm,
         mesh: DataMesh,
         sent_dtype: torch.dtype,
         shard_device: torch.device,
@@ -129,9 +129,9 @@ class ExactReduce(PackedReduce):
         # Which gradients are this plan's, or that of one made anew in its place.
         self.token = (id(form), self.row_numel, sum_dtype, tuple(slot.name for slot in slots))
 
-    def begin(self, settings: ReduceSettings, lanes: Lanes, codes: tuple[int, int]) -> Reduction:
+    def begin(self, settings: ReduceSettings, streams: SideStreams, codes: tuple[int, int]) -> ReduceInFlight:
         self.reduce_number = self.reduce_number + 1 if self.is_again else 0
-        return ExactReduction(self, settings, lanes, codes, self.reduce_number)
+        return ExactReduceInFlight(self, settings, streams, codes, self.reduce_number)
 
 
 class Tally:
@@ -154,13 +154,13 @@ class Tally:
         self._block_versions: list[int] = []
 
     @staticmethod
-    def found(plan: ExactReduce) -> Tally:
+    def found(plan: ExactReducePlan) -> Tally:
         """The one that the gradients of a plan carry; an empty one if they do not agree or were written to."""
         carried = (_carried(part.slot.sharded.grad) for part in plan.parts)
         tally = next((each for each in carried if each is not None and each._token == plan.token), None)
         return tally if tally is not None and tally._still_holds(plan) else Tally(plan.token)
 
-    def _still_holds(self, plan: ExactReduce) -> bool:
+    def _still_holds(self, plan: ExactReducePlan) -> bool:
         # A gradient that was replaced by a later sum may be one of its blocks, and somebody may have kept it. (What a
         # DTensor's own operations write to such a one is not seen.)
         if self._block_versions != [block._version for block in self._blocks()]:
@@ -221,25 +221,25 @@ def _carried(gradient: torch.Tensor | None) -> Tally | None:
     return tally if isinstance(tally, Tally) else None
 
 
-class ExactReduction(Reduction):
+class ExactReduceInFlight(ReduceInFlight):
     """One exact reduce under way. The own row becomes a block of the sum that gradients are."""
 
-    plan: ExactReduce
+    plan: ExactReducePlan
 
     def __init__(
         self,
-        plan: ExactReduce,
+        plan: ExactReducePlan,
         settings: ReduceSettings,
-        lanes: Lanes,
+        streams: SideStreams,
         codes: tuple[int, int],
         reduce_number: int,
     ) -> None:
-        super().__init__(plan, settings, lanes, codes)
+        super().__init__(plan, settings, streams, codes)
         self._reduce_number = reduce_number
 
     def _make_own_row(self) -> torch.Tensor:
         # From the lane's memory: blocks come and go there.
-        with self._lanes.reduce:
+        with self._streams.reduce:
             return super()._make_own_row()
 
     def _divide(self, own_row: torch.Tensor) -> None:
@@ -248,13 +248,13 @@ class ExactReduction(Reduction):
         self.is_done = True
 
     def _give_out(self) -> list[Slot]:
-        plan, lane, row = self.plan, self._lanes.reduce, self._own_row
+        plan, stream, row = self.plan, self._streams.reduce, self._own_row
         assert row is not None
         self._own_row = None
         received = {part.slot for part in self._received}
         hooked: list[Slot] = []
         given: dict[int, torch.Tensor] = {}
-        with lane:
+        with stream:
             before = Tally.found(plan)
             known = set(before.numbers)
             tally = before.with_row(self._reduce_number, row)
@@ -276,11 +276,13 @@ class ExactReduction(Reduction):
             tally.go_with(given)
         return hooked
 
-    def _part_of(self, runs: list[torch.Tensor], part: Part, base: torch.Tensor | None) -> torch.Tensor:
+    def _part_of(
+        self, runs: list[torch.Tensor], part: GradientView, base: torch.Tensor | None
+    ) -> torch.Tensor:
         gradient = runs[part.run].as_strided(part.shape, part.strides, part.start)
         if base is None:
             return gradient
         if self.plan.is_offloaded:
             # order: the transfer before the sum, because the host adds
-            self._lanes.host_after(self._lanes.reduce.mark())
+            self._streams.host_waits_for(self._streams.reduce.record_event())
         return torch.add(base, gradient)

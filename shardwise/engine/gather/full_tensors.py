@@ -13,27 +13,27 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardwise.comm.collectives.agreement import gather_objects
-from shardwise.engine.unit.flat_form import Flat, FlatSlot, Line
+from shardwise.engine.unit.flat_form import FlatForm, FlatSlot, Line
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import RankDisagreement
 from shardwise.torch_internals import unseen_by_modes
 
 
-def flat_form(unit: Unit) -> Flat:
-    assert isinstance(unit.form, Flat)
+def flat_form(unit: Unit) -> FlatForm:
+    assert isinstance(unit.form, FlatForm)
     return unit.form
 
 
 def is_flat(unit: Unit) -> bool:
     """Whether the unit was made by ``FullyShardedDataParallel``."""
-    return isinstance(unit.form, Flat)
+    return isinstance(unit.form, FlatForm)
 
 
 def flat_slots(unit: Unit) -> list[FlatSlot]:
     return [slot for slot in unit.slots if isinstance(slot, FlatSlot)]
 
 
-def whole_of(value: Any) -> Any:
+def full_tensor_of(value: Any) -> Any:
     """All of a DTensor, where its shards are; anything else as it is."""
     if not isinstance(value, DTensor):
         return value
@@ -69,17 +69,17 @@ def gather_line(unit: Unit, share: torch.Tensor) -> torch.Tensor:
     calls, root = unit.mesh.shard, unit.root
     own = share.detach().contiguous().to(unit.mesh.device)
     # order: writes to the shares before this gather, because it reads them on a lane
-    root.lanes.gather.after_compute()
-    with unseen_by_modes(), root.lanes.gather:
+    root.streams.gather.wait_compute()
+    with unseen_by_modes(), root.streams.gather:
         whole = torch.empty(calls.world * own.numel(), dtype=own.dtype, device=own.device)
         calls.issue_all_gather(whole.view(torch.uint8), own.view(torch.uint8)).wait()
-        arrival = root.lanes.gather.mark()
+        arrival = root.streams.gather.record_event()
     # order: the gather before compute, because the caller reads what arrived
-    root.lanes.compute_after(arrival)
+    root.streams.compute_waits_for(arrival)
     return whole
 
 
-def wholes_of(unit: Unit, number: int, line_values: torch.Tensor) -> list[torch.Tensor]:
+def full_tensors_of(unit: Unit, number: int, line_values: torch.Tensor) -> list[torch.Tensor]:
     """The parameters in a gathered line, as views of it in their own shapes; ``number`` is the line's."""
     layout = flat_form(unit).layout
     segment = layout.segments[number]
@@ -97,7 +97,7 @@ def gather_parameters(unit: Unit) -> dict[FlatSlot, torch.Tensor]:
     found: dict[FlatSlot, torch.Tensor] = {}
     for number, line in enumerate(flat_form(unit).lines):
         whole = gather_line(unit, line.share)
-        found.update(zip(line.slots, wholes_of(unit, number, whole), strict=True))
+        found.update(zip(line.slots, full_tensors_of(unit, number, whole), strict=True))
     return found
 
 
@@ -111,7 +111,7 @@ def gather_gradients(unit: Unit) -> dict[FlatSlot, torch.Tensor]:
             chosen = [slot if dtypes.get(slot) is dtype else None for slot in line.slots]
             parts = [None if slot is None else _part_of_gradient(slot) for slot in chosen]
             share = share_of(line, parts, share_numel, dtype, unit.mesh.device)
-            wholes = wholes_of(unit, number, gather_line(unit, share))
+            wholes = full_tensors_of(unit, number, gather_line(unit, share))
             found.update(
                 (slot, whole) for slot, whole in zip(chosen, wholes, strict=True) if slot is not None
             )

@@ -23,11 +23,11 @@ from shardwise.policies import MixedPrecisionPolicy
 from shardwise.torch_internals import copy_all, unchanged_to_autograd
 
 
-def carries_itself(local: torch.Tensor) -> bool:
+def is_tensor_extension(local: torch.Tensor) -> bool:
     return hasattr(local, "fsdp_pre_all_gather")
 
 
-class Carrier:
+class TensorExtension:
     """One such parameter, with its places in the row and in the full buffer."""
 
     def __init__(self, slot: Slot, mesh: DeviceMesh, precision: MixedPrecisionPolicy, world: int) -> None:
@@ -74,7 +74,7 @@ class Carrier:
             inputs, self._metadata = local.fsdp_pre_all_gather(self._mesh)
         return list(inputs)
 
-    def settle_in(self, row_parts: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+    def allocate(self, row_parts: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
         """Takes its places, and has the full parameter made over them once; its values come with the first gather."""
         self._row_parts, self._outputs = row_parts, outputs
         tensor, inner = self._local.fsdp_post_all_gather(tuple(outputs), self._metadata, self._param_dtype)

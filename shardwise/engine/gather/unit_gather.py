@@ -16,8 +16,8 @@ from typing import Protocol
 
 import torch
 
-from shardwise.comm.collectives.group import GroupCalls, LentRows, Work, land
-from shardwise.engine.buffers import Elastic
+from shardwise.comm.collectives.group import GroupCollectives, LentRows, Work, land
+from shardwise.engine.buffers import ElasticBuffer
 from shardwise.engine.kernels import plan_copy_out_kernel
 from shardwise.plan.layout import Layout, Piece, Share, pieces_by_rank
 from shardwise.plan.rows import RowsLayout
@@ -29,7 +29,7 @@ _IN_PLACE_BYTES = 16 << 20
 
 
 def _plan_in_place(
-    layout: Layout, full: Elastic, row: Elastic | torch.Tensor
+    layout: Layout, full: ElasticBuffer, row: ElasticBuffer | torch.Tensor
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
     """Outputs and inputs of a gather that receives each parameter in its place, where that pays."""
     shares = layout.shares()
@@ -52,7 +52,9 @@ class CopyOut(Protocol):
         """Copies the rows of all ranks to the parameters' places."""
 
 
-def _plan_copy_out(layout: Layout, rows: Elastic, full: Elastic, sent_dtypes: list[torch.dtype]) -> CopyOut:
+def _plan_copy_out(
+    layout: Layout, rows: ElasticBuffer, full: ElasticBuffer, sent_dtypes: list[torch.dtype]
+) -> CopyOut:
     if isinstance(layout, RowsLayout) and (strips := strips_of_layout(layout)) is not None:
         kernel = plan_copy_out_kernel(strips, layout.world, layout.sent_bytes, rows, full)
         if kernel is not None:
@@ -66,7 +68,7 @@ def _plan_copy_out(layout: Layout, rows: Elastic, full: Elastic, sent_dtypes: li
 class SplitRows:
     """One kernel for all: every parameter is the same columns of all rows."""
 
-    def __init__(self, layout: Layout, shares: list[Share], rows: Elastic, full: Elastic) -> None:
+    def __init__(self, layout: Layout, shares: list[Share], rows: ElasticBuffer, full: ElasticBuffer) -> None:
         world = layout.world
         self._rows = rows.tensor(torch.uint8, 0, (world, layout.sent_bytes))
         self._sizes: list[int] = []
@@ -93,7 +95,9 @@ class SplitRows:
 class CopyPieces:
     """A strided copy for each block of the rows."""
 
-    def __init__(self, layout: Layout, rows: Elastic, full: Elastic, sent_dtypes: list[torch.dtype]) -> None:
+    def __init__(
+        self, layout: Layout, rows: ElasticBuffer, full: ElasticBuffer, sent_dtypes: list[torch.dtype]
+    ) -> None:
         self._targets: list[torch.Tensor] = []
         self._sources: list[torch.Tensor] = []
         for segment, piece in layout.copy_out():
@@ -109,10 +113,10 @@ class CopyPieces:
             copy_all(self._targets, self._sources)
 
 
-class CopyLent:
+class CopySharedRows:
     """The same from rows that lie each in its rank's own memory, where all others can read it."""
 
-    def __init__(self, layout: Layout, full: Elastic, sent_dtypes: list[torch.dtype]) -> None:
+    def __init__(self, layout: Layout, full: ElasticBuffer, sent_dtypes: list[torch.dtype]) -> None:
         self._targets: list[torch.Tensor] = []
         self._pieces: list[tuple[int, torch.dtype, Piece]] = []
         for segment, piece in layout.copy_out():
@@ -133,10 +137,10 @@ class CopyLent:
             sources.append(row.as_strided(piece.shape, piece.packed_strides, start))
         if sources:
             copy_all(self._targets, sources)
-        lent.let_go()
+        lent.release_rows()
 
 
-class PackedGather:
+class UnitGather:
     """The gather of one unit, with everything but the collective itself decided beforehand."""
 
     def __init__(
@@ -145,35 +149,35 @@ class PackedGather:
         shards: torch.Tensor,
         stored_dtypes: list[torch.dtype],
         sent_dtypes: list[torch.dtype],
-        full: Elastic,
+        full: ElasticBuffer,
         device: torch.device,
-        calls: GroupCalls,
-        part_calls: GroupCalls | None,
+        calls: GroupCollectives,
+        part_calls: GroupCollectives | None,
     ) -> None:
         self.calls = calls
         self._part_calls = part_calls
         self._full = full
         # Where the rows of all ranks are the full buffer, they are received there and nothing is copied out.
-        self._rows = full if layout.is_in_place else Elastic(layout.world * layout.sent_bytes, device)
+        self._rows = full if layout.is_in_place else ElasticBuffer(layout.world * layout.sent_bytes, device)
         self._all_rows = self._rows.tensor(torch.uint8, 0, (layout.world * layout.sent_bytes,))
         self._work: Work | None = None
 
         self._own = shards
         self._shards = shards
-        self._device_row: Elastic | None = None
+        self._device_row: ElasticBuffer | None = None
         if shards.device != device:
             # Shards that live on the host: one transfer brings the row over, casts happen on the device.
-            self._device_row = Elastic(layout.stored_bytes, device)
+            self._device_row = ElasticBuffer(layout.stored_bytes, device)
             self._own = self._device_row.tensor(torch.uint8, 0, (layout.stored_bytes,))
         self._on_device = self._own
         self._casts: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._cast_row: Elastic | None = None
+        self._cast_row: ElasticBuffer | None = None
         if sent_dtypes != stored_dtypes:
             if self._rows is full and device.type == "cuda" and part_calls is None:
                 # Right to where this rank's row is received: NCCL knows that it is there already.
                 row, start = full, calls.rank * layout.sent_bytes
             else:
-                row, start = Elastic(layout.sent_bytes, device), 0
+                row, start = ElasticBuffer(layout.sent_bytes, device), 0
                 self._cast_row = row
             self._own = row.tensor(torch.uint8, start, (layout.sent_bytes,))
             for segment in layout.segments:
@@ -190,17 +194,17 @@ class PackedGather:
                 self._casts.append((target, source))
 
         self._copy_out = None if self._rows is full else _plan_copy_out(layout, self._rows, full, sent_dtypes)
-        self._copy_lent: CopyLent | None = None
+        self._copy_shared_rows: CopySharedRows | None = None
         if self._rows is not full and device.type == "cpu" and part_calls is None:
-            self._copy_lent = CopyLent(layout, full, sent_dtypes)
+            self._copy_shared_rows = CopySharedRows(layout, full, sent_dtypes)
         self._lent: LentRows | None = None
         self._in_place = _plan_in_place(layout, full, self._cast_row or self._device_row or shards)
-        self._part: Elastic | None = None
+        self._part: ElasticBuffer | None = None
         if part_calls is not None:
             # A part is a run of rows.
             self._in_place = None
             part_bytes = layout.sent_bytes * layout.world // part_calls.world
-            self._part = Elastic(part_bytes, device)
+            self._part = ElasticBuffer(part_bytes, device)
             self._part_row = self._part.tensor(torch.uint8, 0, (part_bytes,))
             self._part_source = self._rows.tensor(torch.uint8, part_calls.rank * part_bytes, (part_bytes,))
 
@@ -224,7 +228,7 @@ class PackedGather:
             target.copy_(source)
         if self._in_place is not None and self.calls.gathers_each:
             self._work = self.calls.issue_all_gather_each(*self._in_place, code)
-        elif self._copy_lent is not None and self.calls.lends_rows:
+        elif self._copy_shared_rows is not None and self.calls.lends_rows:
             self._work = self._lent = self.calls.issue_all_gather_lent(self._all_rows, self._own, code)
         else:
             if self._rows is not self._full:
@@ -237,8 +241,8 @@ class PackedGather:
         self._work.wait()
         self._work = None
         if self._lent is not None:
-            assert self._copy_lent is not None
-            self._copy_lent.run(self._lent)
+            assert self._copy_shared_rows is not None
+            self._copy_shared_rows.run(self._lent)
             self._lent = None
         elif self._copy_out is not None and self._rows.is_grown:
             self._copy_out.run()

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardwise.engine.buffers import Elastic
+from shardwise.engine.buffers import ElasticBuffer
 from shardwise.engine.unit.binding import Slot
 from shardwise.torch_internals import are_over, dtensor, local_of, spec_of
 
@@ -27,7 +27,7 @@ LEASE_ATTRIBUTE = "_shardwise_lease"
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class GradientView:
     """Where the gradient of a sharded parameter lies in its run of the own row.
 
     ``slot`` shows that parameter; ``members`` are the numbers of the full gradients it is made of. ``is_run``: the run
@@ -81,9 +81,9 @@ class GradientBuffer:
     """The gradient memory of one set of slots."""
 
     def __init__(
-        self, parts: Sequence[Part], row_numel: int, dtype: torch.dtype, device: torch.device
+        self, parts: Sequence[GradientView], row_numel: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self._memory = Elastic(row_numel * dtype.itemsize, device)
+        self._memory = ElasticBuffer(row_numel * dtype.itemsize, device)
         self.grow = self._memory.grow
         self.row = self._memory.tensor(dtype, 0, (row_numel,))
         self._locals = {
@@ -115,7 +115,7 @@ class GradientBuffer:
                 return False
         return True
 
-    def lend(self, parts: list[Part]) -> None:
+    def lend(self, parts: list[GradientView]) -> None:
         """Gives parameters their gradients, and the memory with them until the last of these is dropped."""
         gradients = self.gradients
         for part in parts[:-1]:

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from shardwise.engine.buffers import Elastic, Movable
+from shardwise.engine.buffers import ElasticBuffer, RelocatableBuffer
 from shardwise.engine.kernels import plan_pack_kernel
 from shardwise.plan.flat import FlatPacking
 from shardwise.plan.layout import Packing, Pad, Piece
@@ -54,7 +54,7 @@ def plan_slices(
     device: torch.device,
     shapes: list[tuple[int, ...]],
     gradient_dtypes: list[torch.dtype],
-) -> tuple[Movable, list[Slice]]:
+) -> tuple[RelocatableBuffer, list[Slice]]:
     """The memory of rows, and what goes through it one after another."""
     world, row_numel = packing.world, packing.row_numel
     parts: list[RowsSlice] = []
@@ -65,7 +65,7 @@ def plan_slices(
     ):
         parts = cut_into_slices(packing, _MOST_BYTES // dtype.itemsize)
     widest = max((part.row_numel for part in parts), default=row_numel)
-    rows = Movable(world * widest * dtype.itemsize, device)
+    rows = RelocatableBuffer(world * widest * dtype.itemsize, device)
     if not parts:
         pack = plan_pack(packing, rows, dtype, shapes, gradient_dtypes)
         return rows, [Slice(pack, _all_of(rows, dtype, world * row_numel), None, dtype.is_complex)]
@@ -78,13 +78,13 @@ def plan_slices(
     return rows, slices
 
 
-def _all_of(rows: Movable, dtype: torch.dtype, numel: int) -> torch.Tensor:
+def _all_of(rows: RelocatableBuffer, dtype: torch.dtype, numel: int) -> torch.Tensor:
     return rows.tensor(dtype.to_real(), 0, (2 * numel if dtype.is_complex else numel,))
 
 
 def plan_pack(
     packing: Packing,
-    rows: Elastic,
+    rows: ElasticBuffer,
     dtype: torch.dtype,
     shapes: list[tuple[int, ...]],
     gradient_dtypes: list[torch.dtype],
@@ -110,7 +110,7 @@ def plan_pack(
 def _plan_kernel(
     packing: Packing,
     columns: Span,
-    rows: Elastic,
+    rows: ElasticBuffer,
     dtype: torch.dtype,
     shapes: list[tuple[int, ...]],
     gradient_dtypes: list[torch.dtype],
@@ -132,7 +132,7 @@ class LinePack:
     """The rows of all ranks are the gradients end to end: one copy each, of zeros for gaps, all in one call."""
 
     def __init__(
-        self, packing: FlatPacking, rows: Elastic, dtype: torch.dtype, shapes: list[tuple[int, ...]]
+        self, packing: FlatPacking, rows: ElasticBuffer, dtype: torch.dtype, shapes: list[tuple[int, ...]]
     ) -> None:
         self._targets = [
             rows.tensor(dtype, packing.start(index) * dtype.itemsize, shape)
@@ -167,7 +167,7 @@ class LinePack:
 class FusedPack:
     """Everything in one kernel. Gaps between parameters are filled by tensors of zeros among the gradients."""
 
-    def __init__(self, packing: RowsPacking, rows: Elastic, dtype: torch.dtype) -> None:
+    def __init__(self, packing: RowsPacking, rows: ElasticBuffer, dtype: torch.dtype) -> None:
         row_numel, cuts, starts = packing.row_numel, packing.cuts, packing.starts
         self._rows = rows.tensor(dtype, 0, (packing.world, row_numel))
         self._world = packing.world
@@ -217,7 +217,7 @@ class _Pieces(Protocol):
 class PiecewisePack:
     """A strided copy for each piece of each parameter."""
 
-    def __init__(self, packing: _Pieces, rows: Elastic, dtype: torch.dtype, num_gradients: int) -> None:
+    def __init__(self, packing: _Pieces, rows: ElasticBuffer, dtype: torch.dtype, num_gradients: int) -> None:
         itemsize = dtype.itemsize
         self._pieces: list[list[tuple[Piece, torch.Tensor]]] = []
         for index in range(num_gradients):

@@ -13,8 +13,8 @@ from torch import is_grad_enabled
 from torch.distributed.tensor import DTensor
 
 from shardwise.comm.collectives.group import Work, land
-from shardwise.comm.streams import Lanes, Mark
-from shardwise.engine.reduce.gradient_buffer import GradientBuffer, Part, Presence
+from shardwise.comm.streams import SideStreams, StreamEvent
+from shardwise.engine.reduce.gradient_buffer import GradientBuffer, GradientView, Presence
 from shardwise.engine.unit.binding import Slot
 from shardwise.torch_internals import (
     add_all,
@@ -25,18 +25,18 @@ from shardwise.torch_internals import (
 )
 
 if TYPE_CHECKING:
-    from shardwise.engine.reduce.reduce_plan import PackedReduce, ReduceSettings
+    from shardwise.engine.reduce.reduce_plan import ReducePlan, ReduceSettings
 
 
-class Partial(NamedTuple):
+class PartialSum(NamedTuple):
     """A sum over the shard axis that still waits for its replicas, and whose gradients are in it."""
 
     row: torch.Tensor
-    parts: list[Part]
+    parts: list[GradientView]
 
     def zeroed(
         self, shards: Container[torch.Tensor], set_to_none: bool, run_starts: Sequence[int]
-    ) -> Partial | None:
+    ) -> PartialSum | None:
         """What is left of it when the gradients of these shards are zeroed; None if nothing is."""
         zeroed = [part for part in self.parts if part.slot.sharded in shards]
         for part in zeroed:
@@ -44,10 +44,10 @@ class Partial(NamedTuple):
         if not set_to_none:
             return self
         left = [part for part in self.parts if part not in zeroed]
-        return Partial(self.row, left) if left else None
+        return PartialSum(self.row, left) if left else None
 
 
-class Reduction:
+class ReduceInFlight:
     """One reduce under way.
 
     ``advance`` takes it a stage further: the own row arrives, then the replicas' sum, then gradients are given out.
@@ -55,13 +55,13 @@ class Reduction:
     """
 
     def __init__(
-        self, plan: PackedReduce, settings: ReduceSettings, lanes: Lanes, codes: tuple[int, int]
+        self, plan: ReducePlan, settings: ReduceSettings, streams: SideStreams, codes: tuple[int, int]
     ) -> None:
         self.plan = plan
         self.is_scattering = True
         self.is_done = False
         self._settings = settings
-        self._lanes = lanes
+        self._streams = streams
         self._code, self._replicas_code = codes
         self._division = plan.division(settings)
         self._puts_off = plan.mesh.replicate is not None and not settings.all_reduces
@@ -69,15 +69,15 @@ class Reduction:
         self._gradients: Sequence[torch.Tensor | None] = ()
         self._runs: Sequence[torch.Tensor] = ()
         # Set when it is issued.
-        self._received: list[Part]
+        self._received: list[GradientView]
         self._buffer: GradientBuffer | None
         self._own_row: torch.Tensor | None
-        self._packed: Mark
+        self._packed: StreamEvent
         self._read_late: list[torch.Tensor] = []
 
     def issue(self, gradients: list[torch.Tensor | None], present: Presence) -> None:
         """Packs the gradients and starts the reduce-scatter."""
-        plan, lane = self.plan, self._lanes.reduce
+        plan, stream = self.plan, self._streams.reduce
         if present is None or self._settings.includes_unused:
             self._received = plan.parts
         else:
@@ -96,13 +96,13 @@ class Reduction:
         else:
             self._own_row = self._make_own_row()
         # order: gradients before their packing, because backward writes them on the compute stream
-        lane.after_compute()
-        if self._lanes.host_runs_ahead:
+        stream.wait_compute()
+        if self._streams.host_runs_ahead:
             # alive: the gradients, until compute has waited for their packing and may reuse their memory
             self._gradients = gradients
             # alive: what the lane reads after that, until compute has waited for what comes after it on the lane
             self._read_late.append(self._own_row)
-        with lane:
+        with stream:
             for each in plan.slices:
                 if self._work is not None:
                     # order: a slice's reduce before the next one is packed, because both use the same rows; others may
@@ -110,7 +110,7 @@ class Reduction:
                     self._work.wait()
                     plan.rows.grow_in(calls.lend(plan.rows.size_bytes))
                 each.pack.fill(gradients, is_complete=present is None)
-                self._packed = lane.mark()
+                self._packed = stream.record_event()
                 if division.before != 1.0:
                     each.rows.div_(division.before)
                 self._work = calls.issue_reduce_scatter(
@@ -129,7 +129,7 @@ class Reduction:
         """Lets compute's allocator have the full gradients' memory back."""
         if self._gradients:
             # order: packing before compute, because compute's allocator reuses the gradients' memory from here on
-            self._lanes.compute_after(self._packed)
+            self._streams.compute_waits_for(self._packed)
             self._gradients = ()
 
     def let_rows_go(self) -> None:
@@ -144,7 +144,7 @@ class Reduction:
         self.let_gradients_go()
         if self.is_done:
             return
-        with self._lanes.reduce:
+        with self._streams.reduce:
             if self.is_scattering:
                 self._receive_own_row()
             elif self._work is not None:
@@ -165,22 +165,22 @@ class Reduction:
         """Lets the collective land and drops what it brings; False if it may still land later."""
         self.let_gradients_go()
         if self._work is not None:
-            with self._lanes.reduce:
+            with self._streams.reduce:
                 if not land(self._work):
                     return False
-        if not self._lanes.host_runs_ahead:
+        if not self._streams.host_runs_ahead:
             self.let_rows_go()
         return True
 
     # Stages are taken on the reduce lane.
 
     def _receive_own_row(self) -> None:
-        plan, lanes = self.plan, self._lanes
+        plan, streams = self.plan, self._streams
         assert self._work is not None
         assert self._own_row is not None
         self._work.wait()
         self._work = None
-        if not lanes.host_runs_ahead:
+        if not streams.host_runs_ahead:
             self.let_rows_go()
         if plan.partial is not None:
             self._own_row.add_(plan.partial.row)
@@ -190,13 +190,13 @@ class Reduction:
             plan.partial = None
         self.is_scattering = False
         if self._puts_off:
-            plan.partial = Partial(self._own_row, self._received)
+            plan.partial = PartialSum(self._own_row, self._received)
             self._received, self._own_row = [], None
             self.is_done = True
         elif plan.mesh.replicate is not None:
             # order: the shard axis's sum before the replicas', because they add up its result
-            lanes.replicate.after(lanes.reduce.mark())
-            with lanes.replicate:
+            streams.replicate.wait_event(streams.reduce.record_event())
+            with streams.replicate:
                 calls = self._settings.replicate_calls or plan.mesh.replicate
                 self._work = calls.issue_all_reduce(
                     self._own_row, self._division.group_averages, self._replicas_code
@@ -207,11 +207,11 @@ class Reduction:
     def _receive_replicas(self) -> None:
         assert self._work is not None
         assert self._own_row is not None
-        with self._lanes.replicate:
+        with self._streams.replicate:
             self._work.wait()
         self._work = None
         # order: the replicas' sum before its division, because gradients are given out on the reduce lane
-        self._lanes.reduce.after(self._lanes.replicate.mark())
+        self._streams.reduce.wait_event(self._streams.replicate.record_event())
         self._divide(self._own_row)
 
     def _divide(self, own_row: torch.Tensor) -> None:
@@ -254,8 +254,8 @@ class Reduction:
         return runs
 
     def _give_out(self) -> list[Slot]:
-        given: list[Part] = []
-        added: list[Part] = []
+        given: list[GradientView] = []
+        added: list[GradientView] = []
         hooked: list[Slot] = []
         with plain_attributes():
             for part in self._received:
@@ -278,41 +278,41 @@ class Reduction:
         self._runs = ()
         return hooked
 
-    def _give_through_hooks(self, part: Part) -> None:
+    def _give_through_hooks(self, part: GradientView) -> None:
         """Gives out a gradient as the hooks of ``register_hook`` change it."""
-        param, lane = part.slot.sharded, self._lanes.reduce
-        with lane, enabled_attributes():
+        param, stream = part.slot.sharded, self._streams.reduce
+        with stream, enabled_attributes():
             if self.plan.is_offloaded:
                 # order: the transfer before the hooks, because they read the gradient on the host
-                self._lanes.host_after(lane.mark())
+                self._streams.host_waits_for(stream.record_event())
             gradient = part.slot.gradient(self._gradient(part).clone())
             for hook in tuple((param._backward_hooks or {}).values()):
                 changed = hook(gradient)
                 gradient = gradient if changed is None else changed
             param.grad = gradient if param.grad is None else param.grad + gradient
 
-    def _cut(self, parts: list[Part]) -> Sequence[torch.Tensor]:
+    def _cut(self, parts: list[GradientView]) -> Sequence[torch.Tensor]:
         """The gradients of these parts, in their order."""
         numels = self.plan.part_numels
         if numels is not None and len(parts) == self.plan.num_given:
             return self._runs[0].split_with_sizes(numels)
         return [self._gradient(part) for part in parts]
 
-    def _gradient(self, part: Part) -> torch.Tensor:
+    def _gradient(self, part: GradientView) -> torch.Tensor:
         run = self._runs[part.run]
         return run if part.is_run else run.as_strided(part.shape, part.strides, part.start)
 
-    def _add_to_existing(self, parts: list[Part]) -> None:
+    def _add_to_existing(self, parts: list[GradientView]) -> None:
         held: list[torch.Tensor] = []
         for part in parts:
             existing = part.slot.sharded.grad
             assert existing is not None
             held.append(local_of(existing) if isinstance(existing, DTensor) else existing)
-        lane = self._lanes.reduce
-        with lane:
+        stream = self._streams.reduce
+        with stream:
             if self.plan.is_offloaded:
                 # order: the transfer before the sum, because the host adds
-                self._lanes.host_after(lane.mark())
+                self._streams.host_waits_for(stream.record_event())
             add_all(held, [self._gradient(part) for part in parts])
 
 

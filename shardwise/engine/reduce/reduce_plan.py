@@ -21,15 +21,15 @@ from typing import NamedTuple
 
 import torch
 
-from shardwise.comm.collectives.custom import HookedCalls
-from shardwise.comm.collectives.group import AllReduceHook, GroupCalls
+from shardwise.comm.collectives.custom import HookedCollectives
+from shardwise.comm.collectives.group import AllReduceHook, GroupCollectives
 from shardwise.comm.mesh import DataMesh
-from shardwise.comm.streams import Lanes
-from shardwise.engine.reduce.gradient_buffer import GradientBuffer, Part
+from shardwise.comm.streams import SideStreams
+from shardwise.engine.reduce.gradient_buffer import GradientBuffer, GradientView
 from shardwise.engine.reduce.pack import plan_slices
-from shardwise.engine.reduce.reduce_in_flight import Partial, Reduction
+from shardwise.engine.reduce.reduce_in_flight import PartialSum, ReduceInFlight
 from shardwise.engine.unit.binding import Slot
-from shardwise.engine.unit.dtensor_form import Form
+from shardwise.engine.unit.dtensor_form import ShardedForm
 from shardwise.plan.division import Division, plan_division
 from shardwise.policies import MixedPrecisionPolicy
 
@@ -38,13 +38,13 @@ from shardwise.policies import MixedPrecisionPolicy
 class ReduceSettings:
     """What users set about a unit's reduce; read when one is issued."""
 
-    calls: GroupCalls
+    calls: GroupCollectives
     divide_factor: float | None = None
     sums_only: bool = False
     all_reduces: bool = True
     includes_unused: bool = False
     # In the place of the mesh's own, to sum over replicas with.
-    replicate_calls: GroupCalls | None = None
+    replicate_calls: GroupCollectives | None = None
     hook: AllReduceHook | None = None
     hook_stream: torch.cuda.Stream | None = None
     # Told when a unit's gradients have been given out, with what to wait for before the host reads them.
@@ -53,18 +53,22 @@ class ReduceSettings:
     is_hooked: bool = False
 
     def use_hook(
-        self, shard: GroupCalls, replicate: GroupCalls | None, state: object, hook: Callable[..., object]
+        self,
+        shard: GroupCollectives,
+        replicate: GroupCollectives | None,
+        state: object,
+        hook: Callable[..., object],
     ) -> None:
         """Lets a user's function do the reduce, and the division with it."""
         self.is_hooked = True
         self.divide_factor, self.sums_only = 1.0, True
         if replicate is None:
-            self.calls = HookedCalls(shard, state, hook)
+            self.calls = HookedCollectives(shard, state, hook)
         else:
-            self.replicate_calls = HookedCalls(replicate, state, hook)
+            self.replicate_calls = HookedCollectives(replicate, state, hook)
 
 
-class Sums:
+class Summation:
     """How a unit's gradients are summed up: this is how by default, in the order that each group likes best."""
 
     is_exact = False
@@ -75,18 +79,18 @@ class Sums:
     def plan(
         self,
         slots: list[Slot],
-        form: Form,
+        form: ShardedForm,
         mesh: DataMesh,
         precision: MixedPrecisionPolicy,
         shard_device: torch.device,
         pins: bool,
-    ) -> PackedReduce:
+    ) -> ReducePlan:
         """The reduce of these slots, in one dtype: the policy's, or the one that holds all gradients without loss."""
         dtype = precision.reduce_dtype or computed_dtype(slots)
-        return PackedReduce(slots, form, mesh, dtype, shard_device, pins)
+        return ReducePlan(slots, form, mesh, dtype, shard_device, pins)
 
 
-SUMS = Sums()
+DEFAULT_SUMMATION = Summation()
 
 
 def computed_dtype(slots: list[Slot]) -> torch.dtype:
@@ -97,7 +101,7 @@ def computed_dtype(slots: list[Slot]) -> torch.dtype:
     return dtype
 
 
-class _Run(NamedTuple):
+class _DtypeRun(NamedTuple):
     """Neighbours in the own row whose shards have one dtype."""
 
     dtype: torch.dtype
@@ -105,7 +109,7 @@ class _Run(NamedTuple):
     numel: int
 
 
-def _numels_end_to_end(parts: list[Part], runs: list[_Run]) -> list[int] | None:
+def _numels_end_to_end(parts: list[GradientView], runs: list[_DtypeRun]) -> list[int] | None:
     """The lengths to cut the one run into, if parts lie there end to end; the last may be of padding."""
     end = 0
     numels = []
@@ -119,13 +123,13 @@ def _numels_end_to_end(parts: list[Part], runs: list[_Run]) -> list[int] | None:
     return numels if end == runs[0].numel else [*numels, runs[0].numel - end]
 
 
-class PackedReduce:
+class ReducePlan:
     """The reduce of one set of trainable slots, decided beforehand."""
 
     def __init__(
         self,
         slots: list[Slot],
-        form: Form,
+        form: ShardedForm,
         mesh: DataMesh,
         reduce_dtype: torch.dtype,
         shard_device: torch.device,
@@ -154,7 +158,9 @@ class PackedReduce:
         )
 
         self.runs = [
-            _Run(form.gradient_dtype(slots[section.members[0]], reduce_dtype), section.start, section.numel)
+            _DtypeRun(
+                form.gradient_dtype(slots[section.members[0]], reduce_dtype), section.start, section.numel
+            )
             for section in packing.sections
         ]
         self.parts = form.parts(slots, packing, mesh.shard.rank)
@@ -167,16 +173,16 @@ class PackedReduce:
         )
         self._lends = self.is_one_run and form.lends_gradients
         # Whose rows are in the buffer now.
-        self.filled_by: Reduction | None = None
+        self.filled_by: ReduceInFlight | None = None
         # Kept while the all-reduce is put off.
-        self.partial: Partial | None = None
+        self.partial: PartialSum | None = None
         self._buffer: GradientBuffer | None = None
         # What this reduce is called, for each set of gradients that came.
         self.codes: dict[object, tuple[int, int]] = {}
         self._divisions: dict[tuple[float | None, bool], Division] = {}
 
-    def begin(self, settings: ReduceSettings, lanes: Lanes, codes: tuple[int, int]) -> Reduction:
-        return Reduction(self, settings, lanes, codes)
+    def begin(self, settings: ReduceSettings, streams: SideStreams, codes: tuple[int, int]) -> ReduceInFlight:
+        return ReduceInFlight(self, settings, streams, codes)
 
     @property
     def is_offloaded(self) -> bool:

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardwise import policies
-from shardwise.comm.channels.channel import Wire
-from shardwise.comm.collectives.group import GroupCalls
-from shardwise.engine.step.non_finite import Guard
-from shardwise.engine.step.optimizer_hooks import is_running, last_checkpoint
+from shardwise.comm.channels.channel import Channel
+from shardwise.comm.collectives.group import GroupCollectives
+from shardwise.engine.step.non_finite import NonFiniteGuard
+from shardwise.engine.step.optimizer_hooks import is_inside_step, last_checkpoint
 from shardwise.engine.step.undo import Undo
 from shardwise.engine.unit.collective_names import STEP
 from shardwise.errors import StateError
@@ -29,48 +29,50 @@ if TYPE_CHECKING:
 def forget_torn_steps(units: Iterable[Unit]) -> None:
     """Parameters are loaded anew: a step that broke off or was torn before that is no matter any more."""
     for unit in units:
-        if unit.root.accord.is_broken:
+        if unit.root.agreement.is_broken:
             unit.root.reset()
-        unit.root.accord.forget_torn_step()
+        unit.root.agreement.forget_torn_step()
 
 
-class Accord:
+class StepAgreement:
     """What this rank has agreed on with those it shares a model with."""
 
     def __init__(self, top: Unit) -> None:
         self._rank = top.rank
-        self._groups: list[GroupCalls] = []
+        self._groups: list[GroupCollectives] = []
         # Weak: the models' modules own them.
         self._units = [weakref.ref(top)]
-        self.wires: list[Wire] = []
+        self.channels: list[Channel] = []
         self._epochs: list[int] = []
         self._num_agreed: list[int] = []
         self._has_broken_off = False
-        self.guard: Guard | None = None
+        self.guard: NonFiniteGuard | None = None
         self._undo: Undo | None = None
         self._stepping: weakref.ref[torch.optim.Optimizer] | None = None
         self._is_torn = False
 
-    def settle(self, units: Iterable[Unit]) -> int:
+    def register_units(self, units: Iterable[Unit]) -> int:
         """Finds the groups that units share with other ranks; the model's number among those on its first group."""
         self._units = [weakref.ref(unit) for unit in units]
         self._find_groups()
-        if not self.wires:
+        if not self.channels:
             return 1
-        self.wires[0].num_models += 1
-        return self.wires[0].num_models
+        self.channels[0].num_models += 1
+        return self.channels[0].num_models
 
     def _alive(self) -> list[Unit]:
         return [unit for reference in self._units if (unit := reference()) is not None]
 
     def _find_groups(self) -> None:
-        found = {calls.wire: calls for unit in self._alive() for calls in unit.all_calls() if calls.world > 1}
-        self._groups, self.wires = list(found.values()), list(found)
-        self._num_agreed = [0] * len(self.wires)
+        found = {
+            calls.channel: calls for unit in self._alive() for calls in unit.all_calls() if calls.world > 1
+        }
+        self._groups, self.channels = list(found.values()), list(found)
+        self._num_agreed = [0] * len(self.channels)
         self._note_epochs()
 
     def _note_epochs(self) -> None:
-        self._epochs = [wire.path.epoch for wire in self.wires]
+        self._epochs = [channel.log.epoch for channel in self.channels]
 
     # --- a step ---------------------------------------------------------------------------------------------------
 
@@ -85,13 +87,13 @@ class Accord:
     def begin_backward(self) -> None:
         self._note_epochs()
         if (policies.trust().non_finite is None) != (self.guard is None):
-            self.guard = Guard(self._rank) if self.guard is None else None
+            self.guard = NonFiniteGuard(self._rank) if self.guard is None else None
         if self._undo is not None:
             self._undo.keep_gradients(slot for unit in self._alive() for slot in unit.slots)
 
     def before_optimizer(self, optimizer: torch.optim.Optimizer, in_backward: bool) -> None:
         """Lets an optimizer use the step once all ranks have taken it alike."""
-        if self._stepping is not None and self._stepping() is optimizer and is_running(optimizer):
+        if self._stepping is not None and self._stepping() is optimizer and is_inside_step(optimizer):
             # A class whose step calls that of the class it derives from.
             return
         try:
@@ -101,22 +103,22 @@ class Accord:
             raise
         policy = policies.trust().non_finite
         if self.guard is not None and policy is not None:
-            self.guard.judge(policy, optimizer, self._groups)
+            self.guard.check(policy, optimizer, self._groups)
         if self._undo is not None and not in_backward:
             self._undo.forget()
         self._stepping = weakref.ref(optimizer)
 
     def _meet(self, in_backward: bool) -> None:
-        if not self.wires:
+        if not self.channels:
             # An optimizer that steps before the first forward.
             self._find_groups()
-        for index, wire in enumerate(self.wires):
-            if in_backward and wire.path.num_events == self._num_agreed[index]:
+        for index, channel in enumerate(self.channels):
+            if in_backward and channel.log.num_events == self._num_agreed[index]:
                 # An optimizer for each parameter, run by its hook: nothing was done since the last of them.
-                wire.note(STEP)
+                channel.record(STEP)
             else:
-                wire.agree(STEP)
-            self._num_agreed[index] = wire.path.num_events
+                channel.agree(STEP)
+            self._num_agreed[index] = channel.log.num_events
 
     def after_optimizer(self) -> None:
         self._stepping = None
@@ -127,17 +129,17 @@ class Accord:
     def is_broken(self) -> bool:
         """Whether a step raised, here or on another rank, and nothing was done about it yet."""
         return self._has_broken_off or any(
-            wire.path.epoch != epoch for wire, epoch in zip(self.wires, self._epochs, strict=True)
+            channel.log.epoch != epoch for channel, epoch in zip(self.channels, self._epochs, strict=True)
         )
 
     def break_off(self, what: str) -> None:
         """Tells peers, which may be waiting for this rank, that it has left the step; once a step."""
         if self._has_broken_off:
             return
-        for wire, epoch in zip(self.wires, self._epochs, strict=True):
+        for channel, epoch in zip(self.channels, self._epochs, strict=True):
             # A wire that has begun a new path by itself has told them.
-            if wire.path.epoch == epoch:
-                wire.break_off(what)
+            if channel.log.epoch == epoch:
+                channel.break_off(what)
         self._has_broken_off = True
         self._put_back()
 
@@ -157,13 +159,13 @@ class Accord:
     def check_not_torn(self) -> None:
         """Raises if an optimizer's step began and did not end: this rank's parameters are half updated."""
         optimizer = self._stepping() if self._stepping is not None else None
-        if optimizer is None or is_running(optimizer):
+        if optimizer is None or is_inside_step(optimizer):
             return
         what = f"the step of {type(optimizer).__name__} on rank {self._rank} raised, and is torn"
         if not self._is_torn:
             self._is_torn = True
-            for wire in self.wires:
-                wire.break_off(what)
+            for channel in self.channels:
+                channel.break_off(what)
         checkpoint = f" ({last_checkpoint()})" if last_checkpoint() else ""
         raise StateError(
             f"{what}: some of its parameters are updated and some are not",

@@ -22,37 +22,37 @@ if TYPE_CHECKING:
     from shardwise.engine.step.root import Root
 
 
-class _Watch(threading.local):
+class _RootCollector(threading.local):
     """Who wants to know which roots run on this thread."""
 
     seen: list[Root] | None = None
 
 
-_watch = _Watch()
+_root_collector = _RootCollector()
 
 
 @contextmanager
-def watch_roots(seen: list[Root]) -> Iterator[None]:
+def collect_roots(seen: list[Root]) -> Iterator[None]:
     """While it is open, roots whose forward begins on this thread are added to ``seen``, in that order."""
-    outer, _watch.seen = _watch.seen, seen
+    outer, _root_collector.seen = _root_collector.seen, seen
     try:
         yield
     finally:
-        _watch.seen = outer
+        _root_collector.seen = outer
 
 
-def note_root(root: Root) -> None:
+def report_root(root: Root) -> None:
     """The forward of a root begins."""
-    if _watch.seen is not None and root not in _watch.seen:
-        _watch.seen.append(root)
+    if _root_collector.seen is not None and root not in _root_collector.seen:
+        _root_collector.seen.append(root)
 
 
 # --- recording --------------------------------------------------------------------------------------------------------
 
 
-def obstacle_to_capture(root: Root) -> str | None:
+def why_not_capturable(root: Root) -> str | None:
     """Why a CUDA graph cannot hold a step of this model, if it cannot."""
-    if not root.lanes.host_runs_ahead:
+    if not root.streams.host_runs_ahead:
         return f"the model is sharded over {root.top.mesh.device}"
     for unit in root.units:
         if unit.is_offloaded:
@@ -69,47 +69,47 @@ def obstacle_to_capture(root: Root) -> str | None:
 
 
 @contextmanager
-def recorded(root: Root) -> Iterator[None]:
+def recording(root: Root) -> Iterator[None]:
     """While it is open, what is issued is recorded and does not run."""
-    for wire in root.accord.wires:
-        wire.is_recorded = True
+    for channel in root.agreement.channels:
+        channel.is_recorded = True
     try:
         yield
     finally:
-        for wire in root.accord.wires:
-            wire.to_reach = None
-            wire.is_recorded = False
+        for channel in root.agreement.channels:
+            channel.last_event = None
+            channel.is_recorded = False
 
 
-def join_lanes(root: Root) -> None:
+def join_streams(root: Root) -> None:
     """Makes the compute stream wait for every lane that takes part in a capture, which must end in one stream."""
-    lanes = root.lanes
-    for lane in (lanes.gather, lanes.reduce, lanes.replicate):
-        with lane:
+    streams = root.streams
+    for stream in (streams.gather, streams.reduce, streams.replicate):
+        with stream:
             takes_part = torch.cuda.is_current_stream_capturing()
         if takes_part:
             # order: the lane's work before the end of the capture, because a graph has one end
-            lanes.compute_after(lane.mark())
+            streams.compute_waits_for(stream.record_event())
 
 
 # --- replaying --------------------------------------------------------------------------------------------------------
 
 
-def is_as_left(root: Root) -> bool:
+def is_unchanged(root: Root) -> bool:
     """Whether parameters are the ones that the last gathers found, trained or frozen as they were."""
-    return all(unit.is_as_left() for unit in root.units)
+    return all(unit.is_unchanged() for unit in root.units)
 
 
 def begin_replay(root: Root) -> None:
     """Lets a recorded step run once all ranks have come to it alike: it holds the optimizer's step, too."""
-    for wire in root.accord.wires:
-        wire.agree(REPLAY)
+    for channel in root.agreement.channels:
+        channel.agree(REPLAY)
 
 
 def end_replay(root: Root) -> None:
     """Watches the recorded step, and reshards units left unsharded: the shards have changed unseen."""
-    for wire in root.accord.wires:
-        wire.follow()
+    for channel in root.agreement.channels:
+        channel.follow()
     for unit in root.units:
         if unit.state is not SHARDED:
             unit.reshard(trace.IDLE)

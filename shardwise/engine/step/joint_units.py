@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from shardwise.engine.unit.unit import Unit
 
 
-class Participation:
+class JointUnits:
     """The joint units of one root."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
@@ -101,7 +101,7 @@ def set_joint(units: Iterable[Unit], is_joint: bool) -> None:
         unit.reshard(trace.IDLE)
         unit.is_joint = unit.gradients.settings.includes_unused = is_joint
     for root in dict.fromkeys(unit.root for unit in units):
-        root.note_joint_units()
+        root.update_joint_units()
 
 
 class _Tied(torch.autograd.Function):

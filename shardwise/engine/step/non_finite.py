@@ -19,7 +19,7 @@ from shardwise.errors import NonFiniteGradients
 from shardwise.torch_internals import unseen_by_modes
 
 if TYPE_CHECKING:
-    from shardwise.comm.collectives.group import GroupCalls
+    from shardwise.comm.collectives.group import GroupCollectives
     from shardwise.engine.unit.binding import Slot
 
 _LOGGER = logging.getLogger("shardwise")
@@ -28,7 +28,7 @@ _HEAD = struct.Struct("<ii")
 _RECORD_BYTES = 512
 
 
-class Guard:
+class NonFiniteGuard:
     """What the backwards since the last step brought, on this rank."""
 
     def __init__(self, rank: int) -> None:
@@ -45,7 +45,7 @@ class Guard:
     def forget(self) -> None:
         self._seen = []
 
-    def judge(self, policy: str, optimizer: Optimizer, groups: Iterable[GroupCalls]) -> None:
+    def check(self, policy: str, optimizer: Optimizer, groups: Iterable[GroupCollectives]) -> None:
         """Does what the policy says, on all ranks alike, if one of them had a gradient that is not finite."""
         number, rank, name = self._first_on_all_ranks(groups)
         self._seen = []
@@ -66,7 +66,7 @@ class Guard:
             what += "; the step is left out on all ranks"
         _LOGGER.warning("%s", what)
 
-    def _first_on_all_ranks(self, groups: Iterable[GroupCalls]) -> tuple[int, int, str]:
+    def _first_on_all_ranks(self, groups: Iterable[GroupCollectives]) -> tuple[int, int, str]:
         first = self._first_here()
         # Over each axis in turn: what one axis's ranks know, the next one's learn.
         for calls in groups:

@@ -48,7 +48,7 @@ def last_checkpoint() -> str:
     return _NOTE["checkpoint"]
 
 
-def is_running(optimizer: Optimizer) -> bool:
+def is_inside_step(optimizer: Optimizer) -> bool:
     """Whether this thread is inside a step of ``optimizer``, as in a closure."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -58,7 +58,7 @@ def is_running(optimizer: Optimizer) -> bool:
     return False
 
 
-class Stepping:
+class OptimizerHooks:
     """The hooks of this process on optimizers' steps."""
 
     def __init__(self) -> None:
@@ -185,4 +185,4 @@ def _check_not_all_held(optimizer: Optimizer, units: list[Unit]) -> None:
         )
 
 
-STEPPING = Stepping()
+OPTIMIZER_HOOKS = OptimizerHooks()

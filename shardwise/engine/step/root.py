@@ -21,15 +21,15 @@ import torch
 
 from shardwise import trace
 from shardwise.comm.collectives.agreement import check_same_model
-from shardwise.comm.streams import Mark, lanes_for, take_workspaces
+from shardwise.comm.streams import StreamEvent, side_streams_for, take_workspaces
 from shardwise.engine.exact.exact_sums import check_model
-from shardwise.engine.reduce.reduce_in_flight import Reduction, run_user_hooks
-from shardwise.engine.reduce.reduce_plan import PackedReduce, ReduceSettings
-from shardwise.engine.step.agreement import Accord
-from shardwise.engine.step.graph_capture import note_root
-from shardwise.engine.step.joint_units import Participation
+from shardwise.engine.reduce.reduce_in_flight import ReduceInFlight, run_user_hooks
+from shardwise.engine.reduce.reduce_plan import ReducePlan, ReduceSettings
+from shardwise.engine.step.agreement import StepAgreement
+from shardwise.engine.step.graph_capture import report_root
+from shardwise.engine.step.joint_units import JointUnits
 from shardwise.engine.unit.binding import Slot, clean_name, units_of
-from shardwise.engine.unit.collective_names import UnitEvents
+from shardwise.engine.unit.collective_names import CollectiveNames
 from shardwise.errors import StateError
 from shardwise.plan.lifecycle import SHARDED, UNSHARDED
 from shardwise.plan.schedule import Window
@@ -37,7 +37,7 @@ from shardwise.torch_internals import backward_passes, do_aside, inside_backward
 
 if TYPE_CHECKING:
     from shardwise.engine.reduce.gradient_buffer import Presence
-    from shardwise.engine.unit.autograd_signals import Pass
+    from shardwise.engine.unit.autograd_signals import Visit
     from shardwise.engine.unit.unit import Unit
 
 
@@ -73,7 +73,7 @@ class Root:
         # Weak, as all that leads from a root to its units: modules own them, and somebody who keeps one module or
         # parameter of a model must not keep the memory of all.
         self._top = weakref.ref(top)
-        self.lanes = lanes_for(top.mesh.device)
+        self.streams = side_streams_for(top.mesh.device)
         self.in_forward = False
         self.in_backward = False
         self.expects_backward = True
@@ -81,16 +81,16 @@ class Root:
         self.is_last_backward = True
         self.window = Window()
         self.family: list[weakref.ref[Unit]] = []
-        self._is_settled = False
-        self._leaving: deque[tuple[Unit, Mark]] = deque()
-        self._in_flight: deque[Reduction] = deque()
+        self._has_adopted = False
+        self._leaving: deque[tuple[Unit, StreamEvent]] = deque()
+        self._in_flight: deque[ReduceInFlight] = deque()
         # Reduces that are through, but whose rows the lane may still read.
-        self._reduced: deque[Reduction] = deque()
+        self._reduced: deque[ReduceInFlight] = deque()
         self._is_offloaded = False
         self.post_optim_event: torch.Event | None = None
-        self.accord = Accord(top)
+        self.agreement = StepAgreement(top)
         # Only where ranks may run different units.
-        self.participation: Participation | None = None
+        self.joint_units: JointUnits | None = None
         self._adopt(top)
 
     # --- the family -----------------------------------------------------------------------------------------------
@@ -112,9 +112,9 @@ class Root:
         unit.number = len(self.family)
         self.family.append(weakref.ref(unit))
 
-    def settle(self) -> None:
+    def adopt_units(self) -> None:
         """Adopts every unit below, names them by their place in the model, and checks that all ranks mean the same."""
-        if self._is_settled:
+        if self._has_adopted:
             return
         names: dict[Unit, str] = {self.top: ""}
         for module in self.top.modules:
@@ -124,7 +124,7 @@ class Root:
         for unit in names:
             if unit.root is self:
                 continue
-            if unit.root.accord.is_broken:
+            if unit.root.agreement.is_broken:
                 # It ran alone and raised: that step has ended all the same.
                 unit.root.recover()
             elif unit.root.is_busy:
@@ -133,24 +133,24 @@ class Root:
                     where=f"first forward of the model around it, rank {unit.rank}",
                     fix="finish its backward before the outer model runs for the first time",
                 )
-        model = self.accord.settle(names)
+        model = self.agreement.register_units(names)
         self.family = []
         for unit, name in names.items():
             unit.name = name
-            unit.events = UnitEvents(name, len(unit.slots), model)
+            unit.collective_names = CollectiveNames(name, len(unit.slots), model)
             self._adopt(unit)
         check_model(self.units, f"first forward, rank {self.top.rank}")
         self._check_agreement()
         self._is_offloaded = any(unit.is_offloaded for unit in self.units)
-        self._is_settled = True
-        self.note_joint_units()
+        self._has_adopted = True
+        self.update_joint_units()
         take_workspaces(self.top.mesh.device)
 
-    def note_joint_units(self) -> None:
-        if self.participation is not None:
-            self.participation.end_backward()
+    def update_joint_units(self) -> None:
+        if self.joint_units is not None:
+            self.joint_units.end_backward()
         joint = [unit for unit in self.units if unit.is_joint]
-        self.participation = Participation(joint) if joint else None
+        self.joint_units = JointUnits(joint) if joint else None
 
     def _check_agreement(self) -> None:
         lines_of_mesh: dict[int, list[str]] = {}
@@ -171,25 +171,25 @@ class Root:
 
     def begin_forward(self) -> None:
         self.recover()
-        self.accord.check_not_torn()
-        self.settle()
-        note_root(self)
+        self.agreement.check_not_torn()
+        self.adopt_units()
+        report_root(self)
         self.in_forward = True
-        self.accord.begin_forward()
+        self.agreement.begin_forward()
         self.expects_backward = torch.is_grad_enabled()
         self.window = Window()
         # order: the optimizer's writes before the gathers of this step, because they read the shards
         if self.post_optim_event is None:
-            self.lanes.gather.after_compute()
+            self.streams.gather.wait_compute()
         else:
-            self.lanes.gather.after(self.post_optim_event)
+            self.streams.gather.wait_event(self.post_optim_event)
             self.post_optim_event = None
-        if self.participation is not None:
-            self.participation.begin_forward()
+        if self.joint_units is not None:
+            self.joint_units.begin_forward()
 
     def begin_alone(self) -> None:
         """A unit of the model runs by itself; it is the first to notice that the model's last step broke off."""
-        has_ended = self.in_backward or self.accord.is_broken
+        has_ended = self.in_backward or self.agreement.is_broken
         if has_ended and not any(unit.hooks.is_running for unit in self.units):
             self.recover()
 
@@ -201,13 +201,13 @@ class Root:
                 # It was not run after all, and would be stale when it is.
                 unit.reshard(trace.IN_FORWARD)
         self.in_forward = False
-        if self.participation is not None and not self.expects_backward:
-            self.participation.end_forward()
+        if self.joint_units is not None and not self.expects_backward:
+            self.joint_units.end_forward()
         self._take_back(0)
         if self._is_offloaded and not torch.is_grad_enabled():
             # order: the gathers' transfers before the host goes on, because no backward will wait for them and the
             # host may write the shards
-            self.lanes.host_after(self.lanes.gather.mark())
+            self.streams.host_waits_for(self.streams.gather.record_event())
 
     # --- memory ---------------------------------------------------------------------------------------------------
 
@@ -219,35 +219,35 @@ class Root:
         """
         if not (self.in_forward or self.in_backward):
             # order: writes to the shards before this gather, because no step began that would have waited for them
-            self.lanes.gather.after_compute()
+            self.streams.gather.wait_compute()
         if self._leaving:
             self._take_back(0 if prefetch or any(leaving is unit for leaving, _ in self._leaving) else 1)
 
-    def let_go(self, unit: Unit) -> None:
+    def free_after_compute(self, unit: Unit) -> None:
         """Frees a unit's full parameters, as soon as the compute stream has passed them."""
-        if self.lanes.host_runs_ahead:
-            self._leaving.append((unit, self.lanes.mark_compute()))
+        if self.streams.host_runs_ahead:
+            self._leaving.append((unit, self.streams.record_compute()))
         else:
-            unit.memory.free()
+            unit.buffers.free()
 
     def _take_back(self, keep: int) -> None:
         while len(self._leaving) > keep:
-            gone, mark = self._leaving.popleft()
+            gone, event = self._leaving.popleft()
             # order: compute's last use before the memory goes back to the lane, because the next gather writes it
-            self.lanes.gather.after(mark)
+            self.streams.gather.wait_event(event)
             # To the lane it was taken on, whatever stream is current.
-            gone.memory.free()
+            gone.buffers.free()
 
     # --- backward -------------------------------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
         self.in_backward = True
-        self.accord.begin_backward()
+        self.agreement.begin_backward()
         queue_end_of_backward(_EndOfBackward(self))
-        if self.participation is not None:
-            self.participation.begin_backward()
+        if self.joint_units is not None:
+            self.joint_units.begin_backward()
 
-    def prefetch_before(self, unit: Unit, visit: Pass) -> None:
+    def prefetch_before(self, unit: Unit, visit: Visit) -> None:
         """Gathers ahead what this backward uses next."""
         if unit.backward_prefetch is not None:
             for chosen in unit.backward_prefetch:
@@ -257,7 +257,7 @@ class Root:
                 if needed.gathers_in_backward:
                     needed.issue_gather(trace.IN_PRE_BACKWARD, prefetch=True)
 
-    def _next_in_backward(self, unit: Unit, visit: Pass) -> Unit | None:
+    def _next_in_backward(self, unit: Unit, visit: Visit) -> Unit | None:
         """The unit that this backward comes to after ``visit``, a pass of ``unit``."""
         if visit.place is None:
             return None
@@ -275,7 +275,7 @@ class Root:
 
     def start_reduce(
         self,
-        plan: PackedReduce,
+        plan: ReducePlan,
         settings: ReduceSettings,
         gradients: list[torch.Tensor | None],
         present: Presence,
@@ -289,11 +289,11 @@ class Root:
         """
         if self._in_flight:
             self._make_way(plan, max_inputs)
-        reduction = plan.begin(settings, self.lanes, codes)
+        reduction = plan.begin(settings, self.streams, codes)
         reduction.issue(gradients, present)
         self._in_flight.append(reduction)
 
-    def _make_way(self, plan: PackedReduce, max_inputs: int) -> None:
+    def _make_way(self, plan: ReducePlan, max_inputs: int) -> None:
         in_flight = self._in_flight
         if max_inputs == 1 and plan.mesh.replicate is None:
             while in_flight:
@@ -310,27 +310,27 @@ class Root:
     def _finish_oldest_reduce(self) -> None:
         reduction = self._in_flight.popleft()
         hooked = reduction.finish()
-        if self.lanes.host_runs_ahead:
+        if self.streams.host_runs_ahead:
             # Compute has waited for the packing of this one, which comes after all of those before it.
             self._let_rows_go()
             self._reduced.append(reduction)
         if hooked:
             self._run_hooks(reduction, hooked)
         if self.is_last_backward and (listener := reduction.listener()) is not None:
-            listener(partial(self.lanes.host_after, self.lanes.reduce.mark()))
+            listener(partial(self.streams.host_waits_for, self.streams.reduce.record_event()))
 
-    def _run_hooks(self, reduction: Reduction, hooked: list[Slot]) -> None:
-        lane = self.lanes.reduce
+    def _run_hooks(self, reduction: ReduceInFlight, hooked: list[Slot]) -> None:
+        stream = self.streams.reduce
         if reduction.plan.is_offloaded:
             # order: the transfer before the hooks, because they read the gradients on the host
-            self.lanes.host_after(lane.mark())
-        with lane:
+            self.streams.host_waits_for(stream.record_event())
+        with stream:
             run_user_hooks(hooked)
-        stepped = lane.mark()
+        stepped = stream.record_event()
         # order: an optimizer that steps in a hook before later gathers, because it writes the shards
-        self.lanes.gather.after(stepped)
+        self.streams.gather.wait_event(stepped)
         # order: that optimizer before compute, because compute's allocator reuses gradients that the hook let go of
-        self.lanes.compute_after(stepped)
+        self.streams.compute_waits_for(stepped)
 
     def _let_rows_go(self) -> None:
         while self._reduced:
@@ -346,37 +346,37 @@ class Root:
             while self._in_flight:
                 self._finish_oldest_reduce()
             if self.is_last_backward:
-                if self.participation is not None:
-                    self.participation.end_backward()
+                if self.joint_units is not None:
+                    self.joint_units.end_backward()
                 for unit in self.units:
                     if unit.state is not SHARDED:
                         unit.end_step()
             self._take_back(0)
-            reduced = self.lanes.reduce.mark()
+            reduced = self.streams.reduce.record_event()
             # order: reduced gradients before what follows backward, because clipping and the optimizer read them
-            self.lanes.compute_after(reduced)
-            for wire in self.accord.wires:
-                wire.to_reach = reduced
+            self.streams.compute_waits_for(reduced)
+            for channel in self.agreement.channels:
+                channel.last_event = reduced
             self._let_rows_go()
             if self._is_offloaded:
                 # order: the last transfers before the host goes on, because it steps the optimizer
-                self.lanes.host_after(reduced)
+                self.streams.host_waits_for(reduced)
         self.in_backward = False
 
     # --- the optimizer --------------------------------------------------------------------------------------------
 
     def before_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        self.accord.before_optimizer(optimizer, self.in_backward)
+        self.agreement.before_optimizer(optimizer, self.in_backward)
 
     def after_optimizer(self) -> None:
-        self.accord.after_optimizer()
+        self.agreement.after_optimizer()
 
     # --- recovery -------------------------------------------------------------------------------------------------
 
     def break_off(self, what: str) -> None:
         """Tells peers that this rank has left the step it was in."""
         if self.is_busy:
-            self.accord.break_off(what)
+            self.agreement.break_off(what)
 
     def break_off_forward(self, error: BaseException) -> None:
         """The model's forward raised: peers are told, and nothing is kept for a backward that will not come."""
@@ -401,7 +401,7 @@ class Root:
         A forward or backward that ends well says so; a wire that left its path has begun a new epoch. What earlier
         micro-batches put by is not part of a forward that raised.
         """
-        if self.is_busy or self.accord.is_broken:
+        if self.is_busy or self.agreement.is_broken:
             self.reset(drops_held=self.in_backward)
 
     def reset(self, drops_held: bool = True) -> None:
@@ -416,14 +416,14 @@ class Root:
         with torch.no_grad():
             in_flight = [self._in_flight.popleft() for _ in range(len(self._in_flight))]
             unlanded = {reduction.plan for reduction in in_flight if not reduction.abandon()}
-            if self.lanes.host_runs_ahead:
+            if self.streams.host_runs_ahead:
                 # alive: their rows, until compute has waited for the next reduce
                 self._reduced.extend(in_flight)
             for unit in self.units:
                 unit.abandon_step(drops_held)
                 unit.gradients.forget_reduces(unlanded)
             self._take_back(0)
-        if self.participation is not None:
-            self.participation.forget()
-        self.accord.mend()
+        if self.joint_units is not None:
+            self.joint_units.forget()
+        self.agreement.mend()
         self.in_forward = self.in_backward = self.ends_backward = False

@@ -27,16 +27,16 @@ from torch import Tensor, is_grad_enabled
 from torch.autograd.graph import register_multi_grad_hook
 
 from shardwise.engine.step.joint_units import with_backward
-from shardwise.engine.tensor_trees import Loans, tensors_in
+from shardwise.engine.tensor_trees import InputSwaps, tensors_in
 from shardwise.plan.schedule import Window
 from shardwise.torch_internals import current_backward, do_aside, hook_gradient, hook_of_gradient, view_aside
 
 if TYPE_CHECKING:
-    from shardwise.engine.unit.hooks import Hooks
+    from shardwise.engine.unit.hooks import UnitHooks
     from shardwise.engine.unit.unit import Unit
 
 
-class Pass:
+class Visit:
     """One forward of a unit, as its backward will find it."""
 
     __slots__ = (
@@ -56,7 +56,7 @@ class Pass:
         "window",
     )
 
-    def __init__(self, hooks: Hooks, window: Window) -> None:
+    def __init__(self, hooks: UnitHooks, window: Window) -> None:
         self.hooks = hooks
         self.window = window
         # The units that the window's numbers stand for; another root may adopt this unit before backward comes.
@@ -72,14 +72,14 @@ class Pass:
         # Whether there may be a backward through it that no output of it will announce.
         self.is_unseen = False
         # The pass whose one input is this one's one output: that gradient arrives when the follower is done.
-        self.follower: weakref.ref[Pass] | None = None
+        self.follower: weakref.ref[Visit] | None = None
         # The pass that this one follows, and the node of what it gave out.
-        self.before: Pass | None = None
+        self.before: Visit | None = None
         self.input_node: Any = None
 
     # --- forward --------------------------------------------------------------------------------------------------
 
-    def signal_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], loans: Loans) -> Any:
+    def signal_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], swaps: InputSwaps) -> Any:
         """Passes the inputs on as views of themselves that tell when all their gradients are done."""
         if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
             # What most blocks take: nothing to walk, nothing to rebuild.
@@ -103,7 +103,7 @@ class Pass:
             hook_gradient(signals[0], self.inputs_gradients_are_done)
         else:
             register_multi_grad_hook(signals, self.inputs_gradients_are_done, mode="all")
-        return loans.change(lambda tensor: views.get(id(tensor), tensor), (args, kwargs))
+        return swaps.change(lambda tensor: views.get(id(tensor), tensor), (args, kwargs))
 
     def _follows(self, tensor: Tensor) -> bool:
         """Whether another pass's first signal can serve as this one's second.
@@ -112,7 +112,7 @@ class Pass:
         """
         signal = hook_of_gradient(tensor)
         before = getattr(signal, "__self__", None)
-        if not isinstance(before, Pass) or before.window is not self.window:
+        if not isinstance(before, Visit) or before.window is not self.window:
             return False
         if before.num_outputs != 1 or before.follower is not None or len(before.hooks.unit.modules) > 1:
             return False
@@ -131,7 +131,7 @@ class Pass:
         unit = self.hooks.unit
         if not self.num_outputs:
             self.expect_unseen_backward()
-            return self._with_backward(output) if unit.root.participation is not None else output
+            return self._with_backward(output) if unit.root.joint_units is not None else output
         # Joint units have no place in the order: they are there, and ranks may run different ones.
         if self.place is None and not recomputes and not unit.is_joint:
             self.place = self.window.ran(unit.number)
@@ -153,7 +153,7 @@ class Pass:
         for tensor in tensors:
             if tensor.grad_fn is not None:
                 before = getattr(hook_of_gradient(tensor), "__self__", None)
-                if not isinstance(before, Pass) or before.hooks is not self.hooks:
+                if not isinstance(before, Visit) or before.hooks is not self.hooks:
                     self._signal_output(tensor)
 
     def expect_unseen_backward(self) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.engine.unit.sharded_placeholder import Absent
+from shardwise.engine.unit.sharded_placeholder import ShardedPlaceholder
 from shardwise.errors import StateError
 from shardwise.torch_internals import (
     Spec,
@@ -68,7 +68,7 @@ class Place:
 
 
 @dataclass
-class Found:
+class FoundParameter:
     """A parameter with every place that shows it, and the unit and slot that have taken it already, if any have."""
 
     name: str
@@ -159,7 +159,7 @@ class Slot:
         """What ranks compare, to tell whether they hold the same model."""
         return f"{list(self.shape)} {self.stored_dtype} sharded on dim {self.dim}, computed in {self.compute_dtype}"
 
-    def settle(self, part: torch.Tensor) -> None:
+    def move_into(self, part: torch.Tensor) -> None:
         """Moves into its part of the unit's buffer; the parameter keeps its values and identity."""
         part.copy_(self.local)
         replace_local(self.sharded, part)
@@ -310,7 +310,7 @@ def sharded_shown(slots: Iterable[Slot], unit: Unit) -> Shown:
     """
     shown: Shown = []
     for slot in slots:
-        stand_in = None if slot.is_shown else Absent.of(slot.unsharded, slot.name, unit)
+        stand_in = None if slot.is_shown else ShardedPlaceholder.of(slot.unsharded, slot.name, unit)
         for place in slot.places:
             shown.append((place.params, place.name, slot.sharded if slot.is_shown else None))
             if stand_in is not None:

@@ -10,11 +10,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardwise import trace
-from shardwise.comm.channels.collective_log import code_of, listed
+from shardwise.comm.channels.collective_log import collective_code, listed
 
 if TYPE_CHECKING:
     from shardwise.engine.reduce.gradient_buffer import Presence
-    from shardwise.engine.reduce.reduce_plan import PackedReduce, ReduceSettings
+    from shardwise.engine.reduce.reduce_plan import ReducePlan, ReduceSettings
 
 _PHASES = {
     trace.IN_FORWARD: "in forward",
@@ -23,11 +23,11 @@ _PHASES = {
     trace.IDLE: "between steps",
 }
 
-STEP = code_of("let an optimizer use the step")
-REPLAY = code_of("replay a captured step")
+STEP = collective_code("let an optimizer use the step")
+REPLAY = collective_code("replay a captured step")
 
 
-class UnitEvents:
+class CollectiveNames:
     """The codes of one unit's collectives."""
 
     def __init__(self, unit: str, num_slots: int, model: int = 1) -> None:
@@ -35,9 +35,11 @@ class UnitEvents:
         if model > 1:
             self._name += f" of model {model}"
         self._num_slots = num_slots
-        self.gather = {phase: code_of(f"gather {self._name} {words}") for phase, words in _PHASES.items()}
+        self.gather = {
+            phase: collective_code(f"gather {self._name} {words}") for phase, words in _PHASES.items()
+        }
 
-    def reduce(self, plan: PackedReduce, settings: ReduceSettings, present: Presence) -> tuple[int, int]:
+    def reduce(self, plan: ReducePlan, settings: ReduceSettings, present: Presence) -> tuple[int, int]:
         """The codes of a reduce: over the shard axis, and over replicas."""
         if settings.includes_unused:
             present = None
@@ -47,7 +49,7 @@ class UnitEvents:
             codes = plan.codes[key] = self._make(plan, present, settings.divide_factor)
         return codes
 
-    def _make(self, plan: PackedReduce, present: Presence, divide_factor: float | None) -> tuple[int, int]:
+    def _make(self, plan: ReducePlan, present: Presence, divide_factor: float | None) -> tuple[int, int]:
         words = f"reduce {self._name} in {str(plan.dtype).removeprefix('torch.')}"
         if len(plan.slots) < self._num_slots:
             words += f", training only {listed([slot.name for slot in plan.slots])}"
@@ -55,10 +57,10 @@ class UnitEvents:
             words += f", without gradients of {listed(absent)}"
         if divide_factor is not None:
             words += f", divided by {divide_factor:g}"
-        return code_of(words), code_of(f"{words}, over replicas")
+        return collective_code(words), collective_code(f"{words}, over replicas")
 
 
-def _absent(plan: PackedReduce, present: Presence) -> list[str]:
+def _absent(plan: ReducePlan, present: Presence) -> list[str]:
     """The parameters that get no gradient; one that shares a flat parameter gets zeros if another has one."""
     if present is None:
         return []
@@ -71,11 +73,11 @@ def _absent(plan: PackedReduce, present: Presence) -> list[str]:
     return [slot.name for number, slot in enumerate(plan.slots) if number not in served]
 
 
-class UnnamedEvents(UnitEvents):
+class UnnamedCollectives(CollectiveNames):
     """The same codes for all units: for models whose ranks may part ways and go on, warned."""
 
     def __init__(self) -> None:
-        self.gather = {phase: code_of(f"gather a unit {words}") for phase, words in _PHASES.items()}
+        self.gather = {phase: collective_code(f"gather a unit {words}") for phase, words in _PHASES.items()}
 
-    def reduce(self, plan: PackedReduce, settings: ReduceSettings, present: Presence) -> tuple[int, int]:
-        return code_of("reduce a unit"), code_of("reduce a unit, over replicas")
+    def reduce(self, plan: ReducePlan, settings: ReduceSettings, present: Presence) -> tuple[int, int]:
+        return collective_code("reduce a unit"), collective_code("reduce a unit, over replicas")

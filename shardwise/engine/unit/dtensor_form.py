@@ -1,7 +1,7 @@
 """Forms: how a unit's parameters are cut over ranks, and what a module shows of them while they are sharded.
 
-A form is chosen once, by the face that makes the unit. ``Rows`` is ``fully_shard``'s: each parameter is cut along a dim
-and shown as a DTensor.
+A form is chosen once, by the face that makes the unit. ``DTensorForm`` is ``fully_shard``'s: each parameter is cut
+along a dim and shown as a DTensor.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch.distributed.tensor.placement_types import Placement
 
 from shardwise.comm.mesh import DataMesh
 from shardwise.engine.buffers import contiguous_strides
-from shardwise.engine.gather.tensor_extensions import carries_itself
-from shardwise.engine.reduce.gradient_buffer import Part
-from shardwise.engine.unit.binding import Found, Slot
+from shardwise.engine.gather.tensor_extensions import is_tensor_extension
+from shardwise.engine.reduce.gradient_buffer import GradientView
+from shardwise.engine.unit.binding import FoundParameter, Slot
 from shardwise.errors import ConfigError
 from shardwise.plan.layout import Layout, Packing, RowParam
 from shardwise.plan.rows import RowsPacking, plan_rows
@@ -37,7 +37,7 @@ from shardwise.torch_internals import (
 PlacementFn = Callable[[nn.Parameter], "Shard | None"]
 
 
-class Form(Protocol):
+class ShardedForm(Protocol):
     """What depends on how parameters are cut; everything else in the engine does not ask."""
 
     # Whether gradients of shards may lie in memory that is used again in every backward.
@@ -47,7 +47,7 @@ class Form(Protocol):
 
     def make_slots(
         self,
-        found: list[Found],
+        found: list[FoundParameter],
         mesh: DataMesh,
         precision: MixedPrecisionPolicy,
         device: torch.device,
@@ -57,22 +57,22 @@ class Form(Protocol):
 
     def plan(self, params: list[RowParam], world: int) -> Layout: ...
 
-    def settle(self, shards: torch.Tensor, layout: Layout) -> None:
+    def bind_shards(self, shards: torch.Tensor, layout: Layout) -> None:
         """Called when the slots have moved into a new buffer of shards."""
 
     def packing(self, slots: list[Slot], world: int, itemsize: int) -> Packing:
         """Where the gradients of these slots stand in a reduce, in a dtype of that size."""
 
-    def parts(self, slots: list[Slot], packing: Packing, rank: int) -> list[Part]:
+    def parts(self, slots: list[Slot], packing: Packing, rank: int) -> list[GradientView]:
         """The gradients that a reduce gives out."""
 
     def gradient_dtype(self, slot: Slot, reduce_dtype: torch.dtype) -> torch.dtype:
         """What the gradient of a sharded parameter is given out in."""
 
-    def left(self, slots: list[Slot]) -> list[Any]:
+    def snapshot(self, slots: list[Slot]) -> list[Any]:
         """What modules show now, to find out later whether somebody has replaced, frozen or thawed parameters."""
 
-    def all_show(self, left: list[Any]) -> bool:
+    def all_show(self, snapshot: list[Any]) -> bool:
         """Whether modules still show what was left there, as trainable as it was."""
 
     def named(self, slots: list[Slot]) -> list[Slot]:
@@ -82,7 +82,7 @@ class Form(Protocol):
         """What this rank keeps of a whole parameter; None where that is not part of it."""
 
 
-class Rows:
+class DTensorForm:
     """Each parameter is cut along one dim, and shown as a DTensor."""
 
     lends_gradients = True
@@ -94,7 +94,7 @@ class Rows:
 
     def make_slots(
         self,
-        found: list[Found],
+        found: list[FoundParameter],
         mesh: DataMesh,
         precision: MixedPrecisionPolicy,
         device: torch.device,
@@ -106,7 +106,7 @@ class Rows:
     def plan(self, params: list[RowParam], world: int) -> Layout:
         return plan_rows(params, world)
 
-    def settle(self, shards: torch.Tensor, layout: Layout) -> None:
+    def bind_shards(self, shards: torch.Tensor, layout: Layout) -> None:
         pass
 
     def packing(self, slots: list[Slot], world: int, itemsize: int) -> Packing:
@@ -124,13 +124,13 @@ class Rows:
         ]
         return RowsPacking(plan_rows(params, world))
 
-    def parts(self, slots: list[Slot], packing: Packing, rank: int) -> list[Part]:
+    def parts(self, slots: list[Slot], packing: Packing, rank: int) -> list[GradientView]:
         return parts_by_slot(slots, packing, rank)
 
     def gradient_dtype(self, slot: Slot, reduce_dtype: torch.dtype) -> torch.dtype:
         return slot.stored_dtype
 
-    def left(self, slots: list[Slot]) -> list[Any]:
+    def snapshot(self, slots: list[Slot]) -> list[Any]:
         return [
             (place.params, place.name, slot.sharded, slot.local, slot.sharded.requires_grad)
             for slot in slots
@@ -141,24 +141,24 @@ class Rows:
         return [slot for slot in slots if slot.places]
 
     def own_part(self, slot: Slot, whole: torch.Tensor, mesh: DataMesh) -> torch.Tensor | None:
-        if slot.tensor_parallel is not None or carries_itself(slot.local):
+        if slot.tensor_parallel is not None or is_tensor_extension(slot.local):
             return None
         span = cut_evenly(slot.shape[slot.dim], mesh.shard.world, mesh.shard.rank)
         return whole.detach().narrow(slot.dim, span.start, span.numel)
 
 
-def parts_by_slot(slots: list[Slot], packing: Packing, rank: int) -> list[Part]:
+def parts_by_slot(slots: list[Slot], packing: Packing, rank: int) -> list[GradientView]:
     """A gradient for each slot."""
     runs = {index: run for run, section in enumerate(packing.sections) for index in section.members}
     parts = []
     for index, slot in enumerate(slots):
         shape = packing.own_shape(index, rank)
         start = packing.own_start(index, rank)
-        parts.append(Part(slot, runs[index], start, shape, contiguous_strides(shape), (index,)))
+        parts.append(GradientView(slot, runs[index], start, shape, contiguous_strides(shape), (index,)))
     return parts
 
 
-def chosen_dim(found: Found, placement_fn: PlacementFn | None, where: str) -> int:
+def chosen_dim(found: FoundParameter, placement_fn: PlacementFn | None, where: str) -> int:
     param = found.param
     placement = placement_fn(param) if placement_fn is not None else None
     if placement is None:
@@ -173,7 +173,7 @@ def chosen_dim(found: Found, placement_fn: PlacementFn | None, where: str) -> in
 
 
 def _make_slot(
-    found: Found, dim: int, mesh: DataMesh, precision: MixedPrecisionPolicy, device: torch.device
+    found: FoundParameter, dim: int, mesh: DataMesh, precision: MixedPrecisionPolicy, device: torch.device
 ) -> Slot:
     param = found.param
     casts = precision.param_dtype is not None and param.is_floating_point()
@@ -196,7 +196,7 @@ def _make_slot(
     local = full.narrow(dim, span.start, span.numel)
     # The DTensor must say the right device from the start. The unit's buffer takes the values over and this copy goes,
     # unless the tensor brings storage of its own: then it must not be a view of the full one.
-    if carries_itself(local):
+    if is_tensor_extension(local):
         local = local.to(device).clone()
     else:
         local = local if local.device.type == "meta" else local.to(device)

@@ -11,12 +11,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from shardwise.comm.mesh import DataMesh
-from shardwise.engine.reduce.reduce_plan import SUMS, Sums
-from shardwise.engine.step.optimizer_hooks import STEPPING
+from shardwise.engine.reduce.reduce_plan import DEFAULT_SUMMATION, Summation
+from shardwise.engine.step.optimizer_hooks import OPTIMIZER_HOOKS
 from shardwise.engine.step.root import Root
 from shardwise.engine.unit.binding import (
     UNITS_ATTRIBUTE,
-    Found,
+    FoundParameter,
     Place,
     Slot,
     clean_name,
@@ -26,8 +26,8 @@ from shardwise.engine.unit.binding import (
     tag_hidden,
     units_of,
 )
-from shardwise.engine.unit.dtensor_form import Form, PlacementFn, chosen_dim
-from shardwise.engine.unit.hooks import Hooks
+from shardwise.engine.unit.dtensor_form import PlacementFn, ShardedForm, chosen_dim
+from shardwise.engine.unit.hooks import UnitHooks
 from shardwise.engine.unit.unit import Unit, shard_device
 from shardwise.errors import ConfigError
 from shardwise.plan.schedule import AfterForward
@@ -41,9 +41,9 @@ from shardwise.torch_internals import (
 )
 
 
-def find_parameters(modules: Iterable[nn.Module], ignored: set[nn.Parameter]) -> list[Found]:
+def find_parameters(modules: Iterable[nn.Module], ignored: set[nn.Parameter]) -> list[FoundParameter]:
     """The parameters below ``modules`` that no earlier unit took; a shared one is found once, with all its places."""
-    found: dict[int, Found] = {}
+    found: dict[int, FoundParameter] = {}
     seen: set[nn.Module] = set()
     tops = list(modules)
     for top in tops:
@@ -57,7 +57,7 @@ def _find_below(
     tops: list[nn.Module],
     ignored: set[nn.Parameter],
     seen: set[nn.Module],
-    found: dict[int, Found],
+    found: dict[int, FoundParameter],
 ) -> None:
     if module in seen or (units_of(module) and module not in tops):
         return
@@ -70,14 +70,15 @@ def _find_below(
             continue
         # One flat parameter may stand for several slots.
         entry = found.setdefault(
-            id(param if taken is None else taken[1]), Found(clean_name(prefix + name), param, [], taken)
+            id(param if taken is None else taken[1]),
+            FoundParameter(clean_name(prefix + name), param, [], taken),
         )
         entry.places.append(Place(module, name))
     for name, child in module.named_children():
         _find_below(child, f"{prefix}{name}.", tops, ignored, seen, found)
 
 
-def check_fits_shards(found: Found, ignoring: str, where: str) -> None:
+def check_fits_shards(found: FoundParameter, ignoring: str, where: str) -> None:
     """Raises unless a parameter has a shape, and dense elements and gradients; ``ignoring`` is what leaves it out.
 
     Warns if its module writes to it in forward: that is done to the full parameter, which goes.
@@ -115,7 +116,7 @@ def check_fits_shards(found: Found, ignoring: str, where: str) -> None:
             )
 
 
-def check_parameter(found: Found, dim: int, mesh: DataMesh, where: str) -> None:
+def check_parameter(found: FoundParameter, dim: int, mesh: DataMesh, where: str) -> None:
     param = found.param
     where = f"parameter '{found.name}', {where}"
     if isinstance(param, DTensor):
@@ -141,7 +142,7 @@ def check_parameter(found: Found, dim: int, mesh: DataMesh, where: str) -> None:
         )
 
 
-def _check_tensor_parallel(found: Found, param: DTensor, mesh: DataMesh, where: str) -> None:
+def _check_tensor_parallel(found: FoundParameter, param: DTensor, mesh: DataMesh, where: str) -> None:
     if mesh.whole is not None and param.device_mesh == mesh.whole:
         if not all(param.placements[axis].is_replicate() for axis in mesh.named):
             raise ConfigError(
@@ -180,15 +181,15 @@ def make_unit(
     modules: tuple[nn.Module, ...],
     mesh: DataMesh,
     after_forward: AfterForward,
-    form: Form,
+    form: ShardedForm,
     precision: MixedPrecisionPolicy,
     offload: OffloadPolicy,
     ignored: set[nn.Parameter],
-    sums: Sums = SUMS,
+    sums: Summation = DEFAULT_SUMMATION,
 ) -> Unit:
     """Makes the parameters of ``modules`` that belong to no unit yet into one, in place."""
-    own: list[Found] = []
-    tied: list[tuple[Found, Unit, Slot]] = []
+    own: list[FoundParameter] = []
+    tied: list[tuple[FoundParameter, Unit, Slot]] = []
     for found in find_parameters(modules, ignored):
         if found.taken is not None:
             tied.append((found, *found.taken))
@@ -198,9 +199,9 @@ def make_unit(
     offload = _within_budget(offload, own, mesh)
     slots = form.make_slots(own, mesh, precision, shard_device(mesh, offload), name)
     unit = Unit(name, modules, slots, form, mesh, after_forward, precision, offload, sums)
-    unit.hooks = Hooks(unit)
+    unit.hooks = UnitHooks(unit)
     Root(unit)
-    STEPPING.install()
+    OPTIMIZER_HOOKS.install()
     for found, slot in zip(own, slots, strict=True):
         tag(found.param, unit, slot)
         tag(slot.sharded, unit, slot)
@@ -232,7 +233,7 @@ def _stay() -> None:
     pass
 
 
-def _within_budget(offload: OffloadPolicy, own: list[Found], mesh: DataMesh) -> OffloadPolicy:
+def _within_budget(offload: OffloadPolicy, own: list[FoundParameter], mesh: DataMesh) -> OffloadPolicy:
     """The policy of one unit: on the device while a budget for that lasts. All ranks come to the same answer."""
     if not isinstance(offload, CPUOffloadPolicy) or mesh.device.type == "cpu":
         return offload

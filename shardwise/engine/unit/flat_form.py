@@ -17,8 +17,8 @@ from torch import nn
 
 from shardwise.comm.mesh import DataMesh
 from shardwise.engine.buffers import alias, contiguous_strides
-from shardwise.engine.reduce.gradient_buffer import Part
-from shardwise.engine.unit.binding import Found, Slot
+from shardwise.engine.reduce.gradient_buffer import GradientView
+from shardwise.engine.unit.binding import FoundParameter, Slot
 from shardwise.engine.unit.dtensor_form import parts_by_slot
 from shardwise.plan.flat import FlatLayout, FlatPacking, plan_flat
 from shardwise.plan.layout import Layout, Packing, RowParam
@@ -56,7 +56,7 @@ class FlatSlot(Slot):
 
     def __init__(
         self,
-        found: Found,
+        found: FoundParameter,
         compute_dtype: torch.dtype,
         is_cast: bool,
         line: Line,
@@ -97,7 +97,7 @@ class FlatSlot(Slot):
     def description(self) -> str:
         return f"{list(self.shape)} {self.stored_dtype} sharded flat, computed in {self.compute_dtype}"
 
-    def settle(self, part: torch.Tensor) -> None:
+    def move_into(self, part: torch.Tensor) -> None:
         part.copy_(self.local)
         self.local = part
         if self.line.flat is None:
@@ -138,7 +138,7 @@ class FlatSlot(Slot):
         return self.sharded._version + self.sharded.data_ptr()
 
 
-class Flat:
+class FlatForm:
     """Chosen by ``FullyShardedDataParallel``.
 
     ``holder`` is the module that shows flat parameters; with None, original names show shards.
@@ -161,7 +161,7 @@ class Flat:
 
     def make_slots(
         self,
-        found: list[Found],
+        found: list[FoundParameter],
         mesh: DataMesh,
         precision: MixedPrecisionPolicy,
         device: torch.device,
@@ -201,7 +201,7 @@ class Flat:
         self._numbers = {slot: index for index, slot in enumerate(slots)}
         return slots
 
-    def _given_dtype(self, found: Found, precision: MixedPrecisionPolicy) -> torch.dtype | None:
+    def _given_dtype(self, found: FoundParameter, precision: MixedPrecisionPolicy) -> torch.dtype | None:
         """What the policy says a parameter is computed in; None: as it is stored."""
         casts = found.param.is_floating_point() and not any(
             place.module in self._as_stored for place in found.places
@@ -212,7 +212,7 @@ class Flat:
         self.layout = plan_flat(params, world)
         return self.layout
 
-    def settle(self, shards: torch.Tensor, layout: Layout) -> None:
+    def bind_shards(self, shards: torch.Tensor, layout: Layout) -> None:
         for line, segment in zip(self.lines, layout.segments, strict=True):
             line.share = alias(shards, segment.stored_start_bytes, segment.numel, line.stored_dtype)
             if line.flat is not None:
@@ -223,7 +223,7 @@ class Flat:
     def packing(self, slots: list[Slot], world: int, itemsize: int) -> Packing:
         return FlatPacking(self.layout, [self._numbers[slot] for slot in slots])
 
-    def parts(self, slots: list[Slot], packing: Packing, rank: int) -> list[Part]:
+    def parts(self, slots: list[Slot], packing: Packing, rank: int) -> list[GradientView]:
         if self._holder is None:
             return [
                 replace(
@@ -237,7 +237,9 @@ class Flat:
                 if isinstance(slot, FlatSlot)
             ]
         return [
-            Part(slots[section.members[0]], run, 0, (section.numel,), (1,), section.members, is_run=True)
+            GradientView(
+                slots[section.members[0]], run, 0, (section.numel,), (1,), section.members, is_run=True
+            )
             for run, section in enumerate(packing.sections)
         ]
 
@@ -250,7 +252,7 @@ class Flat:
             member.sharded.grad_dtype = reduce_dtype
         return reduce_dtype
 
-    def left(self, slots: list[Slot]) -> list[Any]:
+    def snapshot(self, slots: list[Slot]) -> list[Any]:
         shown: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter | None, int]]
         if self._holder is not None:
             shown = [(line.params, line.name, line.flat, line.address) for line in self.lines]
@@ -266,8 +268,8 @@ class Flat:
             if param is not None
         ]
 
-    def all_show(self, left: list[Any]) -> bool:
-        for params, name, param, address, dtype, trainable in left:
+    def all_show(self, snapshot: list[Any]) -> bool:
+        for params, name, param, address, dtype, trainable in snapshot:
             if (
                 params.get(name) is not param
                 or param.data_ptr() != address

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, is_grad_enabled, nn
 
 from shardwise import trace
-from shardwise.engine.tensor_trees import NO_LOANS, Loans, map_tensors, tensors_in
-from shardwise.engine.unit.autograd_signals import Pass
+from shardwise.engine.tensor_trees import NO_SWAPS, InputSwaps, map_tensors, tensors_in
+from shardwise.engine.unit.autograd_signals import Visit
 from shardwise.engine.unit.side_outputs import GraphAttributes
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import StateError
@@ -43,7 +43,7 @@ def _held_weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
 
 def _without_parameters(unit: Unit, output: Any) -> Any:
     """Copies outputs that are parameters of the unit, or views of them: their memory goes when it is freed."""
-    goes = unit.memory.takes_along
+    goes = unit.buffers.takes_along
     if type(output) is Tensor:
         return output.clone() if goes(output) else output
     if any(_is_plain(tensor) and goes(tensor) for tensor in tensors_in(output)):
@@ -53,13 +53,13 @@ def _without_parameters(unit: Unit, output: Any) -> Any:
     return output
 
 
-def _cast_inputs(dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any], loans: Loans) -> Any:
+def _cast_inputs(dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any], swaps: InputSwaps) -> Any:
     if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):
         # What most blocks take, and most often from a block before it that computed in the same dtype.
         tensor = args[0]
         is_cast = tensor.dtype is not dtype and tensor.is_floating_point()
         return ((tensor.to(dtype),) if is_cast else args), kwargs
-    return loans.change(
+    return swaps.change(
         lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, (args, kwargs)
     )
 
@@ -68,17 +68,17 @@ def _is_plain(tensor: Tensor) -> bool:
     return type(tensor) is Tensor or type(tensor) is nn.Parameter
 
 
-class Hooks:
+class UnitHooks:
     """The hooks of one unit on its modules, parameters and activations."""
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
         # The calls of the unit's modules that are running, the innermost last: a module may call itself. A call of a
         # unit that nothing need be gathered for has no pass.
-        self._calls: list[Pass | None] = []
-        self._loans: list[Loans] = []
+        self._calls: list[Visit | None] = []
+        self._swaps: list[InputSwaps] = []
         self._attributes = GraphAttributes()
-        self._open: list[Pass] = []
+        self._open: list[Visit] = []
         # The gradients that have come in the backward that opened the first of those passes.
         self._arrived = 0
         self._backward = -1
@@ -86,7 +86,7 @@ class Hooks:
         # A unit of several modules is gathered for the first of them and let go after the last: those that are still
         # to run in this forward of the model, and the pass that they share.
         self._still_to_run: set[nn.Module] = set()
-        self._shared: Pass | None = None
+        self._shared: Visit | None = None
         self.on_gradient = _held_weakly(self._gradient_arrived)
         precision = unit.precision
         self._input_dtype = precision.param_dtype if precision.cast_forward_inputs else None
@@ -121,35 +121,35 @@ class Hooks:
         enters = self._input_device is not None and (unit.is_top or not unit.root.in_forward)
         visit = do_aside(self._enter, module)
         self._calls.append(visit)
-        loans = NO_LOANS
+        swaps = NO_SWAPS
         if kwargs or len(args) != 1 or not isinstance(args[0], Tensor):
-            loans = Loans((args, kwargs))
-        self._loans.append(loans)
+            swaps = InputSwaps((args, kwargs))
+        self._swaps.append(swaps)
         try:
             if enters:
-                args, kwargs = self._move_inputs(args, kwargs, loans)
+                args, kwargs = self._move_inputs(args, kwargs, swaps)
             dtype = self._input_dtype or input_dtype
             if dtype is not None:
-                args, kwargs = _cast_inputs(dtype, args, kwargs, loans)
+                args, kwargs = _cast_inputs(dtype, args, kwargs, swaps)
             if visit is not None and not visit.has_input_signal and is_grad_enabled():
-                args, kwargs = visit.signal_inputs(args, kwargs, loans)
+                args, kwargs = visit.signal_inputs(args, kwargs, swaps)
         except BaseException as error:
             self.broke_off(module, error)
             raise
         return args, kwargs
 
-    def _enter(self, module: nn.Module) -> Pass | None:
+    def _enter(self, module: nn.Module) -> Visit | None:
         """Gathers what a call of ``module`` needs; the pass that it belongs to."""
         if self.unit.root.in_backward and inside_backward():
             return self._gather_for_recompute()
         return self._shared if self._still_to_run else self._begin_forward(module)
 
-    def _begin_forward(self, module: nn.Module) -> Pass | None:
+    def _begin_forward(self, module: nn.Module) -> Visit | None:
         unit = self.unit
         root = unit.root
         is_outermost = unit.is_top and not self._calls
         is_within_model = root.in_forward
-        visit: Pass | None = None
+        visit: Visit | None = None
         try:
             if is_outermost:
                 root.begin_forward()
@@ -157,7 +157,7 @@ class Hooks:
             elif not root.in_forward:
                 root.begin_alone()
             if unit.needs or unit.is_top:
-                visit = Pass(self, root.window)
+                visit = Visit(self, root.window)
                 self._hold_and_gather(visit)
             for chosen in unit.forward_prefetch if root.in_forward else ():
                 chosen.issue_gather(trace.IN_FORWARD, in_forward=True, prefetch=True)
@@ -181,7 +181,7 @@ class Hooks:
             unit.recorder.add(trace.PRE_FORWARD, unit.name, trace.IN_FORWARD, unit.rank)
         return visit
 
-    def _hold_and_gather(self, visit: Pass) -> None:
+    def _hold_and_gather(self, visit: Visit) -> None:
         unit = self.unit
         while len(visit.held) < len(unit.needs):
             # A gather may notice that parameters were tied to another unit's, which is then needed, too.
@@ -196,19 +196,19 @@ class Hooks:
             visit.held = (*visit.held, needed)
             needed.issue_gather(trace.IN_FORWARD, in_forward=True)
 
-    def _gather_for_recompute(self) -> Pass | None:
+    def _gather_for_recompute(self) -> Visit | None:
         """Activation checkpointing runs forward again inside backward: what it gathers, that backward frees."""
         unit = self.unit
         for needed in unit.needs:
             needed.issue_gather(trace.IN_PRE_BACKWARD)
             needed.wait_gather()
             needed.reveal()
-        return Pass(self, unit.root.window) if unit.needs else None
+        return Visit(self, unit.root.window) if unit.needs else None
 
-    def _move_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], loans: Loans) -> Any:
+    def _move_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], swaps: InputSwaps) -> Any:
         if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):
             return (args[0].to(self._input_device),), kwargs
-        return loans.change(self._move_input, (args, kwargs))
+        return swaps.change(self._move_input, (args, kwargs))
 
     def _move_input(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._input_device)
@@ -237,25 +237,25 @@ class Hooks:
         return output
 
     def _side_outputs(self, module: nn.Module, args: tuple[Any, ...]) -> list[Tensor]:
-        loans = self._loans[-1]
+        swaps = self._swaps[-1]
         found = self._attributes.graph_tensors(module)
-        if loans is not NO_LOANS:
-            found = found + loans.written()
+        if swaps is not NO_SWAPS:
+            found = found + swaps.written()
         if not found:
             return found
-        inputs = {id(tensor) for tensor in (*args, *loans.known)}
+        inputs = {id(tensor) for tensor in (*args, *swaps.known)}
         return [tensor for tensor in found if id(tensor) not in inputs]
 
     def _leave_call(self) -> None:
         self._calls.pop()
-        if (loans := self._loans.pop()) is not NO_LOANS:
-            loans.put_back()
+        if (swaps := self._swaps.pop()) is not NO_SWAPS:
+            swaps.put_back()
 
     def _is_last_call(self) -> bool:
         """Whether the call that is about to return is the last of its pass."""
         return not self._still_to_run and (len(self._calls) < 2 or self._calls[-2] is not self._calls[-1])
 
-    def _end_forward(self, visit: Pass | None) -> None:
+    def _end_forward(self, visit: Visit | None) -> None:
         unit = self.unit
         self._shared = None
         if unit.recorder is not None and unit.slots:
@@ -265,7 +265,7 @@ class Hooks:
         if unit.is_top and len(self._calls) < 2:
             unit.root.end_forward()
 
-    def _let_go(self, visit: Pass) -> None:
+    def _let_go(self, visit: Visit) -> None:
         """A pass has left forward: frees what it held, unless somebody else holds it or it is kept for backward."""
         held, visit.held = visit.held, ()
         for needed in held:
@@ -306,7 +306,7 @@ class Hooks:
         if self.unit.is_top and not self._calls:
             root.break_off_forward(error)
 
-    def _release_after_error(self, visit: Pass) -> None:
+    def _release_after_error(self, visit: Visit) -> None:
         if is_grad_enabled():
             # What it had computed by then may be used in this step: it may have been put somewhere before it raised.
             self.unit.gradients.watch(self.on_gradient)
@@ -320,7 +320,7 @@ class Hooks:
 
     # --- backward -------------------------------------------------------------------------------------------------
 
-    def pre_backward(self, visit: Pass) -> None:
+    def pre_backward(self, visit: Visit) -> None:
         unit = self.unit
         root = unit.root
         if not root.in_backward:
@@ -348,7 +348,7 @@ class Hooks:
         if not unit.prefetches_late:
             root.prefetch_before(unit, visit)
 
-    def post_backward(self, visit: Pass) -> None:
+    def post_backward(self, visit: Visit) -> None:
         """The inputs' gradients are done, so nothing of this pass is left in backward."""
         unit = self.unit
         if not visit.is_open:
@@ -418,7 +418,7 @@ class Hooks:
         if unit.slots:
             recorder.add(trace.POST_BACKWARD, unit.name, trace.IN_POST_BACKWARD, unit.rank)
 
-    def _close(self, visit: Pass) -> None:
+    def _close(self, visit: Visit) -> None:
         visit.is_open = False
         self._open.remove(visit)
         for needed in self.unit.needs:
@@ -434,7 +434,7 @@ class Hooks:
             visit.is_open = False
         self._open.clear()
         self._calls.clear()
-        self._loans.clear()
+        self._swaps.clear()
         self._still_to_run.clear()
         self._shared = None
         self._owes_report = False

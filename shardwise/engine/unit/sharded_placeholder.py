@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from shardwise.engine.unit.unit import Unit
 
 
-class Absent(torch.Tensor):
+class ShardedPlaceholder(torch.Tensor):
     """A parameter that is not there."""
 
     param_name: str
@@ -26,7 +26,7 @@ class Absent(torch.Tensor):
     unit: weakref.ref[Unit]
 
     @classmethod
-    def of(cls, param: torch.Tensor, name: str, unit: Unit) -> Absent:
+    def of(cls, param: torch.Tensor, name: str, unit: Unit) -> ShardedPlaceholder:
         made = outline_of(cls, param)
         made.param_name, made.unit = name, weakref.ref(unit)
         return made

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from shardwise import trace
-from shardwise.comm.collectives.group import GroupCalls
+from shardwise.comm.collectives.group import GroupCollectives
 from shardwise.comm.mesh import DataMesh
-from shardwise.engine.gather.tensor_extensions import carries_itself
-from shardwise.engine.reduce.reduce_plan import SUMS, Sums
+from shardwise.engine.gather.tensor_extensions import is_tensor_extension
+from shardwise.engine.reduce.reduce_plan import DEFAULT_SUMMATION, Summation
 from shardwise.engine.unit.binding import (
     Place,
     Shown,
@@ -27,8 +27,8 @@ from shardwise.engine.unit.binding import (
     tag,
     unsharded_shown,
 )
-from shardwise.engine.unit.collective_names import UnitEvents
-from shardwise.engine.unit.dtensor_form import Form
+from shardwise.engine.unit.collective_names import CollectiveNames
+from shardwise.engine.unit.dtensor_form import ShardedForm
 from shardwise.engine.unit.replaced_parameters import (
     adopt_found,
     check_are_home,
@@ -36,7 +36,7 @@ from shardwise.engine.unit.replaced_parameters import (
     take_written,
     ties_while_gathered,
 )
-from shardwise.engine.unit.unit_buffers import Memory
+from shardwise.engine.unit.unit_buffers import UnitBuffers
 from shardwise.engine.unit.unit_gradients import UnitGradients
 from shardwise.plan.lifecycle import (
     ABANDON,
@@ -55,7 +55,7 @@ from shardwise.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPo
 
 if TYPE_CHECKING:
     from shardwise.engine.step.root import Root
-    from shardwise.engine.unit.hooks import Hooks
+    from shardwise.engine.unit.hooks import UnitHooks
 
 
 def shard_device(mesh: DataMesh, offload: OffloadPolicy) -> torch.device:
@@ -65,7 +65,7 @@ def shard_device(mesh: DataMesh, offload: OffloadPolicy) -> torch.device:
 
 def _written_to(slot: Slot) -> tuple[int, int]:
     """Changes when somebody writes to a gathered parameter, or assigns its ``data``."""
-    if slot.tensor_parallel is not None or carries_itself(slot.local):
+    if slot.tensor_parallel is not None or is_tensor_extension(slot.local):
         # They have no memory of their own to tell by, or are rebuilt in each gather.
         return 0, 0
     return slot.unsharded._version, slot.unsharded.data_ptr()
@@ -79,12 +79,12 @@ class Unit:
         name: str,
         modules: tuple[nn.Module, ...],
         slots: list[Slot],
-        form: Form,
+        form: ShardedForm,
         mesh: DataMesh,
         after_forward: AfterForward,
         precision: MixedPrecisionPolicy,
         offload: OffloadPolicy,
-        sums: Sums = SUMS,
+        sums: Summation = DEFAULT_SUMMATION,
     ) -> None:
         self.name = name
         self.modules = modules
@@ -99,18 +99,18 @@ class Unit:
         self.rank = mesh.rank
         self.recorder: trace.Recorder | None = None
         # Set before anything else can reach the unit: its hooks on making, its root on adoption.
-        self.hooks: Hooks
+        self.hooks: UnitHooks
         self.root: Root
         self.is_top = True
         self.number = 0
-        self.events = UnitEvents(name, len(slots))
+        self.collective_names = CollectiveNames(name, len(slots))
 
         # What users set on the module, read in the step.
         self.after_forward = after_forward
         self.after_forward_is_explicit = False
         self.frees_after_backward = True
         self.gathers_in_backward = True
-        self.gather_calls: GroupCalls = mesh.shard
+        self.gather_calls: GroupCollectives = mesh.shard
         self.forward_prefetch: tuple[Unit, ...] = ()
         self.backward_prefetch: tuple[Unit, ...] | None = None
         self.prefetches_late = False
@@ -135,7 +135,7 @@ class Unit:
         self.is_hidden = False
         self._sharded_shown: Shown = []
         self._unsharded_shown: Shown = []
-        self._left: list[Any] = []
+        self._snapshot: list[Any] = []
         self.shard_device = shard_device(mesh, offload)
         self.is_offloaded = self.shard_device != mesh.device
         self.pins = self.is_offloaded and isinstance(offload, CPUOffloadPolicy) and offload.pin_memory
@@ -151,7 +151,7 @@ class Unit:
             return
         part_world = self.after_forward.part_world
         with torch.inference_mode(False), torch.no_grad():
-            self.memory = Memory(
+            self.buffers = UnitBuffers(
                 self.slots,
                 self.form,
                 self.mesh,
@@ -170,7 +170,7 @@ class Unit:
         """Lists what the modules show in either form, and what the unit leaves there: a step only walks the lists."""
         self._sharded_shown = sharded_shown(self.slots, self)
         self._unsharded_shown = unsharded_shown(self.slots)
-        self._left = [] if self._is_meta else self.form.left(self.slots)
+        self._snapshot = [] if self._is_meta else self.form.snapshot(self.slots)
 
     def show_sharded(self) -> None:
         """Shows the sharded parameters in all their places, which may have changed."""
@@ -202,10 +202,10 @@ class Unit:
 
     def take_back_replaced(self) -> None:
         """Takes over what changed from outside, for whoever reads the shards between steps."""
-        if self._is_meta or not self.form.all_show(self._left):
+        if self._is_meta or not self.form.all_show(self._snapshot):
             self._catch_up()
 
-    def settle(self) -> None:
+    def move_from_meta(self) -> None:
         """Moves parameters that have just left the meta device into the unit's buffer, if they came as they should.
 
         What ``to_empty()`` took for them goes back to the device: left in its allocator, in pieces of the shards' odd
@@ -261,32 +261,32 @@ class Unit:
             slot.unsharded.requires_grad_(requires_grad)
         self.gradients.train(trainable)
 
-    def is_as_left(self) -> bool:
+    def is_unchanged(self) -> bool:
         """Whether the modules show the parameters that the last gather left there, trained or frozen as they were."""
-        return not self._is_meta and self.form.all_show(self._left)
+        return not self._is_meta and self.form.all_show(self._snapshot)
 
     def _catch_up(self) -> None:
         """Takes over what changed from outside since the last gather: parameters frozen, thawed or replaced."""
         if not self._is_meta:
             self._note_trainable()
-            if self.form.all_show(self._left):
+            if self.form.all_show(self._snapshot):
                 return
         self.adopt_replaced_parameters()
         # order: the values' move into the unit's buffer before it is gathered, because this step's gathers waited for
         # what came before the step
-        self.root.lanes.gather.after_compute()
+        self.root.streams.gather.wait_compute()
 
-    def all_calls(self) -> list[GroupCalls]:
+    def all_calls(self) -> list[GroupCollectives]:
         """The groups this unit talks on."""
         mesh = self.mesh
         part = [mesh.part(self.after_forward.part_world)] if self.after_forward.part_world else []
         replicate = [mesh.replicate] if mesh.replicate is not None else []
         return [self.gather_calls, self.gradients.settings.calls, *replicate, *part]
 
-    def set_gather_calls(self, calls: GroupCalls) -> None:
+    def set_gather_calls(self, calls: GroupCollectives) -> None:
         self.gather_calls = calls
         if not self._is_meta:
-            self.memory.gather.calls = calls
+            self.buffers.gather.calls = calls
 
     # --- sharded and unsharded ------------------------------------------------------------------------------------
 
@@ -297,19 +297,19 @@ class Unit:
             return
         root = self.root
         # Between a forward and its backward nobody may replace parameters or flip what is trained.
-        if not root.in_backward and (self._is_meta or not self.form.all_show(self._left)):
+        if not root.in_backward and (self._is_meta or not self.form.all_show(self._snapshot)):
             self._catch_up()
         root.make_room(self, prefetch)
-        lane = root.lanes.gather
+        stream = root.streams.gather
         self._gathers_part = (
             in_forward
             and self.after_forward.part_world > 0
             and root.expects_backward
             and not self.keeps_after_forward()
         )
-        with lane:
-            self.memory.issue_gather(
-                self.events.gather[phase], state is SHARDED_AFTER_FORWARD and not in_forward
+        with stream:
+            self.buffers.issue_gather(
+                self.collective_names.gather[phase], state is SHARDED_AFTER_FORWARD and not in_forward
             )
             if self.gather_calls.ordered_by_stream:
                 self._finish_gather()
@@ -320,19 +320,19 @@ class Unit:
             self.recorder.add(trace.UNSHARD, self.name, phase, self.rank)
 
     def _finish_gather(self) -> None:
-        self.memory.finish_gather(self._gathers_part)
-        self._arrival = self.gather_calls.wire.to_reach = self.root.lanes.gather.mark()
+        self.buffers.finish_gather(self._gathers_part)
+        self._arrival = self.gather_calls.channel.last_event = self.root.streams.gather.record_event()
 
     def wait_gather(self) -> None:
         """Makes the parameters usable by what comes next on the compute stream, and shows them."""
         if self.state is not GATHERING:
             return
-        lanes = self.root.lanes
+        streams = self.root.streams
         if not self.gather_calls.ordered_by_stream:
-            with lanes.gather:
+            with streams.gather:
                 self._finish_gather()
         # order: copy-out before compute, because forward and backward read the full parameters
-        lanes.compute_after(self._arrival)
+        streams.compute_waits_for(self._arrival)
         show(self._unsharded_shown)
         self.state = TRANSITIONS[GATHERING, ARRIVE]
         self.prefetched = False
@@ -348,7 +348,7 @@ class Unit:
             self._call_off_gather(phase)
             return
         if state is SHARDED_AFTER_FORWARD:
-            self.memory.gather.drop_part()
+            self.buffers.gather.drop_part()
         else:
             if not self.is_hidden:
                 tied = {} if self._kept_version is None else self._take_over_changes()
@@ -356,7 +356,7 @@ class Unit:
                 for place, other in tied.items():
                     place.params[place.name] = other.sharded
             self.is_unseen = self.is_hidden = False
-            self.root.let_go(self)
+            self.root.free_after_compute(self)
             if self._was_moved:
                 self._was_moved = False
                 self._build()
@@ -368,7 +368,7 @@ class Unit:
                 step = KEEP_PART
                 self._kept_version = self._version()
             else:
-                self.memory.gather.drop_part()
+                self.buffers.gather.drop_part()
         self.state = TRANSITIONS[state, step]
         if self.recorder is not None:
             self.recorder.add(trace.RESHARD, self.name, phase, self.rank)
@@ -391,8 +391,8 @@ class Unit:
             self.state = TRANSITIONS[GATHERING, ABANDON]
             self.prefetched = False
             self._kept_version = None
-            if self.memory.gather.abandon():
-                self.root.let_go(self)
+            if self.buffers.gather.abandon():
+                self.root.free_after_compute(self)
             else:
                 # A peer that comes later may still write to the old memory, which goes when it has.
                 self._build()
@@ -401,10 +401,10 @@ class Unit:
     def _call_off_gather(self, phase: str) -> None:
         """Drops a gather before anyone saw it; under way on all ranks, it must land before its memory goes."""
         if not self.gather_calls.ordered_by_stream:
-            with self.root.lanes.gather:
+            with self.root.streams.gather:
                 self._finish_gather()
-        self.memory.gather.drop_part()
-        self.root.let_go(self)
+        self.buffers.gather.drop_part()
+        self.root.free_after_compute(self)
         self.prefetched = False
         self._kept_version = None
         self.state = TRANSITIONS[GATHERING, ABANDON]
@@ -461,7 +461,7 @@ class Unit:
         """Whether shards were written to or replaced, or parameters frozen or thawed, since the unit was kept."""
         return self._kept_version is not None and (
             self._version() != self._kept_version
-            or (self.is_hidden and not self.form.all_show(self._left))
+            or (self.is_hidden and not self.form.all_show(self._snapshot))
             or (self.state is UNSHARDED and not self.is_hidden and self._is_displaced())
             or (
                 self.state is UNSHARDED

@@ -8,44 +8,46 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from shardwise.comm.collectives.group import GroupCalls
+from shardwise.comm.collectives.group import GroupCollectives
 from shardwise.comm.mesh import DataMesh
-from shardwise.engine.buffers import Elastic, Permanent, allocate_shards
-from shardwise.engine.gather.tensor_extensions import Carrier, carries_itself
-from shardwise.engine.gather.unit_gather import PackedGather
+from shardwise.engine.buffers import ElasticBuffer, PermanentBuffer, allocate_shards
+from shardwise.engine.gather.tensor_extensions import TensorExtension, is_tensor_extension
+from shardwise.engine.gather.unit_gather import UnitGather
 from shardwise.engine.unit.binding import Slot
-from shardwise.engine.unit.dtensor_form import Form
+from shardwise.engine.unit.dtensor_form import ShardedForm
 from shardwise.plan.layout import RowParam
 from shardwise.policies import MixedPrecisionPolicy
 from shardwise.torch_internals import dtensor
 
 
-class Memory:
+class UnitBuffers:
     """A unit's buffers. Making it moves the slots' values into the shards and gives them their unsharded form."""
 
     def __init__(
         self,
         slots: list[Slot],
-        form: Form,
+        form: ShardedForm,
         mesh: DataMesh,
         precision: MixedPrecisionPolicy,
         shard_device: torch.device,
         pins: bool,
-        gather_calls: GroupCalls,
-        part_calls: GroupCalls | None,
+        gather_calls: GroupCollectives,
+        part_calls: GroupCollectives | None,
     ) -> None:
         world = mesh.shard.world
-        plain = [slot for slot in slots if not carries_itself(slot.local)]
-        self._carriers = [
-            Carrier(slot, mesh.mesh, precision, world) for slot in slots if carries_itself(slot.local)
+        plain = [slot for slot in slots if not is_tensor_extension(slot.local)]
+        self._extensions = [
+            TensorExtension(slot, mesh.mesh, precision, world)
+            for slot in slots
+            if is_tensor_extension(slot.local)
         ]
         params = [_row_param(slot, precision) for slot in plain]
         stored = [slot.stored_dtype for slot in plain]
         sent = [slot.compute_dtype for slot in plain]
-        for carrier in self._carriers:
-            params += carrier.row_params()
-            stored += carrier.input_dtypes
-            sent += carrier.input_dtypes
+        for extension in self._extensions:
+            params += extension.row_params()
+            stored += extension.input_dtypes
+            sent += extension.input_dtypes
         layout = form.plan(params, world)
 
         shards, parts = allocate_shards(layout, shard_device, stored, mesh.shard.rank, pins)
@@ -56,8 +58,8 @@ class Memory:
             plain[index]: starts[index] for index in sorted(range(len(plain)), key=starts.__getitem__)
         }
         for slot, part in zip(plain, parts, strict=False):
-            slot.settle(part)
-        form.settle(shards, layout)
+            slot.move_into(part)
+        form.bind_shards(shards, layout)
 
         is_whole = (
             form.uses_whole_shards
@@ -66,49 +68,49 @@ class Memory:
             and stored == sent
             and shards.device == mesh.device
         )
-        self._full = Permanent(shards) if is_whole else Elastic(layout.full_bytes, mesh.device)
+        self._full = PermanentBuffer(shards) if is_whole else ElasticBuffer(layout.full_bytes, mesh.device)
         self.takes_along = self._full.takes_along
-        self.gather = PackedGather(
+        self.gather = UnitGather(
             layout, shards, stored, sent, self._full, mesh.device, gather_calls, part_calls
         )
         # What a step does, which is more where tensors say themselves what is sent.
-        self.issue_gather = self._issue_carried if self._carriers else self.gather.issue
-        self.finish_gather = self._finish_carried if self._carriers else self.gather.finish
-        self.free = self._free_carried if self._carriers else self._full.shrink
+        self.issue_gather = self._issue_with_extensions if self._extensions else self.gather.issue
+        self.finish_gather = self._finish_with_extensions if self._extensions else self.gather.finish
+        self.free = self._free_with_extensions if self._extensions else self._full.shrink
         fulls = [
             self._full.tensor(dtype, start, param.shape)
             for param, dtype, start in zip(params, sent, layout.full_starts_bytes, strict=True)
         ]
         for slot, full in zip(plain, fulls, strict=False):
             slot.unsharded = _parameter(slot, full)
-        self._settle_carriers(parts[len(plain) :], fulls[len(plain) :])
+        self._allocate_extensions(parts[len(plain) :], fulls[len(plain) :])
 
-    def _settle_carriers(self, parts: list[torch.Tensor], fulls: list[torch.Tensor]) -> None:
-        if not self._carriers:
+    def _allocate_extensions(self, parts: list[torch.Tensor], fulls: list[torch.Tensor]) -> None:
+        if not self._extensions:
             return
         self._full.grow()
         start = 0
-        for carrier in self._carriers:
-            stop = start + len(carrier.input_dtypes)
-            carrier.settle_in(parts[start:stop], fulls[start:stop])
+        for extension in self._extensions:
+            stop = start + len(extension.input_dtypes)
+            extension.allocate(parts[start:stop], fulls[start:stop])
             start = stop
         self.free()
 
-    def _issue_carried(self, code: int, from_parts: bool) -> None:
+    def _issue_with_extensions(self, code: int, from_parts: bool) -> None:
         if not from_parts:
-            for carrier in self._carriers:
-                carrier.write_row()
+            for extension in self._extensions:
+                extension.write_row()
         self.gather.issue(code, from_parts)
 
-    def _finish_carried(self, keep_part: bool) -> None:
+    def _finish_with_extensions(self, keep_part: bool) -> None:
         self.gather.finish(keep_part)
-        for carrier in self._carriers:
-            carrier.rebuild()
+        for extension in self._extensions:
+            extension.rebuild()
 
-    def _free_carried(self) -> None:
+    def _free_with_extensions(self) -> None:
         self._full.shrink()
-        for carrier in self._carriers:
-            carrier.free()
+        for extension in self._extensions:
+            extension.free()
 
 
 def _row_param(slot: Slot, precision: MixedPrecisionPolicy) -> RowParam:

@@ -12,7 +12,7 @@ import torch
 
 from shardwise import trace
 from shardwise.engine.reduce.gradient_buffer import GradientBuffer, presence
-from shardwise.engine.reduce.reduce_plan import PackedReduce, Sums
+from shardwise.engine.reduce.reduce_plan import ReducePlan, Summation
 from shardwise.errors import StateError
 from shardwise.torch_internals import backward_reaches
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class UnitGradients:
     """The gradients of one unit."""
 
-    def __init__(self, unit: Unit, sums: Sums) -> None:
+    def __init__(self, unit: Unit, sums: Summation) -> None:
         self._unit = unit
         self._sums = sums
         self._is_tensor_parallel = any(slot.tensor_parallel is not None for slot in unit.slots)
@@ -35,13 +35,13 @@ class UnitGradients:
 
         self.trainable: list[bool] = []
         self.num_trainable = 0
-        self._plans: dict[tuple[bool, ...], PackedReduce | None] = {}
-        self.plan: PackedReduce | None = None
+        self._plans: dict[tuple[bool, ...], ReducePlan | None] = {}
+        self.plan: ReducePlan | None = None
         self._watched: set[int] = set()
         # Whether some were put by.
         self.are_held = False
         # The reduces that this backward has started.
-        self._started: set[PackedReduce] = set()
+        self._started: set[ReducePlan] = set()
 
     # --- which parameters are trained -----------------------------------------------------------------------------
 
@@ -51,7 +51,7 @@ class UnitGradients:
         self.num_trainable = sum(trainable)
         self.plan = self._plan_of(trainable)
 
-    def _plan_of(self, chosen: list[bool]) -> PackedReduce | None:
+    def _plan_of(self, chosen: list[bool]) -> ReducePlan | None:
         """The reduce of the chosen parameters, planned once."""
         unit, key = self._unit, tuple(chosen)
         if key not in self._plans:
@@ -65,7 +65,7 @@ class UnitGradients:
                 )
         return self._plans[key]
 
-    def _plan_with_held(self) -> PackedReduce | None:
+    def _plan_with_held(self) -> ReducePlan | None:
         """The reduce of what is trained now and of what was put by, perhaps before it was frozen."""
         if not self.are_held:
             return self.plan
@@ -82,7 +82,7 @@ class UnitGradients:
         self._plans = {}
         self.trainable = []
 
-    def forget_reduces(self, plans: set[PackedReduce]) -> None:
+    def forget_reduces(self, plans: set[ReducePlan]) -> None:
         """Makes reduces anew whose buffers peers may still write to."""
         if plans.intersection(plan for plan in self._plans.values() if plan is not None):
             self._plans = {}
@@ -158,8 +158,8 @@ class UnitGradients:
                     unit.reshard(trace.IN_POST_BACKWARD)
         self._started.clear()
 
-    def _still_to_reduce(self) -> list[PackedReduce]:
-        plans: list[PackedReduce | None] = []
+    def _still_to_reduce(self) -> list[ReducePlan]:
+        plans: list[ReducePlan | None] = []
         if self.are_held or (self.settings.includes_unused and not self._started):
             plans.append(self._plan_with_held())
         if self.settings.all_reduces:
@@ -171,7 +171,7 @@ class UnitGradients:
             ]
         return [plan for plan in dict.fromkeys(plans) if plan is not None]
 
-    def _issue(self, plan: PackedReduce, gradients: list[torch.Tensor | None]) -> None:
+    def _issue(self, plan: ReducePlan, gradients: list[torch.Tensor | None]) -> None:
         unit = self._unit
         plan.is_again = bool(self._started)
         self._started.add(plan)
@@ -182,10 +182,10 @@ class UnitGradients:
             ]
             self.are_held = False
         root = unit.root
-        if root.accord.guard is not None:
-            root.accord.guard.look(unit.name, plan.slots, gradients)
+        if root.agreement.guard is not None:
+            root.agreement.guard.look(unit.name, plan.slots, gradients)
         present = presence(gradients)
-        codes = unit.events.reduce(plan, self.settings, present)
+        codes = unit.collective_names.reduce(plan, self.settings, present)
         root.start_reduce(plan, self.settings, gradients, present, self.max_inputs, codes)
         if unit.recorder is not None:
             unit.recorder.add(trace.REDUCE, unit.name, trace.IN_POST_BACKWARD, unit.rank)

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.comm import exchange as tensor_exchange
-from shardwise.comm.collectives.group import wire_of
-from shardwise.comm.exchange import neighbours_of, plan_exchange
+from shardwise.comm.collectives.group import channel_of
+from shardwise.comm.exchange import plan_exchange, process_vm_peers_of
 from shardwise.comm.shared_memory import direct_reads
 from shardwise.comm.shared_memory.direct_reads import DirectReads
-from shardwise.comm.shared_memory.process_vm import Neighbours
+from shardwise.comm.shared_memory.process_vm import ProcessVMPeers
 from shardwise.errors import PeerFailure
 from shardwise.policies import set_trust
 from shardwise.zero import ZeroRedundancyOptimizer
@@ -30,8 +30,8 @@ def group() -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
-def neighbours_here() -> Neighbours | None:
-    return neighbours_of(group(), wire_of(group(), torch.device("cpu")))
+def neighbours_here() -> ProcessVMPeers | None:
+    return process_vm_peers_of(group(), channel_of(group(), torch.device("cpu")))
 
 
 def fill_own(sections: Sequence[Sequence[Tensor]], step: int) -> None:
@@ -82,13 +82,13 @@ def packs_small_tensors_into_one_broadcast_a_rank() -> None:
     sections = [
         [torch.zeros(numel, dtype=dtypes[i % 2]) for i, numel in enumerate(section)] for section in numels
     ]
-    wires = [[tensor.view(torch.uint8) for tensor in section if tensor.numel()] for section in sections]
+    channels = [[tensor.view(torch.uint8) for tensor in section if tensor.numel()] for section in sections]
     grouped, tensor_exchange.issue_grouped_broadcasts = (
         tensor_exchange.issue_grouped_broadcasts,
         broadcast_all,
     )
     try:
-        exchange = tensor_exchange._GroupedBroadcasts(wires, group())
+        exchange = tensor_exchange._GroupedBroadcasts(channels, group())
         for step in range(3):
             fill_own(sections, step)
             exchange.issue().wait()

@@ -468,7 +468,7 @@ def sends_few_messages(*, as_views: bool, balanced: bool, on_one_host: bool = Tr
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(20))).to(device())
     with pytest.MonkeyPatch.context() as patch:
         if not on_one_host:
-            patch.setattr(sync, "neighbours_of", lambda *_: None)
+            patch.setattr(sync, "process_vm_peers_of", lambda *_: None)
         optimizer = ZeroRedundancyOptimizer(
             model.parameters(), SGD, parameters_as_bucket_view=as_views, balanced=balanced, lr=0.1
         )

@@ -295,11 +295,11 @@ def overlap_follows_a_scheduler_without_a_call_of_step() -> None:
 def the_watch_sees_overlapped_steps_get_on() -> None:
     """DDP's own collectives are not on the path: without this, a rank that trains would seem to stand still."""
     ddp, ours = overlapped(wide_model(), SGD, interleaved=False, shard_buckets=False, lr=0.1)
-    wire, inputs = ours.accord.wire, batches(6)
+    channel, inputs = ours.agreement.channel, batches(6)
     for _ in range(3):
-        before = wire.num_moves
+        before = channel.num_moves
         ddp(next(inputs)).sum().backward()
-        assert wire.num_moves > before
+        assert channel.num_moves > before
 
 
 def overlap_joins_uneven_inputs(*, interleaved: bool, shard_buckets: bool) -> None:
