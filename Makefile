@@ -12,11 +12,11 @@ STAMP  := $(VENV)/.installed
 PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test test-all test-slow test-arithmetic test-gpu fuzz demo lint format typecheck bench bench-gpu reference clean
+.PHONY: help venv test test-all test-slow test-arithmetic test-gpu fuzz demo lint format typecheck bench bench-gpu reference shape clean
 
 help:
 	@sed -n '1,4s/^# \{0,1\}//p' Makefile
-	@echo "also: venv test-all test-slow test-arithmetic test-gpu fuzz lint format typecheck bench bench-gpu reference clean"
+	@echo "also: venv test-all test-slow test-arithmetic test-gpu fuzz lint format typecheck bench bench-gpu reference shape clean"
 
 venv: $(STAMP)
 
@@ -104,6 +104,10 @@ bench-gpu:
 # docs/reference.md, from the docstrings.
 reference: $(STAMP)
 	$(PY) docs/make_reference.py
+
+# How large and how tangled the package is.
+shape: $(STAMP)
+	PYTHONPATH=. $(PY) benchmarks/shape.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
