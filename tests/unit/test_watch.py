@@ -13,6 +13,7 @@ from shardwise import PeerFailure, policies
 from shardwise.comm import watch
 from shardwise.comm.path import Path, code_of
 from shardwise.comm.wire import Foreign, WatchedWire
+from tests.unit.test_judge import note_of
 
 
 def test_stacks_are_read_late():
@@ -147,19 +148,7 @@ def test_a_store_that_fails_for_a_moment_ends_no_wait_however_long_that_has_been
     assert not wire.ended
 
 
-OTHER = {
-    "epoch": 0,
-    "num_events": 1,
-    "events": ["gather 'a' in forward"],
-    "waiting": None,
-    "bytes": 0,
-    "stack": [],
-    "in_debugger": False,
-    "sits_seconds": 0.0,
-    "sees": [],
-    "blocked_on": [],
-    "gone": False,
-}
+OTHER = note_of(epoch=0, num_events=1, events=["gather 'a' in forward"])
 
 
 def test_a_rank_on_another_host_is_waited_for_while_it_gives_signs_of_life(clock, caplog):
