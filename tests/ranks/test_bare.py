@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 REPOSITORY = Path(__file__).parents[2]
 BARE = """
 import sys
@@ -66,6 +68,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_sharding_and_ranks_need_torch_alone_and_training_names_what_it_needs_beside(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(BARE)
     (tmp_path / "program.py").write_text(PROGRAM)

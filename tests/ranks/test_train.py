@@ -19,6 +19,7 @@ from shardwise.train import data as data_room
 from shardwise.train import loop, run_files
 from shardwise.train.model import OwnModel
 from shardwise.train.optional_packages import require
+from tests.ranks.tables import slow
 from tests.ranks.training import (
     STEPS,
     Noted,
@@ -49,8 +50,8 @@ def undisturbed(tmp_path_factory):
     return config, losses, whole_tensors(checkpoint_at(folder / "run"))
 
 
-def stop_and_resume_in_every_mode(config, folder):
-    for mode in MODES:
+def stop_and_resume(config, folder, modes):
+    for mode in modes:
         ours = in_mode(config, mode)
         whole, _ = run_part(ours, f"{folder}/{mode}-whole")
         first, _ = run_part(ours, f"{folder}/{mode}", stop_after=4)
@@ -59,10 +60,11 @@ def stop_and_resume_in_every_mode(config, folder):
 
 
 @pytest.mark.arithmetic
-def test_a_run_that_is_stopped_and_resumed_is_bitwise_the_run_that_was_not(undisturbed, tmp_path):
+@pytest.mark.parametrize("modes", [("optimizer", "full"), slow(MODES)], ids=["two modes", "all modes"])
+def test_a_run_that_is_stopped_and_resumed_is_bitwise_the_run_that_was_not(undisturbed, tmp_path, modes):
     config, _, tensors = undisturbed
-    on_ranks(2, stop_and_resume_in_every_mode, config, str(tmp_path))
-    for mode in MODES:
+    on_ranks(2, stop_and_resume, config, str(tmp_path), modes)
+    for mode in modes:
         last = whole_tensors(checkpoint_at(tmp_path / mode))
         assert_same(last, whole_tensors(checkpoint_at(tmp_path / f"{mode}-whole")))
         # And all modes are the same run, to float tolerance.

@@ -5,6 +5,7 @@ that none can pass by being blind.
 """
 
 import ast
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -27,6 +28,8 @@ FLOORS = [
     ("train", "forecast", "testing", "compat"),
     ("cli",),
 ]
+# Imported only where what it is made with, rich, is there.
+IS_OPTIONAL = "shardwise.train.live"
 # The doors to torch's underscore names.
 DOORS = ("torch_internals.py", "torch_threads.py")
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
@@ -112,6 +115,18 @@ def borrowed_answers(source: str, module: str) -> list[str]:
     return [name for name in names if name.startswith(TORCHS_OWN_ANSWERS)]
 
 
+def imports_beside_torch(source: str, module: str) -> list[str]:
+    """What a file needs to be imported and neither Python nor torch brings; functions ask for more when called."""
+    tree = ast.parse(source)
+    tree.body = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    known = {*sys.stdlib_module_names, "torch", "shardwise"}
+    return [
+        name
+        for name in imported_names(ast.unparse(tree), module)
+        if name.split(".")[0] not in known or name.startswith(IS_OPTIONAL)
+    ]
+
+
 def underscores_of_torch(source: str, module: str) -> list[str]:
     names = [*imported_names(source, module), *reached_names(source)]
     return [
@@ -151,6 +166,10 @@ def test_no_file_has_a_name_that_says_nothing():
 
 def test_plan_imports_no_torch_and_of_shardwise_only_errors():
     assert found_in((PACKAGE / "plan").rglob("*.py"), impurities_of_plan) == {}
+
+
+def test_to_import_the_library_takes_torch_alone():
+    assert found_in([path for path in LIBRARY if module_of(path) != IS_OPTIONAL], imports_beside_torch) == {}
 
 
 def test_the_library_never_uses_torchs_own_fsdp_or_zero():
@@ -200,6 +219,12 @@ def test_an_import_that_goes_down_is_let_through(module, source):
 )
 def test_an_impure_plan_is_caught(source):
     assert impurities_of_plan(source, "shardwise.plan.rows")
+
+
+def test_a_package_that_not_everybody_has_is_caught():
+    here = "shardwise.train.loop"
+    assert imports_beside_torch("import torch\nimport numpy as np", here) == ["numpy"]
+    assert imports_beside_torch("def draw():\n    import numpy", here) == []
 
 
 @pytest.mark.parametrize(

@@ -13,25 +13,12 @@ from torch import Tensor, optim
 from torch.utils.dlpack import from_dlpack
 
 from shardwise.optim.joined_step import JoinedStep
+from tests.unit.optimizers import OPTIMIZERS
 
 pytestmark = pytest.mark.arithmetic
 
 # Shapes, most of them with an end that fills no vector; one is too large to be joined.
 SHAPES = [(5, 7), (3,), (48, 48), (48,), (1,), (129, 65), (17, 16), (64,), (9, 3), (2, 31)]
-OPTIMIZERS: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
-    "SGD": (optim.SGD, {"lr": 0.1}),
-    "SGD, nesterov": (optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
-    "Adam": (optim.Adam, {"amsgrad": True}),
-    "AdamW": (optim.AdamW, {"lr": 1e-2, "maximize": True}),
-    "Adagrad": (optim.Adagrad, {"lr_decay": 0.1}),
-    "RMSprop": (optim.RMSprop, {"momentum": 0.9, "centered": True}),
-    "Adadelta": (optim.Adadelta, {}),
-    "Adamax": (optim.Adamax, {}),
-    "ASGD": (optim.ASGD, {"t0": 2}),
-    "NAdam": (optim.NAdam, {}),
-    "RAdam": (optim.RAdam, {}),
-    "Rprop": (optim.Rprop, {}),
-}
 FUSED = ("SGD", "SGD, nesterov", "Adam", "AdamW", "Adagrad")
 
 

@@ -16,22 +16,10 @@ import torch
 from torch import Tensor, optim
 
 from tests.rounding import stepped
+from tests.unit.optimizers import OPTIMIZERS
 
 pytestmark = pytest.mark.arithmetic
 
-OPTIMIZERS: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
-    "SGD": (optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
-    "Adam": (optim.Adam, {"amsgrad": True, "weight_decay": 0.01}),
-    "AdamW": (optim.AdamW, {"lr": 1e-2, "maximize": True}),
-    "Adagrad": (optim.Adagrad, {"lr_decay": 0.1}),
-    "RMSprop": (optim.RMSprop, {"momentum": 0.9, "centered": True}),
-    "Adadelta": (optim.Adadelta, {}),
-    "Adamax": (optim.Adamax, {}),
-    "ASGD": (optim.ASGD, {"t0": 2}),
-    "NAdam": (optim.NAdam, {}),
-    "RAdam": (optim.RAdam, {}),
-    "Rprop": (optim.Rprop, {}),
-}
 FUSED: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
     "SGD": (optim.SGD, {"lr": 0.1, "momentum": 0.9}),
     "Adam": (optim.Adam, {"amsgrad": True, "weight_decay": 0.01}),

@@ -13,6 +13,7 @@ from shardwise import PeerFailure, policies
 from shardwise.comm.channels.channel import BackendWait, WatchedChannel
 from shardwise.comm.channels.collective_log import CollectiveLog, collective_code
 from shardwise.comm.watchdog import thread as watchdog_thread
+from tests.unit.test_watchdog_diagnosis import note_of
 
 
 def test_stacks_are_read_late():
@@ -148,19 +149,7 @@ def test_a_store_that_fails_for_a_moment_ends_no_wait_however_long_that_has_been
     assert not channel.ended
 
 
-OTHER = {
-    "epoch": 0,
-    "num_events": 1,
-    "events": ["gather 'a' in forward"],
-    "waiting": None,
-    "bytes": 0,
-    "stack": [],
-    "in_debugger": False,
-    "sits_seconds": 0.0,
-    "sees": [],
-    "blocked_on": [],
-    "gone": False,
-}
+OTHER = note_of(epoch=0, num_events=1, events=["gather 'a' in forward"])
 
 
 def test_a_rank_on_another_host_is_waited_for_while_it_gives_signs_of_life(clock, caplog):
