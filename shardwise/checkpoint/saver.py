@@ -68,6 +68,9 @@ class Saver:
         self._plan: WritePlan | None = None
         self._thread: threading.Thread | None = None
         self._outcomes: list[Outcome] = []
+        # Once: saves do not make anew what somebody removes or moves. Where it cannot be made, they will say so.
+        with contextlib.suppress(OSError):
+            store.folder.parent.mkdir(parents=True, exist_ok=True)
 
     @property
     def is_busy(self) -> bool:

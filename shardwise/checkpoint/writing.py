@@ -117,7 +117,9 @@ def write_checkpoint(
     def write_file() -> FileRecord | None:
         if unstaged is not None:
             raise unstaged
-        folder.mkdir(parents=True, exist_ok=True)
+        # No folder above: one that was removed or moved while the run goes on is not made again behind its back.
+        folder.parent.mkdir(exist_ok=True)
+        folder.mkdir(exist_ok=True)
         if not plan.layout.starts:
             return None
         with RawFile(folder / _file_name(dist.get_rank(group))) as file:

@@ -26,7 +26,7 @@ from shardwise.policies import set_trust
 from shardwise.train.config import Config, as_json
 from shardwise.train.display import Display, Lossy, Quiet
 from shardwise.train.files import replace_file
-from shardwise.train.folder import CHECKPOINTS
+from shardwise.train.folder import CHECKPOINTS, holder_of
 from shardwise.train.hardware import memory_bytes, peak_flops
 from shardwise.train.interrupt import Interrupt
 from shardwise.train.keeping import Keeper
@@ -80,7 +80,8 @@ class Trainer:
         self._stepper = Stepper(config, self.parallel, self.optimizer, samples, order, team, device)
         self._store = Store(folder / CHECKPOINTS)
         page = {"corpus": self._corpus.fingerprint(), **self._origin}
-        self._keeper = Keeper(self._store, self.state, config, team, self.display, page)
+        self._holder = holder_of(folder)
+        self._keeper = Keeper(self._store, self.state, config, team, self.display, page, self._taken_by)
         self.progress = Progress()
 
     # --- set-up -------------------------------------------------------------------------------------------------
@@ -101,6 +102,11 @@ class Trainer:
         samples = data_room.Samples(corpus, model.context, model.vocabulary, data.held_out)
         seed = train.seed if data.shuffle else None
         return corpus, samples, plan_order(samples.num_training, train, self.team.world_size, seed)
+
+    def _taken_by(self) -> str | None:
+        """Another run that has begun in the folder, which somebody has emptied, or put in the place of this run's."""
+        holder = holder_of(self.folder)
+        return holder if holder and holder != self._holder else None
 
     def resume(self) -> None:
         """Goes on from the newest good checkpoint."""
@@ -143,9 +149,12 @@ class Trainer:
                 raise CheckpointError(
                     f"the last checkpoint could not be written: {problem}",
                     where=str(self._store.folder),
-                    fix=f"make room and continue from {latest.name} with --resume {self.folder}"
-                    if (latest := self._store.latest())
-                    else "make room and start again: there is no checkpoint of this run",
+                    fix="make room, or the folder writable, and "
+                    + (
+                        f"continue from {latest.name} with --resume {self.folder}"
+                        if (latest := self._store.latest())
+                        else "start again: there is no checkpoint of this run"
+                    ),
                 )
             seconds = time.perf_counter() - begun
             tokens = (progress.samples - first_samples) * config.model.context
@@ -186,6 +195,7 @@ class Trainer:
             self.folder,
             self.display,
             self._unwritten,
+            self._taken_by,
             from_step=facts.first_step,
             tensorboard=self.config.output.tensorboard,
         )

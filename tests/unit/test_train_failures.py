@@ -51,6 +51,40 @@ def test_an_exit_without_a_word_is_told_as_that():
     assert "rank 1 ended with exit status 7" in _what_happened([_untold(1, 7)], 2, None)
 
 
+def test_what_is_no_text_is_logged_and_told_all_the_same(tmp_path):
+    log = RankLog(tmp_path, 0)
+    try:
+        failure = log.failed(raised(FileNotFoundError("no file 'caf\udce9.txt'")))
+    finally:
+        log.close()
+    assert "no file 'caf\\udce9.txt'" in log_path(tmp_path, 0).read_text()
+    assert "no file 'caf\udce9.txt'" in failure.text
+
+
+def test_an_error_that_cannot_be_printed_is_told_all_the_same():
+    class Unprintable(RuntimeError):
+        def __str__(self):
+            raise ValueError("no text for you")
+
+    failure = failure_of(raised(Unprintable()), 1)
+    assert failure.summary == "Unprintable: <no text>"
+    assert _what_happened([failure], 2).startswith("error: rank 1 failed\nTraceback")
+
+
+def test_logs_are_named_where_there_are_any_and_a_checkpoint_where_one_was_saved(tmp_path):
+    failure = failure_of(raised(ValueError("mine")), 1)
+    assert "logs" not in _what_happened([failure], 2, None, tmp_path)
+    assert "--resume" not in _what_happened([failure], 2, tmp_path, tmp_path)
+    (tmp_path / "step-00000002").mkdir()
+    told = _what_happened([failure], 2, tmp_path / "logs", tmp_path)
+    assert f"  logs:  {tmp_path / 'logs'}\n  fix:   mend that, and continue with --resume" in told
+    # What an error made for users says of itself is enough, but its traceback is in the log.
+    told = _what_happened(
+        [failure_of(raised(ConfigError("no", fix="yes")), 1)], 2, tmp_path / "logs", tmp_path
+    )
+    assert told == f"error: no\n  fix:   yes\n  logs:  {tmp_path / 'logs'}"
+
+
 def test_an_error_that_ranks_found_together_is_told_once():
     failures = [failure_of(ConfigError("no data", fix="bring some"), rank) for rank in range(4)]
     assert _what_happened(failures, 4, None) == "error: no data\n  fix:   bring some"
