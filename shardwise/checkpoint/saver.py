@@ -51,7 +51,7 @@ class Saver:
     """Saves a run's checkpoints, one at a time.
 
     Args:
-        store: where to.
+        store: where to. Its folder is made if need be; the one that it lies in must be there.
         group: a gloo group of all ranks for the saver alone.
         keep: how many to keep, 0 for all.
         asynchronous: ``False`` makes ``save`` return when everything is on disk.
@@ -68,9 +68,6 @@ class Saver:
         self._plan: WritePlan | None = None
         self._thread: threading.Thread | None = None
         self._outcomes: list[Outcome] = []
-        # Once: saves do not make anew what somebody removes or moves. Where it cannot be made, they will say so.
-        with contextlib.suppress(OSError):
-            store.folder.parent.mkdir(parents=True, exist_ok=True)
 
     @property
     def is_busy(self) -> bool:

@@ -117,7 +117,7 @@ def write_checkpoint(
     def write_file() -> FileRecord | None:
         if unstaged is not None:
             raise unstaged
-        # No folder above: one that was removed or moved while the run goes on is not made again behind its back.
+        # Not the folder above: what was removed or moved while a run goes on must not come back as half of it.
         folder.parent.mkdir(exist_ok=True)
         folder.mkdir(exist_ok=True)
         if not plan.layout.starts:

@@ -97,7 +97,7 @@ class RankLog:
         self._descriptor: int | None = None
         self._was_enabled = faulthandler.is_enabled()
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(exist_ok=True)
             self._descriptor = open_for_append(log_path(folder, rank))
             faulthandler.enable(self._descriptor)
         except OSError:

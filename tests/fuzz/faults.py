@@ -64,7 +64,8 @@ FIRST_WORDS = {
     "thread": "error: thread 'loader' of rank {rank} failed\nTraceback",
     "disk": r"error: (the last checkpoint could not be written|the run finished .* not all of it was)",
     "files": r"error: (the last checkpoint could not be written|the run finished .* not all of it was)",
-    "folder": r"error: (the last checkpoint could not be written|the run finished .* not all of it was)",
+    "folder": r"error: (the last checkpoint could not be written|the run finished .* not all of it was|"
+    r".*config.json cannot be written)",
 }
 
 
