@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -32,7 +32,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, lost_its_peers
 from shardwise.train.folder import CHECKPOINTS, LOGS
 from shardwise.train.rank_log import Failure, RankLog, log_path, remove_empty_logs, signal_name
 
@@ -155,7 +155,7 @@ def joined(given: Given, kind: str, rendezvous: str | None = None) -> Iterator[t
     except (dist.DistError, RuntimeError, ValueError) as error:
         raise ConfigError(
             _why_not(error, given), where=f"rank {given.rank} of {given.world_size}", fix=_how_then(error)
-        ) from None
+        ) from (error if lost_its_peers(error) else None)
     try:
         yield device
     finally:
@@ -280,7 +280,9 @@ def _wait_for_all(
         ready = wait([*telling, *running], timeout=left)
         if not ready and deadline is not None:
             break
-        for each in ready:
+        num_before = len(failures)
+        # What ranks say is read first: when somebody else ended meanwhile, that may be why they say it.
+        for each in sorted(ready, key=lambda each: not isinstance(each, Connection)):
             if isinstance(each, Connection):
                 _hear(each, telling, failures, done)
                 continue
@@ -291,7 +293,7 @@ def _wait_for_all(
                 _hear(heard[rank], telling, failures, done)
             if status or rank not in done:
                 if all(failure.rank != rank or failure.thread for failure in failures):
-                    failures.append(_untold(rank, status))
+                    failures.append(_untold(rank, status, failures[num_before:]))
                 # Peers notice that it is gone, or wait for it forever.
                 grace = time.monotonic() + _GRACE_SECONDS
                 deadline = grace if deadline is None else min(deadline, grace)
@@ -379,8 +381,11 @@ def _tell(telling: Connection, one_at_a_time: threading.Lock, failure: Failure |
         telling.send_bytes(b"" if failure is None else json.dumps(asdict(failure)).encode())
 
 
-def _untold(rank: int, status: int) -> Failure:
-    """Of a rank that ended without a word: killed, crashed, or by ``os._exit``."""
+def _untold(rank: int, status: int, meanwhile: Sequence[Failure] = ()) -> Failure:
+    """Of a rank that ended without a word: killed, crashed, or by ``os._exit``.
+
+    ``meanwhile``: what was heard of others since it was last seen running.
+    """
     if status >= 0:
         what = (
             f"rank {rank} ended with exit status {status} before it was done, and without an error of its own"
@@ -389,8 +394,8 @@ def _untold(rank: int, status: int) -> Failure:
         what = f"rank {rank} was ended by {signal_name(-status)}"
     return Failure(
         rank,
-        # Noticed a little late, and whatever the others said meanwhile followed from it.
-        time.monotonic() - _NOTICED_SECONDS,
+        # Noticed late, and whatever the others said meanwhile followed from it.
+        min([time.monotonic() - _NOTICED_SECONDS, *(failure.at_seconds for failure in meanwhile)]),
         text=what,
         summary=what,
         # A library that loses its peer may abort; all other signals come from outside, or from a crash.
@@ -429,7 +434,13 @@ def _what_happened(
     if not failures:
         return f"error: {num_ranks} ranks were not done in time, and were ended"
     failures = sorted(
-        failures, key=lambda failure: (failure.is_consequence, failure.at_seconds, failure.rank)
+        failures,
+        key=lambda failure: (
+            failure.is_consequence,
+            failure.at_seconds,
+            not failure.is_silent,
+            failure.rank,
+        ),
     )
     own = [failure for failure in failures if failure.thread is None]
     # Threads that raised before the first rank did may be why it did.

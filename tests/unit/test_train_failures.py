@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import pytest
 
 from shardwise.errors import ConfigError, PeerFailure, follows_from_a_peer
-from shardwise.train.launch import _untold, _what_happened
+from shardwise.train.launch import Given, _untold, _what_happened, joined
 from shardwise.train.rank_log import Failure, RankLog, failure_of, log_path, remove_empty_logs
 
 
@@ -39,6 +40,25 @@ def test_a_rank_that_was_killed_is_told_before_errors_of_peers_that_nobody_knows
     odd = failure_of(raised(RuntimeError("[enforce fail] something of gloo's")), 0)
     killed = _untold(1, -9)
     assert _what_happened([odd, killed], 2, None).startswith("error: rank 1 was ended by SIGKILL")
+
+
+def test_a_rank_that_was_killed_is_told_before_what_was_heard_meanwhile_however_late_that_was_noticed():
+    odd = replace(failure_of(raised(RuntimeError("[enforce fail] something of gloo's")), 0), at_seconds=5.0)
+    killed = _untold(1, -9, [odd])
+    assert _what_happened([odd, killed], 2, None).startswith("error: rank 1 was ended by SIGKILL")
+
+
+def test_a_rank_that_could_not_meet_a_peer_which_has_ended_is_told_after_that_peer():
+    given = Given(0, 2, 0, 2, "127.0.0.1", 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.distributed.init_process_group", lose_a_peer)
+        with pytest.raises(ConfigError, match="could not meet") as caught, joined(given, "cpu"):
+            pass
+    assert failure_of(caught.value, 0).is_consequence
+
+
+def lose_a_peer(*_args, **_kwargs):
+    raise RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:21176")
 
 
 def test_an_abort_is_told_after_the_error_that_it_may_have_followed_from():
