@@ -87,9 +87,17 @@ class CheckpointError(ShardwiseError, RuntimeError):
     """A checkpoint that cannot be written, read, or fitted to this model."""
 
 
+def text_of(error: BaseException) -> str:
+    """What an error says; those of users may fail at that, and are errors to tell all the same."""
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001  whatever it is, it is not the error to tell
+        return "<no text>"
+
+
 def lost_its_peers(error: BaseException) -> bool:
     """Whether a backend raised this because another rank is gone."""
-    text = str(error)
+    text = text_of(error)
     return isinstance(error, (RuntimeError, OSError)) and any(sign in text for sign in _LOST_PEER_TEXTS)
 
 

@@ -51,7 +51,7 @@ class Saver:
     """Saves a run's checkpoints, one at a time.
 
     Args:
-        store: where to.
+        store: where to. Its folder is made if need be; the one that it lies in must be there.
         group: a gloo group of all ranks for the saver alone.
         keep: how many to keep, 0 for all.
         asynchronous: ``False`` makes ``save`` return when everything is on disk.

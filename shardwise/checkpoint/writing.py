@@ -117,7 +117,9 @@ def write_checkpoint(
     def write_file() -> FileRecord | None:
         if unstaged is not None:
             raise unstaged
-        folder.mkdir(parents=True, exist_ok=True)
+        # Not the folder above: what was removed or moved while a run goes on must not come back as half of it.
+        folder.parent.mkdir(exist_ok=True)
+        folder.mkdir(exist_ok=True)
         if not plan.layout.starts:
             return None
         with RawFile(folder / _file_name(dist.get_rank(group))) as file:

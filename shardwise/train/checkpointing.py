@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ class RunCheckpoints:
         team: the ranks.
         display: told what becomes of saves.
         page: more to keep on the page of each checkpoint.
+        taken_by: says on rank 0 which other run has begun in the folder, if one has.
     """
 
     def __init__(
@@ -42,8 +44,10 @@ class RunCheckpoints:
         team: Team,
         display: Display,
         page: dict[str, Any],
+        taken_by: Callable[[], str | None],
     ) -> None:
         self._store, self._state, self._team, self._display = store, state, team, display
+        self._taken_by = taken_by
         self._saver = Saver(
             store,
             team.new_group(),
@@ -63,11 +67,18 @@ class RunCheckpoints:
     def is_busy(self) -> bool:
         return self._saver.is_busy
 
-    def save(self, progress: Progress) -> None:
-        """Saves the run as it is now; the step waits for a copy alone."""
+    def save(self, progress: Progress) -> str | None:
+        """Saves the run as it is now; the step waits for a copy alone.
+
+        Returns why it was not even tried, if it was not.
+        """
+        if (other := self._team.from_first(self._taken_by)) is not None:
+            self._warn(progress.step, problem := f"another run has taken the folder: {other}")
+            return problem
         progress.saved_step = progress.step
         page = {"step": progress.step, "samples": progress.samples, **self._page}
         self._saver.save(progress.step, self._state.parts(), page)
+        return None
 
     def save_and_wait(self, progress: Progress) -> str | None:
         """Leaves a checkpoint of this very step, trying again if one failed; the problem, if there was one."""
@@ -75,9 +86,9 @@ class RunCheckpoints:
         self._saver.wait()
         problem = self.tell_outcomes(progress)
         if progress.saved_step != progress.step:
-            self.save(progress)
+            refused = self.save(progress)
             self._saver.wait()
-            problem = self.tell_outcomes(progress)
+            problem = refused or self.tell_outcomes(progress)
         return problem
 
     def tell_outcomes(self, progress: Progress) -> str | None:
@@ -90,11 +101,14 @@ class RunCheckpoints:
                 continue
             if progress.saved_step == outcome.step:
                 progress.saved_step = -1
-            if self._team.rank == 0:
-                self._display.warn(
-                    f"the checkpoint of step {outcome.step} could not be written, training goes on: {problem}"
-                )
+            self._warn(outcome.step, problem)
         return problem
+
+    def _warn(self, step: int, problem: str) -> None:
+        if self._team.rank == 0:
+            self._display.warn(
+                f"the checkpoint of step {step} could not be written, training goes on: {problem}"
+            )
 
     def resume(self, progress: Progress) -> None:
         """Brings the newest good checkpoint back."""

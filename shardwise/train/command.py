@@ -7,9 +7,9 @@ import json
 import os
 import shlex
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,16 @@ import torch
 
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.policies import set_trust, trust
+from shardwise.torch_internals import store_of
 from shardwise.train.config import Config, with_settings
 from shardwise.train.display import Quiet, make_display
-from shardwise.train.launch import Given, given_ranks, joined, plan_ranks, run_own_ranks
+from shardwise.train.launch import Given, given_ranks, joined, leave, plan_ranks, run_own_ranks
 from shardwise.train.loop import Trainer
 from shardwise.train.optional_packages import require
 from shardwise.train.rank_log import RankLog, failure_of, remove_empty_logs
 from shardwise.train.recipes import RECIPES, load_recipe
 from shardwise.train.records import CONFIG
+from shardwise.train.run_files import fill_standard_streams
 from shardwise.train.run_folder import (
     LOCK,
     LOGS,
@@ -39,7 +41,8 @@ from shardwise.train.team import Team
 
 __all__ = ["Request", "train"]
 
-_PEER_SECONDS = 1.0
+_PEER_SECONDS = 5.0
+_HAS_TOLD = "has told"
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,7 @@ class Request:
 
 def train(request: Request) -> int:
     """Trains; the exit status."""
+    fill_standard_streams()
     given = given_ranks(os.environ) if request.ranks is None else None
     num_gpus = torch.cuda.device_count()
     if given is None:
@@ -78,6 +82,7 @@ def train(request: Request) -> int:
 def _train_as(given: Given, request: Request, num_gpus: int) -> int:
     """The part of a rank that another launcher started."""
     status = 0
+    notes: Any = None
 
     def tell(error: BaseException) -> None:
         nonlocal status
@@ -85,11 +90,15 @@ def _train_as(given: Given, request: Request, num_gpus: int) -> int:
         failure = failure_of(error, given.rank)
         if getattr(error, "agreed", False) and given.rank:
             return
-        if failure.is_consequence:
-            # The rank that failed first speaks first; all of them write to one place.
-            time.sleep(_PEER_SECONDS)
+        if failure.is_consequence and notes is not None:
+            # All of them write to one place: the rank that failed first speaks first, unless it went without a word.
+            with contextlib.suppress(RuntimeError):
+                notes.wait([_HAS_TOLD], timedelta(seconds=_PEER_SECONDS))
         told = failure.text if failure.is_expected else f"rank {given.rank} failed\n{failure.text}"
         print(f"error: {told}", file=sys.stderr, flush=True)
+        if notes is not None:
+            with contextlib.suppress(RuntimeError):
+                notes.set(_HAS_TOLD, str(given.rank))
 
     try:
         require("numpy", "shardwise train")
@@ -97,6 +106,7 @@ def _train_as(given: Given, request: Request, num_gpus: int) -> int:
         with joined(given, kind) as device:
             try:
                 team = Team()
+                notes = store_of(team.group, "shardwise/failures")
                 with contextlib.ExitStack() as stack:
                     # The first rank holds the folder for all.
                     request, folder = team.from_first(lambda: stack.enter_context(opened(request)))
@@ -107,8 +117,10 @@ def _train_as(given: Given, request: Request, num_gpus: int) -> int:
                     except BaseException as error:
                         log.failed(error)
                         raise
-            except Exception as error:  # noqa: BLE001  told before the group is left, which peers notice
+            except (Exception, SystemExit) as error:  # noqa: BLE001  told before the group is left, which peers notice
                 tell(error)
+                if given.world_size > 1:
+                    leave(1)
     except Exception as error:  # noqa: BLE001  the launcher only wants a status
         tell(error)
     return status

@@ -272,7 +272,6 @@ def tokens_state(data: Data, target: Path) -> Literal["good", "stale", "missing"
 def tokenize(data: Data, target: Path) -> None:
     """Writes the tokens of text files or of a Hugging Face data set into ``target``; done by one rank, once."""
     encode = _encoder(data.tokenizer)
-    target.parent.mkdir(parents=True, exist_ok=True)
     # Before anything is read: a file that changes meanwhile is not what these tokens were made of.
     origin = _origin_of(data)
     unfinished = target.with_name(f".{target.name}-{secrets.token_hex(4)}")

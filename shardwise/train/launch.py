@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -32,11 +32,11 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, lost_its_peers
 from shardwise.train.rank_log import Failure, RankLog, log_path, remove_empty_logs, signal_name
 from shardwise.train.run_folder import CHECKPOINTS, LOGS
 
-__all__ = ["Given", "given_ranks", "joined", "plan_ranks", "run_own_ranks"]
+__all__ = ["Given", "given_ranks", "joined", "leave", "plan_ranks", "run_own_ranks"]
 
 _GRACE_SECONDS = 3.0
 _NOTICED_SECONDS = 1.0
@@ -155,7 +155,7 @@ def joined(given: Given, kind: str, rendezvous: str | None = None) -> Iterator[t
     except (dist.DistError, RuntimeError, ValueError) as error:
         raise ConfigError(
             _why_not(error, given), where=f"rank {given.rank} of {given.world_size}", fix=_how_then(error)
-        ) from None
+        ) from (error if lost_its_peers(error) else None)
     try:
         yield device
     finally:
@@ -237,21 +237,25 @@ def run_own_ranks(
                 heard.close()
             with contextlib.suppress(OSError):
                 remove_empty_logs(logs)
-        if all(process.exitcode == 0 for process in ranks):
+        own = [failure for failure in failures if failure.thread is None]
+        if not own and all(process.exitcode == 0 for process in ranks):
             return 130 if signal.SIGINT in passed_on else 0
-        failures = [_with_crash(failure, logs, lengths) for failure in failures]
         asked = [-number for number in _STOPS]
-        if passed_on and all(ranks[failure.rank].exitcode in asked for failure in failures):
-            # While they train, ranks save and stop by themselves.
-            name = signal_name(passed_on[0])
-            print(
-                f"error: stopped by {name} outside of training, with nothing to save",
-                file=sys.stderr,
-                flush=True,
-            )
+        if passed_on and all(
+            failure.is_consequence or ranks[failure.rank].exitcode in asked for failure in own
+        ):
+            print(f"error: {_stopped_by(passed_on)}", file=sys.stderr, flush=True)
             return 128 + passed_on[0]
+        failures = [_with_crash(failure, logs, lengths) for failure in failures]
+        has_news = any(_length(log_path(logs, rank)) > lengths[rank] for rank in range(num_ranks))
+        is_kept = logs.parent != folder
         print(
-            _what_happened(failures, num_ranks, None if logs.parent == folder else logs),
+            _what_happened(
+                failures,
+                num_ranks,
+                logs if is_kept and has_news else None,
+                logs.parent / CHECKPOINTS if is_kept else None,
+            ),
             file=sys.stderr,
             flush=True,
         )
@@ -269,34 +273,43 @@ def _wait_for_all(
     running = {process.sentinel: rank for rank, process in enumerate(ranks)}
     telling = {connection: rank for rank, connection in enumerate(heard)}
     failures: list[Failure] = []
+    done: set[int] = set()
     deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
     while running:
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
         ready = wait([*telling, *running], timeout=left)
         if not ready and deadline is not None:
             break
-        for each in ready:
+        num_before = len(failures)
+        # What ranks say is read first: when somebody else ended meanwhile, that may be why they say it.
+        for each in sorted(ready, key=lambda each: not isinstance(each, Connection)):
             if isinstance(each, Connection):
-                _hear(each, telling, failures)
+                _hear(each, telling, failures, done)
                 continue
             rank = running.pop(each)  # type: ignore[arg-type]
             ranks[rank].join()
-            if status := ranks[rank].exitcode:
-                while heard[rank] in telling:
-                    _hear(heard[rank], telling, failures)
+            status = ranks[rank].exitcode or 0
+            while heard[rank] in telling and rank not in done:
+                _hear(heard[rank], telling, failures, done)
+            if status or rank not in done:
                 if all(failure.rank != rank or failure.thread for failure in failures):
-                    failures.append(_untold(rank, status))
+                    failures.append(_untold(rank, status, failures[num_before:]))
                 # Peers notice that it is gone, or wait for it forever.
                 grace = time.monotonic() + _GRACE_SECONDS
                 deadline = grace if deadline is None else min(deadline, grace)
     return failures
 
 
-def _hear(connection: Connection, telling: dict[Connection, int], failures: list[Failure]) -> None:
-    """Takes one message of a rank, or notes that there will be no more."""
+def _hear(
+    connection: Connection, telling: dict[Connection, int], failures: list[Failure], done: set[int]
+) -> None:
+    """Takes one message of a rank, that it failed or is done, or notes that there will be no more."""
     try:
         if connection.poll(_GRACE_SECONDS):
-            failures.append(Failure(**json.loads(connection.recv_bytes())))
+            if message := connection.recv_bytes():
+                failures.append(Failure(**json.loads(message)))
+            else:
+                done.add(telling[connection])
             return
     except (EOFError, OSError, ValueError):
         pass
@@ -327,16 +340,9 @@ def _own_rank(
     log = RankLog(logs, rank, tell)
     given = Given(rank, num_ranks, rank, num_ranks, "127.0.0.1", 0)
 
-    def end(status: int) -> NoReturn:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):
-                stream.flush()
-        # A rank that failed may have threads that wait for peers which are gone.
-        os._exit(status)
-
     def fail(error: BaseException) -> NoReturn:
         tell(log.failed(error))
-        end(1)
+        leave(1)
 
     try:
         with joined(given, kind, f"file://{folder}/rendezvous") as device:
@@ -347,7 +353,16 @@ def _own_rank(
                 fail(error)
     except BaseException as error:  # noqa: BLE001  told by the parent
         fail(error)
-    end(0)
+    tell(None)
+    leave(0)
+
+
+def leave(status: int) -> NoReturn:
+    """Ends this process, which is a rank: one that failed may have threads that wait for peers which are gone."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)
 
 
 def _end_with_parent() -> None:
@@ -359,22 +374,28 @@ def _end_with_parent() -> None:
 # --- what happened --------------------------------------------------------------------------------------------------
 
 
-def _tell(telling: Connection, one_at_a_time: threading.Lock, failure: Failure) -> None:
+def _tell(telling: Connection, one_at_a_time: threading.Lock, failure: Failure | None) -> None:
+    """Tells the parent how the rank failed, or that it is done: a process may end with status 0 without being so."""
     # Who waits for it may be gone.
     with one_at_a_time, contextlib.suppress(OSError):
-        telling.send_bytes(json.dumps(asdict(failure)).encode())
+        telling.send_bytes(b"" if failure is None else json.dumps(asdict(failure)).encode())
 
 
-def _untold(rank: int, status: int) -> Failure:
-    """Of a rank that ended without a word: killed, crashed, or by ``os._exit``."""
-    if status > 0:
-        what = f"rank {rank} ended with exit status {status}, and without an error of its own"
+def _untold(rank: int, status: int, meanwhile: Sequence[Failure] = ()) -> Failure:
+    """Of a rank that ended without a word: killed, crashed, or by ``os._exit``.
+
+    ``meanwhile``: what was heard of others since it was last seen running.
+    """
+    if status >= 0:
+        what = (
+            f"rank {rank} ended with exit status {status} before it was done, and without an error of its own"
+        )
     else:
         what = f"rank {rank} was ended by {signal_name(-status)}"
     return Failure(
         rank,
-        # Noticed a little late, and whatever the others said meanwhile followed from it.
-        time.monotonic() - _NOTICED_SECONDS,
+        # Noticed late, and whatever the others said meanwhile followed from it.
+        min([time.monotonic() - _NOTICED_SECONDS, *(failure.at_seconds for failure in meanwhile)]),
         text=what,
         summary=what,
         # A library that loses its peer may abort; all other signals come from outside, or from a crash.
@@ -391,12 +412,35 @@ def _with_crash(failure: Failure, logs: Path, lengths: list[int]) -> Failure:
     return replace(failure, text=f"{failure.text}\n{stack}") if stack else failure
 
 
-def _what_happened(failures: list[Failure], num_ranks: int, logs: Path | None) -> str:
-    """The first failure in full, before all that followed from it."""
+def _stopped_by(passed_on: list[int]) -> str:
+    """Why ranks ended by these signals, which they do not while they train: the first one has them save and stop."""
+    first, *more = map(signal_name, passed_on)
+    if more:
+        return f"stopped by {first}, then by {more[0]}: what came after the last checkpoint is not saved"
+    return f"stopped by {first} outside of training, with nothing to save"
+
+
+def _what_happened(
+    failures: list[Failure], num_ranks: int, logs: Path | None = None, checkpoints: Path | None = None
+) -> str:
+    """The first failure in full, before all that followed from it.
+
+    Args:
+        failures: of all ranks.
+        num_ranks: how many there were.
+        logs: where more is written about them, if it is.
+        checkpoints: the folder of those that the run may have saved.
+    """
     if not failures:
         return f"error: {num_ranks} ranks were not done in time, and were ended"
     failures = sorted(
-        failures, key=lambda failure: (failure.is_consequence, failure.at_seconds, failure.rank)
+        failures,
+        key=lambda failure: (
+            failure.is_consequence,
+            failure.at_seconds,
+            not failure.is_silent,
+            failure.rank,
+        ),
     )
     own = [failure for failure in failures if failure.thread is None]
     # Threads that raised before the first rank did may be why it did.
@@ -407,10 +451,11 @@ def _what_happened(failures: list[Failure], num_ranks: int, logs: Path | None) -
         for failure in failures[len(in_full) :]
         if failure.text not in {told.text for told in in_full}
     ]
-    if logs is not None and any(not failure.is_expected for failure in in_full):
+    if logs is not None:
         lines.append(f"  logs:  {logs}")
-        if any((logs.parent / CHECKPOINTS).glob("step-*")):
-            lines.append("  fix:   mend that, and continue with --resume: the last checkpoint is whole")
+    is_explained = all(failure.is_expected for failure in in_full)
+    if not is_explained and checkpoints is not None and any(checkpoints.glob("step-*")):
+        lines.append("  fix:   mend that, and continue with --resume: the last checkpoint is whole")
     return "\n".join(lines)
 
 

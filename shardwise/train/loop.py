@@ -32,7 +32,7 @@ from shardwise.train.parallel import Parallel
 from shardwise.train.records import CONFIG, RunFacts, StepRecord, Summary, read_metrics
 from shardwise.train.report import Report, Unwritten
 from shardwise.train.run_files import replace_file
-from shardwise.train.run_folder import CHECKPOINTS
+from shardwise.train.run_folder import CHECKPOINTS, holder_of
 from shardwise.train.sample_order import SampleOrder, plan_order
 from shardwise.train.step import Progress, Stepper
 from shardwise.train.team import Team
@@ -80,7 +80,10 @@ class Trainer:
         self._stepper = Stepper(config, self.parallel, self.optimizer, samples, order, team, device)
         self._store = Store(folder / CHECKPOINTS)
         page = {"corpus": self._corpus.fingerprint(), **self._origin}
-        self._keeper = RunCheckpoints(self._store, self.state, config, team, self.display, page)
+        self._holder = holder_of(folder)
+        self._keeper = RunCheckpoints(
+            self._store, self.state, config, team, self.display, page, self._taken_by
+        )
         self.progress = Progress()
 
     # --- set-up -------------------------------------------------------------------------------------------------
@@ -101,6 +104,11 @@ class Trainer:
         samples = data_room.Samples(corpus, model.context, model.vocabulary, data.held_out)
         seed = train.seed if data.shuffle else None
         return corpus, samples, plan_order(samples.num_training, train, self.team.world_size, seed)
+
+    def _taken_by(self) -> str | None:
+        """Another run that has begun in the folder, which somebody has emptied, or put in the place of this run's."""
+        holder = holder_of(self.folder)
+        return holder if holder and holder != self._holder else None
 
     def resume(self) -> None:
         """Goes on from the newest good checkpoint."""
@@ -143,9 +151,12 @@ class Trainer:
                 raise CheckpointError(
                     f"the last checkpoint could not be written: {problem}",
                     where=str(self._store.folder),
-                    fix=f"make room and continue from {latest.name} with --resume {self.folder}"
-                    if (latest := self._store.latest())
-                    else "make room and start again: there is no checkpoint of this run",
+                    fix="make room, or the folder writable, and "
+                    + (
+                        f"continue from {latest.name} with --resume {self.folder}"
+                        if (latest := self._store.latest())
+                        else "start again: there is no checkpoint of this run"
+                    ),
                 )
             seconds = time.perf_counter() - begun
             tokens = (progress.samples - first_samples) * config.model.context
@@ -186,6 +197,7 @@ class Trainer:
             self.folder,
             self.display,
             self._unwritten,
+            self._taken_by,
             from_step=facts.first_step,
             tensorboard=self.config.output.tensorboard,
         )

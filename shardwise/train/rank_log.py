@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.errors import ShardwiseError, follows_from_a_peer
+from shardwise.errors import ShardwiseError, follows_from_a_peer, text_of
 from shardwise.train.run_files import open_for_append
 
 __all__ = ["Failure", "RankLog", "failure_of", "log_path", "remove_empty_logs", "signal_name"]
@@ -55,7 +55,7 @@ def failure_of(error: BaseException, rank: int, thread: str | None = None) -> Fa
         rank,
         time.monotonic(),
         text=str(error) if is_expected else details,
-        summary=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
+        summary=f"{type(error).__name__}: {text_of(error).partition(chr(10))[0]}",
         is_expected=is_expected,
         is_consequence=follows_from_a_peer(error),
         thread=thread,
@@ -97,7 +97,7 @@ class RankLog:
         self._descriptor: int | None = None
         self._was_enabled = faulthandler.is_enabled()
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(exist_ok=True)
             self._descriptor = open_for_append(log_path(folder, rank))
             faulthandler.enable(self._descriptor)
         except OSError:
@@ -136,4 +136,5 @@ class RankLog:
             entry = f"{now} rank {self._rank}, process {os.getpid()}: {what}\n{text}\n"
             # Where the disk is full, the rank's own word to whoever waits for it must do.
             with contextlib.suppress(OSError):
-                os.write(self._descriptor, entry.encode())
+                # Names of files, which errors quote, need not be text.
+                os.write(self._descriptor, entry.encode(errors="backslashreplace"))

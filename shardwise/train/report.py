@@ -6,9 +6,10 @@ None of it is worth a run: what cannot be written is told once, when it first ha
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,14 +56,23 @@ class Report:
         folder: of the run.
         display: told of what cannot be written.
         unwritten: where that is remembered.
+        taken_by: says which other run has begun in the folder, if one has: nothing is written there then.
         from_step: the step that the run goes on from; what was written about later ones is forgotten.
         tensorboard: whether to write its events.
     """
 
     def __init__(
-        self, folder: Path, display: Display, unwritten: Unwritten, *, from_step: int, tensorboard: bool
+        self,
+        folder: Path,
+        display: Display,
+        unwritten: Unwritten,
+        taken_by: Callable[[], str | None],
+        *,
+        from_step: int,
+        tensorboard: bool,
     ) -> None:
         self._folder, self._display, self._unwritten = folder, display, unwritten
+        self._taken_by = taken_by
         self._metrics = LineFile(folder / METRICS)
         with self._tolerated(METRICS):
             keep_metrics_up_to(folder, from_step)
@@ -76,6 +86,7 @@ class Report:
 
     def step(self, record: StepRecord) -> None:
         with self._tolerated(METRICS):
+            self._check_folder()
             self._metrics.write(record.to_json())
         if self._events is not None:
             with self._tolerated(TENSORBOARD):
@@ -88,6 +99,7 @@ class Report:
         """The loss of the whole run, resumed parts and all, as a PNG; None where matplotlib is not installed."""
         path = None
         with self._tolerated(CURVE):
+            self._check_folder()
             if (drawn := _drawn(read_metrics(self._folder))) is not None:
                 replace_file(self._folder / CURVE, drawn)
                 path = str(self._folder / CURVE)
@@ -95,6 +107,7 @@ class Report:
 
     def end(self, summary: Summary) -> None:
         with self._tolerated(SUMMARY):
+            self._check_folder()
             replace_file(self._folder / SUMMARY, json.dumps(summary.as_json(), indent=2) + "\n")
 
     def close(self) -> None:
@@ -102,6 +115,10 @@ class Report:
         if self._events is not None:
             with self._tolerated(TENSORBOARD):
                 self._events.close()
+
+    def _check_folder(self) -> None:
+        if other := self._taken_by():
+            raise OSError(errno.EBUSY, f"another run has taken the folder: {other}")
 
     @contextlib.contextmanager
     def _tolerated(self, name: str) -> Iterator[None]:

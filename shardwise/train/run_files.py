@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 import secrets
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 from shardwise.checkpoint.disk import sync_folder
 from shardwise.errors import ConfigError
 
-__all__ = ["LineFile", "open_for_append", "refuse_links", "replace_file"]
+__all__ = ["LineFile", "fill_standard_streams", "open_for_append", "refuse_links", "replace_file"]
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
@@ -60,7 +61,8 @@ class LineFile:
 
     def write(self, line: str) -> None:
         """Adds a line; an OSError leaves it out."""
-        if self._descriptor is None:
+        if self._descriptor is None or self._was_removed():
+            self.close()
             self._descriptor = open_for_append(self._path)
         data = (("\n" if self._is_torn else "") + line + "\n").encode()
         while data:
@@ -68,7 +70,31 @@ class LineFile:
             data = data[count:]
             self._is_torn = bool(data)
 
+    def _was_removed(self) -> bool:
+        """Whether the file was removed or moved: what is written to it would never be seen."""
+        assert self._descriptor is not None
+        try:
+            return not os.path.samestat(os.fstat(self._descriptor), os.stat(self._path))
+        except FileNotFoundError:
+            return True
+
     def close(self) -> None:
         if self._descriptor is not None:
             os.close(self._descriptor)
-            self._descriptor = None
+            self._descriptor, self._is_torn = None, False
+
+
+def fill_standard_streams() -> None:
+    """Opens the null device where standard input, output or error is closed.
+
+    Or the next files to be opened would be given their numbers, and whatever libraries print would go there.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  for as long as the process lives
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115  for as long as the process lives

@@ -18,6 +18,7 @@ import socket
 import time
 from pathlib import Path
 
+from shardwise.checkpoint.disk import open_file
 from shardwise.checkpoint.store import Store
 from shardwise.errors import ConfigError
 from shardwise.train.records import CONFIG, CURVE, METRICS, SUMMARY, TENSORBOARD
@@ -28,6 +29,7 @@ __all__ = [
     "LOCK",
     "LOGS",
     "FolderLock",
+    "holder_of",
     "new_folder",
     "newest_folder",
     "refuse_checkpoints_in",
@@ -180,6 +182,13 @@ class FolderLock:
                 where="the run's folder",
                 fix="make the folder writable, and remove the file if it is no plain file",
             ) from None
+
+
+def holder_of(folder: Path) -> str:
+    """What the run that holds a folder has written into its lock; empty where there is none."""
+    with contextlib.suppress(OSError), open_file(folder / LOCK, follow_links=False) as file:
+        return _text_of(file.fileno())
+    return ""
 
 
 def _text_of(descriptor: int) -> str:

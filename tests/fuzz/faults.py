@@ -5,13 +5,14 @@
 
 Each run is small, on CPU ranks, and saves every second step. A fault is drawn from the seed:
 
-    kill, crash, exit      a rank gets SIGKILL, a segmentation fault, or leaves, in a step
+    kill, crash, exit      a rank gets SIGKILL, a segmentation fault, or leaves (with a status of 0, too), in a step
     kill at any time       the same SIGKILL from outside, also while ranks start and end
     launcher               the process that started the ranks gets SIGKILL
     raise, data, thread    the model, the data, or a thread of a rank raises
     late, stop             a rank sleeps; a rank gets SIGSTOP and, later, SIGCONT: the run goes on
     files, disk            a rank can open no more files, or write none, for a while or to the end
     interrupt, terminate   Ctrl-C, SIGTERM
+    folder                 the run's folder is moved away
     same folder            a second run in the folder of one that goes on
     two at once            two new runs, started in the same moment, without a folder
 
@@ -47,19 +48,24 @@ from tests.fuzz import faulty
 from tests.fuzz.faulty import EVERY, STEPS, WORDS, Fault
 
 INSIDE = ("kill", "crash", "exit", "raise", "data", "thread", "late", "files", "disk")
-OUTSIDE = ("kill at any time", "launcher", "stop", "interrupt", "terminate", "same folder", "two at once")
+OUTSIDE = (
+    *("kill at any time", "launcher", "stop", "interrupt", "terminate"),
+    *("folder", "same folder", "two at once"),
+)
 RECIPE = "tests.fuzz.faulty:recipe"
 
 FIRST_WORDS = {
     "kill": "error: rank {rank} was ended by SIGKILL",
     "kill at any time": "error: rank {rank} was ended by SIGKILL",
     "crash": "error: rank {rank} was ended by SIGSEGV\nFatal Python error: Segmentation fault\n",
-    "exit": "error: rank {rank} ended with exit status 7",
+    "exit": "error: rank {rank} ended with exit status [07] before it was done",
     "raise": "error: rank {rank} failed\nTraceback",
     "data": "error: rank {rank} failed\nTraceback",
     "thread": "error: thread 'loader' of rank {rank} failed\nTraceback",
     "disk": r"error: (the last checkpoint could not be written|the run finished .* not all of it was)",
     "files": r"error: (the last checkpoint could not be written|the run finished .* not all of it was)",
+    "folder": r"error: (the last checkpoint could not be written|the run finished .* not all of it was|"
+    r".*config.json cannot be written)",
 }
 
 
@@ -212,6 +218,9 @@ def disturb(kind, chance, folder, ranks, seconds):
                 sent.set()
                 time.sleep(stopped_seconds)
                 send(process, signal.SIGCONT)
+        elif kind == "folder":
+            os.rename(folder, folder.with_name(f"{folder.name}-moved"))
+            sent.set()
         else:
             sent.set()
             os.kill(os.getpid(), signal.SIGINT if kind == "interrupt" else signal.SIGTERM)
@@ -222,9 +231,22 @@ def disturb(kind, chance, folder, ranks, seconds):
         assert status == 0 or sent.is_set(), f"failed without a fault: {said}"
     elif kind == "stop":
         assert (status, said) == (0, ""), f"a rank that was stopped for a while ended the run: {said}"
+    elif kind == "folder":
+        check_was_not_made_anew(folder, status, said, sent.is_set())
     else:
         check_stopped(kind, status, said, sent.is_set())
     return "ended" if status else "went on"
+
+
+def check_was_not_made_anew(folder, status, said, was_moved):
+    if not was_moved:
+        assert (status, said) == (0, ""), said
+        return
+    assert not folder.exists()
+    moved = folder.with_name(f"{folder.name}-moved")
+    check_readable(moved)
+    # Or it was moved when all was done.
+    assert status == 1 or (steps_done(moved), said) == (STEPS, ""), said
 
 
 def check_stopped(kind, status, said, was_sent):
@@ -240,7 +262,9 @@ def check_stopped(kind, status, said, was_sent):
 
 def disturb_inside(kind, chance, folder, ranks, rank, step):
     lasts = chance.choice((0, 1, 3)) if kind in ("files", "disk") else 0
-    fault = Fault(kind, rank, step, seconds=chance.uniform(0.1, 2.0), steps=lasts)
+    fault = Fault(
+        kind, rank, step, seconds=chance.uniform(0.1, 2.0), steps=lasts, status=chance.choice((0, 7))
+    )
     status, said = attempt(folder, ranks, fault=fault)
     check_first_words(kind, rank, status, said)
     if kind == "late":

@@ -37,6 +37,8 @@ class Fault:
     seconds: float = 0.0
     steps: int = 0
     """How long it lasts, if it passes; 0: to the end."""
+    status: int = 7
+    """To exit with."""
 
 
 def strike(here: str, step: int) -> None:
@@ -56,7 +58,7 @@ def strike(here: str, step: int) -> None:
     elif fault.kind == "crash":
         ctypes.string_at(0)
     elif fault.kind == "exit":
-        os._exit(7)
+        os._exit(fault.status)
     elif fault.kind == "thread":
         loader = threading.Thread(target=_raise, name="loader")
         loader.start()

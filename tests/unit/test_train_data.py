@@ -238,6 +238,7 @@ def test_tokens_are_made_anew_when_the_data_the_tokenizer_or_the_file_is_another
     loaded = SimpleNamespace(AutoTokenizer=SimpleNamespace(from_pretrained=lambda name: Letters(len(name))))
     packages(monkeypatch, transformers=loaded)
     text, other, target = tmp_path / "text.txt", tmp_path / "other.txt", tmp_path / "run" / "tokens.bin"
+    target.parent.mkdir()
     text.write_text("abc")
     other.write_text("xyz")
     choice = Data(path=str(text), tokenizer="t1")
@@ -279,6 +280,7 @@ def test_files_of_a_tokenizer_and_of_a_folder_of_texts_count(tmp_path):
 
 def test_a_crash_while_tokens_are_made_leaves_none_that_count(tmp_path, monkeypatch):
     text, target = tmp_path / "text.txt", tmp_path / "run" / "tokens.bin"
+    target.parent.mkdir()
     text.write_text("abc")
     loaded = SimpleNamespace(AutoTokenizer=SimpleNamespace(from_pretrained=lambda name: Letters(2)))
     packages(monkeypatch, transformers=loaded)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import pytest
 
 from shardwise.errors import ConfigError, PeerFailure, follows_from_a_peer
-from shardwise.train.launch import _untold, _what_happened
+from shardwise.train.launch import Given, _untold, _what_happened, joined
 from shardwise.train.rank_log import Failure, RankLog, failure_of, log_path, remove_empty_logs
 
 
@@ -41,6 +42,25 @@ def test_a_rank_that_was_killed_is_told_before_errors_of_peers_that_nobody_knows
     assert _what_happened([odd, killed], 2, None).startswith("error: rank 1 was ended by SIGKILL")
 
 
+def test_a_rank_that_was_killed_is_told_before_what_was_heard_meanwhile_however_late_that_was_noticed():
+    odd = replace(failure_of(raised(RuntimeError("[enforce fail] something of gloo's")), 0), at_seconds=5.0)
+    killed = _untold(1, -9, [odd])
+    assert _what_happened([odd, killed], 2, None).startswith("error: rank 1 was ended by SIGKILL")
+
+
+def test_a_rank_that_could_not_meet_a_peer_which_has_ended_is_told_after_that_peer():
+    given = Given(0, 2, 0, 2, "127.0.0.1", 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.distributed.init_process_group", lose_a_peer)
+        with pytest.raises(ConfigError, match="could not meet") as caught, joined(given, "cpu"):
+            pass
+    assert failure_of(caught.value, 0).is_consequence
+
+
+def lose_a_peer(*_args, **_kwargs):
+    raise RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:21176")
+
+
 def test_an_abort_is_told_after_the_error_that_it_may_have_followed_from():
     own = failure_of(raised(ValueError("mine")), 0)
     assert _what_happened([_untold(1, -6), own], 2, None).startswith("error: rank 0 failed")
@@ -49,6 +69,40 @@ def test_an_abort_is_told_after_the_error_that_it_may_have_followed_from():
 
 def test_an_exit_without_a_word_is_told_as_that():
     assert "rank 1 ended with exit status 7" in _what_happened([_untold(1, 7)], 2, None)
+
+
+def test_what_is_no_text_is_logged_and_told_all_the_same(tmp_path):
+    log = RankLog(tmp_path, 0)
+    try:
+        failure = log.failed(raised(FileNotFoundError("no file 'caf\udce9.txt'")))
+    finally:
+        log.close()
+    assert "no file 'caf\\udce9.txt'" in log_path(tmp_path, 0).read_text()
+    assert "no file 'caf\udce9.txt'" in failure.text
+
+
+def test_an_error_that_cannot_be_printed_is_told_all_the_same():
+    class Unprintable(RuntimeError):
+        def __str__(self):
+            raise ValueError("no text for you")
+
+    failure = failure_of(raised(Unprintable()), 1)
+    assert failure.summary == "Unprintable: <no text>"
+    assert _what_happened([failure], 2).startswith("error: rank 1 failed\nTraceback")
+
+
+def test_logs_are_named_where_there_are_any_and_a_checkpoint_where_one_was_saved(tmp_path):
+    failure = failure_of(raised(ValueError("mine")), 1)
+    assert "logs" not in _what_happened([failure], 2, None, tmp_path)
+    assert "--resume" not in _what_happened([failure], 2, tmp_path, tmp_path)
+    (tmp_path / "step-00000002").mkdir()
+    told = _what_happened([failure], 2, tmp_path / "logs", tmp_path)
+    assert f"  logs:  {tmp_path / 'logs'}\n  fix:   mend that, and continue with --resume" in told
+    # What an error made for users says of itself is enough, but its traceback is in the log.
+    told = _what_happened(
+        [failure_of(raised(ConfigError("no", fix="yes")), 1)], 2, tmp_path / "logs", tmp_path
+    )
+    assert told == f"error: no\n  fix:   yes\n  logs:  {tmp_path / 'logs'}"
 
 
 def test_an_error_that_ranks_found_together_is_told_once():

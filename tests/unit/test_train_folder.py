@@ -239,7 +239,7 @@ def test_metrics_that_cannot_be_written_are_told_once_and_counted(tmp_path, monk
     def full(*_args):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    report = Report(tmp_path, display, unwritten, from_step=0, tensorboard=False)
+    report = Report(tmp_path, display, unwritten, lambda: None, from_step=0, tensorboard=False)
     report.step(record(1))
     monkeypatch.setattr(run_files.os, "write", full)
     report.step(record(2))
@@ -252,9 +252,49 @@ def test_metrics_that_cannot_be_written_are_told_once_and_counted(tmp_path, monk
     assert unwritten.lines() == ("metrics.jsonl: No space left on device, 2 times",)
 
 
+def test_metrics_go_on_where_their_file_was_removed_and_are_told_where_its_folder_was(tmp_path):
+    display, unwritten = Warned(), Unwritten()
+    folder = tmp_path / "run"
+    folder.mkdir()
+    report = Report(folder, display, unwritten, lambda: None, from_step=0, tensorboard=False)
+    report.step(record(1))
+    (folder / records.METRICS).unlink()
+    report.step(record(2))
+    assert [each.step for each in records.read_metrics(folder)] == [2]
+    assert display.warnings == []
+    os.rename(folder, tmp_path / "moved")
+    report.step(record(3))
+    assert display.warnings == [
+        "metrics.jsonl cannot be written, training goes on: No such file or directory"
+    ]
+    assert not folder.exists()
+    os.rename(tmp_path / "moved", folder)
+    report.step(record(4))
+    report.close()
+    assert [each.step for each in records.read_metrics(folder)] == [2, 4]
+
+
+def test_nothing_is_written_to_a_folder_that_another_run_has_taken(tmp_path):
+    display, unwritten, others = Warned(), Unwritten(), []
+    report = Report(
+        tmp_path, display, unwritten, lambda: others[0] if others else None, from_step=0, tensorboard=False
+    )
+    report.step(record(1))
+    before = (tmp_path / records.METRICS).read_bytes()
+    others.append("process 7")
+    report.step(record(2))
+    report.draw_curve()
+    assert (tmp_path / records.METRICS).read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == [records.METRICS]
+    assert display.warnings[0] == (
+        "metrics.jsonl cannot be written, training goes on: another run has taken the folder: process 7"
+    )
+    report.close()
+
+
 def test_a_curve_and_a_summary_that_cannot_be_written_are_told(tmp_path, monkeypatch):
     display, unwritten = Warned(), Unwritten()
-    report = Report(tmp_path, display, unwritten, from_step=0, tensorboard=False)
+    report = Report(tmp_path, display, unwritten, lambda: None, from_step=0, tensorboard=False)
     report.step(record(1))
 
     def full(*_args):
