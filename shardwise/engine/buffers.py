@@ -39,8 +39,8 @@ def allocate_shards(
         ) from error
     parts = []
     for index, dtype in enumerate(dtypes):
-        shape = layout.own_shape(index, rank)
-        part = alias(buffer, layout.own_start_bytes(index, rank), prod(shape), dtype)
+        shape = layout.shard_shape(index, rank)
+        part = alias(buffer, layout.shard_start_bytes(index, rank), prod(shape), dtype)
         parts.append(part.view(shape))
     return buffer, parts
 

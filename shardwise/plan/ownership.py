@@ -21,8 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from shardwise.plan.layout import ALIGNMENT_BYTES
-from shardwise.plan.spans import Span, aligned, ceil_div
+from shardwise.plan.layout import ALIGNMENT_BYTES, Span, aligned, ceil_div
 
 __all__ = ["BufferLayout", "Extent", "OwnedPiece", "even_pieces", "loads_of", "owned_layout", "whole_pieces"]
 

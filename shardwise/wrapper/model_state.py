@@ -30,7 +30,7 @@ from shardwise.engine.unit.binding import WRAPPED_NAME, Place, clean_name, is_wr
 from shardwise.engine.unit.flat_form import FlatSlot
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import CheckpointError
-from shardwise.plan.spans import cut_evenly
+from shardwise.plan.layout import cut_evenly
 from shardwise.torch_internals import (
     buffers_of,
     dtensor,

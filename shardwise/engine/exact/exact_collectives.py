@@ -3,7 +3,7 @@
     rows of all ranks ──one exchange, in the dtype they came in──▶ terms of the own row ──tree over ranks──▶ own row
 
 A group's own reduce adds in an order of its own, which depends on how many ranks there are and on the network. Here
-terms travel as they are, and each element is added up by the one rank that owns it, in the order of ``plan/tree``.
+terms travel as they are, and each element is added up by the one rank that owns it, in the order of ``plan/sums``.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import torch
 
 from shardwise.comm.channels.channel import UNNAMED
 from shardwise.comm.collectives.group import DONE, GroupCollectives, Work
-from shardwise.plan.spans import ceil_div
-from shardwise.plan.tree import tree_sum
+from shardwise.plan.layout import ceil_div
+from shardwise.plan.sums import tree_sum
 
 
 class ExactCollectives(GroupCollectives):

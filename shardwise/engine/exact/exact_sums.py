@@ -7,7 +7,7 @@
                               └───────┬───────┘
 
 Each backward is a micro-batch of every rank. Its gradients travel in the dtype they were computed in and are added in
-float32, first over ranks, then over replicas, then over backwards, always in the order of ``plan/tree``.
+float32, first over ranks, then over replicas, then over backwards, always in the order of ``plan/sums``.
 
 A gradient is at all times the sum so far. What it takes to add the next micro-batch in its place, the blocks that the
 sum is made of, is carried by the gradients themselves and goes with them: there is nothing to begin or to end.
@@ -32,7 +32,7 @@ from shardwise.engine.reduce.reduce_plan import ReducePlan, ReduceSettings, Summ
 from shardwise.engine.unit.binding import Slot
 from shardwise.engine.unit.dtensor_form import ShardedForm
 from shardwise.errors import ConfigError, StateError
-from shardwise.plan.tree import is_power_of_two, total, with_term
+from shardwise.plan.sums import is_power_of_two, total, with_term
 from shardwise.policies import MixedPrecisionPolicy
 from shardwise.torch_internals import local_of, post_accumulate_hooks
 

@@ -141,7 +141,7 @@ def _dtypes_of_gradients(unit: Unit) -> dict[FlatSlot, torch.dtype]:
 def ranks_with_elements(unit: Unit, index: int) -> list[int]:
     """The ranks of the shard group that hold some of a slot; all of them where there is nothing to hold."""
     layout, ranks = flat_form(unit).layout, range(unit.mesh.shard.world)
-    return [rank for rank in ranks if layout.own_span(index, rank).numel] or list(ranks)
+    return [rank for rank in ranks if layout.shard_span(index, rank).numel] or list(ranks)
 
 
 def _part_of_gradient(slot: FlatSlot) -> torch.Tensor | None:

@@ -19,9 +19,9 @@ import torch
 from shardwise.comm.collectives.group import GroupCollectives, LentRows, Work, land
 from shardwise.engine.buffers import ElasticBuffer
 from shardwise.engine.kernels import plan_copy_out_kernel
-from shardwise.plan.layout import Layout, Piece, Share, pieces_by_rank
+from shardwise.plan.column_blocks import column_blocks_of_layout
+from shardwise.plan.layout import Block, EvenShard, Layout, blocks_by_rank
 from shardwise.plan.rows import RowsLayout
-from shardwise.plan.strips import strips_of_layout
 from shardwise.torch_internals import copy_all
 
 # From here on the time of a copy-out is worth more than that of one operation for each parameter.
@@ -32,17 +32,17 @@ def _plan_in_place(
     layout: Layout, full: ElasticBuffer, row: ElasticBuffer | torch.Tensor
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
     """Outputs and inputs of a gather that receives each parameter in its place, where that pays."""
-    shares = layout.shares()
+    shares = layout.even_shards()
     if layout.is_in_place or shares is None or layout.full_bytes < _IN_PLACE_BYTES:
         return None
     outputs, owns = [], []
     for share in shares:
-        outputs.append(full.tensor(torch.uint8, share.full_start_bytes, (share.own_bytes * layout.world,)))
-        stop = share.own_start_bytes + share.own_bytes
+        outputs.append(full.tensor(torch.uint8, share.full_start_bytes, (share.shard_bytes * layout.world,)))
+        stop = share.shard_start_bytes + share.shard_bytes
         owns.append(
-            row[share.own_start_bytes : stop]
+            row[share.shard_start_bytes : stop]
             if isinstance(row, torch.Tensor)
-            else row.tensor(torch.uint8, share.own_start_bytes, (share.own_bytes,))
+            else row.tensor(torch.uint8, share.shard_start_bytes, (share.shard_bytes,))
         )
     return outputs, owns
 
@@ -55,30 +55,32 @@ class CopyOut(Protocol):
 def _plan_copy_out(
     layout: Layout, rows: ElasticBuffer, full: ElasticBuffer, sent_dtypes: list[torch.dtype]
 ) -> CopyOut:
-    if isinstance(layout, RowsLayout) and (strips := strips_of_layout(layout)) is not None:
-        kernel = plan_copy_out_kernel(strips, layout.world, layout.sent_bytes, rows, full)
+    if isinstance(layout, RowsLayout) and (blocks := column_blocks_of_layout(layout)) is not None:
+        kernel = plan_copy_out_kernel(blocks, layout.world, layout.sent_bytes, rows, full)
         if kernel is not None:
             return kernel
-    shares = layout.shares()
+    shares = layout.even_shards()
     if shares is not None and full.device.type == "cuda":
         return SplitRows(layout, shares, rows, full)
-    return CopyPieces(layout, rows, full, sent_dtypes)
+    return CopyBlocks(layout, rows, full, sent_dtypes)
 
 
 class SplitRows:
     """One kernel for all: every parameter is the same columns of all rows."""
 
-    def __init__(self, layout: Layout, shares: list[Share], rows: ElasticBuffer, full: ElasticBuffer) -> None:
+    def __init__(
+        self, layout: Layout, shares: list[EvenShard], rows: ElasticBuffer, full: ElasticBuffer
+    ) -> None:
         world = layout.world
         self._rows = rows.tensor(torch.uint8, 0, (world, layout.sent_bytes))
         self._sizes: list[int] = []
         self._outputs: list[torch.Tensor] = []
         end = 0
-        for share in sorted(shares, key=lambda share: share.own_start_bytes):
-            self._skip(share.own_start_bytes - end, full.device)
-            self._sizes.append(share.own_bytes)
-            self._outputs.append(full.tensor(torch.uint8, share.full_start_bytes, (world, share.own_bytes)))
-            end = share.own_start_bytes + share.own_bytes
+        for share in sorted(shares, key=lambda share: share.shard_start_bytes):
+            self._skip(share.shard_start_bytes - end, full.device)
+            self._sizes.append(share.shard_bytes)
+            self._outputs.append(full.tensor(torch.uint8, share.full_start_bytes, (world, share.shard_bytes)))
+            end = share.shard_start_bytes + share.shard_bytes
         self._skip(layout.sent_bytes - end, full.device)
 
     def _skip(self, num_bytes: int, device: torch.device) -> None:
@@ -92,7 +94,7 @@ class SplitRows:
         torch.split_with_sizes_copy(self._rows, self._sizes, 1, out=self._outputs)
 
 
-class CopyPieces:
+class CopyBlocks:
     """A strided copy for each block of the rows."""
 
     def __init__(
@@ -100,12 +102,12 @@ class CopyPieces:
     ) -> None:
         self._targets: list[torch.Tensor] = []
         self._sources: list[torch.Tensor] = []
-        for segment, piece in layout.copy_out():
+        for segment, block in layout.copy_out_blocks():
             dtype = sent_dtypes[segment.members[0]]
             size = dtype.itemsize
-            self._targets.append(full.tensor(dtype, piece.full_start * size, piece.shape, piece.full_strides))
+            self._targets.append(full.tensor(dtype, block.full_start * size, block.shape, block.full_strides))
             self._sources.append(
-                rows.tensor(dtype, piece.packed_start * size, piece.shape, piece.packed_strides)
+                rows.tensor(dtype, block.packed_start * size, block.shape, block.packed_strides)
             )
 
     def run(self) -> None:
@@ -118,23 +120,23 @@ class CopySharedRows:
 
     def __init__(self, layout: Layout, full: ElasticBuffer, sent_dtypes: list[torch.dtype]) -> None:
         self._targets: list[torch.Tensor] = []
-        self._pieces: list[tuple[int, torch.dtype, Piece]] = []
-        for segment, piece in layout.copy_out():
+        self._blocks: list[tuple[int, torch.dtype, Block]] = []
+        for segment, block in layout.copy_out_blocks():
             dtype = sent_dtypes[segment.members[0]]
-            for rank, part in pieces_by_rank(piece, layout.sent_bytes // dtype.itemsize):
+            for rank, part in blocks_by_rank(block, layout.sent_bytes // dtype.itemsize):
                 start_bytes = part.full_start * dtype.itemsize
                 self._targets.append(full.tensor(dtype, start_bytes, part.shape, part.full_strides))
-                self._pieces.append((rank, dtype, part))
+                self._blocks.append((rank, dtype, part))
 
     def run(self, lent: LentRows) -> None:
         rows: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         sources = []
-        for rank, dtype, piece in self._pieces:
+        for rank, dtype, block in self._blocks:
             if (rank, dtype) not in rows:
                 rows[rank, dtype] = lent.row(rank).view(dtype)
             row = rows[rank, dtype]
-            start = row.storage_offset() + piece.packed_start
-            sources.append(row.as_strided(piece.shape, piece.packed_strides, start))
+            start = row.storage_offset() + block.packed_start
+            sources.append(row.as_strided(block.shape, block.packed_strides, start))
         if sources:
             copy_all(self._targets, sources)
         lent.release_rows()

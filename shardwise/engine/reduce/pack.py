@@ -11,15 +11,14 @@ import torch
 
 from shardwise.engine.buffers import ElasticBuffer, RelocatableBuffer
 from shardwise.engine.kernels import plan_pack_kernel
+from shardwise.plan.column_blocks import ColumnBlock, column_blocks_of_flat_packing, column_blocks_of_packing
 from shardwise.plan.flat import FlatPacking
-from shardwise.plan.layout import Packing, Pad, Piece
+from shardwise.plan.layout import Block, Packing, PaddingBlock, Span
 from shardwise.plan.rows import RowsPacking
 from shardwise.plan.slices import RowsSlice, cut_into_slices
-from shardwise.plan.spans import Span
-from shardwise.plan.strips import Strip, strips_of_line, strips_of_packing
 from shardwise.torch_internals import chunk_cat, copy_all, zero_all
 
-# Rows that take more are packed and reduced slice by slice: freed activations, which backward leaves in pieces of their
+# Rows that take more are packed and reduced slice by slice: freed activations, which backward leaves in blocks of their
 # own sizes, then have room for them.
 _MOST_BYTES = 1 << 30
 
@@ -72,7 +71,7 @@ def plan_slices(
     slices = []
     for part in parts:
         kernel = _plan_kernel(packing, part.columns, rows, dtype, shapes, gradient_dtypes)
-        pack = kernel or PiecewisePack(part, rows, dtype, len(shapes))
+        pack = kernel or BlockwisePack(part, rows, dtype, len(shapes))
         numbers = _all_of(rows, dtype, world * part.row_numel)
         slices.append(Slice(pack, numbers, part.columns, dtype.is_complex))
     return rows, slices
@@ -89,22 +88,22 @@ def plan_pack(
     shapes: list[tuple[int, ...]],
     gradient_dtypes: list[torch.dtype],
 ) -> Pack:
-    """As few kernels as the packing and the gradients' dtypes allow; else piece by piece."""
+    """As few kernels as the packing and the gradients' dtypes allow; else block by block."""
     if not packing.row_numel:
-        # Parameters without elements: not a single piece.
-        return PiecewisePack(packing, rows, dtype, len(shapes))
+        # Parameters without elements: not a single block.
+        return BlockwisePack(packing, rows, dtype, len(shapes))
     kernel = _plan_kernel(packing, Span(0, packing.row_numel), rows, dtype, shapes, gradient_dtypes)
     if kernel is not None:
         return kernel
-    if isinstance(packing, FlatPacking) and packing.is_line:
-        return LinePack(packing, rows, dtype, shapes)
+    if isinstance(packing, FlatPacking) and packing.is_contiguous:
+        return ContiguousPack(packing, rows, dtype, shapes)
     if (
         isinstance(packing, RowsPacking)
         and all(cut.dim == 0 for cut in packing.cuts)
         and len(set(gradient_dtypes)) == 1
     ):
         return FusedPack(packing, rows, dtype)
-    return PiecewisePack(packing, rows, dtype, len(shapes))
+    return BlockwisePack(packing, rows, dtype, len(shapes))
 
 
 def _plan_kernel(
@@ -119,16 +118,16 @@ def _plan_kernel(
     if len(set(gradient_dtypes)) != 1:
         return None
     world, row_numel = packing.world, columns.numel
-    strips: list[Strip] | None = None
+    blocks: list[ColumnBlock] | None = None
     if isinstance(packing, RowsPacking):
-        strips = strips_of_packing(packing, columns)
-    elif isinstance(packing, FlatPacking) and packing.is_line:
-        strips = strips_of_line(packing, [prod(shape) for shape in shapes])
+        blocks = column_blocks_of_packing(packing, columns)
+    elif isinstance(packing, FlatPacking) and packing.is_contiguous:
+        blocks = column_blocks_of_flat_packing(packing, [prod(shape) for shape in shapes])
         world, row_numel = 1, world * row_numel
-    return plan_pack_kernel(strips, world, row_numel, rows, dtype, gradient_dtypes[0]) if strips else None
+    return plan_pack_kernel(blocks, world, row_numel, rows, dtype, gradient_dtypes[0]) if blocks else None
 
 
-class LinePack:
+class ContiguousPack:
     """The rows of all ranks are the gradients end to end: one copy each, of zeros for gaps, all in one call."""
 
     def __init__(
@@ -138,20 +137,20 @@ class LinePack:
             rows.tensor(dtype, packing.start(index) * dtype.itemsize, shape)
             for index, shape in enumerate(shapes)
         ]
-        self._pads = [
-            rows.tensor(dtype, pad.packed_start * dtype.itemsize, pad.shape) for pad in packing.pads()
+        self._padding = [
+            rows.tensor(dtype, pad.packed_start * dtype.itemsize, pad.shape) for pad in packing.padding()
         ]
-        self._all = [*self._targets, *self._pads]
+        self._all = [*self._targets, *self._padding]
         self._fillers: dict[torch.dtype, list[torch.Tensor]] = {}
 
     def fill(self, gradients: list[torch.Tensor | None], is_complete: bool) -> None:
         if is_complete:
             complete: list[torch.Tensor] = gradients  # type: ignore[assignment]
-            copy_all(self._all, complete + self._zeros(complete[0].dtype) if self._pads else complete)
+            copy_all(self._all, complete + self._zeros(complete[0].dtype) if self._padding else complete)
             return
         pairs = list(zip(self._targets, gradients, strict=True))
         present = [(target, gradient) for target, gradient in pairs if gradient is not None]
-        blanks = self._pads + [target for target, gradient in pairs if gradient is None]
+        blanks = self._padding + [target for target, gradient in pairs if gradient is None]
         if blanks:
             zero_all(blanks)
         if present:
@@ -160,7 +159,7 @@ class LinePack:
     def _zeros(self, dtype: torch.dtype) -> list[torch.Tensor]:
         """Of the gradients' dtype: copies of one kind are one kernel."""
         if dtype not in self._fillers:
-            self._fillers[dtype] = [pad.new_zeros(pad.shape, dtype=dtype) for pad in self._pads]
+            self._fillers[dtype] = [pad.new_zeros(pad.shape, dtype=dtype) for pad in self._padding]
         return self._fillers[dtype]
 
 
@@ -208,47 +207,49 @@ class FusedPack:
         return self._fillers[gap, dtype]
 
 
-class _Pieces(Protocol):
-    def pieces(self, index: int) -> Sequence[Piece]: ...
+class _BlockSource(Protocol):
+    def blocks(self, index: int) -> Sequence[Block]: ...
 
-    def pads(self) -> Sequence[Pad]: ...
+    def padding(self) -> Sequence[PaddingBlock]: ...
 
 
-class PiecewisePack:
-    """A strided copy for each piece of each parameter."""
+class BlockwisePack:
+    """A strided copy for each block of each parameter."""
 
-    def __init__(self, packing: _Pieces, rows: ElasticBuffer, dtype: torch.dtype, num_gradients: int) -> None:
+    def __init__(
+        self, packing: _BlockSource, rows: ElasticBuffer, dtype: torch.dtype, num_gradients: int
+    ) -> None:
         itemsize = dtype.itemsize
-        self._pieces: list[list[tuple[Piece, torch.Tensor]]] = []
+        self._blocks: list[list[tuple[Block, torch.Tensor]]] = []
         for index in range(num_gradients):
-            self._pieces.append(
+            self._blocks.append(
                 [
                     (
-                        piece,
-                        rows.tensor(dtype, piece.packed_start * itemsize, piece.shape, piece.packed_strides),
+                        block,
+                        rows.tensor(dtype, block.packed_start * itemsize, block.shape, block.packed_strides),
                     )
-                    for piece in packing.pieces(index)
+                    for block in packing.blocks(index)
                 ]
             )
-        self._pads = [
+        self._padding = [
             rows.tensor(dtype, pad.packed_start * itemsize, pad.shape, pad.packed_strides)
-            for pad in packing.pads()
+            for pad in packing.padding()
         ]
 
     def fill(self, gradients: list[torch.Tensor | None], is_complete: bool) -> None:
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
-        blanks = list(self._pads)
-        for gradient, pieces in zip(gradients, self._pieces, strict=True):
+        blanks = list(self._padding)
+        for gradient, blocks in zip(gradients, self._blocks, strict=True):
             if gradient is None:
-                blanks.extend(packed for _, packed in pieces)
-            if gradient is None or not pieces:
+                blanks.extend(packed for _, packed in blocks)
+            if gradient is None or not blocks:
                 continue
             gradient = gradient.contiguous()
-            for piece, packed in pieces:
-                start = gradient.storage_offset() + piece.full_start
+            for block, packed in blocks:
+                start = gradient.storage_offset() + block.full_start
                 targets.append(packed)
-                sources.append(gradient.as_strided(piece.shape, piece.full_strides, start))
+                sources.append(gradient.as_strided(block.shape, block.full_strides, start))
         if blanks:
             zero_all(blanks)
         if targets:

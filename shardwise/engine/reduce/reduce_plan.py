@@ -30,7 +30,7 @@ from shardwise.engine.reduce.pack import plan_slices
 from shardwise.engine.reduce.reduce_in_flight import PartialSum, ReduceInFlight
 from shardwise.engine.unit.binding import Slot
 from shardwise.engine.unit.dtensor_form import ShardedForm
-from shardwise.plan.division import Division, plan_division
+from shardwise.plan.sums import Division, plan_division
 from shardwise.policies import MixedPrecisionPolicy
 
 
@@ -161,7 +161,7 @@ class ReducePlan:
             _DtypeRun(
                 form.gradient_dtype(slots[section.members[0]], reduce_dtype), section.start, section.numel
             )
-            for section in packing.sections
+            for section in packing.segments
         ]
         self.parts = form.parts(slots, packing, mesh.shard.rank)
         given = [part for part in self.parts if not part.is_none]

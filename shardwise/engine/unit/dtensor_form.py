@@ -21,9 +21,8 @@ from shardwise.engine.gather.tensor_extensions import is_tensor_extension
 from shardwise.engine.reduce.gradient_buffer import GradientView
 from shardwise.engine.unit.binding import FoundParameter, Slot
 from shardwise.errors import ConfigError
-from shardwise.plan.layout import Layout, Packing, RowParam
+from shardwise.plan.layout import Layout, Packing, RowParam, cut_evenly
 from shardwise.plan.rows import RowsPacking, plan_rows
-from shardwise.plan.spans import cut_evenly
 from shardwise.policies import MixedPrecisionPolicy
 from shardwise.torch_internals import (
     all_show,
@@ -149,11 +148,11 @@ class DTensorForm:
 
 def parts_by_slot(slots: list[Slot], packing: Packing, rank: int) -> list[GradientView]:
     """A gradient for each slot."""
-    runs = {index: run for run, section in enumerate(packing.sections) for index in section.members}
+    runs = {index: run for run, section in enumerate(packing.segments) for index in section.members}
     parts = []
     for index, slot in enumerate(slots):
-        shape = packing.own_shape(index, rank)
-        start = packing.own_start(index, rank)
+        shape = packing.shard_shape(index, rank)
+        start = packing.shard_start(index, rank)
         parts.append(GradientView(slot, runs[index], start, shape, contiguous_strides(shape), (index,)))
     return parts
 

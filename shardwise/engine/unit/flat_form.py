@@ -21,8 +21,7 @@ from shardwise.engine.reduce.gradient_buffer import GradientView
 from shardwise.engine.unit.binding import FoundParameter, Slot
 from shardwise.engine.unit.dtensor_form import parts_by_slot
 from shardwise.plan.flat import FlatLayout, FlatPacking, plan_flat
-from shardwise.plan.layout import Layout, Packing, RowParam
-from shardwise.plan.spans import Span
+from shardwise.plan.layout import Layout, Packing, RowParam, Span
 from shardwise.policies import MixedPrecisionPolicy
 from shardwise.torch_internals import parameters_of
 
@@ -194,7 +193,7 @@ class FlatForm:
         for index, (each, given) in enumerate(zip(found, dtypes, strict=True)):
             line = lines[params[index].kind]
             sharded = each.param if line.flat is None else line.flat
-            span, start = layout.own_span(index, rank), layout.own_start(index, rank)
+            span, start = layout.shard_span(index, rank), layout.shard_start(index, rank)
             dtype, is_cast = given or each.param.dtype, given is not None
             slots.append(FlatSlot(each, dtype, is_cast, line, span, start, sharded))
             each.param.grad = None
@@ -240,7 +239,7 @@ class FlatForm:
             GradientView(
                 slots[section.members[0]], run, 0, (section.numel,), (1,), section.members, is_run=True
             )
-            for run, section in enumerate(packing.sections)
+            for run, section in enumerate(packing.segments)
         ]
 
     def gradient_dtype(self, slot: Slot, reduce_dtype: torch.dtype) -> torch.dtype:

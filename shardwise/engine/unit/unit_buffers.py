@@ -52,7 +52,7 @@ class UnitBuffers:
 
         shards, parts = allocate_shards(layout, shard_device, stored, mesh.shard.rank, pins)
         # Where each shard stands, in order: whoever steps neighbours as one tensor needs to know.
-        starts = [layout.own_start_bytes(index, mesh.shard.rank) for index in range(len(plain))]
+        starts = [layout.shard_start_bytes(index, mesh.shard.rank) for index in range(len(plain))]
         self.shards = shards
         self.starts_bytes = {
             plain[index]: starts[index] for index in sorted(range(len(plain)), key=starts.__getitem__)
