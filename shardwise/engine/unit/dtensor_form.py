@@ -62,7 +62,7 @@ class ShardedForm(Protocol):
     def packing(self, slots: list[Slot], world: int, itemsize: int) -> Packing:
         """Where the gradients of these slots stand in a reduce, in a dtype of that size."""
 
-    def parts(self, slots: list[Slot], packing: Packing, rank: int) -> list[GradientView]:
+    def gradient_views(self, slots: list[Slot], packing: Packing, rank: int) -> list[GradientView]:
         """The gradients that a reduce gives out."""
 
     def gradient_dtype(self, slot: Slot, reduce_dtype: torch.dtype) -> torch.dtype:
@@ -123,8 +123,8 @@ class DTensorForm:
         ]
         return RowsPacking(plan_rows(params, world))
 
-    def parts(self, slots: list[Slot], packing: Packing, rank: int) -> list[GradientView]:
-        return parts_by_slot(slots, packing, rank)
+    def gradient_views(self, slots: list[Slot], packing: Packing, rank: int) -> list[GradientView]:
+        return gradient_views_by_slot(slots, packing, rank)
 
     def gradient_dtype(self, slot: Slot, reduce_dtype: torch.dtype) -> torch.dtype:
         return slot.stored_dtype
@@ -146,7 +146,7 @@ class DTensorForm:
         return whole.detach().narrow(slot.dim, span.start, span.numel)
 
 
-def parts_by_slot(slots: list[Slot], packing: Packing, rank: int) -> list[GradientView]:
+def gradient_views_by_slot(slots: list[Slot], packing: Packing, rank: int) -> list[GradientView]:
     """A gradient for each slot."""
     runs = {index: run for run, section in enumerate(packing.segments) for index in section.members}
     parts = []

@@ -69,7 +69,7 @@ class UnitBuffers:
             and shards.device == mesh.device
         )
         self._full = PermanentBuffer(shards) if is_whole else ElasticBuffer(layout.full_bytes, mesh.device)
-        self.takes_along = self._full.takes_along
+        self.frees = self._full.frees
         self.gather = UnitGather(
             layout, shards, stored, sent, self._full, mesh.device, gather_calls, part_calls
         )
