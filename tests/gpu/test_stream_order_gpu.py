@@ -470,10 +470,10 @@ WAITS = {
         Site("_with_base", "host_waits_for"), exact_gradients_reach_the_hosts_sum_late
     ),
     "shards are written before wholes are gathered": Wait(
-        Site("gather_line", "wait_compute"), shards_are_written_late_before_a_summon
+        Site("gather_segment", "wait_compute"), shards_are_written_late_before_a_summon
     ),
     "wholes arrive before they are read": Wait(
-        Site("gather_line", "compute_waits_for"), summoned_weights_arrive_late
+        Site("gather_segment", "compute_waits_for"), summoned_weights_arrive_late
     ),
 }
 

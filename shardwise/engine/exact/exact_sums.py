@@ -111,6 +111,9 @@ def check_not_exact(units: Iterable[Unit], setter: str, reason: str) -> None:
 class ExactReducePlan(ReducePlan):
     """The exact reduce of one set of trainable slots: sent in the dtype they were computed in, summed in float32."""
 
+    # Each gradient is a subtree that a later sum may need.
+    _reuses_gradients = False
+
     def __init__(
         self,
         slots: list[Slot],
@@ -122,8 +125,6 @@ class ExactReducePlan(ReducePlan):
         sum_dtype: torch.dtype,
     ) -> None:
         super().__init__(slots, form, mesh, sent_dtype, shard_device, pins, sum_dtype)
-        # Gradients are not reused: each is a subtree that a later sum may need.
-        self._lends = False
         # Counts the reduces of one backward.
         self.reduce_number = 0
         # Identifies the gradients of this plan, and of one that replaces it later.

@@ -43,48 +43,48 @@ def full_tensor_of(value: Any) -> Any:
     return on_device.full_tensor().to(value.device)
 
 
-def share_of(
+def assemble_shard(
     line: Line,
     parts: Sequence[torch.Tensor | None],
-    share_numel: int,
+    shard_numel: int,
     dtype: torch.dtype,
     device: torch.device,
 ) -> torch.Tensor:
     """Assembles a rank's shard of a flat segment from its elements of each parameter; zeros where it has none."""
-    share = torch.zeros(share_numel, dtype=dtype, device=device)
+    shard = torch.zeros(shard_numel, dtype=dtype, device=device)
     for slot, part in zip(line.slots, parts, strict=True):
         if part is not None:
-            share[slot.start : slot.start + slot.span.numel] = part.reshape(-1)
-    return share
+            shard[slot.start : slot.start + slot.span.numel] = part.reshape(-1)
+    return shard
 
 
-def shown_part(slot: FlatSlot, tensor: torch.Tensor) -> torch.Tensor:
+def local_elements(slot: FlatSlot, tensor: torch.Tensor) -> torch.Tensor:
     """This rank's elements of a slot, in a tensor shaped like the sharded parameter that the module shows."""
     flat = tensor.reshape(-1)
     return flat if slot.is_shown else flat[slot.start : slot.start + slot.span.numel]
 
 
-def gather_line(unit: Unit, share: torch.Tensor) -> torch.Tensor:
+def gather_segment(unit: Unit, shard: torch.Tensor) -> torch.Tensor:
     """Gathers every rank's shard of a flat segment, end to end, on the compute device."""
     calls, root = unit.mesh.shard, unit.root
-    own = share.detach().contiguous().to(unit.mesh.device)
+    own = shard.detach().contiguous().to(unit.mesh.device)
     # order: writes to the shards before this gather, because it reads them on a side stream
     root.streams.gather.wait_compute()
     with unseen_by_modes(), root.streams.gather:
-        whole = torch.empty(calls.world * own.numel(), dtype=own.dtype, device=own.device)
-        calls.issue_all_gather(whole.view(torch.uint8), own.view(torch.uint8)).wait()
+        full = torch.empty(calls.world * own.numel(), dtype=own.dtype, device=own.device)
+        calls.issue_all_gather(full.view(torch.uint8), own.view(torch.uint8)).wait()
         arrival = root.streams.gather.record_event()
     # order: the gather before compute, because the caller reads what it received
     root.streams.compute_waits_for(arrival)
-    return whole
+    return full
 
 
-def full_tensors_of(unit: Unit, number: int, line_values: torch.Tensor) -> list[torch.Tensor]:
+def full_tensors_of(unit: Unit, number: int, values: torch.Tensor) -> list[torch.Tensor]:
     """The parameters in gathered segment ``number``, as views of it in their own shapes."""
     layout = flat_form(unit).layout
     segment = layout.segments[number]
     return [
-        line_values[start : start + layout.numels[index]].view(slot.shape)
+        values[start : start + layout.numels[index]].view(slot.shape)
         for index, start, slot in zip(
             segment.members, segment.starts, flat_form(unit).lines[number].slots, strict=True
         )
@@ -96,8 +96,8 @@ def gather_parameters(unit: Unit) -> dict[FlatSlot, torch.Tensor]:
     unit.take_back_replaced()
     found: dict[FlatSlot, torch.Tensor] = {}
     for number, line in enumerate(flat_form(unit).lines):
-        whole = gather_line(unit, line.share)
-        found.update(zip(line.slots, full_tensors_of(unit, number, whole), strict=True))
+        full = gather_segment(unit, line.share)
+        found.update(zip(line.slots, full_tensors_of(unit, number, full), strict=True))
     return found
 
 
@@ -106,15 +106,13 @@ def gather_gradients(unit: Unit) -> dict[FlatSlot, torch.Tensor]:
     dtypes = _dtypes_of_gradients(unit)
     found: dict[FlatSlot, torch.Tensor] = {}
     for number, line in enumerate(flat_form(unit).lines):
-        share_numel = flat_form(unit).layout.segments[number].numel
+        shard_numel = flat_form(unit).layout.segments[number].numel
         for dtype in dict.fromkeys(dtypes[slot] for slot in line.slots if slot in dtypes):
             chosen = [slot if dtypes.get(slot) is dtype else None for slot in line.slots]
-            parts = [None if slot is None else _part_of_gradient(slot) for slot in chosen]
-            share = share_of(line, parts, share_numel, dtype, unit.mesh.device)
-            wholes = full_tensors_of(unit, number, gather_line(unit, share))
-            found.update(
-                (slot, whole) for slot, whole in zip(chosen, wholes, strict=True) if slot is not None
-            )
+            parts = [None if slot is None else _gradient_elements(slot) for slot in chosen]
+            shard = assemble_shard(line, parts, shard_numel, dtype, unit.mesh.device)
+            fulls = full_tensors_of(unit, number, gather_segment(unit, shard))
+            found.update((slot, full) for slot, full in zip(chosen, fulls, strict=True) if slot is not None)
     return found
 
 
@@ -146,17 +144,17 @@ def ranks_with_elements(unit: Unit, index: int) -> list[int]:
     return [rank for rank in ranks if layout.shard_span(index, rank).numel] or list(ranks)
 
 
-def _part_of_gradient(slot: FlatSlot) -> torch.Tensor | None:
+def _gradient_elements(slot: FlatSlot) -> torch.Tensor | None:
     gradient = slot.sharded.grad
-    return None if gradient is None else shown_part(slot, gradient)
+    return None if gradient is None else local_elements(slot, gradient)
 
 
-def own_elements(slot: FlatSlot, whole: torch.Tensor) -> torch.Tensor:
+def shard_elements(slot: FlatSlot, full: torch.Tensor) -> torch.Tensor:
     """The elements of a full tensor that this rank holds."""
-    return whole.reshape(-1)[slot.span.start : slot.span.stop]
+    return full.reshape(-1)[slot.span.start : slot.span.stop]
 
 
-def write_parameter(slot: FlatSlot, whole: torch.Tensor) -> None:
+def write_parameter(slot: FlatSlot, full: torch.Tensor) -> None:
     """Copies this rank's elements into the sharded parameter, so that a unit kept unsharded notices the change."""
     with torch.no_grad():
-        shown_part(slot, slot.sharded).copy_(own_elements(slot, whole))
+        local_elements(slot, slot.sharded).copy_(shard_elements(slot, full))

@@ -83,24 +83,23 @@ class GradientBuffer:
     def __init__(
         self, views: Sequence[GradientView], row_numel: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self._memory = ElasticBuffer(row_numel * dtype.itemsize, device)
-        self.grow = self._memory.grow
-        self.row = self._memory.tensor(dtype, 0, (row_numel,))
+        self.memory = ElasticBuffer(row_numel * dtype.itemsize, device)
+        self.row = self.memory.tensor(dtype, 0, (row_numel,))
         self._locals = {
-            view.slot: self._memory.tensor(dtype, view.start * dtype.itemsize, view.shape, view.strides)
+            view.slot: self.memory.tensor(dtype, view.start * dtype.itemsize, view.shape, view.strides)
             for view in views
         }
         self.locals = list(self._locals.values())
         self.gradients = {slot: slot.gradient(local) for slot, local in self._locals.items()}
-        self._memory.note_own_uses([*self.locals, *self.gradients.values()])
+        self.memory.note_own_uses([*self.locals, *self.gradients.values()])
         # Whether the row has no padding.
         self.is_full = row_numel == sum(local.numel() for local in self.locals)
         self.is_lent = False
 
     def is_own(self) -> bool:
         """Whether nothing but the unit refers to the memory or the gradients, and the gradients are unchanged."""
-        return not self._memory.is_grown or (
-            self._memory.is_own() and are_over(self.gradients.values(), self.locals)
+        return not self.memory.is_grown or (
+            self.memory.is_own() and are_over(self.gradients.values(), self.locals)
         )
 
     @property
@@ -128,7 +127,7 @@ class GradientBuffer:
     def take_back(self) -> None:
         self.is_lent = False
         if self.is_own():
-            self._memory.shrink()
+            self.memory.shrink()
 
 
 def make_traceable(params: Iterable[torch.Tensor]) -> None:

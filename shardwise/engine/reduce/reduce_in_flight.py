@@ -94,7 +94,7 @@ class ReduceInFlight:
         plan.filled_by = self
         self._buffer = None if self._defers_all_reduce else plan.buffer_to_fill()
         if self._buffer is not None:
-            self._buffer.grow()
+            self._buffer.memory.grow()
             self._own_row = self._buffer.row
         else:
             self._own_row = self._make_own_row()

@@ -124,6 +124,9 @@ def _split_sizes(views: list[GradientView], segments: list[_RowSegment]) -> list
 class ReducePlan:
     """The reduce of one set of trainable slots, planned once."""
 
+    # Whether the memory of gradients may be reused in the next backward.
+    _reuses_gradients = True
+
     def __init__(
         self,
         slots: list[Slot],
@@ -140,7 +143,7 @@ class ReducePlan:
         # The dtype in which rows are sent, and the one in which they are summed.
         self.dtype = reduce_dtype
         self.sum_dtype = sum_dtype or reduce_dtype
-        # Whether this backward has issued this reduce before: a unit's gradients may arrive in several goes.
+        # Whether this backward has issued this reduce before: a unit's gradients may arrive at several times.
         self.is_again = False
         self.shard_device = shard_device
         self.pins = pins
@@ -171,7 +174,7 @@ class ReducePlan:
             and self.segments[0].dtype == self.sum_dtype
             and shard_device == mesh.device
         )
-        self._lends = self.needs_no_cast and form.lends_gradients
+        self._lends = self._reuses_gradients and self.needs_no_cast and form.lends_gradients
         # The reduce whose rows are in the buffer.
         self.filled_by: ReduceInFlight | None = None
         # Set while the all-reduce over replicas is deferred.
