@@ -86,13 +86,9 @@ class FlatLayout:
         full_start_bytes = 0
         for segment in self.segments:
             shard_numel, size = segment.numel, segment.sent_itemsize
-            block = Block(
-                (self.world, shard_numel),
-                full_start_bytes // size,
-                (shard_numel, 1),
-                segment.sent_start_bytes // size,
-                (self.sent_bytes // size, 1),
-            )
+            packed_start, packed_strides = segment.sent_start_bytes // size, (self.sent_bytes // size, 1)
+            shape, strides = (self.world, shard_numel), (shard_numel, 1)
+            block = Block(shape, full_start_bytes // size, strides, packed_start, packed_strides)
             found.append((segment, block))
             full_start_bytes += self.world * shard_numel * size
         return found
@@ -234,15 +230,8 @@ class FlatPacking:
         if len(ranks) > 2:
             first_rank = ranks[1]
             packed_start = first_rank * self.row_numel + segment.start
-            blocks.append(
-                Block(
-                    (len(ranks) - 2, shard_numel),
-                    first_rank * shard_numel - start,
-                    (shard_numel, 1),
-                    packed_start,
-                    (self.row_numel, 1),
-                )
-            )
+            shape, full_start = (len(ranks) - 2, shard_numel), first_rank * shard_numel - start
+            blocks.append(Block(shape, full_start, (shard_numel, 1), packed_start, (self.row_numel, 1)))
         return blocks
 
     def padding(self) -> list[PaddingBlock]:

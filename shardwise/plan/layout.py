@@ -83,14 +83,9 @@ def blocks_by_rank(block: Block, row_numel: int) -> list[tuple[int, Block]]:
     rank, start = divmod(block.packed_start, row_numel)
     if block.packed_strides[0] != row_numel:
         return [(rank, replace(block, packed_start=start))]
-    shape, full_strides, packed_strides = block.shape[1:], block.full_strides[1:], block.packed_strides[1:]
+    shape, (step, *strides), packed_strides = block.shape[1:], block.full_strides, block.packed_strides[1:]
     return [
-        (
-            rank + index,
-            Block(
-                shape, block.full_start + index * block.full_strides[0], full_strides, start, packed_strides
-            ),
-        )
+        (rank + index, Block(shape, block.full_start + index * step, tuple(strides), start, packed_strides))
         for index in range(block.shape[0])
     ]
 

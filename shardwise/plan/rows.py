@@ -196,14 +196,7 @@ def plan_rows(params: Sequence[RowParam], world: int) -> RowsLayout:
             end = aligned(end + cuts[index].padded_numel, grid)
         segments.append(
             Segment(
-                kind,
-                tuple(members),
-                tuple(starts),
-                end,
-                stored_itemsize,
-                sent_itemsize,
-                stored_end,
-                sent_end,
+                kind, tuple(members), tuple(starts), end, stored_itemsize, sent_itemsize, stored_end, sent_end
             )
         )
         stored_end = aligned(stored_end + end * stored_itemsize, alignment_bytes)
@@ -234,34 +227,17 @@ def plan_blocks(cut: RowCut, start: int, row_numel: int) -> tuple[Block, ...]:
     """
     if cut.numel == 0:
         return ()
-    run = cut.shard_size * cut.inner
+    width, outer_stride = cut.shard_size * cut.inner, cut.size * cut.inner
     full_ranks, rest = divmod(cut.size, cut.shard_size)
     blocks = []
     if full_ranks:
-        blocks.append(
-            _squeezed(
-                Block(
-                    (full_ranks, cut.outer, run),
-                    0,
-                    (run, cut.size * cut.inner, 1),
-                    start,
-                    (row_numel, run, 1),
-                )
-            )
-        )
+        strides = (width, outer_stride, 1)
+        blocks.append(Block((full_ranks, cut.outer, width), 0, strides, start, (row_numel, width, 1)))
     if rest:
-        blocks.append(
-            _squeezed(
-                Block(
-                    (cut.outer, rest * cut.inner),
-                    full_ranks * run,
-                    (cut.size * cut.inner, 1),
-                    full_ranks * row_numel + start,
-                    (rest * cut.inner, 1),
-                )
-            )
-        )
-    return tuple(blocks)
+        shape, packed_start = (cut.outer, rest * cut.inner), full_ranks * row_numel + start
+        packed_strides = (rest * cut.inner, 1)
+        blocks.append(Block(shape, full_ranks * width, (outer_stride, 1), packed_start, packed_strides))
+    return tuple(map(_squeezed, blocks))
 
 
 def plan_segment_blocks(
@@ -279,15 +255,8 @@ def plan_segment_blocks(
         if count > 1:
             step, full_step = starts[index + 1] - starts[index], full_starts[index + 1] - full_starts[index]
             numel = cut.padded_numel
-            blocks.append(
-                Block(
-                    (cut.world, count, numel),
-                    full_starts[index],
-                    (numel, full_step, 1),
-                    starts[index],
-                    (row_numel, step, 1),
-                )
-            )
+            shape, full_strides = (cut.world, count, numel), (numel, full_step, 1)
+            blocks.append(Block(shape, full_starts[index], full_strides, starts[index], (row_numel, step, 1)))
         else:
             blocks += [
                 replace(block, full_start=block.full_start + full_starts[index])

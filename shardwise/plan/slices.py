@@ -58,11 +58,8 @@ class RowsSlice:
             span = self._shard_span(index)
             if not span.numel:
                 continue
-            start, rank, rest = (
-                self._start(index, span),
-                self._num_full_ranks(index, span),
-                self._rest(index, span),
-            )
+            start, rank = self._start(index, span), self._num_full_ranks(index, span)
+            rest = self._rest(index, span)
             if rest:
                 found.append(PaddingBlock((1, span.numel - rest), start + rank * width + rest, (width, 1)))
                 rank += 1

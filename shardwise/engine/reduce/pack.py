@@ -41,7 +41,7 @@ class Slice:
     columns: Span | None
     is_complex: bool
 
-    def of(self, own_row: torch.Tensor) -> torch.Tensor:
+    def own_span(self, own_row: torch.Tensor) -> torch.Tensor:
         """The slice's elements of this rank's own row."""
         own = own_row if self.columns is None else own_row[self.columns.start : self.columns.stop]
         return torch.view_as_real(own).view(-1) if self.is_complex else own
@@ -222,15 +222,12 @@ class BlockwisePack:
         itemsize = dtype.itemsize
         self._blocks: list[list[tuple[Block, torch.Tensor]]] = []
         for index in range(num_gradients):
-            self._blocks.append(
-                [
-                    (
-                        block,
-                        rows.tensor(dtype, block.packed_start * itemsize, block.shape, block.packed_strides),
-                    )
-                    for block in packing.blocks(index)
-                ]
-            )
+            blocks = packing.blocks(index)
+            packed = [
+                rows.tensor(dtype, block.packed_start * itemsize, block.shape, block.packed_strides)
+                for block in blocks
+            ]
+            self._blocks.append(list(zip(blocks, packed, strict=True)))
         self._padding = [
             rows.tensor(dtype, pad.packed_start * itemsize, pad.shape, pad.packed_strides)
             for pad in packing.padding()

@@ -117,7 +117,7 @@ class ReduceInFlight:
                 if division.before != 1.0:
                     each.rows.div_(division.before)
                 self._work = calls.issue_reduce_scatter(
-                    each.of(self._own_row), each.rows, division.group_averages, self._code
+                    each.own_span(self._own_row), each.rows, division.group_averages, self._code
                 )
             if calls.ordered_by_stream:
                 self._receive_own_row()
