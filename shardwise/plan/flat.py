@@ -16,7 +16,7 @@ hold what each rank has of those and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -30,6 +30,7 @@ from shardwise.plan.layout import (
     Span,
     aligned,
     ceil_div,
+    members_by_kind,
 )
 
 # In elements: every cut is a multiple of it, so that a shard is aligned to at least 16 bytes, whatever its dtype.
@@ -97,15 +98,11 @@ class FlatLayout:
 def plan_flat(params: Sequence[RowParam], world: int) -> FlatLayout:
     """Lays out a unit's parameters end to end, those of one kind together, in the order given."""
     numels = tuple(prod(param.shape) for param in params)
-    members_by_kind: dict[Hashable, list[int]] = {}
-    for index, param in enumerate(params):
-        members_by_kind.setdefault(param.kind, []).append(index)
-
     segments: list[Segment] = []
     positions = [(0, 0)] * len(params)
     full_starts = [0] * len(params)
     stored_end = sent_end = full_end = 0
-    for kind, members in members_by_kind.items():
+    for kind, members in members_by_kind(params).items():
         stored_itemsize, sent_itemsize = params[members[0]].stored_itemsize, params[members[0]].sent_itemsize
         # Modules use the full parameters where they lie in the gathered segment, so each is aligned there.
         grid = max(GRID, ALIGNMENT_BYTES // sent_itemsize)

@@ -67,6 +67,14 @@ class RowParam:
     grid_itemsize: int = SHARD_ALIGNMENT_BYTES
 
 
+def members_by_kind(params: Sequence[RowParam]) -> dict[Hashable, list[int]]:
+    """The indices of the parameters of each kind, which form a segment."""
+    members: dict[Hashable, list[int]] = {}
+    for index, param in enumerate(params):
+        members.setdefault(param.kind, []).append(index)
+    return members
+
+
 @dataclass(frozen=True)
 class Block:
     """The same elements twice: as a strided block of the full parameter, and of the packed rows of all ranks."""

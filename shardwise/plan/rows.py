@@ -17,7 +17,7 @@ for the copy-out after a gather and for the pack before a reduce.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -34,6 +34,7 @@ from shardwise.plan.layout import (
     aligned,
     ceil_div,
     cut_evenly,
+    members_by_kind,
 )
 
 
@@ -170,17 +171,13 @@ class RowsPacking:
 def plan_rows(params: Sequence[RowParam], world: int) -> RowsLayout:
     """Lays out a unit's parameters: those of one kind together, and among them those of one size."""
     cuts = tuple(RowCut(param.shape, param.dim, world) for param in params)
-    members_by_kind: dict[Hashable, list[int]] = {}
-    for index, param in enumerate(params):
-        members_by_kind.setdefault(param.kind, []).append(index)
-
     # With one rank the row is the full buffer, in which modules use the parameters.
     alignment_bytes = ALIGNMENT_BYTES if world == 1 else SHARD_ALIGNMENT_BYTES
     segments: list[Segment] = []
     stored_starts = [0] * len(params)
     sent_starts = [0] * len(params)
     stored_end = sent_end = 0
-    for kind, members in members_by_kind.items():
+    for kind, members in members_by_kind(params).items():
         members.sort(key=lambda index: cuts[index].padded_numel)
         stored_itemsize = params[members[0]].stored_itemsize
         sent_itemsize = params[members[0]].sent_itemsize

@@ -29,6 +29,7 @@ from shardwise.engine.reduce.pack import plan_slices
 from shardwise.engine.reduce.reduce_in_flight import PartialSum, ReduceInFlight
 from shardwise.engine.unit.binding import Slot
 from shardwise.engine.unit.dtensor_form import ShardedForm
+from shardwise.plan.layout import Packing
 from shardwise.plan.sums import Division, plan_division
 from shardwise.policies import MixedPrecisionPolicy
 
@@ -143,12 +144,12 @@ class ReducePlan:
         # The dtype in which rows are sent, and the one in which they are summed.
         self.dtype = reduce_dtype
         self.sum_dtype = sum_dtype or reduce_dtype
-        # Whether this backward has issued this reduce before: a unit's gradients may arrive at several times.
+        # Whether this backward has reduced gradients of the unit before: they may arrive in several groups.
         self.is_again = False
         self.shard_device = shard_device
+        self.is_offloaded = shard_device != mesh.device
         self.pins = pins
-        itemsize = reduce_dtype.itemsize
-        packing = form.packing(slots, mesh.shard.world, itemsize)
+        packing = form.packing(slots, mesh.shard.world, reduce_dtype.itemsize)
         self.row_numel = packing.row_numel
         self.rows, self.slices = plan_slices(
             packing,
@@ -157,24 +158,7 @@ class ReducePlan:
             [slot.shape for slot in slots],
             [slot.gradient_dtype for slot in slots],
         )
-
-        self.segments = [
-            _RowSegment(
-                form.gradient_dtype(slots[segment.members[0]], reduce_dtype), segment.start, segment.numel
-            )
-            for segment in packing.segments
-        ]
-        self.views = form.gradient_views(slots, packing, mesh.shard.rank)
-        assigned = [view for view in self.views if not view.is_none]
-        self.num_assigned = len(assigned)
-        self.split_sizes = _split_sizes(assigned, self.segments)
-        # Whether the own row is the gradient buffer, without a cast or a transfer.
-        self.needs_no_cast = (
-            len(self.segments) == 1
-            and self.segments[0].dtype == self.sum_dtype
-            and shard_device == mesh.device
-        )
-        self._lends = self._reuses_gradients and self.needs_no_cast and form.lends_gradients
+        self._plan_own_row(form, packing)
         # The reduce whose rows are in the buffer.
         self.filled_by: ReduceInFlight | None = None
         # Set while the all-reduce over replicas is deferred.
@@ -184,12 +168,26 @@ class ReducePlan:
         self.codes: dict[object, tuple[int, int]] = {}
         self._divisions: dict[tuple[float | None, bool], Division] = {}
 
+    def _plan_own_row(self, form: ShardedForm, packing: Packing) -> None:
+        """Plans how the own row becomes the gradients of the shards."""
+        self.segments = [
+            _RowSegment(
+                form.gradient_dtype(self.slots[segment.members[0]], self.dtype), segment.start, segment.numel
+            )
+            for segment in packing.segments
+        ]
+        self.views = form.gradient_views(self.slots, packing, self.mesh.shard.rank)
+        assigned = [view for view in self.views if not view.is_none]
+        self.num_assigned = len(assigned)
+        self.split_sizes = _split_sizes(assigned, self.segments)
+        # Whether the own row is the gradient buffer, without a cast or a transfer.
+        self.needs_no_cast = (
+            len(self.segments) == 1 and self.segments[0].dtype == self.sum_dtype and not self.is_offloaded
+        )
+        self._lends = self._reuses_gradients and self.needs_no_cast and form.lends_gradients
+
     def begin(self, settings: ReduceSettings, streams: SideStreams, codes: tuple[int, int]) -> ReduceInFlight:
         return ReduceInFlight(self, settings, streams, codes)
-
-    @property
-    def is_offloaded(self) -> bool:
-        return self.shard_device != self.mesh.device
 
     def buffer_to_fill(self) -> GradientBuffer | None:
         """The gradient buffer that a reduce writes to; None while its gradients are in use, or if there is none."""
