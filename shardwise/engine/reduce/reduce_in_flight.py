@@ -71,19 +71,17 @@ class ReduceInFlight:
         self._gradients: Sequence[torch.Tensor | None] = ()
         # The own row in the shards' dtypes and on their device, one tensor per segment.
         self._segments: Sequence[torch.Tensor] = ()
-        # Set by ``issue``.
-        self._received: list[GradientView]
-        self._buffer: GradientBuffer | None
-        self._own_row: torch.Tensor | None
-        self._packed: StreamEvent
+        # The gradients that are assigned in the end.
+        self._received: list[GradientView] = plan.views
+        self._buffer: GradientBuffer | None = None
+        self._own_row: torch.Tensor | None = None
+        self._packed: StreamEvent | None = None
         self._late_reads: list[torch.Tensor] = []
 
     def issue(self, gradients: list[torch.Tensor | None], present: Presence) -> None:
         """Packs the gradients and starts the reduce-scatter."""
         plan, stream = self.plan, self._streams.reduce
-        if present is None or self._settings.includes_unused:
-            self._received = plan.views
-        else:
+        if present is not None and not self._settings.includes_unused:
             self._received = [view for view in plan.views if any(present[member] for member in view.members)]
         if is_grad_enabled():
             # backward(create_graph=True): a double backward does not differentiate the reduce.
@@ -92,7 +90,8 @@ class ReduceInFlight:
         # From the compute stream's memory, where backward is freeing activations.
         plan.rows.grow_in(calls.lend(plan.rows.size_bytes))
         plan.filled_by = self
-        self._buffer = None if self._defers_all_reduce else plan.buffer_to_fill()
+        if not self._defers_all_reduce:
+            self._buffer = plan.buffer_to_fill()
         if self._buffer is not None:
             self._buffer.memory.grow()
             self._own_row = self._buffer.row
@@ -130,7 +129,7 @@ class ReduceInFlight:
 
     def release_gradients(self) -> None:
         """Releases the full gradients' memory for the compute stream to reuse."""
-        if self._gradients:
+        if self._gradients and self._packed is not None:
             # order: packing before compute, because compute's allocator reuses the gradients' memory from here on
             self._streams.compute_waits_for(self._packed)
             self._gradients = ()
