@@ -31,7 +31,7 @@ from shardwise.engine.unit.binding import UNITS_ATTRIBUTE, not_copied, units_of
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import ConfigError, ConfigTypeError
 from shardwise.plan.schedule import FREE, KEEP
-from shardwise.plan.tree import is_power_of_two
+from shardwise.plan.sums import is_power_of_two
 from shardwise.torch_internals import untraced_itself
 
 _FSDP_CLASSES: dict[type, type] = {}

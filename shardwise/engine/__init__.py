@@ -1,1 +1,1 @@
-"""DO: makes the plan happen to real parameters."""
+"""The engine: shards, gathers and reduces units, as ``plan`` lays them out."""

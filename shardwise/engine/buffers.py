@@ -1,13 +1,11 @@
-"""Memory of a unit: one buffer of shards that stays, and elastic buffers that come and go.
+"""Memory of a unit: one permanent buffer of shards, and elastic buffers that are allocated and freed in every step.
 
-Shards live in one flat buffer for as long as the model. Each sharded parameter is an alias of its part of it, made
-through dlpack: a plain view would carry its offset into the buffer, and then saving or copying one parameter takes
-the whole buffer along.
+Shards live in one flat buffer for as long as the model. Each sharded parameter aliases a span of it through dlpack: a
+plain view would share the buffer's storage, and saving or copying one parameter would save or copy the whole buffer.
 
-An elastic buffer's tensors are persistent objects over memory that is not: its storage is grown before use and shrunk
-to nothing after. Autograd's saved tensors, hooks and compiled code keep pointing at the same tensors throughout.
-Each of its tensors has a version counter of its own (they are not views of one another), so filling one through an
-alias does not look to autograd like a change of the parameter.
+An elastic buffer's tensors persist while its storage is resized: grown before use, shrunk to zero after. Autograd's
+saved tensors, hooks and compiled code keep referring to the same tensor objects. Its tensors are not views of one
+another, so each has its own version counter, and filling one through another does not count as a change to autograd.
 """
 
 from __future__ import annotations
@@ -26,35 +24,35 @@ from shardwise.torch_internals import storage_uses, tensor_over
 def allocate_shards(
     layout: Layout, device: torch.device, dtypes: list[torch.dtype], rank: int, pins: bool
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """A rank's buffer of shards, zeroed so that padding is zero, and each parameter's part as a tensor of its own."""
+    """Allocates a rank's row of shards, zeroed so that padding is zero; returns it, and each shard as a tensor."""
     try:
         buffer = torch.zeros(layout.stored_bytes, dtype=torch.uint8, device=device, pin_memory=pins)
     except RuntimeError as error:
         if not pins:
             raise
         raise ConfigError(
-            f"{layout.stored_bytes} bytes of page-locked host memory could not be had: {error}",
+            f"cannot allocate {layout.stored_bytes} bytes of page-locked host memory: {error}",
             where="CPUOffloadPolicy(pin_memory=True)",
-            fix="raise the limit of locked memory (ulimit -l), or pass CPUOffloadPolicy(pin_memory=False)",
+            fix="raise the limit on locked memory (ulimit -l), or pass CPUOffloadPolicy(pin_memory=False)",
         ) from error
-    parts = []
+    shards = []
     for index, dtype in enumerate(dtypes):
-        shape = layout.own_shape(index, rank)
-        part = alias(buffer, layout.own_start_bytes(index, rank), prod(shape), dtype)
-        parts.append(part.view(shape))
-    return buffer, parts
+        shape = layout.shard_shape(index, rank)
+        shard = alias(buffer, layout.shard_start_bytes(index, rank), prod(shape), dtype)
+        shards.append(shard.view(shape))
+    return buffer, shards
 
 
 def alias(buffer: torch.Tensor, start_bytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Part of a byte buffer as a tensor that owns exactly that part, as far as torch can see."""
-    part = buffer[start_bytes : start_bytes + numel * dtype.itemsize]
+    """A span of a byte buffer as a tensor whose storage is exactly that span."""
+    span = buffer[start_bytes : start_bytes + numel * dtype.itemsize]
     if buffer.device.type == "meta":
         return torch.empty(numel, dtype=dtype, device="meta")
-    return from_dlpack(part).view(dtype)
+    return from_dlpack(span).view(dtype)
 
 
 class ElasticBuffer:
-    """A buffer whose tensors persist while its memory comes and goes."""
+    """A buffer whose tensors persist while its memory is allocated and freed."""
 
     def __init__(self, size_bytes: int, device: torch.device) -> None:
         self._size_bytes = size_bytes
@@ -68,32 +66,32 @@ class ElasticBuffer:
         shape: tuple[int, ...],
         strides: tuple[int, ...] | None = None,
     ) -> torch.Tensor:
-        """A tensor over this memory, present or not; ``strides`` default to contiguous ones."""
+        """Makes a tensor over this memory, allocated or not; by default contiguous."""
         strides = contiguous_strides(shape) if strides is None else strides
         return tensor_over(self._storage, dtype, start_bytes // dtype.itemsize, shape, strides)
 
     def note_own_uses(self, tensors: list[torch.Tensor]) -> None:
-        """Remembers who has this memory now; ``tensors`` are those handed out that somebody might keep.
+        """Records the current references to this memory; ``tensors`` are those that users may get and keep.
 
-        An owner in C++ (a parameter whose gradient it is, a graph that saved it) counts among a tensor's references.
+        References from C++ (a parameter whose gradient it is, a graph that saved it) count as well.
         """
         self._watched = tensors
         self._own_refs = list(map(sys.getrefcount, tensors))
         self._own_uses = storage_uses(self._storage)
 
     def is_own(self) -> bool:
-        """Whether nobody has a tensor of this memory, or a view of one, that had none when uses were noted."""
+        """Whether nothing refers to this memory, or to a tensor of it, beyond what ``note_own_uses`` recorded."""
         return (
             storage_uses(self._storage) == self._own_uses
             and list(map(sys.getrefcount, self._watched)) == self._own_refs
         )
 
-    def takes_along(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` stands in memory that goes when the buffer shrinks."""
+    def frees(self, tensor: torch.Tensor) -> bool:
+        """Whether shrinking this buffer frees the memory of ``tensor``."""
         try:
             return 0 <= tensor.data_ptr() - self._storage.data_ptr() < self._size_bytes
         except RuntimeError:
-            # A sparse tensor, say: it has no memory in one piece.
+            # A tensor without one storage, such as a sparse tensor.
             return False
 
     @property
@@ -112,13 +110,13 @@ class ElasticBuffer:
 
 
 class RelocatableBuffer(ElasticBuffer):
-    """An elastic buffer that can stand in memory of somebody else's instead."""
+    """An elastic buffer whose tensors can also be placed in borrowed memory."""
 
     def __init__(self, size_bytes: int, device: torch.device) -> None:
         super().__init__(size_bytes, device)
         self.size_bytes = size_bytes
-        self._made: list[tuple[torch.Tensor, int]] = []
-        self._is_away = False
+        self._tensors: list[tuple[torch.Tensor, int]] = []
+        self._is_borrowed = False
 
     def tensor(
         self,
@@ -127,37 +125,37 @@ class RelocatableBuffer(ElasticBuffer):
         shape: tuple[int, ...],
         strides: tuple[int, ...] | None = None,
     ) -> torch.Tensor:
-        made = super().tensor(dtype, start_bytes, shape, strides)
-        self._made.append((made, start_bytes))
-        return made
+        tensor = super().tensor(dtype, start_bytes, shape, strides)
+        self._tensors.append((tensor, start_bytes))
+        return tensor
 
     def grow_in(self, lent: torch.Tensor | None) -> None:
-        """Grows in these bytes, whose owner takes care of them; None: in memory of its own."""
+        """Places the buffer in these bytes, which their owner keeps alive; None: in memory of its own."""
         if lent is not None:
             self.shrink()
-            self.is_grown = self._is_away = True
-            self._stand_in(lent.untyped_storage(), int(lent.storage_offset()))
-        elif self._is_away:
-            self.is_grown = self._is_away = False
+            self.is_grown = self._is_borrowed = True
+            self._place_in(lent.untyped_storage(), int(lent.storage_offset()))
+        elif self._is_borrowed:
+            self.is_grown = self._is_borrowed = False
             self.grow()
-            self._stand_in(self._storage, 0)
+            self._place_in(self._storage, 0)
         else:
             self.grow()
 
-    def _stand_in(self, storage: torch.UntypedStorage, base_bytes: int) -> None:
-        for made, start_bytes in self._made:
-            offset = (base_bytes + start_bytes) // made.itemsize
-            made.set_(storage, offset, made.shape, made.stride())
+    def _place_in(self, storage: torch.UntypedStorage, base_bytes: int) -> None:
+        for tensor, start_bytes in self._tensors:
+            offset = (base_bytes + start_bytes) // tensor.itemsize
+            tensor.set_(storage, offset, tensor.shape, tensor.stride())
 
 
 class PermanentBuffer(ElasticBuffer):
-    """Tensors over memory that is there all the time."""
+    """A buffer whose memory is always allocated."""
 
     def __init__(self, buffer: torch.Tensor) -> None:
         self._storage = buffer.untyped_storage()
         self.is_grown = True
 
-    def takes_along(self, tensor: torch.Tensor) -> bool:
+    def frees(self, tensor: torch.Tensor) -> bool:
         return False
 
     def shrink(self) -> None:

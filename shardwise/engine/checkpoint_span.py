@@ -1,6 +1,6 @@
-"""Part of a larger tensor that distributed checkpoints (``torch.distributed.checkpoint``) save and load as just that.
+"""A span of a larger flat tensor, which ``torch.distributed.checkpoint`` saves and loads as such.
 
-A plain tensor under one name on every rank is taken for the same whole everywhere: one rank's is saved, for all.
+A plain tensor that has the same name on every rank would be taken for a replica, and only one rank's would be saved.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class CheckpointSpan(Tensor):
-    """Elements of a larger flat tensor, which distributed checkpoints save and load as just that."""
+    """Elements of a larger flat tensor, from ``start`` on."""
 
     start = 0
-    # Only of what ``of`` made, and of what has the same elements.
+    # -1 unless made by ``of``, or by copying such a span.
     total_numel = -1
 
     @classmethod
@@ -38,9 +38,9 @@ class CheckpointSpan(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """A copy of a span, wherever it lies, is a span as well: saved as a plain tensor it would stand for the whole.
+        """Makes results of the same shape (clones, copies to a device) spans, and all others plain tensors.
 
-        Anything of another shape is a plain tensor.
+        A copy that is a plain tensor would be saved as if it were the whole larger tensor.
         """
         result = super().__torch_function__(func, types, args, kwargs or {})
         if not isinstance(result, CheckpointSpan) or result.total_numel >= 0:
@@ -55,12 +55,12 @@ class CheckpointSpan(Tensor):
         return self.as_subclass(Tensor)
 
     def size(self, dim: Any = None) -> Any:
-        """The size of the larger tensor: what a checkpoint compares with what it holds."""
-        whole = torch.Size([self.total_numel]) if self.total_numel >= 0 else self.elements.size()
-        return whole if dim is None else whole[dim]
+        """The size of the larger tensor, which a checkpoint compares with the saved one."""
+        size = torch.Size([self.total_numel]) if self.total_numel >= 0 else self.elements.size()
+        return size if dim is None else size[dim]
 
     @property
-    def _is_nothing(self) -> bool:
+    def _is_empty(self) -> bool:
         return self.elements.numel() == 0 and self.total_numel > 0
 
     def _chunk(self) -> ChunkStorageMetadata:
@@ -72,12 +72,12 @@ class CheckpointSpan(Tensor):
         chunk = self._chunk()
         if self.total_numel < 0:
             raise CheckpointError(
-                f"'{fqn}' was cut out of a rank's part of a tensor: where it stands in the whole is not known",
+                f"'{fqn}' is a view of a rank's shard: its position in the full tensor is not known",
                 where="torch.distributed.checkpoint.save",
-                fix="save what state_dict() gave",
+                fix="save the tensors of state_dict() unchanged",
             )
-        if self._is_nothing:
-            # It would stand where another rank's chunk begins, and be taken for that one.
+        if self._is_empty:
+            # An empty chunk would have the offset of another rank's chunk, and replace it.
             return []
         return [
             WriteItem(
@@ -92,7 +92,7 @@ class CheckpointSpan(Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [] if self._is_nothing else [self._chunk()]
+        return [] if self._is_empty else [self._chunk()]
 
     def __get_tensor_shard__(self, _index: MetadataIndex) -> Tensor:
         return self.elements

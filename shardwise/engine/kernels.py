@@ -1,8 +1,8 @@
-"""Kernels of our own for rows on a GPU: one launch packs all gradients of a unit, one copies all its parameters out.
+"""CUDA kernels for rows: one launch packs all gradients of a unit, one copies all its gathered parameters out.
 
 torch's operations on lists of tensors send the device a table of addresses before each kernel. That takes the host
-longer than all else it does for a unit, and a captured step a copy more at each place. Here the table goes with the
-launch, as arguments: everything in it was decided beforehand (``plan/strips``), only addresses are filled in.
+longer than everything else it does for a unit, and costs a captured step one more copy each time. Here the table is
+passed as launch arguments: it is planned at set-up (``plan/column_blocks``), and a step only fills in addresses.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ import torch
 
 from shardwise.cuda_driver import Kernel, compile_kernels, pointers_to
 from shardwise.engine.buffers import ElasticBuffer
-from shardwise.plan.spans import ceil_div
-from shardwise.plan.strips import Strip
+from shardwise.plan.column_blocks import ColumnBlock
+from shardwise.plan.layout import ceil_div
 
-# As many as arguments have room for, which are 4096 bytes.
-_MOST_STRIPS = 48
+# As many as fit into a launch's arguments, which are limited to 4096 bytes.
+_MOST_COLUMN_BLOCKS = 48
 _NUM_THREADS = 256
-# Compute needs room beside them. Small units are shared out among as many, large ones in tiles that are worth finding.
+# Limited, so that compute kernels can run beside these.
 _MOST_THREAD_BLOCKS = 1056
-# What each thread of a thread block moves at a time, and how often for a tile at most.
+# What each thread moves at a time, and how many times per tile at most.
 _BYTES_A_THREAD = 16
 _NUM_TURNS = 8
 
-# A thread block takes tile after tile; a tile is a part of one rank's share of one parameter.
+# A thread block processes tile after tile; a tile is a part of one rank's shard of one parameter.
 _SOURCE = """
-struct Strip { long long start, span, width, own, numel, skip, whole_start; unsigned first_tile, tiles_each; };
-struct Strips { long long row_numel; unsigned num_strips, num_tiles, tile; Strip all[48]; };
+struct Block { long long start, length, filled, shard, numel, skip, full_start; unsigned first_tile, tiles_each; };
+struct Blocks { long long row_numel; unsigned num_blocks, num_tiles, tile; Block all[48]; };
 struct Addresses { long long of[48]; };
 struct Bfloat16 { unsigned short bits; };
 struct Half { unsigned short bits; };
@@ -61,103 +61,104 @@ __device__ void move(const From* __restrict__ from, To* __restrict__ to, long lo
     for (long long i = done + threadIdx.x; i < numel; i += blockDim.x) convert(from[i], to[i]);
 }
 
-struct Tile { unsigned strip; long long rank, begin, numel, there; };
+struct Tile { unsigned block; long long rank, begin, numel, there; };
 
 // Which columns of which rank's row a tile is, and how many of them the parameter has elements for.
-__device__ inline Tile find(const Strips& strips, unsigned number) {
+__device__ inline Tile find(const Blocks& blocks, unsigned number) {
     Tile tile;
-    tile.strip = 0;
-    while (tile.strip + 1 < strips.num_strips && number >= strips.all[tile.strip + 1].first_tile) ++tile.strip;
-    const Strip& strip = strips.all[tile.strip];
-    const unsigned rank = (number - strip.first_tile) / strip.tiles_each;
+    tile.block = 0;
+    while (tile.block + 1 < blocks.num_blocks && number >= blocks.all[tile.block + 1].first_tile) ++tile.block;
+    const Block& block = blocks.all[tile.block];
+    const unsigned rank = (number - block.first_tile) / block.tiles_each;
     tile.rank = rank;
-    tile.begin = (long long)(number - strip.first_tile - rank * strip.tiles_each) * strips.tile;
-    tile.numel = min((long long)strips.tile, strip.span - tile.begin);
-    const long long left = min(strip.width, strip.numel - tile.rank * strip.own - strip.skip) - tile.begin;
+    tile.begin = (long long)(number - block.first_tile - rank * block.tiles_each) * blocks.tile;
+    tile.numel = min((long long)blocks.tile, block.length - tile.begin);
+    const long long left = min(block.filled, block.numel - tile.rank * block.shard - block.skip) - tile.begin;
     tile.there = max(0LL, min(left, tile.numel));
     return tile;
 }
 
 template <typename From, typename To>
-__device__ void pack(To* rows, const Addresses& gradients, const Strips& strips) {
-    for (unsigned number = blockIdx.x; number < strips.num_tiles; number += gridDim.x) {
-        const Tile tile = find(strips, number);
-        const Strip& strip = strips.all[tile.strip];
-        const From* from = (const From*)gradients.of[tile.strip];
+__device__ void pack(To* rows, const Addresses& gradients, const Blocks& blocks) {
+    for (unsigned number = blockIdx.x; number < blocks.num_tiles; number += gridDim.x) {
+        const Tile tile = find(blocks, number);
+        const Block& block = blocks.all[tile.block];
+        const From* from = (const From*)gradients.of[tile.block];
         const long long there = from == nullptr ? 0 : tile.there;
-        To* to = rows + tile.rank * strips.row_numel + strip.start + tile.begin;
-        if (there) move(from + tile.rank * strip.own + strip.skip + tile.begin, to, there);
+        To* to = rows + tile.rank * blocks.row_numel + block.start + tile.begin;
+        if (there) move(from + tile.rank * block.shard + block.skip + tile.begin, to, there);
         for (long long i = there + threadIdx.x; i < tile.numel; i += blockDim.x) to[i] = To(0);
     }
 }
 
-#define ARGUMENTS long long rows, const __grid_constant__ Addresses addresses, const __grid_constant__ Strips strips
+#define ARGUMENTS long long rows, const __grid_constant__ Addresses addresses, const __grid_constant__ Blocks blocks
 
 extern "C" __global__ void pack_bytes(ARGUMENTS) {
-    pack<unsigned char, unsigned char>((unsigned char*)rows, addresses, strips);
+    pack<unsigned char, unsigned char>((unsigned char*)rows, addresses, blocks);
 }
-extern "C" __global__ void pack_bfloat16(ARGUMENTS) { pack<Bfloat16, float>((float*)rows, addresses, strips); }
-extern "C" __global__ void pack_half(ARGUMENTS) { pack<Half, float>((float*)rows, addresses, strips); }
+extern "C" __global__ void pack_bfloat16(ARGUMENTS) { pack<Bfloat16, float>((float*)rows, addresses, blocks); }
+extern "C" __global__ void pack_half(ARGUMENTS) { pack<Half, float>((float*)rows, addresses, blocks); }
 
 extern "C" __global__ void copy_out(ARGUMENTS) {
-    for (unsigned number = blockIdx.x; number < strips.num_tiles; number += gridDim.x) {
-        const Tile tile = find(strips, number);
-        const Strip& strip = strips.all[tile.strip];
-        const unsigned char* row = (const unsigned char*)rows + tile.rank * strips.row_numel;
-        unsigned char* whole = (unsigned char*)addresses.of[0] + strip.whole_start;
-        move(row + strip.start + tile.begin, whole + tile.rank * strip.own + tile.begin, tile.there);
+    for (unsigned number = blockIdx.x; number < blocks.num_tiles; number += gridDim.x) {
+        const Tile tile = find(blocks, number);
+        const Block& block = blocks.all[tile.block];
+        const unsigned char* row = (const unsigned char*)rows + tile.rank * blocks.row_numel;
+        unsigned char* full = (unsigned char*)addresses.of[0] + block.full_start;
+        move(row + block.start + tile.begin, full + tile.rank * block.shard + tile.begin, tile.there);
     }
 }
 """
 _NAMES = ("pack_bytes", "pack_bfloat16", "pack_half", "copy_out")
 
 
-class _Strip(ctypes.Structure):
+class _ColumnBlock(ctypes.Structure):
     _fields_ = [
         *(
             (name, ctypes.c_int64)
-            for name in ("start", "span", "width", "own", "numel", "skip", "whole_start")
+            for name in ("start", "length", "filled", "shard", "numel", "skip", "full_start")
         ),
         *((name, ctypes.c_uint32) for name in ("first_tile", "tiles_each")),
     ]
 
 
-class _Strips(ctypes.Structure):
+class _ColumnBlocks(ctypes.Structure):
     _fields_ = [
         ("row_numel", ctypes.c_int64),
-        *((name, ctypes.c_uint32) for name in ("num_strips", "num_tiles", "tile")),
-        ("all", _Strip * _MOST_STRIPS),
+        *((name, ctypes.c_uint32) for name in ("num_blocks", "num_tiles", "tile")),
+        ("all", _ColumnBlock * _MOST_COLUMN_BLOCKS),
     ]
 
 
-_Addresses = ctypes.c_int64 * _MOST_STRIPS
+_Addresses = ctypes.c_int64 * _MOST_COLUMN_BLOCKS
 
 
 class _Launch:
-    """One launch for up to as many strips as its arguments have room for.
+    """One launch of a kernel, for as many column blocks as fit into its arguments.
 
-    ``itemsize`` is that of the elements which the kernel moves, the larger one where it casts.
+    ``itemsize`` is the size of the elements that the kernel moves; where it casts, the larger one.
     """
 
     def __init__(
-        self, kernel: Kernel, strips: Sequence[Strip], world: int, row_numel: int, itemsize: int
+        self, kernel: Kernel, blocks: Sequence[ColumnBlock], world: int, row_numel: int, itemsize: int
     ) -> None:
         self._kernel = kernel
         self._rows = ctypes.c_int64()
         self.addresses = _Addresses()
-        self.members = [strip.member for strip in strips]
+        self.members = [block.member for block in blocks]
         turn = _NUM_THREADS * _BYTES_A_THREAD // itemsize
-        turns = ceil_div(world * sum(strip.span for strip in strips), _MOST_THREAD_BLOCKS * turn)
+        turns = ceil_div(world * sum(block.length for block in blocks), _MOST_THREAD_BLOCKS * turn)
         tile = turn * min(turns, _NUM_TURNS)
         made, num_tiles = [], 0
-        for strip in strips:
-            numbers = (strip.start, strip.span, strip.width, strip.own, strip.numel, strip.skip)
-            tiles_each = ceil_div(strip.span, tile)
-            made.append(_Strip(*numbers, strip.whole_start, num_tiles, tiles_each))
+        for block in blocks:
+            numbers = (block.start, block.length, block.filled, block.shard, block.numel, block.skip)
+            tiles_each = ceil_div(block.length, tile)
+            made.append(_ColumnBlock(*numbers, block.full_start, num_tiles, tiles_each))
             num_tiles += world * tiles_each
-        self._strips = _Strips(row_numel, len(strips), num_tiles, tile, (_Strip * _MOST_STRIPS)(*made))
+        table = (_ColumnBlock * _MOST_COLUMN_BLOCKS)(*made)
+        self._blocks = _ColumnBlocks(row_numel, len(blocks), num_tiles, tile, table)
         self._num_thread_blocks = min(num_tiles, _MOST_THREAD_BLOCKS)
-        self._arguments = pointers_to(self._rows, self.addresses, self._strips)
+        self._arguments = pointers_to(self._rows, self.addresses, self._blocks)
 
     def run(self, rows_address: int) -> None:
         self._rows.value = rows_address
@@ -165,7 +166,7 @@ class _Launch:
 
 
 def can_compile(device: torch.device) -> bool:
-    """Whether there are kernels for this device."""
+    """Whether kernels can be compiled for this device."""
     return _kernels(device) is not None
 
 
@@ -175,16 +176,16 @@ def _kernels(device: torch.device) -> dict[str, Kernel] | None:
 
 
 def _launches(
-    kernel: Kernel, strips: Sequence[Strip], world: int, row_numel: int, itemsize: int
+    kernel: Kernel, blocks: Sequence[ColumnBlock], world: int, row_numel: int, itemsize: int
 ) -> list[_Launch]:
     return [
-        _Launch(kernel, strips[start : start + _MOST_STRIPS], world, row_numel, itemsize)
-        for start in range(0, len(strips), _MOST_STRIPS)
+        _Launch(kernel, blocks[start : start + _MOST_COLUMN_BLOCKS], world, row_numel, itemsize)
+        for start in range(0, len(blocks), _MOST_COLUMN_BLOCKS)
     ]
 
 
 class PackKernel:
-    """Packs gradients into rows: cast, cut and padded. A gradient that is missing is zeros."""
+    """Casts, cuts and pads gradients into rows; writes zeros for a missing gradient."""
 
     def __init__(
         self,
@@ -196,7 +197,7 @@ class PackKernel:
         self._launches = launches
         self._rows = rows.tensor(dtype, 0, (1,))
         self._dtype = dtype
-        # What gradients usually have. Those put by from earlier backwards come in the rows' own dtype.
+        # The usual dtype of gradients; stashed ones have the dtype of the rows.
         self._gradient_dtype = gradient_dtype
 
     def fill(self, gradients: list[torch.Tensor | None], is_complete: bool) -> None:
@@ -205,8 +206,8 @@ class PackKernel:
             dtype = self._dtype
         rows_address = self._rows.data_ptr()
         for launch in self._launches[dtype]:
-            # alive: copies of gradients that lie otherwise than their parameters, until the kernel is launched
-            packed = [_in_order(gradients[member], dtype) for member in launch.members]
+            # alive: contiguous copies of gradients, until the kernel is launched
+            packed = [_contiguous_in(gradients[member], dtype) for member in launch.members]
             launch.addresses[: len(packed)] = [
                 0 if gradient is None else gradient.data_ptr() for gradient in packed
             ]
@@ -217,41 +218,41 @@ def _all_have(dtype: torch.dtype, gradients: list[torch.Tensor | None]) -> bool:
     return all(gradient is None or gradient.dtype is dtype for gradient in gradients)
 
 
-def _in_order(gradient: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """The gradient, element after element in memory, in ``dtype``."""
+def _contiguous_in(gradient: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """The gradient, contiguous and in ``dtype``."""
     if gradient is None or (gradient.dtype is dtype and gradient.is_contiguous()):
         return gradient
     return gradient.to(dtype).contiguous()
 
 
 def plan_pack_kernel(
-    strips: Sequence[Strip],
+    blocks: Sequence[ColumnBlock],
     world: int,
     row_numel: int,
     rows: ElasticBuffer,
     dtype: torch.dtype,
     gradient_dtype: torch.dtype,
 ) -> PackKernel | None:
-    """None where there are no kernels."""
-    kernels = _kernels(rows.device) if strips and rows.device.type == "cuda" else None
+    """Plans the kernel; None if the device has none."""
+    kernels = _kernels(rows.device) if blocks and rows.device.type == "cuda" else None
     if kernels is None:
         return None
-    in_bytes = [strip.scaled(dtype.itemsize) for strip in strips]
+    in_bytes = [block.scaled(dtype.itemsize) for block in blocks]
     launches = {
         dtype: _launches(kernels["pack_bytes"], in_bytes, world, row_numel * dtype.itemsize, itemsize=1)
     }
     if dtype == torch.float32 and gradient_dtype in _CASTS:
         cast = kernels[_CASTS[gradient_dtype]]
-        launches[gradient_dtype] = _launches(cast, strips, world, row_numel, dtype.itemsize)
+        launches[gradient_dtype] = _launches(cast, blocks, world, row_numel, dtype.itemsize)
     return PackKernel(launches, rows, dtype, gradient_dtype)
 
 
-# What is cast to float32, without loss.
+# Kernels that cast to float32, without loss.
 _CASTS = {torch.bfloat16: "pack_bfloat16", torch.float16: "pack_half"}
 
 
 class CopyOutKernel:
-    """Copies the rows of all ranks to the parameters' places."""
+    """Copies the rows of all ranks into the full parameters."""
 
     def __init__(self, launches: list[_Launch], rows: ElasticBuffer, full: ElasticBuffer) -> None:
         self._launches = launches
@@ -266,10 +267,10 @@ class CopyOutKernel:
 
 
 def plan_copy_out_kernel(
-    strips: Sequence[Strip], world: int, row_bytes: int, rows: ElasticBuffer, full: ElasticBuffer
+    blocks: Sequence[ColumnBlock], world: int, row_bytes: int, rows: ElasticBuffer, full: ElasticBuffer
 ) -> CopyOutKernel | None:
-    """None where there are no kernels."""
-    kernels = _kernels(rows.device) if strips and rows.device.type == "cuda" else None
+    """Plans the kernel; None if the device has none."""
+    kernels = _kernels(rows.device) if blocks and rows.device.type == "cuda" else None
     if kernels is None:
         return None
-    return CopyOutKernel(_launches(kernels["copy_out"], strips, world, row_bytes, itemsize=1), rows, full)
+    return CopyOutKernel(_launches(kernels["copy_out"], blocks, world, row_bytes, itemsize=1), rows, full)

@@ -1,4 +1,4 @@
-"""Tensors inside the arguments and results of a forward: lists, tuples, named tuples, dicts, dataclasses, nested."""
+"""Finds and replaces tensors in the arguments and results of a forward: nested lists, tuples, dicts, dataclasses."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _collect(value: Any, found: list[torch.Tensor]) -> None:
 
 
 def containers_in(value: Any) -> list[Any]:
-    """The lists, dicts and records in ``value`` that somebody could write to, in order."""
+    """The mutable containers in ``value`` (lists, dicts, dataclasses that are not frozen), in order."""
     found: list[Any] = []
     _collect_containers(value, found)
     return found
@@ -65,10 +65,10 @@ def _is_frozen(record: Any) -> bool:
 
 
 class InputSwaps:
-    """Tensors inside containers that a module is given, changed for as long as it runs.
+    """Replaces tensors inside the containers that a module receives, for as long as the module runs.
 
-    The module is given the very containers of its caller, since it may write to them: a cache, a list of losses. So
-    tensors are exchanged in place, and put back afterwards wherever they still stand.
+    The module must receive the caller's own containers, because it may write to them (a cache, a list of losses). So
+    tensors are replaced in place, and restored afterwards wherever they still are.
     """
 
     __slots__ = ("_containers", "_originals", "known")
@@ -76,11 +76,11 @@ class InputSwaps:
     def __init__(self, given: Any) -> None:
         self._containers: dict[int, Any] = {id(container): container for container in containers_in(given)}
         self._originals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        # Tensors that were given, and what they were changed to.
+        # The tensors that were passed in, and their replacements.
         self.known: list[torch.Tensor] = tensors_in(given)
 
     def change(self, change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-        """``value`` with every tensor changed: tuples and frozen records are copied, others are as they were."""
+        """Returns ``value`` with every tensor replaced: in place in mutable containers, in copies of all others."""
 
         def exchange(tensor: torch.Tensor) -> torch.Tensor:
             changed = change(tensor)
@@ -92,7 +92,7 @@ class InputSwaps:
         return map_tensors(exchange, value, self._containers)
 
     def written(self) -> list[torch.Tensor]:
-        """Tensors that have been put into the containers since."""
+        """The tensors that the module has put into the containers."""
         known = set(map(id, self.known))
         return [
             tensor
@@ -107,18 +107,18 @@ class InputSwaps:
                 map_items(self._original, container)
 
     def _original(self, value: Any) -> Any:
-        # A tensor may have been changed more than once: cast, then passed on as a view.
+        # A tensor may have been replaced more than once: cast, then by a view.
         while (found := self._originals.get(id(value))) is not None:
             value = found[1]
         return value
 
 
-# Of a call that is given one tensor and nothing else, as most are.
+# For calls whose only argument is one tensor, as most are.
 NO_SWAPS = InputSwaps(())
 
 
 def map_items(change: Callable[[Any], Any], container: Any) -> None:
-    """Changes the items of a list, dict or record in place; nothing below them."""
+    """Replaces the items of a list, dict or dataclass in place, without recursion."""
     if isinstance(container, list):
         for index, item in enumerate(container):
             if (changed := change(item)) is not item:
@@ -137,10 +137,9 @@ def map_items(change: Callable[[Any], Any], container: Any) -> None:
 def map_tensors(
     change: Callable[[torch.Tensor], torch.Tensor], value: Any, in_place: Container[int] = ()
 ) -> Any:
-    """``value`` with every tensor changed.
+    """Returns ``value`` with ``change`` applied to every tensor.
 
-    Containers are copied where something in them has changed, except those whose ids are ``in_place``; all others are
-    passed on as they are.
+    Containers whose ids are in ``in_place`` are changed in place; others are copied if something in them changes.
     """
     if isinstance(value, torch.Tensor):
         return change(value)
@@ -165,11 +164,13 @@ def map_tensors(
             copied_dict[key] = item
         return copied_dict
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _map_record(change, value, in_place)
+        return _map_dataclass(change, value, in_place)
     return value
 
 
-def _map_record(change: Callable[[torch.Tensor], torch.Tensor], record: Any, in_place: Container[int]) -> Any:
+def _map_dataclass(
+    change: Callable[[torch.Tensor], torch.Tensor], record: Any, in_place: Container[int]
+) -> Any:
     copied = None
     for field in dataclasses.fields(record):
         if hasattr(record, field.name):
@@ -177,6 +178,6 @@ def _map_record(change: Callable[[torch.Tensor], torch.Tensor], record: Any, in_
             changed = map_tensors(change, value, in_place)
             if changed is not value:
                 copied = copy.copy(record) if copied is None else copied
-                # Frozen records refuse plain assignment; this copy has no other owner yet.
+                # Also works for a frozen dataclass; the copy has no other owner yet.
                 object.__setattr__(copied, field.name, changed)
     return record if copied is None else copied

@@ -1,1 +1,1 @@
-"""DECIDE: integers in, integers out. Nothing here knows a tensor, a process or a module."""
+"""What goes where and in which order, as pure integer arithmetic: no tensors, processes or modules."""

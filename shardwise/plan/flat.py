@@ -1,35 +1,48 @@
 """The ``flat`` layout: a unit's parameters end to end, cut evenly over ranks wherever the cuts may fall.
 
-Take parameters A (5 elements) and B (4) over 2 ranks. They stand in one line, and each rank holds its share of it:
+Take parameters A (5 elements) and B (4) over 2 ranks. They form one segment, and each rank holds a shard of it:
 
     full     | A0 A1 A2 A3 A4 | B0 B1 B2 B3 | . |        '.' is padding, always zero
     rank 0   | A0 A1 A2 A3 A4 |
     rank 1                    | B0 B1 B2 B3 . |
 
 So a rank may hold all of one parameter and nothing of another, and the rows of all ranks, end to end, are the full
-parameters: a gather has nothing to copy out. Parameters of one kind make one line, a *segment*. With several segments a
-row holds a share of each, and one block a segment is copied out.
+parameters: a gather has nothing to copy out. Parameters of one kind form one segment. With several segments a row holds
+a shard of each, and one block per segment is copied out.
 
-A reduce takes whole segments, cut alike. Where only some parameters of a segment are trained, rows hold what each rank
-has of those and nothing else.
+A reduce cuts full segments where the parameters are cut. Where only some parameters of a segment are trained, the rows
+hold what each rank has of those and nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from shardwise.plan.layout import ALIGNMENT_BYTES, Pad, Piece, RowParam, Section, Segment
-from shardwise.plan.spans import Span, aligned, ceil_div
+from shardwise.plan.layout import (
+    ALIGNMENT_BYTES,
+    Block,
+    GradientSegment,
+    PaddingBlock,
+    RowParam,
+    Segment,
+    Span,
+    aligned,
+    ceil_div,
+    members_by_kind,
+)
 
-# In elements: every cut is a multiple of it, so that a part is aligned to at least 16 bytes, whatever its dtype.
+# In elements: every cut is a multiple of it, so that a shard is aligned to at least 16 bytes, whatever its dtype.
 GRID = 16
 
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """A segment's ``starts`` are places in its line, its ``numel`` is the share of one rank."""
+    """See ``plan.layout.Layout``. A segment's ``starts`` count in the full segment, its ``numel`` is one rank's shard.
+
+    ``positions`` has, for each parameter, the number of its segment and its start in the full segment.
+    """
 
     world: int
     numels: tuple[int, ...]
@@ -38,94 +51,86 @@ class FlatLayout:
     sent_bytes: int
     full_starts_bytes: tuple[int, ...]
     full_bytes: int
-    places: tuple[tuple[int, int], ...]
+    positions: tuple[tuple[int, int], ...]
 
     @property
     def is_in_place(self) -> bool:
         return len(self.segments) == 1
 
-    def own_span(self, index: int, rank: int) -> Span:
-        """What a rank holds of a parameter, in the parameter's own elements; it may be nothing."""
-        number, start = self.places[index]
-        share, numel = self.segments[number].numel, self.numels[index]
-        first = min(max(rank * share - start, 0), numel)
-        return Span(first, max(first, min((rank + 1) * share - start, numel)))
+    def shard_span(self, index: int, rank: int) -> Span:
+        """What a rank holds of a parameter, in the parameter's own elements; may be empty."""
+        number, start = self.positions[index]
+        shard_numel, numel = self.segments[number].numel, self.numels[index]
+        first = min(max(rank * shard_numel - start, 0), numel)
+        return Span(first, max(first, min((rank + 1) * shard_numel - start, numel)))
 
-    def own_start(self, index: int, rank: int) -> int:
-        """Where that part stands in the rank's share of the segment."""
-        number, start = self.places[index]
-        share = self.segments[number].numel
-        return min(max(start - rank * share, 0), share)
+    def shard_start(self, index: int, rank: int) -> int:
+        """Where those elements begin in the rank's shard of the segment."""
+        number, start = self.positions[index]
+        shard_numel = self.segments[number].numel
+        return min(max(start - rank * shard_numel, 0), shard_numel)
 
-    def own_shape(self, index: int, rank: int) -> tuple[int, ...]:
-        return (self.own_span(index, rank).numel,)
+    def shard_shape(self, index: int, rank: int) -> tuple[int, ...]:
+        return (self.shard_span(index, rank).numel,)
 
-    def own_start_bytes(self, index: int, rank: int) -> int:
-        segment = self.segments[self.places[index][0]]
-        return segment.stored_start_bytes + self.own_start(index, rank) * segment.stored_itemsize
+    def shard_start_bytes(self, index: int, rank: int) -> int:
+        segment = self.segments[self.positions[index][0]]
+        return segment.stored_start_bytes + self.shard_start(index, rank) * segment.stored_itemsize
 
-    def shares(self) -> None:
+    def even_shards(self) -> None:
         return None
 
-    def copy_out(self) -> list[tuple[Segment, Piece]]:
+    def copy_out_blocks(self) -> list[tuple[Segment, Block]]:
         if self.is_in_place:
             return []
         found = []
         full_start_bytes = 0
         for segment in self.segments:
-            share, size = segment.numel, segment.sent_itemsize
-            piece = Piece(
-                (self.world, share),
-                full_start_bytes // size,
-                (share, 1),
-                segment.sent_start_bytes // size,
-                (self.sent_bytes // size, 1),
-            )
-            found.append((segment, piece))
-            full_start_bytes += self.world * share * size
+            shard_numel, size = segment.numel, segment.sent_itemsize
+            packed_start, packed_strides = segment.sent_start_bytes // size, (self.sent_bytes // size, 1)
+            shape, strides = (self.world, shard_numel), (shard_numel, 1)
+            block = Block(shape, full_start_bytes // size, strides, packed_start, packed_strides)
+            found.append((segment, block))
+            full_start_bytes += self.world * shard_numel * size
         return found
 
 
 def plan_flat(params: Sequence[RowParam], world: int) -> FlatLayout:
-    """Lines up a unit's parameters, those of one kind together, in the order in which they come."""
+    """Lays out a unit's parameters end to end, those of one kind together, in the order given."""
     numels = tuple(prod(param.shape) for param in params)
-    members_by_kind: dict[Hashable, list[int]] = {}
-    for index, param in enumerate(params):
-        members_by_kind.setdefault(param.kind, []).append(index)
-
     segments: list[Segment] = []
-    places = [(0, 0)] * len(params)
+    positions = [(0, 0)] * len(params)
     full_starts = [0] * len(params)
     stored_end = sent_end = full_end = 0
-    for kind, members in members_by_kind.items():
+    for kind, members in members_by_kind(params).items():
         stored_itemsize, sent_itemsize = params[members[0]].stored_itemsize, params[members[0]].sent_itemsize
-        # Modules use whole parameters where they stand in the line, so each is aligned there.
+        # Modules use the full parameters where they lie in the gathered segment, so each is aligned there.
         grid = max(GRID, ALIGNMENT_BYTES // sent_itemsize)
         starts: list[int] = []
         end = 0
         for index in members:
             starts.append(end)
-            places[index] = (len(segments), end)
+            positions[index] = (len(segments), end)
             full_starts[index] = full_end + end * sent_itemsize
             end = aligned(end + numels[index], grid)
-        share = max(grid, aligned(ceil_div(end, world), grid))
+        shard_numel = max(grid, aligned(ceil_div(end, world), grid))
         segments.append(
             Segment(
                 kind,
                 tuple(members),
                 tuple(starts),
-                share,
+                shard_numel,
                 stored_itemsize,
                 sent_itemsize,
                 stored_end,
                 sent_end,
             )
         )
-        stored_end += share * stored_itemsize
-        sent_end += share * sent_itemsize
-        full_end += world * share * sent_itemsize
+        stored_end += shard_numel * stored_itemsize
+        sent_end += shard_numel * sent_itemsize
+        full_end += world * shard_numel * sent_itemsize
     return FlatLayout(
-        world, numels, tuple(segments), stored_end, sent_end, tuple(full_starts), full_end, tuple(places)
+        world, numels, tuple(segments), stored_end, sent_end, tuple(full_starts), full_end, tuple(positions)
     )
 
 
@@ -137,114 +142,114 @@ class FlatPacking:
         self._layout = layout
         self._indices = tuple(indices)
         numbers = {index: number for number, index in enumerate(indices)}
-        sections: list[Section] = []
-        self._section_of: dict[int, Section] = {}
-        # Where a rank's part of a parameter stands in its section, for sections that lack some parameters.
-        self._moved: dict[int, dict[int, int]] = {}
-        self._gaps: list[tuple[Section, Segment]] = []
+        packed: list[GradientSegment] = []
+        self._segment_of: dict[int, GradientSegment] = {}
+        # For parameters of incomplete segments: by rank, where its shard of the parameter begins in the segment.
+        self._compacted: dict[int, dict[int, int]] = {}
+        self._complete: list[tuple[GradientSegment, Segment]] = []
         end = 0
         for segment in layout.segments:
             members = [index for index in segment.members if index in numbers]
             if not members:
                 continue
-            is_whole = len(members) == len(segment.members)
-            numel = segment.numel if is_whole else self._move_together(members)
-            section = Section(end, numel, tuple(numbers[index] for index in members))
-            sections.append(section)
-            self._section_of.update(dict.fromkeys(section.members, section))
-            if is_whole:
-                self._gaps.append((section, segment))
+            is_complete = len(members) == len(segment.members)
+            numel = segment.numel if is_complete else self._compact(members)
+            gradients = GradientSegment(end, numel, tuple(numbers[index] for index in members))
+            packed.append(gradients)
+            self._segment_of.update(dict.fromkeys(gradients.members, gradients))
+            if is_complete:
+                self._complete.append((gradients, segment))
             end += numel
-        self.sections = tuple(sections)
+        self.segments = tuple(packed)
         self.row_numel = end
 
-    def _move_together(self, members: list[int]) -> int:
-        """Lines up what each rank has of these parameters; returns the length that suffices for every rank."""
+    def _compact(self, members: list[int]) -> int:
+        """Puts what each rank has of these parameters end to end; returns a length that suffices for every rank."""
         ends: dict[int, int] = {}
         for index in members:
-            starts = self._moved[index] = {}
-            for rank in self._holders(*self._extent(index)):
+            starts = self._compacted[index] = {}
+            for rank in self._ranks_with_elements(*self._position(index)):
                 starts[rank] = ends.get(rank, 0)
-                ends[rank] = starts[rank] + aligned(self._layout.own_span(index, rank).numel, GRID)
+                ends[rank] = starts[rank] + aligned(self._layout.shard_span(index, rank).numel, GRID)
         return max(ends.values(), default=GRID)
 
-    def _extent(self, index: int) -> tuple[int, int, int]:
-        """A parameter's place and length in its line, and a rank's share of that line."""
-        number, start = self._layout.places[index]
+    def _position(self, index: int) -> tuple[int, int, int]:
+        """A parameter's start and length in its full segment, and the length of a rank's shard of that segment."""
+        number, start = self._layout.positions[index]
         return start, self._layout.numels[index], self._layout.segments[number].numel
 
     @staticmethod
-    def _holders(start: int, numel: int, share: int) -> range:
-        """The ranks that hold elements of a part of a line."""
-        return range(start // share, ceil_div(start + numel, share)) if numel else range(0)
+    def _ranks_with_elements(start: int, numel: int, shard_numel: int) -> range:
+        """The ranks that hold some of ``numel`` elements from ``start`` on of a full segment."""
+        return range(start // shard_numel, ceil_div(start + numel, shard_numel)) if numel else range(0)
 
     @property
-    def is_line(self) -> bool:
+    def is_contiguous(self) -> bool:
         """Whether the rows of all ranks, end to end, are all gradients end to end."""
-        return len(self.sections) == 1 and not self._moved
+        return len(self.segments) == 1 and not self._compacted
 
     def start(self, index: int) -> int:
-        """Where a gradient stands in the line."""
-        return self._layout.places[self._indices[index]][1]
+        """Where a gradient begins in its full segment."""
+        return self._layout.positions[self._indices[index]][1]
 
-    def own_shape(self, index: int, rank: int) -> tuple[int, ...]:
-        return self._layout.own_shape(self._indices[index], rank)
+    def shard_shape(self, index: int, rank: int) -> tuple[int, ...]:
+        return self._layout.shard_shape(self._indices[index], rank)
 
-    def own_start(self, index: int, rank: int) -> int:
+    def shard_start(self, index: int, rank: int) -> int:
         param = self._indices[index]
-        if param in self._moved:
-            return self._moved[param].get(rank, 0)
-        return self._layout.own_start(param, rank)
+        if param in self._compacted:
+            return self._compacted[param].get(rank, 0)
+        return self._layout.shard_start(param, rank)
 
-    def pieces(self, index: int) -> list[Piece]:
-        """At most three: on the first rank that has some, on those that have nothing else, and on the last."""
-        param, section = self._indices[index], self._section_of[index]
-        if self.is_line:
-            start, numel, _ = self._extent(param)
-            return [Piece((numel,), 0, (1,), start, (1,))] if numel else []
-        return self._blocks(*self._extent(param), section, self._moved.get(param))
+    def blocks(self, index: int) -> list[Block]:
+        """At most three: on the first rank that has elements, on those that have nothing else, and on the last."""
+        param = self._indices[index]
+        start, numel, shard_numel = self._position(param)
+        if self.is_contiguous:
+            return [Block((numel,), 0, (1,), start, (1,))] if numel else []
+        return self._blocks(start, numel, shard_numel, self._segment_of[index], self._compacted.get(param))
 
     def _blocks(
-        self, start: int, numel: int, share: int, section: Section, moved: dict[int, int] | None
-    ) -> list[Piece]:
-        ranks = self._holders(start, numel, share)
+        self,
+        start: int,
+        numel: int,
+        shard_numel: int,
+        segment: GradientSegment,
+        compacted: dict[int, int] | None,
+    ) -> list[Block]:
+        ranks = self._ranks_with_elements(start, numel, shard_numel)
         blocks = []
         for rank in sorted({ranks[0], ranks[-1]}) if ranks else ():
-            first, stop = max(start, rank * share), min(start + numel, (rank + 1) * share)
-            own = first - rank * share if moved is None else moved[rank]
-            packed_start = rank * self.row_numel + section.start + own
-            blocks.append(Piece((stop - first,), first - start, (1,), packed_start, (1,)))
+            first, stop = max(start, rank * shard_numel), min(start + numel, (rank + 1) * shard_numel)
+            shard_start = first - rank * shard_numel if compacted is None else compacted[rank]
+            packed_start = rank * self.row_numel + segment.start + shard_start
+            blocks.append(Block((stop - first,), first - start, (1,), packed_start, (1,)))
         if len(ranks) > 2:
             first_rank = ranks[1]
-            packed_start = first_rank * self.row_numel + section.start
-            blocks.append(
-                Piece(
-                    (len(ranks) - 2, share),
-                    first_rank * share - start,
-                    (share, 1),
-                    packed_start,
-                    (self.row_numel, 1),
-                )
-            )
+            packed_start = first_rank * self.row_numel + segment.start
+            shape, full_start = (len(ranks) - 2, shard_numel), first_rank * shard_numel - start
+            blocks.append(Block(shape, full_start, (shard_numel, 1), packed_start, (self.row_numel, 1)))
         return blocks
 
-    def pads(self) -> list[Pad]:
-        pads = []
-        for section, segment in self._gaps:
+    def padding(self) -> list[PaddingBlock]:
+        padding = []
+        for gradients, segment in self._complete:
             ends = [*segment.starts[1:], self.world * segment.numel]
             for index, start, end in zip(segment.members, segment.starts, ends, strict=True):
                 gap = start + self._layout.numels[index]
                 if gap == end:
                     continue
-                if self.is_line:
-                    pads.append(Pad((end - gap,), gap, (1,)))
+                if self.is_contiguous:
+                    padding.append(PaddingBlock((end - gap,), gap, (1,)))
                     continue
-                pads += [
-                    Pad(piece.shape, piece.packed_start, piece.packed_strides)
-                    for piece in self._blocks(gap, end - gap, segment.numel, section, None)
+                padding += [
+                    PaddingBlock(block.shape, block.packed_start, block.packed_strides)
+                    for block in self._blocks(gap, end - gap, segment.numel, gradients, None)
                 ]
-        # Ranks differ in what they have of a section that lacks some: all of it is blank before parts are copied in.
-        for section in self.sections:
-            if any(self._indices[index] in self._moved for index in section.members):
-                pads.append(Pad((self.world, section.numel), section.start, (self.row_numel, 1)))
-        return pads
+        # Ranks hold different amounts of an incomplete segment: all of it is zeroed before gradients are copied in.
+        for gradients in self.segments:
+            if any(self._indices[index] in self._compacted for index in gradients.members):
+                padding.append(
+                    PaddingBlock((self.world, gradients.numel), gradients.start, (self.row_numel, 1))
+                )
+        return padding

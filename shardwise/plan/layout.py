@@ -1,8 +1,13 @@
-"""What the two layouts, ``rows`` and ``flat``, have in common: the words in which they tell where things are.
+"""The geometry that the ``rows`` and ``flat`` layouts share: spans, blocks, segments, and what a layout answers.
 
-A *layout* places a unit's parameters: each rank's part in its row, each full parameter in the full buffer, and which
-block of the gathered rows is which block of the full buffer. A *packing* places gradients in the rows that ranks
-exchange in a reduce, and says where in its own row a rank then finds those of its shards.
+    span      a half-open range of elements
+    shard     one rank's part of a parameter
+    row       all shards of a unit on one rank, end to end, padded to the same length on every rank
+    segment   neighbours in a row that have one dtype
+    block     a strided rectangle of elements, in a full tensor and in the packed rows of all ranks
+    slice     the same columns of all rows (``plan/slices``)
+
+A *layout* places the parameters of a unit, for its gather; a *packing* places their gradients, for a reduce.
 """
 
 from __future__ import annotations
@@ -11,19 +16,47 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-# A cache line, as torch aligns its own tensors. Matrix kernels sum in an order that depends on alignment: a parameter
-# aligned differently from an unsharded one would give other last bits.
+# Of full parameters: a cache line, as torch aligns its own tensors. Matrix kernels sum in an order that depends on
+# alignment, so a parameter aligned differently from an unsharded one would give other last bits.
 ALIGNMENT_BYTES = 64
-# Of shards in a row: enough for vector loads. Nothing but element-wise kernels reads them there, and more would pad
-# small parameters in every row that travels.
+# Of shards in a row: enough for vector loads. Only element-wise kernels read them there, and more would pad small
+# parameters in every row that is sent.
 SHARD_ALIGNMENT_BYTES = 16
 
 
 @dataclass(frozen=True)
-class RowParam:
-    """One parameter as the plan sees it: its shape, the dim it is cut along (if it is), and its element sizes.
+class Span:
+    """The elements ``start <= i < stop``."""
 
-    ``grid_itemsize`` is the element size of another row that is to hold the same parameters at the same offsets.
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+def ceil_div(value: int, divisor: int) -> int:
+    return -(-value // divisor)
+
+
+def aligned(value: int, multiple: int) -> int:
+    """The smallest multiple of ``multiple`` that is not below ``value``."""
+    return ceil_div(value, multiple) * multiple
+
+
+def cut_evenly(size: int, world: int, rank: int) -> Span:
+    """The span of ``size`` elements that ``rank`` holds, as DTensor's ``Shard`` cuts: 5 over 4 ranks is 2, 2, 1, 0."""
+    shard_size = ceil_div(size, world)
+    start = min(rank * shard_size, size)
+    return Span(start, min(start + shard_size, size))
+
+
+@dataclass(frozen=True)
+class RowParam:
+    """One parameter as the plan sees it: its shape, the dim it is cut along (if any), and its element sizes.
+
+    ``grid_itemsize`` is the element size of another row that must hold the same parameters at the same offsets.
     """
 
     shape: tuple[int, ...]
@@ -34,8 +67,16 @@ class RowParam:
     grid_itemsize: int = SHARD_ALIGNMENT_BYTES
 
 
+def members_by_kind(params: Sequence[RowParam]) -> dict[Hashable, list[int]]:
+    """The indices of the parameters of each kind, which form a segment."""
+    members: dict[Hashable, list[int]] = {}
+    for index, param in enumerate(params):
+        members.setdefault(param.kind, []).append(index)
+    return members
+
+
 @dataclass(frozen=True)
-class Piece:
+class Block:
     """The same elements twice: as a strided block of the full parameter, and of the packed rows of all ranks."""
 
     shape: tuple[int, ...]
@@ -45,26 +86,21 @@ class Piece:
     packed_strides: tuple[int, ...]
 
 
-def pieces_by_rank(piece: Piece, row_numel: int) -> list[tuple[int, Piece]]:
-    """A piece cut up by whose row it lies in; ``packed_start`` then counts from the start of that row."""
-    rank, start = divmod(piece.packed_start, row_numel)
-    if piece.packed_strides[0] != row_numel:
-        return [(rank, replace(piece, packed_start=start))]
-    shape, full_strides, packed_strides = piece.shape[1:], piece.full_strides[1:], piece.packed_strides[1:]
+def blocks_by_rank(block: Block, row_numel: int) -> list[tuple[int, Block]]:
+    """Splits a block by the rank whose row it lies in; ``packed_start`` then counts from the start of that row."""
+    rank, start = divmod(block.packed_start, row_numel)
+    if block.packed_strides[0] != row_numel:
+        return [(rank, replace(block, packed_start=start))]
+    shape, (step, *strides), packed_strides = block.shape[1:], block.full_strides, block.packed_strides[1:]
     return [
-        (
-            rank + index,
-            Piece(
-                shape, piece.full_start + index * piece.full_strides[0], full_strides, start, packed_strides
-            ),
-        )
-        for index in range(piece.shape[0])
+        (rank + index, Block(shape, block.full_start + index * step, tuple(strides), start, packed_strides))
+        for index in range(block.shape[0])
     ]
 
 
 @dataclass(frozen=True)
-class Pad:
-    """A strided block of the packed rows that no parameter fills."""
+class PaddingBlock:
+    """A strided block of the packed rows that belongs to no parameter."""
 
     shape: tuple[int, ...]
     packed_start: int
@@ -73,7 +109,7 @@ class Pad:
 
 @dataclass(frozen=True)
 class Segment:
-    """Neighbours of one kind in a row. ``starts`` are element offsets from the segment's own start."""
+    """Parameters of one kind that are neighbours in a row. ``starts`` are element offsets from the segment's start."""
 
     kind: Hashable
     members: tuple[int, ...]
@@ -86,17 +122,17 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Share:
-    """A parameter of which every rank has one block, all of one size: where it stands in rows as sent, and whole."""
+class EvenShard:
+    """A parameter cut into equal shards: where its shard lies in a row as sent, and where its full tensor begins."""
 
-    own_start_bytes: int
-    own_bytes: int
+    shard_start_bytes: int
+    shard_bytes: int
     full_start_bytes: int
 
 
 @dataclass(frozen=True)
-class Section:
-    """The gradients of one segment's parameters in a row, in elements; ``members`` are numbers of gradients."""
+class GradientSegment:
+    """The gradients of one segment in a row of a reduce, in elements; ``members`` are indices of gradients."""
 
     start: int
     numel: int
@@ -104,7 +140,7 @@ class Section:
 
 
 class Layout(Protocol):
-    """Where every parameter of a unit stands: in a rank's row (stored and sent) and in the full buffer."""
+    """Where every parameter of a unit lies: in a rank's row (stored and sent) and in the full buffer."""
 
     @property
     def world(self) -> int: ...
@@ -128,21 +164,21 @@ class Layout(Protocol):
     def is_in_place(self) -> bool:
         """Whether the rows of all ranks, end to end, are the full buffer."""
 
-    def own_shape(self, index: int, rank: int) -> tuple[int, ...]:
-        """The shape of a rank's part of a parameter."""
+    def shard_shape(self, index: int, rank: int) -> tuple[int, ...]:
+        """The shape of a rank's shard of a parameter."""
 
-    def own_start_bytes(self, index: int, rank: int) -> int:
-        """Where that part is stored in the rank's row."""
+    def shard_start_bytes(self, index: int, rank: int) -> int:
+        """Where that shard is stored in the rank's row."""
 
-    def copy_out(self) -> list[tuple[Segment, Piece]]:
-        """Which blocks of the gathered rows are which blocks of the full buffer, in elements of the segment."""
+    def copy_out_blocks(self) -> list[tuple[Segment, Block]]:
+        """The blocks that copy the gathered rows into the full buffer, in elements of the segment."""
 
-    def shares(self) -> list[Share] | None:
-        """The parameters one by one, if each of them can be gathered right into its place."""
+    def even_shards(self) -> list[EvenShard] | None:
+        """The parameters one by one, if all are cut evenly: each can be gathered straight into its full tensor."""
 
 
 class Packing(Protocol):
-    """Where gradients stand in the rows of a reduce, in elements."""
+    """Where gradients lie in the rows of a reduce, in elements."""
 
     @property
     def world(self) -> int: ...
@@ -151,16 +187,16 @@ class Packing(Protocol):
     def row_numel(self) -> int: ...
 
     @property
-    def sections(self) -> tuple[Section, ...]: ...
+    def segments(self) -> tuple[GradientSegment, ...]: ...
 
-    def own_shape(self, index: int, rank: int) -> tuple[int, ...]:
-        """The shape of a rank's part of a gradient."""
+    def shard_shape(self, index: int, rank: int) -> tuple[int, ...]:
+        """The shape of a rank's shard of a gradient."""
 
-    def own_start(self, index: int, rank: int) -> int:
-        """Where that part stands in the rank's row, counted from its section's start."""
+    def shard_start(self, index: int, rank: int) -> int:
+        """Where that shard lies in the rank's row, counted from its segment's start."""
 
-    def pieces(self, index: int) -> Sequence[Piece]:
-        """Which blocks of a gradient are which blocks of the rows of all ranks."""
+    def blocks(self, index: int) -> Sequence[Block]:
+        """The blocks that copy a gradient into the rows of all ranks."""
 
-    def pads(self) -> Sequence[Pad]:
-        """What no gradient fills."""
+    def padding(self) -> Sequence[PaddingBlock]:
+        """The blocks that no gradient fills."""

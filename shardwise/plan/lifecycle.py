@@ -6,7 +6,7 @@
        │ └────abandon─────┘      └──────────────────┼────────gather─────────┘         │
        └───────────────────reshard──────────────────┴─────────────────reshard─────────┘
 
-A step that is not in the table is a bug in the engine, and says so.
+Any other step is a bug in the engine and raises.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class State(Enum):
     UNSHARDED = "unsharded"
     SHARDED_AFTER_FORWARD = "sharded after forward"
 
-    # Enum's own hash goes through the member's name on every look-up; states key a table in the training step.
+    # Enum hashes the member's name on every lookup, which costs time in every training step.
     __hash__ = object.__hash__
 
 
@@ -36,13 +36,13 @@ class Step(Enum):
     __hash__ = object.__hash__
 
 
-# Names of their own: looking a member up in its class takes longer than all that a step does with it.
+# Module-level names, because looking up a member in its Enum class is slow.
 SHARDED, GATHERING, UNSHARDED, SHARDED_AFTER_FORWARD = State
 GATHER, ARRIVE, ABANDON, RESHARD, KEEP_PART = Step
 
 
 class Transitions(dict[tuple[State, Step], State]):
-    """The state that follows from a state and a step."""
+    """The next state, by state and step."""
 
     def __missing__(self, key: tuple[State, Step]) -> State:
         state, step = key

@@ -1,18 +1,18 @@
-"""Who owns which part of which parameter, and where the parts lie when all of them share one buffer.
+"""ZeRO's ownership: which rank steps which piece of which parameter, and where pieces lie in one shared buffer.
 
-Two ways to share parameters out:
+Two ways to distribute parameters:
 
-    whole   largest first, each to the rank with the least so far; no parameter is ever cut
+    whole   largest first, each to the rank that owns least; no parameter is cut
 
             rank 0  [ embedding                       ]
             rank 1  [ w1      ][ w2      ][ b1 ][ b2 ]
 
-    even    end to end, cut into equal sections; at most world - 1 parameters are cut, and no small ones
+    even    end to end, cut into equal spans; at most world - 1 parameters are cut, and no small ones
 
             |------ rank 0 ------|------ rank 1 ------|
             [ embedding                       ][w1 ][w2]
 
-Integers in, integers out: parameters are numbers, sizes are counted in elements or bytes as the names say.
+Parameters are given by index; sizes are in elements or bytes, as the names say.
 """
 
 from __future__ import annotations
@@ -21,17 +21,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from shardwise.plan.layout import ALIGNMENT_BYTES
-from shardwise.plan.spans import Span, aligned, ceil_div
+from shardwise.plan.layout import ALIGNMENT_BYTES, Span, aligned, ceil_div
 
-__all__ = ["BufferLayout", "Extent", "OwnedPiece", "even_pieces", "loads_of", "owned_layout", "whole_pieces"]
-
-# Kernels take memory in steps of up to 128 bytes, and finish what is left over one by one. Every section starts on such
-# a step, and so does every parameter that may be cut: it is then stepped by the same instructions as if it were whole.
+# Vectorized kernels process up to 128 bytes at a time, and the remainder one by one. Every rank's span starts at a
+# multiple of that, and so does every parameter that may be cut: its pieces are then stepped by the same instructions
+# as the uncut parameter.
 _STEP_BYTES = 128
 _LARGE_BYTES = 16 * 1024
-# What is smaller than this part of a section is never cut: it starts the next section instead.
-_UNCUT_PART = 256
+# A parameter smaller than a span by this factor is never cut: it starts the next span instead.
+_UNCUT_FACTOR = 256
 
 
 class OwnedPiece(NamedTuple):
@@ -48,7 +46,7 @@ class OwnedPiece(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Extent:
+class ParamSize:
     """How much memory a parameter takes."""
 
     numel: int
@@ -61,34 +59,32 @@ class Extent:
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """Where parameters lie in one buffer, and which section of it each rank owns; all in bytes."""
+    """Where parameters lie in one buffer, and which span of it each rank owns; all in bytes."""
 
     starts: tuple[int, ...]
-    sections: tuple[Span, ...]
+    spans: tuple[Span, ...]
 
     @property
     def total_bytes(self) -> int:
-        return self.sections[-1].stop
+        return self.spans[-1].stop
 
     @property
     def is_even(self) -> bool:
-        """Whether the sections are equal and leave no gaps, so that the buffer is made of nothing else."""
-        size = self.sections[0].stop
-        return all(
-            section == Span(rank * size, (rank + 1) * size) for rank, section in enumerate(self.sections)
-        )
+        """Whether the ranks' spans are equal and cover the buffer without gaps."""
+        size = self.spans[0].stop
+        return all(span == Span(rank * size, (rank + 1) * size) for rank, span in enumerate(self.spans))
 
 
 def whole_pieces(numels: Sequence[int], loads: Sequence[int]) -> list[OwnedPiece]:
-    """Every parameter whole, largest first, each to the rank with the least so far.
+    """Assigns whole parameters, largest first, each to the rank that owns least.
 
     Args:
-        numels: the parameters, in elements.
-        loads: elements that each rank owns already; one entry a rank.
+        numels: the sizes of the parameters, in elements.
+        loads: how many elements each rank owns already.
 
     Returns:
-        One piece a parameter, in the order of ``numels``. Of equal loads the lowest rank is taken, of equal sizes
-        the earlier parameter goes first, so every rank comes to the same answer.
+        One piece per parameter, in the order of ``numels``. The lowest of equally loaded ranks is taken, and the first
+        of equally large parameters, so every rank computes the same assignment.
     """
     running = list(loads)
     owners = [0] * len(numels)
@@ -100,77 +96,77 @@ def whole_pieces(numels: Sequence[int], loads: Sequence[int]) -> list[OwnedPiece
 
 
 def loads_of(pieces: Sequence[OwnedPiece], world: int) -> list[int]:
-    """Elements a rank, over all its pieces."""
+    """How many elements each rank owns."""
     loads = [0] * world
     for piece in pieces:
         loads[piece.owner] += piece.numel
     return loads
 
 
-def owned_layout(extents: Sequence[Extent], pieces: Sequence[OwnedPiece], world: int) -> BufferLayout:
-    """Pieces side by side with those of the same owner; sections are as large as what is owned.
+def owned_layout(sizes: Sequence[ParamSize], pieces: Sequence[OwnedPiece], world: int) -> BufferLayout:
+    """Places the pieces of each owner next to each other; a rank's span is as large as what it owns.
 
     Args:
-        extents: the parameters.
-        pieces: all of them, in the order of the parameters. One that is cut lies across the sections of its owners.
+        sizes: the sizes of the parameters.
+        pieces: all pieces, in the order of the parameters. A parameter that is cut lies across its owners' spans.
         world: how many ranks.
     """
-    starts = [0] * len(extents)
-    sections = []
+    starts = [0] * len(sizes)
+    spans = []
     end = 0
     for rank in range(world):
         owned = [piece for piece in pieces if piece.owner == rank]
-        goes_on = bool(owned) and owned[0].start > 0
-        begin = end = end if goes_on else aligned(end, _STEP_BYTES)
+        begins_inside_param = bool(owned) and owned[0].start > 0
+        begin = end = end if begins_inside_param else aligned(end, _STEP_BYTES)
         for piece in owned:
-            extent = extents[piece.param]
+            size = sizes[piece.param]
             if piece.start == 0:
-                starts[piece.param] = aligned(end, _alignment(extent))
-            end = starts[piece.param] + piece.stop * extent.itemsize
-        sections.append(Span(begin, end))
-    return BufferLayout(tuple(starts), tuple(sections))
+                starts[piece.param] = aligned(end, _alignment(size))
+            end = starts[piece.param] + piece.stop * size.itemsize
+        spans.append(Span(begin, end))
+    return BufferLayout(tuple(starts), tuple(spans))
 
 
-def even_pieces(extents: Sequence[Extent], world: int) -> tuple[list[OwnedPiece], BufferLayout]:
-    """Parameters end to end, cut into equal sections: rank r owns what lies in section r."""
-    section_bytes = _section_bytes(extents, world)
+def even_pieces(sizes: Sequence[ParamSize], world: int) -> tuple[list[OwnedPiece], BufferLayout]:
+    """Places parameters end to end and cuts them into equal spans, one per rank."""
+    span_bytes = _even_span_bytes(sizes, world)
     starts = []
     end = 0
-    for extent in extents:
-        start = aligned(end, _alignment(extent))
-        crosses = extent.numel > 0 and start // section_bytes != (start + extent.bytes - 1) // section_bytes
-        if crosses and extent.bytes * _UNCUT_PART < section_bytes:
-            start = aligned(start, section_bytes)
+    for size in sizes:
+        start = aligned(end, _alignment(size))
+        crosses = size.numel > 0 and start // span_bytes != (start + size.bytes - 1) // span_bytes
+        if crosses and size.bytes * _UNCUT_FACTOR < span_bytes:
+            start = aligned(start, span_bytes)
         starts.append(start)
-        end = start + extent.bytes
-    sections = tuple(Span(rank * section_bytes, (rank + 1) * section_bytes) for rank in range(world))
+        end = start + size.bytes
+    spans = tuple(Span(rank * span_bytes, (rank + 1) * span_bytes) for rank in range(world))
     pieces = [
         piece
-        for param, (start, extent) in enumerate(zip(starts, extents, strict=True))
-        for piece in _cut(param, start, extent, section_bytes, world)
+        for param, (start, size) in enumerate(zip(starts, sizes, strict=True))
+        for piece in _cut(param, start, size, span_bytes, world)
     ]
-    return pieces, BufferLayout(tuple(starts), sections)
+    return pieces, BufferLayout(tuple(starts), spans)
 
 
-def _section_bytes(extents: Sequence[Extent], world: int) -> int:
-    """The least that holds everything, although each section may end with a gap where the next did not fit."""
-    total = sum(extent.bytes + _alignment(extent) - 1 for extent in extents)
-    with_gaps = ceil_div(total * _UNCUT_PART, world * _UNCUT_PART - (world - 1))
+def _even_span_bytes(sizes: Sequence[ParamSize], world: int) -> int:
+    """The smallest equal span that holds everything, allowing for a gap at the end of each."""
+    total = sum(size.bytes + _alignment(size) - 1 for size in sizes)
+    with_gaps = ceil_div(total * _UNCUT_FACTOR, world * _UNCUT_FACTOR - (world - 1))
     return aligned(max(with_gaps, 1), _STEP_BYTES)
 
 
-def _cut(param: int, start: int, extent: Extent, section_bytes: int, world: int) -> list[OwnedPiece]:
-    """A parameter that begins at byte ``start``, cut where sections meet."""
-    if extent.numel == 0:
-        return [OwnedPiece(param, 0, 0, min(start // section_bytes, world - 1))]
-    first = start // section_bytes
-    last = (start + extent.bytes - 1) // section_bytes
-    # Sections meet on a step, and a parameter starts on a multiple of its own itemsize, which divides a step: so
-    # no element is ever cut in two.
-    cuts = [(section * section_bytes - start) // extent.itemsize for section in range(first + 1, last + 1)]
-    bounds = [0, *cuts, extent.numel]
+def _cut(param: int, start: int, size: ParamSize, span_bytes: int, world: int) -> list[OwnedPiece]:
+    """Cuts a parameter that begins at byte ``start`` where spans meet."""
+    if size.numel == 0:
+        return [OwnedPiece(param, 0, 0, min(start // span_bytes, world - 1))]
+    first = start // span_bytes
+    last = (start + size.bytes - 1) // span_bytes
+    # No element is cut in two: spans meet at multiples of _STEP_BYTES, parameters start at multiples of their own
+    # itemsize, and the one divides the other.
+    cuts = [(span * span_bytes - start) // size.itemsize for span in range(first + 1, last + 1)]
+    bounds = [0, *cuts, size.numel]
     return [OwnedPiece(param, bounds[i], bounds[i + 1], first + i) for i in range(len(bounds) - 1)]
 
 
-def _alignment(extent: Extent) -> int:
-    return _STEP_BYTES if extent.bytes >= _LARGE_BYTES else ALIGNMENT_BYTES
+def _alignment(size: ParamSize) -> int:
+    return _STEP_BYTES if size.bytes >= _LARGE_BYTES else ALIGNMENT_BYTES

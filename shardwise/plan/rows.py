@@ -1,38 +1,41 @@
-"""The ``rows`` layout: every parameter is cut along one dim, and a unit's parts travel together.
+"""The ``rows`` layout: every parameter is cut along one dim, and a rank's shards of a unit form its row.
 
-Take a unit of two parameters, A (5 rows) and B (4 rows), over 2 ranks. A rank's *row* holds its part of each,
-padded at its end to the same length everywhere, so that one plain collective can carry the whole unit:
+Take a unit of two parameters, A (5 elements along the dim) and B (4), over 2 ranks. A rank's *row* holds its shard of
+each, padded at the end to the same length on every rank, so that one collective can gather the whole unit:
 
     rank 0   | A0 A1 A2 | B0 B1 |
     rank 1   | A3 A4 .. | B2 B3 |        '..' is padding, always zero
 
     full     | A0 A1 A2 A3 A4 |  | B0 B1 B2 B3 |      each parameter contiguous again
 
-Parameters of the same kind (dtype) stand together in a *segment*: one cast serves a segment. Within it those of one
-size stand together, so that one strided copy serves them all. Starts are aligned, so that every part can be used as a
-tensor of its own. A row exists in two measures: *stored* (the dtype the optimizer sees) and *sent* (the dtype that goes
-over the wire); element offsets within a segment are the same in both. The pieces below say which strided block of a
-full parameter is which strided block of the packed rows; they serve the copy-out after a gather and the pack before a
-reduce alike.
+Parameters of the same kind (dtype) form a *segment*, which is cast in one go. Within a segment, parameters of one size
+are neighbours, so that one strided copy serves them all. Starts are aligned, so that every shard can be used as a
+tensor of its own. A row has two sizes: *stored* (in the dtype the optimizer sees) and *sent* (in the dtype the
+collective carries); element offsets within a segment are the same in both. Blocks map full parameters to packed rows,
+for the copy-out after a gather and for the pack before a reduce.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
 from shardwise.plan.layout import (
     ALIGNMENT_BYTES,
     SHARD_ALIGNMENT_BYTES,
-    Pad,
-    Piece,
+    Block,
+    EvenShard,
+    GradientSegment,
+    PaddingBlock,
     RowParam,
-    Section,
     Segment,
-    Share,
+    Span,
+    aligned,
+    ceil_div,
+    cut_evenly,
+    members_by_kind,
 )
-from shardwise.plan.spans import Span, aligned, ceil_div, cut_evenly
 
 
 @dataclass(frozen=True)
@@ -48,8 +51,8 @@ class RowCut:
         return self.shape[self.dim]
 
     @property
-    def share(self) -> int:
-        """Rows a rank holds, padding included."""
+    def shard_size(self) -> int:
+        """The length along ``dim`` of every rank's shard, padding included."""
         return ceil_div(self.size, self.world)
 
     @property
@@ -63,22 +66,23 @@ class RowCut:
     @property
     def padded_numel(self) -> int:
         """Elements of the parameter in every rank's row."""
-        return self.outer * self.share * self.inner
+        return self.outer * self.shard_size * self.inner
 
     @property
     def numel(self) -> int:
         return prod(self.shape)
 
-    def rows_of(self, rank: int) -> Span:
+    def span_of(self, rank: int) -> Span:
+        """What ``rank`` holds along ``dim``."""
         return cut_evenly(self.size, self.world, rank)
 
-    def local_shape(self, rank: int) -> tuple[int, ...]:
-        return (*self.shape[: self.dim], self.rows_of(rank).numel, *self.shape[self.dim + 1 :])
+    def shard_shape(self, rank: int) -> tuple[int, ...]:
+        return (*self.shape[: self.dim], self.span_of(rank).numel, *self.shape[self.dim + 1 :])
 
 
 @dataclass(frozen=True)
 class RowsLayout:
-    """Where every parameter of a unit stands: in a rank's row (stored and sent) and in the full buffer."""
+    """See ``plan.layout.Layout``."""
 
     world: int
     cuts: tuple[RowCut, ...]
@@ -92,51 +96,48 @@ class RowsLayout:
 
     @property
     def is_in_place(self) -> bool:
-        # With one rank whose row begins and ends as the full buffer does.
+        # With one rank, whose row is laid out like the full buffer.
         return (
             self.world == 1
             and self.sent_starts_bytes == self.full_starts_bytes
             and self.sent_bytes == self.full_bytes
         )
 
-    @property
-    def sent_as_stored(self) -> bool:
-        """Whether a row goes over the wire byte for byte as it is stored."""
-        return all(segment.stored_itemsize == segment.sent_itemsize for segment in self.segments)
+    def shard_shape(self, index: int, rank: int) -> tuple[int, ...]:
+        return self.cuts[index].shard_shape(rank)
 
-    def own_shape(self, index: int, rank: int) -> tuple[int, ...]:
-        return self.cuts[index].local_shape(rank)
-
-    def own_start_bytes(self, index: int, rank: int) -> int:
+    def shard_start_bytes(self, index: int, rank: int) -> int:
         return self.stored_starts_bytes[index]
 
-    def copy_out(self) -> list[tuple[Segment, Piece]]:
+    def copy_out_blocks(self) -> list[tuple[Segment, Block]]:
         found = []
         for segment in self.segments:
             size = segment.sent_itemsize
-            pieces = plan_segment_pieces(
+            blocks = plan_segment_blocks(
                 [self.cuts[index] for index in segment.members],
                 [self.sent_starts_bytes[index] // size for index in segment.members],
                 [self.full_starts_bytes[index] // size for index in segment.members],
                 self.sent_bytes // size,
             )
-            found += [(segment, piece) for piece in pieces]
+            found += [(segment, block) for block in blocks]
         return found
 
-    def shares(self) -> list[Share] | None:
+    def even_shards(self) -> list[EvenShard] | None:
         found = []
         for segment in self.segments:
             for index in segment.members:
                 cut = self.cuts[index]
                 if cut.dim != 0 or not cut.shape or cut.shape[0] % self.world or not cut.padded_numel:
                     return None
-                own_bytes = cut.padded_numel * segment.sent_itemsize
-                found.append(Share(self.sent_starts_bytes[index], own_bytes, self.full_starts_bytes[index]))
+                shard_bytes = cut.padded_numel * segment.sent_itemsize
+                found.append(
+                    EvenShard(self.sent_starts_bytes[index], shard_bytes, self.full_starts_bytes[index])
+                )
         return found
 
 
 class RowsPacking:
-    """Gradients in rows as their parameters are, all in the dtype they are reduced in."""
+    """Gradients placed in rows like their parameters, all in the reduce dtype."""
 
     def __init__(self, layout: RowsLayout) -> None:
         itemsize = layout.segments[0].sent_itemsize
@@ -144,47 +145,43 @@ class RowsPacking:
         self.cuts = layout.cuts
         self.row_numel = layout.sent_bytes // itemsize
         self.starts = [start // itemsize for start in layout.sent_starts_bytes]
-        self.sections = tuple(
-            Section(segment.sent_start_bytes // itemsize, segment.numel, segment.members)
+        self.segments = tuple(
+            GradientSegment(segment.sent_start_bytes // itemsize, segment.numel, segment.members)
             for segment in layout.segments
         )
-        self._section_starts = {
+        self._starts_in_segment = {
             index: start
             for segment in layout.segments
             for index, start in zip(segment.members, segment.starts, strict=True)
         }
 
-    def own_shape(self, index: int, rank: int) -> tuple[int, ...]:
-        return self.cuts[index].local_shape(rank)
+    def shard_shape(self, index: int, rank: int) -> tuple[int, ...]:
+        return self.cuts[index].shard_shape(rank)
 
-    def own_start(self, index: int, rank: int) -> int:
-        return self._section_starts[index]
+    def shard_start(self, index: int, rank: int) -> int:
+        return self._starts_in_segment[index]
 
-    def pieces(self, index: int) -> tuple[Piece, ...]:
-        return plan_pieces(self.cuts[index], self.starts[index], self.row_numel)
+    def blocks(self, index: int) -> tuple[Block, ...]:
+        return plan_blocks(self.cuts[index], self.starts[index], self.row_numel)
 
-    def pads(self) -> tuple[Pad, ...]:
-        return plan_pads(self.cuts, self.starts, self.row_numel)
+    def padding(self) -> tuple[PaddingBlock, ...]:
+        return plan_padding(self.cuts, self.starts, self.row_numel)
 
 
 def plan_rows(params: Sequence[RowParam], world: int) -> RowsLayout:
-    """Lays out a unit's parameters; those of one kind stand together, and among them those of one size."""
+    """Lays out a unit's parameters: those of one kind together, and among them those of one size."""
     cuts = tuple(RowCut(param.shape, param.dim, world) for param in params)
-    members_by_kind: dict[Hashable, list[int]] = {}
-    for index, param in enumerate(params):
-        members_by_kind.setdefault(param.kind, []).append(index)
-
-    # With one rank, whose row is the full buffer, parameters stand in it as modules use them.
+    # With one rank the row is the full buffer, in which modules use the parameters.
     alignment_bytes = ALIGNMENT_BYTES if world == 1 else SHARD_ALIGNMENT_BYTES
     segments: list[Segment] = []
     stored_starts = [0] * len(params)
     sent_starts = [0] * len(params)
     stored_end = sent_end = 0
-    for kind, members in members_by_kind.items():
+    for kind, members in members_by_kind(params).items():
         members.sort(key=lambda index: cuts[index].padded_numel)
         stored_itemsize = params[members[0]].stored_itemsize
         sent_itemsize = params[members[0]].sent_itemsize
-        # The narrowest measure needs the coarsest grid; all then start on whole aligned bytes.
+        # The smallest element size needs the coarsest grid; then starts are aligned in all of them.
         grid_itemsize = min(params[index].grid_itemsize for index in members)
         grid = max(1, alignment_bytes // min(stored_itemsize, sent_itemsize, grid_itemsize))
         starts: list[int] = []
@@ -196,14 +193,7 @@ def plan_rows(params: Sequence[RowParam], world: int) -> RowsLayout:
             end = aligned(end + cuts[index].padded_numel, grid)
         segments.append(
             Segment(
-                kind,
-                tuple(members),
-                tuple(starts),
-                end,
-                stored_itemsize,
-                sent_itemsize,
-                stored_end,
-                sent_end,
+                kind, tuple(members), tuple(starts), end, stored_itemsize, sent_itemsize, stored_end, sent_end
             )
         )
         stored_end = aligned(stored_end + end * stored_itemsize, alignment_bytes)
@@ -227,78 +217,56 @@ def plan_rows(params: Sequence[RowParam], world: int) -> RowsLayout:
     )
 
 
-def plan_pieces(cut: RowCut, start: int, row_numel: int) -> tuple[Piece, ...]:
-    """The blocks of one parameter: one for the ranks whose share is whole, one for the rank that has the rest.
+def plan_blocks(cut: RowCut, start: int, row_numel: int) -> tuple[Block, ...]:
+    """The blocks of one parameter: one for the ranks with a full shard, one for the rank that has the remainder.
 
-    ``start`` is where the parameter stands in a row and ``row_numel`` a row's length, both in its own elements.
+    ``start`` is where the parameter lies in a row and ``row_numel`` a row's length, both in its own elements.
     """
     if cut.numel == 0:
         return ()
-    block = cut.share * cut.inner
-    whole_ranks, rest = divmod(cut.size, cut.share)
-    pieces = []
-    if whole_ranks:
-        pieces.append(
-            _squeezed(
-                Piece(
-                    (whole_ranks, cut.outer, block),
-                    0,
-                    (block, cut.size * cut.inner, 1),
-                    start,
-                    (row_numel, block, 1),
-                )
-            )
-        )
+    width, outer_stride = cut.shard_size * cut.inner, cut.size * cut.inner
+    full_ranks, rest = divmod(cut.size, cut.shard_size)
+    blocks = []
+    if full_ranks:
+        strides = (width, outer_stride, 1)
+        blocks.append(Block((full_ranks, cut.outer, width), 0, strides, start, (row_numel, width, 1)))
     if rest:
-        pieces.append(
-            _squeezed(
-                Piece(
-                    (cut.outer, rest * cut.inner),
-                    whole_ranks * block,
-                    (cut.size * cut.inner, 1),
-                    whole_ranks * row_numel + start,
-                    (rest * cut.inner, 1),
-                )
-            )
-        )
-    return tuple(pieces)
+        shape, packed_start = (cut.outer, rest * cut.inner), full_ranks * row_numel + start
+        packed_strides = (rest * cut.inner, 1)
+        blocks.append(Block(shape, full_ranks * width, (outer_stride, 1), packed_start, packed_strides))
+    return tuple(map(_squeezed, blocks))
 
 
-def plan_segment_pieces(
+def plan_segment_blocks(
     cuts: Sequence[RowCut], starts: Sequence[int], full_starts: Sequence[int], row_numel: int
-) -> list[Piece]:
-    """The blocks of neighbours of one kind, offsets counted from the full buffer's start; equals merged into one.
+) -> list[Block]:
+    """The blocks of a segment's parameters, with offsets from the start of the full buffer.
 
-    Parameters of one size that divide evenly along dim 0 and stand at equal distances are one block of three dims.
+    Parameters of one size that divide evenly along dim 0 and lie at equal distances are merged into one block.
     """
-    pieces: list[Piece] = []
+    blocks: list[Block] = []
     index = 0
     while index < len(cuts):
         cut = cuts[index]
-        count = _num_alike(cuts, starts, full_starts, index)
+        count = _num_mergeable(cuts, starts, full_starts, index)
         if count > 1:
             step, full_step = starts[index + 1] - starts[index], full_starts[index + 1] - full_starts[index]
             numel = cut.padded_numel
-            pieces.append(
-                Piece(
-                    (cut.world, count, numel),
-                    full_starts[index],
-                    (numel, full_step, 1),
-                    starts[index],
-                    (row_numel, step, 1),
-                )
-            )
+            shape, full_strides = (cut.world, count, numel), (numel, full_step, 1)
+            blocks.append(Block(shape, full_starts[index], full_strides, starts[index], (row_numel, step, 1)))
         else:
-            pieces += [
-                replace(piece, full_start=piece.full_start + full_starts[index])
-                for piece in plan_pieces(cut, starts[index], row_numel)
+            blocks += [
+                replace(block, full_start=block.full_start + full_starts[index])
+                for block in plan_blocks(cut, starts[index], row_numel)
             ]
         index += count
-    return pieces
+    return blocks
 
 
-def _num_alike(cuts: Sequence[RowCut], starts: Sequence[int], full_starts: Sequence[int], first: int) -> int:
-    """How many parameters from ``first`` on one block can hold."""
+def _num_mergeable(
+    cuts: Sequence[RowCut], starts: Sequence[int], full_starts: Sequence[int], first: int
+) -> int:
+    """How many parameters from ``first`` on fit into one block."""
     cut = cuts[first]
     if cut.dim or cut.size % cut.world or not cut.numel:
         return 1
@@ -314,9 +282,9 @@ def _num_alike(cuts: Sequence[RowCut], starts: Sequence[int], full_starts: Seque
     return count
 
 
-def plan_pads(cuts: Sequence[RowCut], starts: Sequence[int], row_numel: int) -> tuple[Pad, ...]:
-    """What is left between and behind the parameters in the rows of all ranks; all parameters of one dtype."""
-    pads: list[Pad] = []
+def plan_padding(cuts: Sequence[RowCut], starts: Sequence[int], row_numel: int) -> tuple[PaddingBlock, ...]:
+    """The blocks between and behind the parameters in the rows of all ranks; all parameters have one dtype."""
+    padding: list[PaddingBlock] = []
     order = sorted(range(len(cuts)), key=lambda index: (starts[index], cuts[index].padded_numel))
     ends = [starts[index] for index in order[1:]] + [row_numel]
     if not order:
@@ -326,28 +294,32 @@ def plan_pads(cuts: Sequence[RowCut], starts: Sequence[int], row_numel: int) -> 
         cut, start = cuts[index], starts[index]
         gap = end - start - cut.padded_numel
         if gap:
-            pads.append(Pad((world, gap), start + cut.padded_numel, (row_numel, 1)))
+            padding.append(PaddingBlock((world, gap), start + cut.padded_numel, (row_numel, 1)))
         if cut.padded_numel == 0:
             continue
-        whole_ranks, rest = divmod(cut.size, cut.share)
+        full_ranks, rest = divmod(cut.size, cut.shard_size)
         if rest:
             filled = cut.outer * rest * cut.inner
-            pads.append(Pad((cut.padded_numel - filled,), whole_ranks * row_numel + start + filled, (1,)))
-        empty_from = whole_ranks + bool(rest)
-        if empty_from < world:
-            pads.append(
-                Pad((world - empty_from, cut.padded_numel), empty_from * row_numel + start, (row_numel, 1))
+            padding.append(
+                PaddingBlock((cut.padded_numel - filled,), full_ranks * row_numel + start + filled, (1,))
             )
-    return tuple(pads)
+        empty_from = full_ranks + bool(rest)
+        if empty_from < world:
+            padding.append(
+                PaddingBlock(
+                    (world - empty_from, cut.padded_numel), empty_from * row_numel + start, (row_numel, 1)
+                )
+            )
+    return tuple(padding)
 
 
-def _squeezed(piece: Piece) -> Piece:
-    """The piece without dims of length one: fewer dims make faster copies."""
-    keep = [i for i, length in enumerate(piece.shape) if length != 1] or [len(piece.shape) - 1]
-    return Piece(
-        tuple(piece.shape[i] for i in keep),
-        piece.full_start,
-        tuple(piece.full_strides[i] for i in keep),
-        piece.packed_start,
-        tuple(piece.packed_strides[i] for i in keep),
+def _squeezed(block: Block) -> Block:
+    """Drops the block's dims of length one: fewer dims make faster copies."""
+    keep = [i for i, length in enumerate(block.shape) if length != 1] or [len(block.shape) - 1]
+    return Block(
+        tuple(block.shape[i] for i in keep),
+        block.full_start,
+        tuple(block.full_strides[i] for i in keep),
+        block.packed_start,
+        tuple(block.packed_strides[i] for i in keep),
     )

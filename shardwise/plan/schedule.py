@@ -1,11 +1,11 @@
-"""What happens to a unit after forward, and which unit a backward needs next.
+"""What a unit keeps after forward, and which unit a backward needs next.
 
-Orders are kept per root forward, in a *window*. A window belongs to the passes of its forward: when the autograd
-graph of that forward goes, its window goes too, so forwards without a backward leave nothing behind.
+The order of units is recorded per root forward, in a *window*. The visits of that forward own the window: it is freed
+with their autograd graph, so a forward without a backward leaves nothing behind.
 
     window of one forward     layers.0   layers.1   layers.2   (root)
     backward is here                                   ▲
-    prefetch                                ◀──────────┘   the nearest one before that this backward will use
+    prefetch                                ◀──────────┘   the nearest earlier unit that this backward will use
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from shardwise.errors import ConfigError
 class AfterForward:
     """What a unit keeps between its forward and its backward.
 
-    ``frees``: the unsharded parameters go. ``part_world``: with ``frees``, the world over which a larger part stays
-    sharded, so that the gather in backward is small; 0 for none.
+    ``frees``: the unsharded parameters are freed. ``part_world``: with ``frees``, the number of ranks over which the
+    parameters stay sharded until backward, so that its gather is smaller; 0: over the whole shard world.
     """
 
     frees: bool
@@ -33,7 +33,7 @@ FREE = AfterForward(frees=True)
 
 
 def plan_after_forward(requested: object, shard_world: int, unit: str, where: str) -> AfterForward:
-    """Reads ``reshard_after_forward``: None or True frees, False keeps, an int keeps a part over that many ranks."""
+    """Reads ``reshard_after_forward``: None or True frees, False keeps, an int reshards to that many ranks."""
     if requested is None or requested is True:
         return FREE
     if requested is False:
@@ -66,15 +66,15 @@ class Window:
         self._units: list[int] = []
 
     def ran(self, unit: int) -> int:
-        """Notes that ``unit`` has run; returns its place."""
+        """Records that ``unit`` has run; returns its position."""
         self._units.append(unit)
         return len(self._units) - 1
 
-    def before(self, place: int, wanted: Callable[[int], bool]) -> int | None:
-        """The nearest unit that ran before ``place`` and is ``wanted``: what a backward at ``place`` prefetches."""
+    def before(self, position: int, wanted: Callable[[int], bool]) -> int | None:
+        """The nearest ``wanted`` unit that ran before ``position``, which a backward there prefetches."""
         units = self._units
-        current = units[place]
-        for earlier in range(place - 1, -1, -1):
+        current = units[position]
+        for earlier in range(position - 1, -1, -1):
             unit = units[earlier]
             if unit != current and wanted(unit):
                 return unit

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from shardwise.comm.channels.collective_log import collective_code
 from shardwise.comm.collectives.group import GroupCollectives, channel_of
-from shardwise.engine.gather.full_tensors import flat_slots, is_flat, shown_part
+from shardwise.engine.gather.full_tensors import flat_slots, is_flat, local_elements
 from shardwise.engine.reduce.gradient_buffer import GradientBuffer
 from shardwise.engine.unit.binding import membership
 from shardwise.engine.unit.unit import Unit
@@ -183,7 +183,7 @@ def _flat_parts(unit: Unit, param: torch.Tensor, gradient: torch.Tensor, order: 
     """The gradient of a flat shard; for the smallest element without its padding, which is zero."""
     if order > 0:
         return [gradient]
-    return [shown_part(slot, gradient) for slot in flat_slots(unit) if slot.sharded is param]
+    return [local_elements(slot, gradient) for slot in flat_slots(unit) if slot.sharded is param]
 
 
 def _sharded(param: torch.Tensor) -> torch.Tensor:

@@ -23,14 +23,14 @@ from shardwise.engine.gather.full_tensors import (
     flat_slots,
     full_tensor_of,
     is_flat,
-    own_elements,
-    shown_part,
+    local_elements,
+    shard_elements,
 )
 from shardwise.engine.unit.binding import WRAPPED_NAME, Place, clean_name, is_wrapper, units_of
 from shardwise.engine.unit.flat_form import FlatSlot
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import CheckpointError
-from shardwise.plan.spans import cut_evenly
+from shardwise.plan.layout import cut_evenly
 from shardwise.torch_internals import (
     buffers_of,
     dtensor,
@@ -186,13 +186,13 @@ class LoadHooks:
             value = state.get(key)
             if not slot.is_shown:
                 # In the place of the flat parameter: a view of its elements, for torch to copy into.
-                part = shown_part(slot, slot.sharded.detach()).view(slot.shown_shape)
+                part = local_elements(slot, slot.sharded.detach()).view(slot.shown_shape)
                 self._filled.append((place, place.params[place.name], place.module.__dict__.get(place.name)))
                 place.show_alone(nn.Parameter(part, slot.sharded.requires_grad))
             if isinstance(value, torch.Tensor):
                 whole = full_tensor_of(value)
                 if tuple(whole.shape) == slot.shape:
-                    state[key] = own_elements(slot, whole).view(slot.shown_shape)
+                    state[key] = shard_elements(slot, whole).view(slot.shown_shape)
 
     def after(self, wrapper: nn.Module, incompatible: Any = None) -> None:
         (unit,) = units_of(wrapper)

@@ -19,13 +19,13 @@ from torch import nn
 from shardwise.comm.collectives.agreement import gather_objects
 from shardwise.comm.collectives.group import GroupCollectives
 from shardwise.engine.gather.full_tensors import (
+    assemble_shard,
     flat_form,
     flat_slots,
     full_tensors_of,
-    gather_line,
+    gather_segment,
+    local_elements,
     ranks_with_elements,
-    share_of,
-    shown_part,
 )
 from shardwise.engine.unit.flat_form import FlatSlot
 from shardwise.engine.unit.unit import Unit
@@ -318,16 +318,16 @@ def _gather_unit(
                     found[slot][key] = value.clone() if isinstance(value, torch.Tensor) else value
         for (key, dtype), slots in cut.items():
             parts = [
-                shown_part(slot, own_states[slot][key])
+                local_elements(slot, own_states[slot][key])
                 if slot in slots and key in own_states.get(slot, {})
                 else None
                 for slot in line.slots
             ]
-            share = share_of(
+            share = assemble_shard(
                 line, parts, flat_form(unit).layout.segments[number].numel, dtype, unit.mesh.device
             )
             for slot, whole in zip(
-                line.slots, full_tensors_of(unit, number, gather_line(unit, share)), strict=True
+                line.slots, full_tensors_of(unit, number, gather_segment(unit, share)), strict=True
             ):
                 if slot in slots:
                     found[slot][key] = rows_of(whole, unit) if is_sharded else whole.clone()

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.comm.collectives.agreement import gather_objects
 from shardwise.engine.checkpoint_span import CheckpointSpan
-from shardwise.engine.gather.full_tensors import full_tensor_of, own_elements, share_of
+from shardwise.engine.gather.full_tensors import assemble_shard, full_tensor_of, shard_elements
 from shardwise.errors import CheckpointError, ConfigError, RankDisagreement
 from shardwise.wrapper.optim_parameters import HeldParameter, HeldParameters, State, mesh_of
 from shardwise.wrapper.optim_state_gather import is_cut, is_same
@@ -180,7 +180,7 @@ def _shard_state(held: HeldParameter, states: list[State], per_element: set[str]
                 # This rank's own elements, as a local state dict has them.
                 parts.append(value)
             elif key in per_element and is_cut(key, value, slot.shape):
-                parts.append(own_elements(slot, value).to(held.param.device))
+                parts.append(shard_elements(slot, value).to(held.param.device))
             elif isinstance(value, torch.Tensor) and value.dim() and key != "step":
                 raise _unfit(key, value, name, slot.shape)
             else:
@@ -190,7 +190,9 @@ def _shard_state(held: HeldParameter, states: list[State], per_element: set[str]
             sharded[key] = _one_of(held, key, copied)
         elif held.line.flat is not None:
             present = next(part for part in parts if part is not None)
-            sharded[key] = share_of(held.line, parts, held.param.numel(), present.dtype, held.param.device)
+            sharded[key] = assemble_shard(
+                held.line, parts, held.param.numel(), present.dtype, held.param.device
+            )
         else:
             sharded[key] = parts[0].clone().view(held.param.shape)  # type: ignore[union-attr]
     return sharded

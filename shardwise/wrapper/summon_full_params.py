@@ -21,8 +21,8 @@ from shardwise.engine.gather.full_tensors import (
     gather_gradients,
     gather_parameters,
     is_flat,
-    own_elements,
-    shown_part,
+    local_elements,
+    shard_elements,
     write_parameter,
 )
 from shardwise.engine.unit.binding import units_of
@@ -216,5 +216,5 @@ def _write_back_gradients(unit: Unit, left: dict[FlatSlot, torch.Tensor | None])
                 param.grad = torch.zeros_like(param, dtype=param.grad_dtype)
             if param.grad is not None:
                 for slot in slots:
-                    part, gradient = shown_part(slot, param.grad), gradients.get(slot)
-                    part.zero_() if gradient is None else part.copy_(own_elements(slot, gradient))
+                    part, gradient = local_elements(slot, param.grad), gradients.get(slot)
+                    part.zero_() if gradient is None else part.copy_(shard_elements(slot, gradient))

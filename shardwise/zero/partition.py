@@ -22,8 +22,8 @@ from torch import Tensor
 from shardwise.errors import StateError
 from shardwise.plan.ownership import (
     BufferLayout,
-    Extent,
     OwnedPiece,
+    ParamSize,
     even_pieces,
     loads_of,
     owned_layout,
@@ -106,9 +106,9 @@ class Partition:
             members[self.params[index].device, self.params[index].requires_grad].append(index)
         return members.values()
 
-    def _extent(self, index: int) -> Extent:
+    def _extent(self, index: int) -> ParamSize:
         param = self.params[index]
-        return Extent(param.numel(), param.element_size())
+        return ParamSize(param.numel(), param.element_size())
 
     def _run_of(self, indices: Sequence[int]) -> SharedBuffer:
         """Parameters in one buffer, laid out for the owners they have."""
@@ -117,8 +117,8 @@ class Partition:
             for position, index in enumerate(indices)
             for piece in self.pieces[index]
         ]
-        extents = [self._extent(index) for index in indices]
-        return SharedBuffer(tuple(indices), owned_layout(extents, pieces, self.world))
+        sizes = [self._extent(index) for index in indices]
+        return SharedBuffer(tuple(indices), owned_layout(sizes, pieces, self.world))
 
     def give(self, index: int, owner: int) -> None:
         """Makes one rank the owner of a whole parameter, whoever owned it before."""

@@ -100,7 +100,7 @@ class ParameterSync:
             alias.copy_(param.detach())
             param.data = alias
         self.buffers.append(buffer)
-        sections = [[buffer[section.start : section.stop]] for section in layout.sections]
+        sections = [[buffer[span.start : span.stop]] for span in layout.spans]
         return plan_exchange(
             sections, self._group, buffer=buffer if layout.is_even else None, neighbours=self._neighbours
         )

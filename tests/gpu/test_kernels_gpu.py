@@ -8,14 +8,18 @@ import torch
 from shardwise import cuda_driver
 from shardwise.engine import kernels
 from shardwise.engine.buffers import ElasticBuffer
-from shardwise.engine.gather.unit_gather import CopyPieces
+from shardwise.engine.gather.unit_gather import CopyBlocks
 from shardwise.engine.kernels import CopyOutKernel, PackKernel, plan_copy_out_kernel, plan_pack_kernel
-from shardwise.engine.reduce.pack import LinePack, PiecewisePack
+from shardwise.engine.reduce.pack import BlockwisePack, ContiguousPack
+from shardwise.plan.column_blocks import (
+    column_blocks_of_flat_packing,
+    column_blocks_of_layout,
+    column_blocks_of_packing,
+)
 from shardwise.plan.flat import FlatPacking, plan_flat
 from shardwise.plan.layout import RowParam
 from shardwise.plan.rows import RowsPacking, plan_rows
 from shardwise.plan.slices import cut_into_slices
-from shardwise.plan.strips import strips_of_layout, strips_of_line, strips_of_packing
 from shardwise.train import doctor
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(60)]
@@ -57,17 +61,17 @@ def random_gradients(shapes, dtype):
 
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize(("gradient_dtype", "dtype"), DTYPES)
-def test_gradients_are_packed_as_piece_by_piece(name, gradient_dtype, dtype):
+def test_gradients_are_packed_as_block_by_block(name, gradient_dtype, dtype):
     shapes = SHAPES[name]
     for world in (1, 3, 8):
         params = [RowParam(shape, 0, "all", 4, dtype.itemsize) for shape in shapes]
         packing = RowsPacking(plan_rows(params, world))
         rows, found = rows_of(world * packing.row_numel * dtype.itemsize)
         kernel = plan_pack_kernel(
-            strips_of_packing(packing), world, packing.row_numel, rows, dtype, gradient_dtype
+            column_blocks_of_packing(packing), world, packing.row_numel, rows, dtype, gradient_dtype
         )
         assert isinstance(kernel, PackKernel)
-        pieces = PiecewisePack(packing, rows, dtype, len(shapes))
+        blocks = BlockwisePack(packing, rows, dtype, len(shapes))
         gradients = random_gradients(shapes, gradient_dtype)
         transposed = [
             gradient.t().contiguous().t() if gradient.dim() == 2 else gradient for gradient in gradients
@@ -77,20 +81,20 @@ def test_gradients_are_packed_as_piece_by_piece(name, gradient_dtype, dtype):
         wider = random_gradients(shapes, torch.float32)
         mixed = [wider[index] if index % 2 else gradient for index, gradient in enumerate(some)]
         for given in (gradients, transposed, some, wider, mixed):
-            assert torch.equal(packed_by(kernel, found, given), packed_by(pieces, found, given)), world
+            assert torch.equal(packed_by(kernel, found, given), packed_by(blocks, found, given)), world
 
 
 @pytest.mark.parametrize("name", ["uneven", "large"])
-def test_slices_are_packed_as_piece_by_piece(name):
+def test_slices_are_packed_as_block_by_block(name):
     shapes, world = SHAPES[name], 3
     packing = RowsPacking(plan_rows([RowParam(shape, 0, "all", 4, 4) for shape in shapes], world))
     gradients = random_gradients(shapes, torch.bfloat16)
     for each in cut_into_slices(packing, packing.row_numel):
         rows, found = rows_of(world * each.row_numel * 4)
-        strips = strips_of_packing(packing, each.columns)
-        kernel = plan_pack_kernel(strips, world, each.row_numel, rows, torch.float32, torch.bfloat16)
-        pieces = PiecewisePack(each, rows, torch.float32, len(shapes))
-        assert torch.equal(packed_by(kernel, found, gradients), packed_by(pieces, found, gradients))
+        blocks = column_blocks_of_packing(packing, each.columns)
+        kernel = plan_pack_kernel(blocks, world, each.row_numel, rows, torch.float32, torch.bfloat16)
+        blocks = BlockwisePack(each, rows, torch.float32, len(shapes))
+        assert torch.equal(packed_by(kernel, found, gradients), packed_by(blocks, found, gradients))
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -101,9 +105,9 @@ def test_lines_are_packed_as_by_copies(name):
     )
     rows, found = rows_of(world * packing.row_numel * 4)
     gradients = random_gradients(shapes, torch.bfloat16)
-    strips = strips_of_line(packing, [gradient.numel() for gradient in gradients])
-    kernel = plan_pack_kernel(strips, 1, world * packing.row_numel, rows, torch.float32, torch.bfloat16)
-    copies = LinePack(packing, rows, torch.float32, shapes)
+    blocks = column_blocks_of_flat_packing(packing, [gradient.numel() for gradient in gradients])
+    kernel = plan_pack_kernel(blocks, 1, world * packing.row_numel, rows, torch.float32, torch.bfloat16)
+    copies = ContiguousPack(packing, rows, torch.float32, shapes)
     some = [None if index % 3 == 1 else gradient for index, gradient in enumerate(gradients)]
     for given in (gradients, some):
         assert torch.equal(packed_by(kernel, found, given), packed_by(copies, found, given))
@@ -111,7 +115,7 @@ def test_lines_are_packed_as_by_copies(name):
 
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("world", [1, 3, 8])
-def test_parameters_are_copied_out_as_piece_by_piece(name, world):
+def test_parameters_are_copied_out_as_block_by_block(name, world):
     kinds = [(torch.float32, "wide"), (torch.bfloat16, "narrow")]
     shapes = SHAPES[name]
     dtypes = [kinds[index % 2][0] for index in range(len(shapes))]
@@ -123,10 +127,10 @@ def test_parameters_are_copied_out_as_piece_by_piece(name, world):
     rows, sent = rows_of(world * layout.sent_bytes)
     full, found = rows_of(layout.full_bytes)
     sent.copy_(torch.randint(1, 255, sent.shape, device=sent.device))
-    kernel = plan_copy_out_kernel(strips_of_layout(layout), world, layout.sent_bytes, rows, full)
+    kernel = plan_copy_out_kernel(column_blocks_of_layout(layout), world, layout.sent_bytes, rows, full)
     assert isinstance(kernel, CopyOutKernel)
     results = []
-    for way in (kernel, CopyPieces(layout, rows, full, dtypes)):
+    for way in (kernel, CopyBlocks(layout, rows, full, dtypes)):
         found.zero_()
         way.run()
         results.append(found.clone())
@@ -139,7 +143,7 @@ def test_kernels_follow_memory_that_moved_and_the_current_stream():
     packing = RowsPacking(plan_rows([RowParam(shape, 0, "all", 4, 4) for shape in shapes], 8))
     rows, found = rows_of(8 * packing.row_numel * 4)
     kernel = plan_pack_kernel(
-        strips_of_packing(packing), 8, packing.row_numel, rows, torch.float32, torch.bfloat16
+        column_blocks_of_packing(packing), 8, packing.row_numel, rows, torch.float32, torch.bfloat16
     )
     gradients = random_gradients(shapes, torch.bfloat16)
     before = packed_by(kernel, found, gradients)
@@ -174,7 +178,7 @@ def test_without_a_compiler_torchs_operations_do_the_work():
             assert not kernels.can_compile(cuda())
         layout = plan_rows([RowParam((8, 3), 0, "all", 4, 4)], 2)
         rows, _ = rows_of(2 * layout.sent_bytes)
-        assert plan_copy_out_kernel(strips_of_layout(layout), 2, layout.sent_bytes, rows, rows) is None
+        assert plan_copy_out_kernel(column_blocks_of_layout(layout), 2, layout.sent_bytes, rows, rows) is None
         found = doctor._kernels()
         assert found.good is None
         assert found.fix is not None

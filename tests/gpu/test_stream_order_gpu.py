@@ -437,7 +437,7 @@ WAITS = {
         Site("issue", "wait_compute"), backward_computes_late
     ),
     "gradients are packed before their memory is reused": Wait(
-        Site("let_gradients_go", "compute_waits_for"), packing_runs_late
+        Site("release_gradients", "compute_waits_for"), packing_runs_late
     ),
     "gradients are reduced before what follows backward": Wait(
         Site("end_backward", "compute_waits_for"), division_runs_late
@@ -461,19 +461,19 @@ WAITS = {
         Site("_run_hooks", "host_waits_for"), gradients_reach_the_hosts_hooks_late
     ),
     "gradients are on the host before hooks change them": Wait(
-        Site("_give_through_hooks", "host_waits_for"), gradients_reach_the_hosts_tensor_hooks_late
+        Site("_assign_through_hooks", "host_waits_for"), gradients_reach_the_hosts_tensor_hooks_late
     ),
     "gradients are on the host before it adds them": Wait(
         Site("_add_to_existing", "host_waits_for"), gradients_reach_the_hosts_sum_late
     ),
     "exact sums are on the host before it adds them": Wait(
-        Site("_part_of", "host_waits_for"), exact_gradients_reach_the_hosts_sum_late
+        Site("_with_base", "host_waits_for"), exact_gradients_reach_the_hosts_sum_late
     ),
     "shards are written before wholes are gathered": Wait(
-        Site("gather_line", "wait_compute"), shards_are_written_late_before_a_summon
+        Site("gather_segment", "wait_compute"), shards_are_written_late_before_a_summon
     ),
     "wholes arrive before they are read": Wait(
-        Site("gather_line", "compute_waits_for"), summoned_weights_arrive_late
+        Site("gather_segment", "compute_waits_for"), summoned_weights_arrive_late
     ),
 }
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardwise.engine.buffers import ElasticBuffer
-from shardwise.engine.gather.unit_gather import CopyPieces, CopySharedRows, SplitRows
+from shardwise.engine.gather.unit_gather import CopyBlocks, CopySharedRows, SplitRows
 from shardwise.plan.flat import plan_flat
 from shardwise.plan.layout import RowParam
 from shardwise.plan.rows import plan_rows
@@ -29,9 +29,9 @@ def test_columns_and_blocks_come_to_the_same(members):
     dtypes = [DTYPES[index] for index in members]
     rows = ElasticBuffer(WORLD * layout.sent_bytes, CPU)
     full = ElasticBuffer(layout.full_bytes, CPU)
-    shares = layout.shares()
-    assert shares is not None
-    ways = [SplitRows(layout, shares, rows, full), CopyPieces(layout, rows, full, dtypes)]
+    shards = layout.even_shards()
+    assert shards is not None
+    ways = [SplitRows(layout, shards, rows, full), CopyBlocks(layout, rows, full, dtypes)]
     everything = rows.tensor(torch.uint8, 0, (WORLD * layout.sent_bytes,))
     result = full.tensor(torch.uint8, 0, (layout.full_bytes,))
     assert everything.untyped_storage().nbytes() == 0, "tensors are made before there is memory"
@@ -80,7 +80,7 @@ def test_rows_that_lie_apart_come_to_the_same(plan, params, world):
     params, dtypes = params
     layout = plan(params, world)
     rows, full = ElasticBuffer(world * layout.sent_bytes, CPU), ElasticBuffer(layout.full_bytes, CPU)
-    together, apart = CopyPieces(layout, rows, full, dtypes), CopySharedRows(layout, full, dtypes)
+    together, apart = CopyBlocks(layout, rows, full, dtypes), CopySharedRows(layout, full, dtypes)
     everything = rows.tensor(torch.uint8, 0, (world * layout.sent_bytes,))
     result = full.tensor(torch.uint8, 0, (layout.full_bytes,))
     rows.grow()

@@ -23,7 +23,7 @@ def flat_params(draw: st.DrawFn) -> RowParam:
 PARAMS = st.lists(flat_params(), min_size=1, max_size=6)
 
 
-def blocks(start: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> list[int]:
+def offsets_in(start: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> list[int]:
     offsets = [start]
     for length, stride in zip(shape, strides, strict=True):
         offsets = [offset + i * stride for offset in offsets for i in range(length)]
@@ -36,11 +36,11 @@ def test_every_element_belongs_to_exactly_one_rank(params: list[RowParam], world
     for index, param in enumerate(params):
         end = 0
         for rank in range(world):
-            span = layout.own_span(index, rank)
+            span = layout.shard_span(index, rank)
             if span.numel:
                 assert span.start == end
                 end = span.stop
-            assert layout.own_shape(index, rank) == (span.numel,)
+            assert layout.shard_shape(index, rank) == (span.numel,)
         assert end == prod(param.shape)
 
 
@@ -50,7 +50,10 @@ def test_parts_stand_apart_within_a_row_and_starts_are_aligned(params: list[RowP
     for rank in {0, world // 2, world - 1}:
         end = 0
         parts = [
-            (layout.own_start_bytes(index, rank), layout.own_span(index, rank).numel * param.stored_itemsize)
+            (
+                layout.shard_start_bytes(index, rank),
+                layout.shard_span(index, rank).numel * param.stored_itemsize,
+            )
             for index, param in enumerate(params)
         ]
         for start, size in sorted(part for part in parts if part[1]):
@@ -82,18 +85,18 @@ def test_gathered_rows_are_the_full_parameters(params: list[RowParam], world: in
         }
     else:
         source_of = {}
-        for segment, piece in layout.copy_out():
+        for segment, block in layout.copy_out_blocks():
             size = segment.sent_itemsize
-            full = blocks(piece.full_start, piece.shape, piece.full_strides)
-            packed = blocks(piece.packed_start, piece.shape, piece.packed_strides)
+            full = offsets_in(block.full_start, block.shape, block.full_strides)
+            packed = offsets_in(block.packed_start, block.shape, block.packed_strides)
             source_of.update({f * size: p * size for f, p in zip(full, packed, strict=True)})
     for index, param in enumerate(params):
-        segment = layout.segments[layout.places[index][0]]
+        segment = layout.segments[layout.positions[index][0]]
         for rank in range(world):
-            span = layout.own_span(index, rank)
+            span = layout.shard_span(index, rank)
             start = rank * layout.sent_bytes + segment.sent_start_bytes
             for element in range(span.start, span.stop):
-                own = layout.own_start(index, rank) + element - span.start
+                own = layout.shard_start(index, rank) + element - span.start
                 full_byte = layout.full_starts_bytes[index] + element * param.sent_itemsize
                 assert source_of[full_byte] == start + own * param.sent_itemsize
 
@@ -108,22 +111,24 @@ def test_a_reduce_gives_each_rank_the_elements_it_holds(
     packing = FlatPacking(layout, trained)
     filled: dict[int, tuple[int, int]] = {}
     for number in range(len(trained)):
-        for piece in packing.pieces(number):
-            full = blocks(piece.full_start, piece.shape, piece.full_strides)
-            packed = blocks(piece.packed_start, piece.shape, piece.packed_strides)
+        for block in packing.blocks(number):
+            full = offsets_in(block.full_start, block.shape, block.full_strides)
+            packed = offsets_in(block.packed_start, block.shape, block.packed_strides)
             for target, source in zip(packed, full, strict=True):
                 assert target not in filled
                 filled[target] = (number, source)
     blank = {
-        offset for pad in packing.pads() for offset in blocks(pad.packed_start, pad.shape, pad.packed_strides)
+        offset
+        for pad in packing.padding()
+        for offset in offsets_in(pad.packed_start, pad.shape, pad.packed_strides)
     }
     assert blank | set(filled) == set(range(world * packing.row_numel))
-    runs = {number: section for section in packing.sections for number in section.members}
+    segments = {number: segment for segment in packing.segments for number in segment.members}
     for number, index in enumerate(trained):
         for rank in range(world):
-            span = layout.own_span(index, rank)
-            assert packing.own_shape(number, rank) == (span.numel,)
-            start = rank * packing.row_numel + runs[number].start + packing.own_start(number, rank)
+            span = layout.shard_span(index, rank)
+            assert packing.shard_shape(number, rank) == (span.numel,)
+            start = rank * packing.row_numel + segments[number].start + packing.shard_start(number, rank)
             for offset, element in enumerate(range(span.start, span.stop)):
                 assert filled[start + offset] == (number, element)
 
@@ -132,8 +137,8 @@ def test_a_reduce_gives_each_rank_the_elements_it_holds(
 def test_a_reduce_of_everything_is_cut_like_the_shards(params: list[RowParam], world: int) -> None:
     layout = plan_flat(params, world)
     packing = FlatPacking(layout, range(len(params)))
-    assert [section.numel for section in packing.sections] == [segment.numel for segment in layout.segments]
-    assert packing.is_line == (len(layout.segments) == 1)
+    assert [segment.numel for segment in packing.segments] == [segment.numel for segment in layout.segments]
+    assert packing.is_contiguous == (len(layout.segments) == 1)
 
 
 @given(numel=st.integers(1, 400), frozen=st.integers(1, 4000), world=st.integers(1, 64))

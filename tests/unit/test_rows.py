@@ -1,4 +1,4 @@
-"""The rows layout owns every element once, pads little, and packs and unpacks without loss."""
+"""The rows layout owns every element once, padding little, and packs and unpacks without loss."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.plan.layout import SHARD_ALIGNMENT_BYTES
+from shardwise.plan.layout import SHARD_ALIGNMENT_BYTES, cut_evenly
 from shardwise.plan.rows import (
     ALIGNMENT_BYTES,
     RowCut,
     RowParam,
-    plan_pads,
-    plan_pieces,
+    plan_blocks,
+    plan_padding,
     plan_rows,
-    plan_segment_pieces,
+    plan_segment_blocks,
 )
-from shardwise.plan.spans import cut_evenly
 
 WORLDS = st.integers(1, 1024)
 SHAPES = st.lists(st.integers(0, 40), min_size=1, max_size=3).map(tuple)
@@ -33,7 +32,7 @@ def row_params(draw: st.DrawFn) -> RowParam:
     return RowParam(shape, dim, (stored, sent), stored, sent)
 
 
-def blocks(start: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> list[int]:
+def offsets_in(start: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> list[int]:
     """The offsets that a strided block touches, in order."""
     offsets = [start]
     for length, stride in zip(shape, strides, strict=True):
@@ -53,7 +52,7 @@ def test_a_cut_gives_every_row_to_exactly_one_rank(size: int, world: int) -> Non
 @given(shape=SHAPES, world=WORLDS, data=st.data())
 def test_padding_is_less_than_one_row_a_rank(shape: tuple[int, ...], world: int, data: st.DataObject) -> None:
     cut = RowCut(shape, data.draw(st.integers(0, len(shape) - 1)), world)
-    padding = cut.share * world - cut.size
+    padding = cut.shard_size * world - cut.size
     assert 0 <= padding < world
     assert cut.padded_numel * world - cut.numel == padding * cut.outer * cut.inner
 
@@ -117,12 +116,12 @@ def test_packing_and_unpacking_a_parameter_is_exact(
     cut = RowCut(shape, dim, world)
     start = data.draw(st.integers(0, 5))
     row_numel = start + cut.padded_numel + data.draw(st.integers(0, 5))
-    pieces = plan_pieces(cut, start, row_numel)
+    blocks = plan_blocks(cut, start, row_numel)
 
     packed: dict[int, int] = {}
-    for piece in pieces:
-        full = blocks(piece.full_start, piece.shape, piece.full_strides)
-        rows = blocks(piece.packed_start, piece.shape, piece.packed_strides)
+    for block in blocks:
+        full = offsets_in(block.full_start, block.shape, block.full_strides)
+        rows = offsets_in(block.packed_start, block.shape, block.packed_strides)
         assert len(full) == len(rows)
         for element, place in zip(full, rows, strict=True):
             assert place not in packed, "two elements packed into one place"
@@ -131,7 +130,7 @@ def test_packing_and_unpacking_a_parameter_is_exact(
 
     # Each rank finds its part of the parameter, contiguous and in order, where the parameter starts in its row.
     for rank in range(world):
-        span = cut.rows_of(rank)
+        span = cut.span_of(rank)
         local = [
             (outer * cut.size + row) * cut.inner + inner
             for outer in range(cut.outer)
@@ -148,7 +147,7 @@ def test_packing_and_unpacking_a_parameter_is_exact(
     world=st.integers(1, 12),
     data=st.data(),
 )
-def test_pieces_and_pads_fill_the_rows_without_overlap(
+def test_blocks_and_padding_fill_the_rows_without_overlap(
     shapes: list[tuple[int, ...]], world: int, data: st.DataObject
 ) -> None:
     params = [RowParam(shape, data.draw(st.integers(0, len(shape) - 1)), "one", 4, 4) for shape in shapes]
@@ -157,10 +156,10 @@ def test_pieces_and_pads_fill_the_rows_without_overlap(
     row_numel = layout.sent_bytes // 4
     touched: list[int] = []
     for cut, start in zip(layout.cuts, starts, strict=True):
-        for piece in plan_pieces(cut, start, row_numel):
-            touched += blocks(piece.packed_start, piece.shape, piece.packed_strides)
-    for pad in plan_pads(layout.cuts, starts, row_numel):
-        touched += blocks(pad.packed_start, pad.shape, pad.packed_strides)
+        for block in plan_blocks(cut, start, row_numel):
+            touched += offsets_in(block.packed_start, block.shape, block.packed_strides)
+    for pad in plan_padding(layout.cuts, starts, row_numel):
+        touched += offsets_in(pad.packed_start, pad.shape, pad.packed_strides)
     assert sorted(touched) == list(range(world * row_numel))
 
 
@@ -172,22 +171,22 @@ def test_gathering_each_parameter_into_its_place_is_gathering_rows_and_copying_o
     shapes: list[tuple[int, ...]], world: int
 ) -> None:
     layout = plan_rows([RowParam(shape, 0, len(shape), 4, 4) for shape in shapes], world)
-    shares = layout.shares()
-    assert shares is not None
+    shards = layout.even_shards()
+    assert shards is not None
     in_place = {
-        rank * layout.sent_bytes + share.own_start_bytes + offset: share.full_start_bytes
-        + rank * share.own_bytes
+        rank * layout.sent_bytes + shard.shard_start_bytes + offset: shard.full_start_bytes
+        + rank * shard.shard_bytes
         + offset
-        for share in shares
+        for shard in shards
         for rank in range(world)
-        for offset in range(0, share.own_bytes, 4)
+        for offset in range(0, shard.shard_bytes, 4)
     }
     copied = {
         4 * place: 4 * element
-        for _, piece in layout.copy_out()
+        for _, block in layout.copy_out_blocks()
         for place, element in zip(
-            blocks(piece.packed_start, piece.shape, piece.packed_strides),
-            blocks(piece.full_start, piece.shape, piece.full_strides),
+            offsets_in(block.packed_start, block.shape, block.packed_strides),
+            offsets_in(block.full_start, block.shape, block.full_strides),
             strict=True,
         )
     }
@@ -199,7 +198,7 @@ def test_a_parameter_that_is_cut_unevenly_or_across_has_no_place_to_be_gathered_
     shape: tuple[int, ...], dim: int
 ) -> None:
     params = [RowParam((4, 4), 0, "one", 4, 4), RowParam(shape, dim, "one", 4, 4)]
-    assert plan_rows(params, 2).shares() is None
+    assert plan_rows(params, 2).even_shards() is None
 
 
 @settings(max_examples=200)
@@ -225,19 +224,19 @@ def test_merging_blocks_of_one_size_copies_the_same_elements(
     starts = [layout.sent_starts_bytes[index] // 4 for index in segment.members]
     full_starts = [layout.full_starts_bytes[index] // 4 for index in segment.members]
     merged = {}
-    for piece in plan_segment_pieces(cuts, starts, full_starts, row_numel):
-        full = blocks(piece.full_start, piece.shape, piece.full_strides)
+    for block in plan_segment_blocks(cuts, starts, full_starts, row_numel):
+        full = offsets_in(block.full_start, block.shape, block.full_strides)
         for element, place in zip(
-            full, blocks(piece.packed_start, piece.shape, piece.packed_strides), strict=True
+            full, offsets_in(block.packed_start, block.shape, block.packed_strides), strict=True
         ):
             assert place not in merged
             merged[place] = element
     separate = {}
     for cut, start, full_start in zip(cuts, starts, full_starts, strict=True):
-        for piece in plan_pieces(cut, start, row_numel):
-            full = blocks(full_start + piece.full_start, piece.shape, piece.full_strides)
+        for block in plan_blocks(cut, start, row_numel):
+            full = offsets_in(full_start + block.full_start, block.shape, block.full_strides)
             separate |= dict(
-                zip(blocks(piece.packed_start, piece.shape, piece.packed_strides), full, strict=True)
+                zip(offsets_in(block.packed_start, block.shape, block.packed_strides), full, strict=True)
             )
     assert merged == separate
 
@@ -247,10 +246,10 @@ def test_a_transformer_block_is_copied_out_in_three_blocks() -> None:
     shapes = [(32,), (32, 32), (32, 32), (32, 32), (32, 32), (32,), (64, 32), (64, 32), (32, 64)]
     layout = plan_rows([RowParam(shape, 0, "one", 4, 4) for shape in shapes], 8)
     (segment,) = layout.segments
-    pieces = plan_segment_pieces(
+    blocks = plan_segment_blocks(
         [layout.cuts[index] for index in segment.members],
         [layout.sent_starts_bytes[index] // 4 for index in segment.members],
         [layout.full_starts_bytes[index] // 4 for index in segment.members],
         layout.sent_bytes // 4,
     )
-    assert [piece.shape[1] for piece in pieces] == [2, 4, 3]
+    assert [block.shape[1] for block in blocks] == [2, 4, 3]

@@ -1,9 +1,9 @@
-"""Sums over ranks by a fixed tree: a group's calls, with the additions made here.
+"""A process group's collectives with reduces that sum over ranks in a fixed tree order.
 
-    rows of all ranks ──one exchange, in the dtype they came in──▶ terms of the own row ──tree over ranks──▶ own row
+    rows of all ranks ──one all-to-all, in the dtype they are in──▶ terms of the own row ──tree over ranks──▶ own row
 
-A group's own reduce adds in an order of its own, which depends on how many ranks there are and on the network. Here
-terms travel as they are, and each element is added up by the one rank that owns it, in the order of ``plan/tree``.
+The order in which a group's own reduce adds depends on the number of ranks and on the network. Here the terms are sent
+unsummed, and the rank that owns an element adds its terms in the order of ``plan/sums``.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import torch
 
 from shardwise.comm.channels.channel import UNNAMED
 from shardwise.comm.collectives.group import DONE, GroupCollectives, Work
-from shardwise.plan.spans import ceil_div
-from shardwise.plan.tree import tree_sum
+from shardwise.plan.layout import ceil_div
+from shardwise.plan.sums import tree_sum
 
 
 class ExactCollectives(GroupCollectives):
-    """A group whose reduces are sums by a tree over its ranks, in the dtype of what they are summed into."""
+    """A group whose reduces are tree sums over its ranks, in the dtype of their output."""
 
     set_by = "exact=True"
 
     def __init__(self, inner: GroupCollectives) -> None:
-        # All that was looked up for the group stays so; only reduces differ.
+        # Everything but the reduces is as in the inner group.
         self.__dict__.update(inner.__dict__)
         self.averages = False
         self._inner = inner
@@ -34,24 +34,26 @@ class ExactCollectives(GroupCollectives):
             output.copy_(rows)
             return DONE
         arrived = torch.empty_like(rows)
-        return _OwnRow(self._inner.issue_exchange(arrived, rows, code), arrived.view(self.world, -1), output)
+        return _ReduceScatterWork(
+            self._inner.issue_exchange(arrived, rows, code), arrived.view(self.world, -1), output
+        )
 
     def issue_all_reduce(self, tensor: torch.Tensor, average: bool, code: int = UNNAMED) -> Work:
         if self.world == 1:
             return DONE
-        # Each rank adds up a part of the tensor: fewer bytes travel than if every rank had all terms.
-        part_numel = ceil_div(tensor.numel(), self.world)
-        parts = tensor
-        if part_numel * self.world != tensor.numel():
-            parts = tensor.new_zeros(part_numel * self.world)
-            parts[: tensor.numel()] = tensor
-        arrived = torch.empty_like(parts)
-        work = self._inner.issue_exchange(arrived, parts, code)
-        return _Replicas(self._inner, work, code, arrived.view(self.world, -1), parts, tensor)
+        # Each rank sums a shard of the tensor: fewer bytes are sent than if every rank received all terms.
+        shard_numel = ceil_div(tensor.numel(), self.world)
+        shards = tensor
+        if shard_numel * self.world != tensor.numel():
+            shards = tensor.new_zeros(shard_numel * self.world)
+            shards[: tensor.numel()] = tensor
+        arrived = torch.empty_like(shards)
+        work = self._inner.issue_exchange(arrived, shards, code)
+        return _AllReduceWork(self._inner, work, code, arrived.view(self.world, -1), shards, tensor)
 
 
-class _OwnRow:
-    """Terms of the own row under way: ``wait`` adds them up. ``carried_by`` is what brings them."""
+class _ReduceScatterWork:
+    """An exchange of the own row's terms, ``carried_by``, whose ``wait`` sums them."""
 
     def __init__(self, carried_by: Work, arrived: torch.Tensor, output: torch.Tensor) -> None:
         self.carried_by = carried_by
@@ -63,8 +65,8 @@ class _OwnRow:
         self._output.copy_(_sum(self._arrived, self._output.dtype))
 
 
-class _Replicas:
-    """The same for a tensor that all ranks want whole: then the parts are brought together."""
+class _AllReduceWork:
+    """The same for a shard of the tensor; ``wait`` then gathers the sums of all ranks."""
 
     def __init__(
         self,
@@ -72,27 +74,27 @@ class _Replicas:
         carried_by: Work,
         code: int,
         arrived: torch.Tensor,
-        parts: torch.Tensor,
+        shards: torch.Tensor,
         tensor: torch.Tensor,
     ) -> None:
         self.carried_by = carried_by
         self._calls = calls
         self._code = code
         self._arrived = arrived
-        self._parts = parts
+        self._shards = shards
         self._tensor = tensor
 
     def wait(self) -> None:
         self.carried_by.wait()
         own = _sum(self._arrived, self._tensor.dtype)
-        self.carried_by = self._calls.issue_all_gather(self._parts, own, self._code)
+        self.carried_by = self._calls.issue_all_gather(self._shards, own, self._code)
         self.carried_by.wait()
-        if self._parts is not self._tensor:
-            self._tensor.copy_(self._parts[: self._tensor.numel()])
+        if self._shards is not self._tensor:
+            self._tensor.copy_(self._shards[: self._tensor.numel()])
 
 
 def _sum(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The sum of rows that nobody needs any more: of each pair the left one takes the sum, widened if it must be."""
+    """The tree sum of rows, which are overwritten where they have ``dtype`` already."""
 
     def add(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         return left.to(dtype).add_(right)

@@ -1,17 +1,17 @@
-"""Exact sums of gradients: in one order, whatever the number of ranks and the way they share a model.
+"""Exact sums of gradients: always in the same order, however many ranks there are and however they shard the model.
 
     micro-batches       0   1   2   3   4   5   6   7
     on 2 ranks, rank    0   1   0   1   0   1   0   1
     after a backward    └─┬─┘   └─┬─┘   └─┬─┘   └─┬─┘     tree over ranks (``engine/exact/exact_collectives``)
-    from one to next      └───┬───┘       └───┬───┘       blocks that gradients carry along (``Tally``)
+    across backwards      └───┬───┘       └───┬───┘       subtrees that gradients carry (``Tally``)
                               └───────┬───────┘
 
-Each backward is a micro-batch of every rank. Its gradients travel in the dtype they were computed in and are added in
-float32, first over ranks, then over replicas, then over backwards, always in the order of ``plan/tree``.
+Each backward is one micro-batch of every rank. Its gradients are sent in the dtype they were computed in and added in
+float32: first over ranks, then over replicas, then over backwards, always in the order of ``plan/sums``.
 
-A gradient is at all times the sum so far. What it takes to add the next micro-batch in its place, the blocks that the
-sum is made of, is carried by the gradients themselves and goes with them: there is nothing to begin or to end.
-Gradients that somebody wrote to stay as they are, and what comes is summed anew and added to them.
+A gradient always is the sum of the backwards up to now. The subtrees of that sum, needed to add the next micro-batch in
+the right order, are attached to the gradients and dropped with them, so accumulation needs no explicit begin or end. If
+gradients were written to, they are kept, and later backwards form a new sum that is added to them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from shardwise.engine.reduce.reduce_plan import ReducePlan, ReduceSettings, Summ
 from shardwise.engine.unit.binding import Slot
 from shardwise.engine.unit.dtensor_form import ShardedForm
 from shardwise.errors import ConfigError, StateError
-from shardwise.plan.tree import is_power_of_two, total, with_term
+from shardwise.plan.sums import is_power_of_two, total, with_term
 from shardwise.policies import MixedPrecisionPolicy
 from shardwise.torch_internals import local_of, post_accumulate_hooks
 
@@ -43,7 +43,7 @@ TALLY_ATTRIBUTE = "_shardwise_tally"
 
 
 class ExactSummation(Summation):
-    """How a unit's gradients are summed up where ``exact=True`` was said."""
+    """How a unit's gradients are summed with ``exact=True``."""
 
     is_exact = True
 
@@ -61,9 +61,9 @@ class ExactSummation(Summation):
         pins: bool,
     ) -> ReducePlan:
         sent = computed_dtype(slots)
-        wanted = precision.reduce_dtype
-        if wanted is not None and wanted.itemsize < sent.itemsize:
-            sent = wanted
+        reduce_dtype = precision.reduce_dtype
+        if reduce_dtype is not None and reduce_dtype.itemsize < sent.itemsize:
+            sent = reduce_dtype
         return ExactReducePlan(
             slots, form, mesh, sent, shard_device, pins, torch.promote_types(sent, torch.float32)
         )
@@ -73,43 +73,46 @@ EXACT_SUMMATION = ExactSummation()
 
 
 def check_mesh(mesh: DataMesh, where: str) -> None:
-    """Raises unless the ranks of ``mesh`` hold aligned blocks of micro-batches."""
+    """Raises unless the ranks of ``mesh`` hold aligned subtrees of micro-batches."""
     for axis, calls in (("shards over", mesh.shard), ("replicates over", mesh.replicate)):
         if calls is not None and not is_power_of_two(calls.world):
             raise ConfigError(
-                f"exact sums are made in pairs, and the mesh {axis} {calls.world} ranks",
+                f"exact sums need a power of two of ranks, and the mesh {axis} {calls.world} ranks",
                 where=where,
-                fix="use 1, 2, 4, 8, ... ranks, or leave exact out",
+                fix="use 1, 2, 4, 8, ... ranks, or leave out exact=True",
             )
 
 
 def check_model(units: Iterable[Unit], where: str) -> None:
-    """Raises if some units of a model are summed exactly and others are not: the result would be neither."""
+    """Raises if only some units of a model are summed exactly."""
     training = [unit for unit in units if unit.gradients.num_trainable]
     exact = [unit for unit in training if unit.sums.is_exact]
     others = [unit for unit in training if not unit.sums.is_exact]
     if exact and others:
         raise ConfigError(
-            f"unit '{exact[0].name}' sums its gradients exactly and unit '{others[0].name}' does not: the model would "
-            "still depend on how it is sharded",
+            f"unit '{exact[0].name}' sums its gradients exactly and unit '{others[0].name}' does not: the result would "
+            "still depend on how the model is sharded",
             where=where,
-            fix="pass exact=True to every call that shards a part of the model, or to none",
+            fix="pass exact=True to every fully_shard call of the model, or to none",
         )
 
 
 def check_not_exact(units: Iterable[Unit], setter: str, reason: str) -> None:
-    """Raises if a setting would have gradients summed in another order than exact sums have."""
+    """Raises if a setting would change the order in which an exact unit's gradients are summed."""
     for unit in units:
         if unit.sums.is_exact:
             raise ConfigError(
                 f"unit '{unit.name}' sums its gradients exactly, and {setter} {reason}",
                 where=f"{setter}, unit '{unit.name}', rank {unit.rank}",
-                fix=f"leave {setter} out, or shard the model without exact=True",
+                fix=f"do not call {setter}, or shard the model without exact=True",
             )
 
 
 class ExactReducePlan(ReducePlan):
-    """The reduce of one set of trainable slots: sent as computed, summed in float32."""
+    """The exact reduce of one set of trainable slots: sent in the dtype they were computed in, summed in float32."""
+
+    # Each gradient is a subtree that a later sum may need.
+    _reuses_gradients = False
 
     def __init__(
         self,
@@ -122,11 +125,9 @@ class ExactReducePlan(ReducePlan):
         sum_dtype: torch.dtype,
     ) -> None:
         super().__init__(slots, form, mesh, sent_dtype, shard_device, pins, sum_dtype)
-        # Gradients have memory of their own: each is a block that a later sum may need.
-        self._lends = False
-        # What reduces of one backward are told apart by.
+        # Counts the reduces of one backward.
         self.reduce_number = 0
-        # Which gradients are this plan's, or that of one made anew in its place.
+        # Identifies the gradients of this plan, and of one that replaces it later.
         self.token = (id(form), self.row_numel, sum_dtype, tuple(slot.name for slot in slots))
 
     def begin(self, settings: ReduceSettings, streams: SideStreams, codes: tuple[int, int]) -> ReduceInFlight:
@@ -135,10 +136,10 @@ class ExactReducePlan(ReducePlan):
 
 
 class Tally:
-    """The sum that a unit's gradients stand for, and the blocks it is made of; a new one for every sum.
+    """The subtrees of the sum that a unit's gradients are; every sum has a new tally.
 
-    ``trees`` has a tree for each reduce of a backward, because a unit may be reduced in several parts: (how many
-    backwards, their blocks). ``bases`` are gradients that were there before the first, by number of the part.
+    ``trees`` has an entry for each reduce of a backward, because a unit may be reduced several times in one: (number of
+    backwards, their subtrees). ``bases`` are the gradients from before the first backward, by index of their view.
     """
 
     def __init__(
@@ -151,68 +152,67 @@ class Tally:
         self._trees = trees
         self._bases = bases or {}
         self._versions: dict[int, int] = {}
-        self._block_versions: list[int] = []
+        self._subtree_versions: list[int] = []
 
     @staticmethod
     def found(plan: ExactReducePlan) -> Tally:
-        """The one that the gradients of a plan carry; an empty one if they do not agree or were written to."""
-        carried = (_carried(part.slot.sharded.grad) for part in plan.parts)
+        """The tally that a plan's gradients carry; an empty one if they disagree or were written to."""
+        carried = (_carried(view.slot.sharded.grad) for view in plan.views)
         tally = next((each for each in carried if each is not None and each._token == plan.token), None)
         return tally if tally is not None and tally._still_holds(plan) else Tally(plan.token)
 
     def _still_holds(self, plan: ExactReducePlan) -> bool:
-        # A gradient that was replaced by a later sum may be one of its blocks, and somebody may have kept it. (What a
-        # DTensor's own operations write to such a one is not seen.)
-        if self._block_versions != [block._version for block in self._blocks()]:
+        # A gradient that a later sum replaced may be one of its subtrees, and users may have kept and changed it.
+        # (Changes by in-place operations of the DTensor itself are not noticed.)
+        if self._subtree_versions != [subtree._version for subtree in self._subtrees()]:
             return False
         for number, version in self._versions.items():
-            gradient = plan.parts[number].slot.sharded.grad
+            gradient = plan.views[number].slot.sharded.grad
             if gradient is None or _carried(gradient) is not self or gradient_version(gradient) != version:
                 return False
         return True
 
-    def _blocks(self) -> Iterable[torch.Tensor]:
-        return (block for _, blocks in self._trees for block in blocks)
+    def _subtrees(self) -> Iterable[torch.Tensor]:
+        return (subtree for _, subtrees in self._trees for subtree in subtrees)
 
     @property
     def numbers(self) -> list[int]:
-        """The parts that have been given a gradient."""
+        """The views whose gradients have been assigned."""
         return list(self._versions)
 
     def with_row(self, reduce_number: int, row: torch.Tensor) -> Tally:
-        """The sum with one more row, of that reduce of a backward."""
+        """The tally with one more row, which is the ``reduce_number``-th reduce of a backward."""
         trees = list(self._trees)
-        # An optimizer that steps in a hook may have dropped gradients between two reduces of a backward.
+        # An optimizer that steps in a hook may have dropped gradients between two reduces of one backward.
         reduce_number = min(reduce_number, len(trees))
         if reduce_number == len(trees):
             trees.append((0, ()))
-        count, blocks = trees[reduce_number]
-        trees[reduce_number] = (count + 1, with_term(blocks, count, row, torch.add))
+        count, subtrees = trees[reduce_number]
+        trees[reduce_number] = (count + 1, with_term(subtrees, count, row, torch.add))
         return Tally(self._token, tuple(trees), dict(self._bases))
 
     def row(self) -> torch.Tensor:
-        """The sum; possibly a block itself."""
-        rows = [total(blocks, torch.add) for _, blocks in self._trees]
+        """The sum, which may share memory with a subtree."""
+        rows = [total(subtrees, torch.add) for _, subtrees in self._trees]
         return total(rows[::-1], torch.add)
 
     def base(self, number: int, existing: torch.Tensor | None) -> torch.Tensor | None:
-        """What a part's gradient was before this sum began; ``existing`` is that of a part which joins it now."""
+        """The gradient of a view from before this sum began; ``existing`` is that of a view that joins the sum now."""
         if existing is not None:
             self._bases[number] = local_of(existing) if isinstance(existing, DTensor) else existing
         return self._bases.get(number)
 
-    def go_with(self, gradients: dict[int, torch.Tensor]) -> None:
-        """Lets the gradients carry it."""
+    def attach_to(self, gradients: dict[int, torch.Tensor]) -> None:
         for gradient in gradients.values():
             gradient.__dict__[TALLY_ATTRIBUTE] = self
         self._versions = {number: gradient_version(gradient) for number, gradient in gradients.items()}
-        self._block_versions = [block._version for block in self._blocks()]
+        self._subtree_versions = [subtree._version for subtree in self._subtrees()]
 
     def __deepcopy__(self, memo: dict[int, object]) -> Tally:
         return Tally()
 
     def __reduce__(self) -> tuple[type[OrderedDict[str, object]], tuple[()]]:
-        # What is saved must load without shardwise, and with torch.load(weights_only=True).
+        # Saved gradients must load without shardwise, and with torch.load(weights_only=True).
         return (OrderedDict, ())
 
 
@@ -222,7 +222,7 @@ def _carried(gradient: torch.Tensor | None) -> Tally | None:
 
 
 class ExactReduceInFlight(ReduceInFlight):
-    """One exact reduce under way. The own row becomes a block of the sum that gradients are."""
+    """One exact reduce in flight. The own row becomes a subtree of the sum."""
 
     plan: ExactReducePlan
 
@@ -238,7 +238,7 @@ class ExactReduceInFlight(ReduceInFlight):
         self._reduce_number = reduce_number
 
     def _make_own_row(self) -> torch.Tensor:
-        # From the lane's memory: blocks come and go there.
+        # From the reduce stream's memory, on which subtrees are made and freed.
         with self._streams.reduce:
             return super()._make_own_row()
 
@@ -247,39 +247,38 @@ class ExactReduceInFlight(ReduceInFlight):
             own_row.div_(self._division.after)
         self.is_done = True
 
-    def _give_out(self) -> list[Slot]:
+    def _assign_gradients(self) -> list[Slot]:
         plan, stream, row = self.plan, self._streams.reduce, self._own_row
         assert row is not None
         self._own_row = None
-        received = {part.slot for part in self._received}
+        received = {view.slot for view in self._received}
         hooked: list[Slot] = []
-        given: dict[int, torch.Tensor] = {}
+        assigned: dict[int, torch.Tensor] = {}
         with stream:
             before = Tally.found(plan)
             known = set(before.numbers)
             tally = before.with_row(self._reduce_number, row)
-            runs = [tally.row()] if plan.is_one_run else self._cast_runs(tally.row())
-            for number, part in enumerate(plan.parts):
-                if part.slot in received and part.slot.sharded._backward_hooks:
+            segments = [tally.row()] if plan.needs_no_cast else self._cast_segments(tally.row())
+            for number, view in enumerate(plan.views):
+                if view.slot in received and view.slot.sharded._backward_hooks:
                     raise StateError(
-                        f"parameter '{part.slot.name}' has a gradient hook, which may change each micro-batch's part "
-                        "of an exact sum",
+                        f"parameter '{view.slot.name}' has a gradient hook, which may change the terms of an exact sum",
                         where=f"backward, rank {plan.mesh.rank}",
-                        fix="use register_post_accumulate_grad_hook, which sees the sum; or leave exact=True out",
+                        fix="use register_post_accumulate_grad_hook, which sees the sum; or leave out exact=True",
                     )
-                if (part.slot in received or number in known) and not part.is_none:
-                    base = tally.base(number, None if number in known else part.slot.sharded.grad)
-                    gradient = self._part_of(runs, part, base)
-                    part.slot.sharded.grad = given[number] = part.slot.gradient(gradient)
-                if part.slot in received and post_accumulate_hooks(part.slot.sharded):
-                    hooked.append(part.slot)
-            tally.go_with(given)
+                if (view.slot in received or number in known) and not view.is_none:
+                    base = tally.base(number, None if number in known else view.slot.sharded.grad)
+                    gradient = self._with_base(segments, view, base)
+                    view.slot.sharded.grad = assigned[number] = view.slot.gradient(gradient)
+                if view.slot in received and post_accumulate_hooks(view.slot.sharded):
+                    hooked.append(view.slot)
+            tally.attach_to(assigned)
         return hooked
 
-    def _part_of(
-        self, runs: list[torch.Tensor], part: GradientView, base: torch.Tensor | None
+    def _with_base(
+        self, segments: list[torch.Tensor], view: GradientView, base: torch.Tensor | None
     ) -> torch.Tensor:
-        gradient = runs[part.run].as_strided(part.shape, part.strides, part.start)
+        gradient = segments[view.segment].as_strided(view.shape, view.strides, view.start)
         if base is None:
             return gradient
         if self.plan.is_offloaded:

@@ -1,1 +1,1 @@
-"""From every rank's shards to full parameters."""
+"""Gathers: from every rank's shards to full parameters."""

@@ -1,7 +1,7 @@
-"""Whole tensors out of flat shards, and back: for what happens between steps.
+"""Gathers full tensors of flat units between steps, and writes them back to the shards.
 
-State dicts, ``summon_full_params`` and optimizer states gather here, into memory of their own and in the dtype that is
-stored. The unit's own unsharded parameters, in the dtype that is computed in, are not touched.
+For state dicts, ``summon_full_params`` and optimizer states: into new memory, in the stored dtype. The unit's own
+unsharded parameters, in the compute dtype, are gathered by ``unit_gather``.
 """
 
 from __future__ import annotations
@@ -34,57 +34,57 @@ def flat_slots(unit: Unit) -> list[FlatSlot]:
 
 
 def full_tensor_of(value: Any) -> Any:
-    """All of a DTensor, where its shards are; anything else as it is."""
+    """The full tensor of a DTensor, on the device of its shards; any other value unchanged."""
     if not isinstance(value, DTensor):
         return value
-    # Shards on the host go over the device that the mesh talks for: its group may know no other.
+    # Shards on the host are gathered on the mesh's device: its group may support no other.
     on_device = value.to(value.device_mesh.device_type)
     assert isinstance(on_device, DTensor)
     return on_device.full_tensor().to(value.device)
 
 
-def share_of(
+def assemble_shard(
     line: Line,
     parts: Sequence[torch.Tensor | None],
-    share_numel: int,
+    shard_numel: int,
     dtype: torch.dtype,
     device: torch.device,
 ) -> torch.Tensor:
-    """A rank's share of a line, put together from what it has of each parameter; zeros where it has nothing."""
-    share = torch.zeros(share_numel, dtype=dtype, device=device)
+    """Assembles a rank's shard of a flat segment from its elements of each parameter; zeros where it has none."""
+    shard = torch.zeros(shard_numel, dtype=dtype, device=device)
     for slot, part in zip(line.slots, parts, strict=True):
         if part is not None:
-            share[slot.start : slot.start + slot.span.numel] = part.reshape(-1)
-    return share
+            shard[slot.start : slot.start + slot.span.numel] = part.reshape(-1)
+    return shard
 
 
-def shown_part(slot: FlatSlot, tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's elements of a slot in a tensor shaped like its sharded parameter, or like the line's."""
+def local_elements(slot: FlatSlot, tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's elements of a slot, in a tensor shaped like the sharded parameter that the module shows."""
     flat = tensor.reshape(-1)
     return flat if slot.is_shown else flat[slot.start : slot.start + slot.span.numel]
 
 
-def gather_line(unit: Unit, share: torch.Tensor) -> torch.Tensor:
-    """Every rank's share of a line, end to end, on the device the unit computes on."""
+def gather_segment(unit: Unit, shard: torch.Tensor) -> torch.Tensor:
+    """Gathers every rank's shard of a flat segment, end to end, on the compute device."""
     calls, root = unit.mesh.shard, unit.root
-    own = share.detach().contiguous().to(unit.mesh.device)
-    # order: writes to the shares before this gather, because it reads them on a lane
+    own = shard.detach().contiguous().to(unit.mesh.device)
+    # order: writes to the shards before this gather, because it reads them on a side stream
     root.streams.gather.wait_compute()
     with unseen_by_modes(), root.streams.gather:
-        whole = torch.empty(calls.world * own.numel(), dtype=own.dtype, device=own.device)
-        calls.issue_all_gather(whole.view(torch.uint8), own.view(torch.uint8)).wait()
+        full = torch.empty(calls.world * own.numel(), dtype=own.dtype, device=own.device)
+        calls.issue_all_gather(full.view(torch.uint8), own.view(torch.uint8)).wait()
         arrival = root.streams.gather.record_event()
-    # order: the gather before compute, because the caller reads what arrived
+    # order: the gather before compute, because the caller reads what it received
     root.streams.compute_waits_for(arrival)
-    return whole
+    return full
 
 
-def full_tensors_of(unit: Unit, number: int, line_values: torch.Tensor) -> list[torch.Tensor]:
-    """The parameters in a gathered line, as views of it in their own shapes; ``number`` is the line's."""
+def full_tensors_of(unit: Unit, number: int, values: torch.Tensor) -> list[torch.Tensor]:
+    """The parameters in gathered segment ``number``, as views of it in their own shapes."""
     layout = flat_form(unit).layout
     segment = layout.segments[number]
     return [
-        line_values[start : start + layout.numels[index]].view(slot.shape)
+        values[start : start + layout.numels[index]].view(slot.shape)
         for index, start, slot in zip(
             segment.members, segment.starts, flat_form(unit).lines[number].slots, strict=True
         )
@@ -92,69 +92,69 @@ def full_tensors_of(unit: Unit, number: int, line_values: torch.Tensor) -> list[
 
 
 def gather_parameters(unit: Unit) -> dict[FlatSlot, torch.Tensor]:
-    """Every parameter of the unit, whole, as stored. Every rank must call it."""
+    """Gathers every parameter of the unit, in its stored dtype. Every rank must call it."""
     unit.take_back_replaced()
     found: dict[FlatSlot, torch.Tensor] = {}
     for number, line in enumerate(flat_form(unit).lines):
-        whole = gather_line(unit, line.share)
-        found.update(zip(line.slots, full_tensors_of(unit, number, whole), strict=True))
+        full = gather_segment(unit, line.share)
+        found.update(zip(line.slots, full_tensors_of(unit, number, full), strict=True))
     return found
 
 
 def gather_gradients(unit: Unit) -> dict[FlatSlot, torch.Tensor]:
-    """Every gradient that shards have, whole. Every rank must call it, and have gradients of the same parameters."""
+    """Gathers the gradients of the shards. Every rank must call it, with gradients of the same parameters."""
     dtypes = _dtypes_of_gradients(unit)
     found: dict[FlatSlot, torch.Tensor] = {}
     for number, line in enumerate(flat_form(unit).lines):
-        share_numel = flat_form(unit).layout.segments[number].numel
+        shard_numel = flat_form(unit).layout.segments[number].numel
         for dtype in dict.fromkeys(dtypes[slot] for slot in line.slots if slot in dtypes):
             chosen = [slot if dtypes.get(slot) is dtype else None for slot in line.slots]
-            parts = [None if slot is None else _part_of_gradient(slot) for slot in chosen]
-            share = share_of(line, parts, share_numel, dtype, unit.mesh.device)
-            wholes = full_tensors_of(unit, number, gather_line(unit, share))
-            found.update(
-                (slot, whole) for slot, whole in zip(chosen, wholes, strict=True) if slot is not None
-            )
+            parts = [None if slot is None else _gradient_elements(slot) for slot in chosen]
+            shard = assemble_shard(line, parts, shard_numel, dtype, unit.mesh.device)
+            fulls = full_tensors_of(unit, number, gather_segment(unit, shard))
+            found.update((slot, full) for slot, full in zip(chosen, fulls, strict=True) if slot is not None)
     return found
 
 
 def _dtypes_of_gradients(unit: Unit) -> dict[FlatSlot, torch.dtype]:
-    """The dtypes of the gradients that the ranks have; a rank without elements of a parameter has none of it."""
+    """The dtype of each slot's gradient; raises if ranks that hold elements of the slot disagree."""
     slots = flat_slots(unit)
     own = [None if (gradient := slot.sharded.grad) is None else gradient.dtype for slot in slots]
     by_rank = gather_objects(own, unit.mesh.shard)
     dtypes: dict[FlatSlot, torch.dtype] = {}
     for index, slot in enumerate(slots):
-        told = {rank: by_rank[rank][index] for rank in ranks_with_elements(unit, index)}
-        if len(set(told.values())) > 1:
+        reported = {rank: by_rank[rank][index] for rank in ranks_with_elements(unit, index)}
+        if len(set(reported.values())) > 1:
             raise RankDisagreement(
-                f"the gradient of parameter '{slot.name}' is not the same kind on all ranks: "
-                + ", ".join(f"{dtype or 'none'} on rank {rank} of the group" for rank, dtype in told.items()),
+                f"the gradient of parameter '{slot.name}' differs between ranks: "
+                + ", ".join(
+                    f"{dtype or 'none'} on rank {rank} of the group" for rank, dtype in reported.items()
+                ),
                 where=f"unit '{unit.name}', rank {unit.rank}, with_grads=True",
-                fix="drop or set gradients on all ranks alike",
+                fix="set or drop this gradient on all ranks, in one dtype",
             )
-        if dtype := next(iter(told.values()), None):
+        if dtype := next(iter(reported.values()), None):
             dtypes[slot] = dtype
     return dtypes
 
 
 def ranks_with_elements(unit: Unit, index: int) -> list[int]:
-    """The ranks of the shard group that hold some of a slot; all of them where there is nothing to hold."""
+    """The ranks of the shard group that hold elements of a slot; all ranks if the slot has no elements."""
     layout, ranks = flat_form(unit).layout, range(unit.mesh.shard.world)
-    return [rank for rank in ranks if layout.own_span(index, rank).numel] or list(ranks)
+    return [rank for rank in ranks if layout.shard_span(index, rank).numel] or list(ranks)
 
 
-def _part_of_gradient(slot: FlatSlot) -> torch.Tensor | None:
+def _gradient_elements(slot: FlatSlot) -> torch.Tensor | None:
     gradient = slot.sharded.grad
-    return None if gradient is None else shown_part(slot, gradient)
+    return None if gradient is None else local_elements(slot, gradient)
 
 
-def own_elements(slot: FlatSlot, whole: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a whole tensor."""
-    return whole.reshape(-1)[slot.span.start : slot.span.stop]
+def shard_elements(slot: FlatSlot, full: torch.Tensor) -> torch.Tensor:
+    """The elements of a full tensor that this rank holds."""
+    return full.reshape(-1)[slot.span.start : slot.span.stop]
 
 
-def write_parameter(slot: FlatSlot, whole: torch.Tensor) -> None:
-    """Takes this rank's elements over, through the parameter: a unit that is kept unsharded notices the change."""
+def write_parameter(slot: FlatSlot, full: torch.Tensor) -> None:
+    """Copies this rank's elements into the sharded parameter, so that a unit kept unsharded notices the change."""
     with torch.no_grad():
-        shown_part(slot, slot.sharded).copy_(own_elements(slot, whole))
+        local_elements(slot, slot.sharded).copy_(shard_elements(slot, full))

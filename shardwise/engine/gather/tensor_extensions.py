@@ -1,8 +1,8 @@
-"""Carriers: parameters whose tensor subclass decides what is sent and how it is rebuilt.
+"""Tensor extensions: parameters whose tensor subclass decides what is sent and how the full parameter is rebuilt.
 
 A local tensor that defines ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` (torchao's float8 weights do) keeps its
-own storage. What it wants sent has room in the unit's row, is gathered with everything else in the same collective,
-and is handed back to it to rebuild the full parameter from.
+own storage. The tensors that it wants to send are copied into the unit's row, gathered in the same collective as
+everything else, and passed to ``fsdp_post_all_gather``, which rebuilds the full parameter.
 
     local ──fsdp_pre_all_gather──▶ inputs ──row, gather, copy-out──▶ outputs ──fsdp_post_all_gather──▶ full parameter
 """
@@ -28,7 +28,7 @@ def is_tensor_extension(local: torch.Tensor) -> bool:
 
 
 class TensorExtension:
-    """One such parameter, with its places in the row and in the full buffer."""
+    """One such parameter, with its tensors in the row and in the full buffer."""
 
     def __init__(self, slot: Slot, mesh: DeviceMesh, precision: MixedPrecisionPolicy, world: int) -> None:
         self.slot = slot
@@ -36,19 +36,19 @@ class TensorExtension:
         self._precision = precision
         self._world = world
         self._param_dtype = precision.param_dtype or slot.stored_dtype
-        self._takes_details = len(inspect.signature(self._local.fsdp_pre_all_gather).parameters) > 1
+        self._takes_all_arguments = len(inspect.signature(self._local.fsdp_pre_all_gather).parameters) > 1
         self._metadata: Any = None
         if slot.shape[slot.dim] % world or slot.dim:
             raise ConfigError(
-                f"parameter '{slot.name}' of shape {slot.shape} decides itself what is sent, and such parameters are "
-                f"cut evenly along dim 0",
+                f"parameter '{slot.name}' of shape {slot.shape} defines fsdp_pre_all_gather, and such parameters must "
+                f"divide evenly along dim 0",
                 where=f"shard world {world}, dim {slot.dim}",
                 fix="pad dim 0 to a multiple of the shard world, or put the parameter into ignored_params",
             )
         inputs = self._read_inputs()
         self.input_dtypes = [tensor.dtype for tensor in inputs]
         self._output_shapes = [(tensor.shape[0] * world, *tensor.shape[1:]) for tensor in inputs]
-        self._row_parts: list[torch.Tensor] = []
+        self._row_tensors: list[torch.Tensor] = []
         self._outputs: list[torch.Tensor] = []
         self._inner: list[tuple[torch.UntypedStorage, int]] = []
 
@@ -57,7 +57,7 @@ class TensorExtension:
         return self.slot.local
 
     def row_params(self) -> list[RowParam]:
-        """What this parameter needs in the unit's row; sent as it is."""
+        """The entries of this parameter in the unit's row, sent without a cast."""
         return [
             RowParam(shape, 0, ("as sent", dtype), dtype.itemsize, dtype.itemsize)
             for shape, dtype in zip(self._output_shapes, self.input_dtypes, strict=True)
@@ -65,7 +65,7 @@ class TensorExtension:
 
     def _read_inputs(self) -> list[torch.Tensor]:
         local = self._local
-        if self._takes_details:
+        if self._takes_all_arguments:
             spec = self.slot.spec
             inputs, self._metadata = local.fsdp_pre_all_gather(
                 self._mesh, torch.Size(spec.shape), spec.stride, self.slot.places[0].module, self._precision
@@ -74,9 +74,9 @@ class TensorExtension:
             inputs, self._metadata = local.fsdp_pre_all_gather(self._mesh)
         return list(inputs)
 
-    def allocate(self, row_parts: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
-        """Takes its places, and has the full parameter made over them once; its values come with the first gather."""
-        self._row_parts, self._outputs = row_parts, outputs
+    def allocate(self, row_tensors: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        """Binds the memory, and makes the full parameter over it once; the first gather fills in its values."""
+        self._row_tensors, self._outputs = row_tensors, outputs
         tensor, inner = self._local.fsdp_post_all_gather(tuple(outputs), self._metadata, self._param_dtype)
         if tuple(tensor.shape) != self.slot.shape:
             raise ConfigError(
@@ -95,13 +95,13 @@ class TensorExtension:
 
     def write_row(self) -> None:
         with torch.no_grad():
-            copy_all(self._row_parts, self._read_inputs())
+            copy_all(self._row_tensors, self._read_inputs())
 
     def rebuild(self) -> None:
         for storage, size_bytes in self._inner:
             storage.resize_(size_bytes)
         unsharded = self.slot.unsharded
-        # To autograd, which may have saved the parameter in forward, getting its values back is no change of it.
+        # Autograd may have saved the parameter in forward: refilling it must not count as a change.
         with torch.no_grad(), unchanged_to_autograd(unsharded):
             self._local.fsdp_post_all_gather(
                 tuple(self._outputs), self._metadata, self._param_dtype, out=unsharded

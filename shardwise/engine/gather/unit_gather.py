@@ -1,17 +1,20 @@
-"""Gathering a unit: from every rank's row of shards to full parameters.
+"""Gathers a unit: from every rank's row of shards to full parameters.
 
     shards (own row) ──cast──▶ sent row ──one all-gather──▶ rows of all ranks ──copy-out──▶ full parameters
                                   ├───────one all-gather of many tensors (NCCL, large units)───────▲
-                                  └───────lent and read where they lie (processes of one host)─────▲
+                                  └───────shared memory, read in place (processes on one host)─────▲
 
-The cast falls away when rows are sent as they are stored, the copy-out where the rows of all ranks already are the full
-parameters end to end; on CUDA the cast then goes right to its place among them. All of it runs on the gather lane. With
-*parts*, a rank keeps a run of neighbouring rows after forward; the gather in backward then fetches only the others'
-runs, over a smaller group, and arrives at the very same rows.
+There is no cast when rows are sent as they are stored, and no copy-out where the rows of all ranks are the full
+parameters end to end; on CUDA the cast then writes straight into them. All of it runs on the gather stream.
+
+With ``reshard_after_forward=<int>`` a rank keeps a *part* after forward: its own row and some of its neighbours'. The
+gather in backward then runs over a smaller group, and yields the same rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -19,66 +22,68 @@ import torch
 from shardwise.comm.collectives.group import GroupCollectives, LentRows, Work, land
 from shardwise.engine.buffers import ElasticBuffer
 from shardwise.engine.kernels import plan_copy_out_kernel
-from shardwise.plan.layout import Layout, Piece, Share, pieces_by_rank
+from shardwise.plan.column_blocks import column_blocks_of_layout
+from shardwise.plan.layout import Block, EvenShard, Layout, blocks_by_rank
 from shardwise.plan.rows import RowsLayout
-from shardwise.plan.strips import strips_of_layout
 from shardwise.torch_internals import copy_all
 
-# From here on the time of a copy-out is worth more than that of one operation for each parameter.
+# From this size on a copy-out takes longer than gathering the parameters one by one.
 _IN_PLACE_BYTES = 16 << 20
 
 
 def _plan_in_place(
     layout: Layout, full: ElasticBuffer, row: ElasticBuffer | torch.Tensor
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
-    """Outputs and inputs of a gather that receives each parameter in its place, where that pays."""
-    shares = layout.shares()
-    if layout.is_in_place or shares is None or layout.full_bytes < _IN_PLACE_BYTES:
+    """Outputs and inputs of a gather straight into the full parameters; None where that is impossible or slower."""
+    shards = layout.even_shards()
+    if layout.is_in_place or shards is None or layout.full_bytes < _IN_PLACE_BYTES:
         return None
-    outputs, owns = [], []
-    for share in shares:
-        outputs.append(full.tensor(torch.uint8, share.full_start_bytes, (share.own_bytes * layout.world,)))
-        stop = share.own_start_bytes + share.own_bytes
-        owns.append(
-            row[share.own_start_bytes : stop]
+    outputs, inputs = [], []
+    for shard in shards:
+        outputs.append(full.tensor(torch.uint8, shard.full_start_bytes, (shard.shard_bytes * layout.world,)))
+        stop = shard.shard_start_bytes + shard.shard_bytes
+        inputs.append(
+            row[shard.shard_start_bytes : stop]
             if isinstance(row, torch.Tensor)
-            else row.tensor(torch.uint8, share.own_start_bytes, (share.own_bytes,))
+            else row.tensor(torch.uint8, shard.shard_start_bytes, (shard.shard_bytes,))
         )
-    return outputs, owns
+    return outputs, inputs
 
 
 class CopyOut(Protocol):
     def run(self) -> None:
-        """Copies the rows of all ranks to the parameters' places."""
+        """Copies the rows of all ranks into the full parameters."""
 
 
 def _plan_copy_out(
     layout: Layout, rows: ElasticBuffer, full: ElasticBuffer, sent_dtypes: list[torch.dtype]
 ) -> CopyOut:
-    if isinstance(layout, RowsLayout) and (strips := strips_of_layout(layout)) is not None:
-        kernel = plan_copy_out_kernel(strips, layout.world, layout.sent_bytes, rows, full)
+    if isinstance(layout, RowsLayout) and (blocks := column_blocks_of_layout(layout)) is not None:
+        kernel = plan_copy_out_kernel(blocks, layout.world, layout.sent_bytes, rows, full)
         if kernel is not None:
             return kernel
-    shares = layout.shares()
-    if shares is not None and full.device.type == "cuda":
-        return SplitRows(layout, shares, rows, full)
-    return CopyPieces(layout, rows, full, sent_dtypes)
+    shards = layout.even_shards()
+    if shards is not None and full.device.type == "cuda":
+        return SplitRows(layout, shards, rows, full)
+    return CopyBlocks(layout, rows, full, sent_dtypes)
 
 
 class SplitRows:
-    """One kernel for all: every parameter is the same columns of all rows."""
+    """Copies all parameters out in one torch operation; each is the same columns of all rows."""
 
-    def __init__(self, layout: Layout, shares: list[Share], rows: ElasticBuffer, full: ElasticBuffer) -> None:
+    def __init__(
+        self, layout: Layout, shards: list[EvenShard], rows: ElasticBuffer, full: ElasticBuffer
+    ) -> None:
         world = layout.world
         self._rows = rows.tensor(torch.uint8, 0, (world, layout.sent_bytes))
         self._sizes: list[int] = []
         self._outputs: list[torch.Tensor] = []
         end = 0
-        for share in sorted(shares, key=lambda share: share.own_start_bytes):
-            self._skip(share.own_start_bytes - end, full.device)
-            self._sizes.append(share.own_bytes)
-            self._outputs.append(full.tensor(torch.uint8, share.full_start_bytes, (world, share.own_bytes)))
-            end = share.own_start_bytes + share.own_bytes
+        for shard in sorted(shards, key=lambda shard: shard.shard_start_bytes):
+            self._skip(shard.shard_start_bytes - end, full.device)
+            self._sizes.append(shard.shard_bytes)
+            self._outputs.append(full.tensor(torch.uint8, shard.full_start_bytes, (world, shard.shard_bytes)))
+            end = shard.shard_start_bytes + shard.shard_bytes
         self._skip(layout.sent_bytes - end, full.device)
 
     def _skip(self, num_bytes: int, device: torch.device) -> None:
@@ -92,20 +97,20 @@ class SplitRows:
         torch.split_with_sizes_copy(self._rows, self._sizes, 1, out=self._outputs)
 
 
-class CopyPieces:
-    """A strided copy for each block of the rows."""
+class CopyBlocks:
+    """Copies the rows out with one strided copy per block."""
 
     def __init__(
         self, layout: Layout, rows: ElasticBuffer, full: ElasticBuffer, sent_dtypes: list[torch.dtype]
     ) -> None:
         self._targets: list[torch.Tensor] = []
         self._sources: list[torch.Tensor] = []
-        for segment, piece in layout.copy_out():
+        for segment, block in layout.copy_out_blocks():
             dtype = sent_dtypes[segment.members[0]]
             size = dtype.itemsize
-            self._targets.append(full.tensor(dtype, piece.full_start * size, piece.shape, piece.full_strides))
+            self._targets.append(full.tensor(dtype, block.full_start * size, block.shape, block.full_strides))
             self._sources.append(
-                rows.tensor(dtype, piece.packed_start * size, piece.shape, piece.packed_strides)
+                rows.tensor(dtype, block.packed_start * size, block.shape, block.packed_strides)
             )
 
     def run(self) -> None:
@@ -114,34 +119,34 @@ class CopyPieces:
 
 
 class CopySharedRows:
-    """The same from rows that lie each in its rank's own memory, where all others can read it."""
+    """Copies out rows that every rank keeps in its own shared memory."""
 
     def __init__(self, layout: Layout, full: ElasticBuffer, sent_dtypes: list[torch.dtype]) -> None:
         self._targets: list[torch.Tensor] = []
-        self._pieces: list[tuple[int, torch.dtype, Piece]] = []
-        for segment, piece in layout.copy_out():
+        self._blocks: list[tuple[int, torch.dtype, Block]] = []
+        for segment, block in layout.copy_out_blocks():
             dtype = sent_dtypes[segment.members[0]]
-            for rank, part in pieces_by_rank(piece, layout.sent_bytes // dtype.itemsize):
-                start_bytes = part.full_start * dtype.itemsize
-                self._targets.append(full.tensor(dtype, start_bytes, part.shape, part.full_strides))
-                self._pieces.append((rank, dtype, part))
+            for rank, of_rank in blocks_by_rank(block, layout.sent_bytes // dtype.itemsize):
+                start_bytes = of_rank.full_start * dtype.itemsize
+                self._targets.append(full.tensor(dtype, start_bytes, of_rank.shape, of_rank.full_strides))
+                self._blocks.append((rank, dtype, of_rank))
 
     def run(self, lent: LentRows) -> None:
         rows: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         sources = []
-        for rank, dtype, piece in self._pieces:
+        for rank, dtype, block in self._blocks:
             if (rank, dtype) not in rows:
                 rows[rank, dtype] = lent.row(rank).view(dtype)
             row = rows[rank, dtype]
-            start = row.storage_offset() + piece.packed_start
-            sources.append(row.as_strided(piece.shape, piece.packed_strides, start))
+            start = row.storage_offset() + block.packed_start
+            sources.append(row.as_strided(block.shape, block.packed_strides, start))
         if sources:
             copy_all(self._targets, sources)
         lent.release_rows()
 
 
 class UnitGather:
-    """The gather of one unit, with everything but the collective itself decided beforehand."""
+    """The gather of one unit. Everything is planned at set-up, except which collective the group offers at the time."""
 
     def __init__(
         self,
@@ -160,83 +165,90 @@ class UnitGather:
         # Where the rows of all ranks are the full buffer, they are received there and nothing is copied out.
         self._rows = full if layout.is_in_place else ElasticBuffer(layout.world * layout.sent_bytes, device)
         self._all_rows = self._rows.tensor(torch.uint8, 0, (layout.world * layout.sent_bytes,))
+        # The buffers that a gather needs only until it has finished.
+        self._temporary = [] if self._rows is full else [self._rows]
         self._work: Work | None = None
-
-        self._own = shards
-        self._shards = shards
-        self._device_row: ElasticBuffer | None = None
-        if shards.device != device:
-            # Shards that live on the host: one transfer brings the row over, casts happen on the device.
-            self._device_row = ElasticBuffer(layout.stored_bytes, device)
-            self._own = self._device_row.tensor(torch.uint8, 0, (layout.stored_bytes,))
-        self._on_device = self._own
-        self._casts: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._cast_row: ElasticBuffer | None = None
-        if sent_dtypes != stored_dtypes:
-            if self._rows is full and device.type == "cuda" and part_calls is None:
-                # Right to where this rank's row is received: NCCL knows that it is there already.
-                row, start = full, calls.rank * layout.sent_bytes
-            else:
-                row, start = ElasticBuffer(layout.sent_bytes, device), 0
-                self._cast_row = row
-            self._own = row.tensor(torch.uint8, start, (layout.sent_bytes,))
-            for segment in layout.segments:
-                stored_dtype, sent_dtype = stored_dtypes[segment.members[0]], sent_dtypes[segment.members[0]]
-                stored_bytes = segment.numel * segment.stored_itemsize
-                target = row.tensor(sent_dtype, start + segment.sent_start_bytes, (segment.numel,))
-                if self._device_row is not None:
-                    source = self._device_row.tensor(
-                        stored_dtype, segment.stored_start_bytes, (segment.numel,)
-                    )
-                else:
-                    stored = shards[segment.stored_start_bytes : segment.stored_start_bytes + stored_bytes]
-                    source = stored.view(stored_dtype)
-                self._casts.append((target, source))
-
-        self._copy_out = None if self._rows is full else _plan_copy_out(layout, self._rows, full, sent_dtypes)
-        self._copy_shared_rows: CopySharedRows | None = None
-        if self._rows is not full and device.type == "cpu" and part_calls is None:
-            self._copy_shared_rows = CopySharedRows(layout, full, sent_dtypes)
         self._lent: LentRows | None = None
-        self._in_place = _plan_in_place(layout, full, self._cast_row or self._device_row or shards)
+
         self._part: ElasticBuffer | None = None
         if part_calls is not None:
-            # A part is a run of rows.
-            self._in_place = None
             part_bytes = layout.sent_bytes * layout.world // part_calls.world
             self._part = ElasticBuffer(part_bytes, device)
             self._part_row = self._part.tensor(torch.uint8, 0, (part_bytes,))
             self._part_source = self._rows.tensor(torch.uint8, part_calls.rank * part_bytes, (part_bytes,))
 
-    def issue(self, code: int, from_parts: bool) -> None:
-        """Starts the gather, from every rank's shards or from the runs of rows kept after forward."""
-        if from_parts:
+        # What a gather from the shards does before its collective, in order.
+        self._prepare: list[Callable[[], object]] = [] if self._part is None else [self._part.shrink]
+        self._prepare.append(full.grow)
+        row = self._plan_own_row(layout, shards, stored_dtypes, sent_dtypes, device)
+
+        self._in_place = None if self._part is not None else _plan_in_place(layout, full, row)
+        self._copy_out = None if self._rows is full else _plan_copy_out(layout, self._rows, full, sent_dtypes)
+        self._copy_shared_rows: CopySharedRows | None = None
+        if self._rows is not full and device.type == "cpu" and part_calls is None:
+            self._copy_shared_rows = CopySharedRows(layout, full, sent_dtypes)
+
+    def _plan_own_row(
+        self,
+        layout: Layout,
+        shards: torch.Tensor,
+        stored_dtypes: list[torch.dtype],
+        sent_dtypes: list[torch.dtype],
+        device: torch.device,
+    ) -> ElasticBuffer | torch.Tensor:
+        """Plans how the shards become the row that is sent, ``self._own``; returns the memory of that row."""
+        self._own = shards
+        row: ElasticBuffer | torch.Tensor = shards
+        device_row: ElasticBuffer | None = None
+        if shards.device != device:
+            # Shards are offloaded to the host: one transfer copies the row to the device, which casts it.
+            row = device_row = ElasticBuffer(layout.stored_bytes, device)
+            self._own = device_row.tensor(torch.uint8, 0, (layout.stored_bytes,))
+            transfer = partial(self._own.copy_, shards, non_blocking=True)
+            self._prepare += [device_row.grow, transfer]
+        if sent_dtypes != stored_dtypes:
+            if self._rows is self._full and device.type == "cuda" and self._part is None:
+                # Cast to where this rank's row is received: NCCL then skips the copy of the own row.
+                cast_row, start = self._full, self.calls.rank * layout.sent_bytes
+            else:
+                row = cast_row = ElasticBuffer(layout.sent_bytes, device)
+                start = 0
+                self._prepare.append(cast_row.grow)
+                self._temporary.append(cast_row)
+            self._own = cast_row.tensor(torch.uint8, start, (layout.sent_bytes,))
+            for segment in layout.segments:
+                stored_dtype, sent_dtype = stored_dtypes[segment.members[0]], sent_dtypes[segment.members[0]]
+                target = cast_row.tensor(sent_dtype, start + segment.sent_start_bytes, (segment.numel,))
+                if device_row is not None:
+                    source = device_row.tensor(stored_dtype, segment.stored_start_bytes, (segment.numel,))
+                else:
+                    stop_bytes = segment.stored_start_bytes + segment.numel * segment.stored_itemsize
+                    source = shards[segment.stored_start_bytes : stop_bytes].view(stored_dtype)
+                self._prepare.append(partial(target.copy_, source))
+        if device_row is not None:
+            self._temporary.append(device_row)
+        return row
+
+    def issue(self, code: int, from_part: bool) -> None:
+        """Starts the gather, from every rank's shards or from the parts kept after forward."""
+        if from_part:
             assert self._part_calls is not None
             self._full.grow()
             self._rows.grow()
             self._work = self._part_calls.issue_all_gather(self._all_rows, self._part_row, code)
             return
-        if self._part is not None:
-            self._part.shrink()
-        self._full.grow()
-        if self._device_row is not None:
-            self._device_row.grow()
-            self._on_device.copy_(self._shards, non_blocking=True)
-        if self._cast_row is not None:
-            self._cast_row.grow()
-        for target, source in self._casts:
-            target.copy_(source)
+        for prepare in self._prepare:
+            prepare()
         if self._in_place is not None and self.calls.gathers_each:
             self._work = self.calls.issue_all_gather_each(*self._in_place, code)
         elif self._copy_shared_rows is not None and self.calls.lends_rows:
             self._work = self._lent = self.calls.issue_all_gather_lent(self._all_rows, self._own, code)
         else:
-            if self._rows is not self._full:
-                self._rows.grow()
+            self._rows.grow()
             self._work = self.calls.issue_all_gather(self._all_rows, self._own, code)
 
     def finish(self, keep_part: bool) -> None:
-        """Waits for the rows and copies them out; with ``keep_part``, this rank's run of rows stays behind."""
+        """Waits for the rows and copies them out; with ``keep_part``, keeps this rank's part of the rows."""
         assert self._work is not None
         self._work.wait()
         self._work = None
@@ -252,22 +264,17 @@ class UnitGather:
             self._part_row.copy_(self._part_source)
         elif self._part is not None:
             self._part.shrink()
-        if self._rows is not self._full:
-            self._rows.shrink()
-        if self._cast_row is not None:
-            self._cast_row.shrink()
-        if self._device_row is not None:
-            self._device_row.shrink()
+        for buffer in self._temporary:
+            buffer.shrink()
 
     def abandon(self) -> bool:
-        """Lets a gather that nobody waits for land, and drops it; False if it may still land later."""
+        """Drops a gather that nobody waits for, once it has ended; False if its buffers may still be written to."""
         work, self._work, self._lent = self._work, None, None
         if work is not None and not land(work):
             return False
         self.drop_part()
-        for buffer in (self._rows, self._cast_row, self._device_row):
-            if buffer is not None:
-                buffer.shrink()
+        for buffer in (self._rows, *self._temporary):
+            buffer.shrink()
         return True
 
     def drop_part(self) -> None:

@@ -1,1 +1,1 @@
-"""From full gradients to averaged gradients of shards."""
+"""Reduces: from full gradients to averaged gradients of shards."""

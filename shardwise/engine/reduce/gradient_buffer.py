@@ -1,11 +1,11 @@
-"""Memory for the gradients of shards, laid out once and lent out in every backward.
+"""Memory for the gradients of shards, laid out once and reused in every backward.
 
-A unit's reduced row is its gradient buffer: each shard's gradient is a DTensor over its part of it, made once. A
-backward lends them out; the last one is made anew each time and carries a *lease*, which ends with it. ``zero_grad``
-drops gradients in that order, so when the lease ends nobody has any of them any more, and the memory goes.
+A unit's reduced row is its gradient buffer: each shard's gradient is a DTensor over a span of it, made once. A backward
+assigns these to the parameters; only the last one is made anew each time, and carries a *lease* that ends when it is
+deleted. ``zero_grad`` drops gradients in that order, so when the lease ends none is in use, and the memory is freed.
 
-Where somebody does (a gradient, its local tensor, a view, a slice, a graph that saved one), that memory stays as it is,
-and the unit lays out new memory and gradients for itself.
+If something still uses one (a reference to a gradient, its local tensor, a view, a graph that saved one), that memory
+is left alone, and the unit makes a new buffer with new gradients.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ LEASE_ATTRIBUTE = "_shardwise_lease"
 
 @dataclass(frozen=True, slots=True)
 class GradientView:
-    """Where the gradient of a sharded parameter lies in its run of the own row.
+    """Where the gradient of a sharded parameter lies in its segment of the own row.
 
-    ``slot`` shows that parameter; ``members`` are the numbers of the full gradients it is made of. ``is_run``: the run
-    is this gradient and nothing else. ``is_none``: this rank has no element of the parameter, and its gradient is None.
+    ``members`` are the indices of the full gradients it is made of. ``is_segment``: the gradient is the whole segment.
+    ``is_none``: this rank has no element of the parameter, and its gradient is None.
     """
 
     slot: Slot
-    run: int
+    segment: int
     start: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     members: tuple[int, ...]
-    is_run: bool = False
+    is_segment: bool = False
     is_none: bool = False
 
 
-# Which of a reduce's gradients came; None if all did, as is usual.
+# Which of a reduce's gradients are present; None if all are, as usual.
 Presence = tuple[bool, ...] | None
 
 
@@ -56,15 +56,15 @@ def presence(gradients: list[torch.Tensor | None]) -> Presence:
 
 
 class Lease:
-    """Ends with the gradient that carries it; copies and saved files of that one carry an empty one."""
+    """Frees the buffer when the gradient that carries it is deleted. Copies of that gradient carry an empty lease."""
 
     def __init__(self, buffer: GradientBuffer | None = None) -> None:
-        # Weak: Python's garbage collector does not see that a parameter holds its gradient, and through a buffer that
-        # leads back to the parameter it would hold the whole model.
+        # Weak, because the buffer refers to the parameters: Python's garbage collector does not see that a parameter
+        # owns its gradient, so this cycle would keep the whole model alive.
         self._buffer = weakref.ref(buffer) if buffer is not None else None
 
     def __del__(self) -> None:
-        # ``is_finalizing``: at the end of the process there is nothing left to free.
+        # Nothing needs to be freed while the interpreter shuts down.
         buffer = self._buffer() if self._buffer is not None and not sys.is_finalizing() else None
         if buffer is not None:
             buffer.take_back()
@@ -73,7 +73,7 @@ class Lease:
         return Lease()
 
     def __reduce__(self) -> tuple[type[OrderedDict[str, object]], tuple[()]]:
-        # What is saved must load without shardwise, and with torch.load(weights_only=True).
+        # Saved gradients must load without shardwise, and with torch.load(weights_only=True).
         return (OrderedDict, ())
 
 
@@ -81,32 +81,30 @@ class GradientBuffer:
     """The gradient memory of one set of slots."""
 
     def __init__(
-        self, parts: Sequence[GradientView], row_numel: int, dtype: torch.dtype, device: torch.device
+        self, views: Sequence[GradientView], row_numel: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self._memory = ElasticBuffer(row_numel * dtype.itemsize, device)
-        self.grow = self._memory.grow
-        self.row = self._memory.tensor(dtype, 0, (row_numel,))
+        self.memory = ElasticBuffer(row_numel * dtype.itemsize, device)
+        self.row = self.memory.tensor(dtype, 0, (row_numel,))
         self._locals = {
-            part.slot: self._memory.tensor(dtype, part.start * dtype.itemsize, part.shape, part.strides)
-            for part in parts
+            view.slot: self.memory.tensor(dtype, view.start * dtype.itemsize, view.shape, view.strides)
+            for view in views
         }
         self.locals = list(self._locals.values())
         self.gradients = {slot: slot.gradient(local) for slot, local in self._locals.items()}
-        self._memory.note_own_uses([*self.locals, *self.gradients.values()])
-        # Whether there is nothing but gradients in it, no padding.
+        self.memory.note_own_uses([*self.locals, *self.gradients.values()])
+        # Whether the row has no padding.
         self.is_full = row_numel == sum(local.numel() for local in self.locals)
         self.is_lent = False
 
     def is_own(self) -> bool:
-        """Whether nobody but the unit has memory of it, or a gradient, and gradients are as they were made."""
-        # Memory that went was the unit's own.
-        return not self._memory.is_grown or (
-            self._memory.is_own() and are_over(self.gradients.values(), self.locals)
+        """Whether nothing but the unit refers to the memory or the gradients, and the gradients are unchanged."""
+        return not self.memory.is_grown or (
+            self.memory.is_own() and are_over(self.gradients.values(), self.locals)
         )
 
     @property
     def is_all_lent(self) -> bool:
-        """Whether each parameter's gradient now is the one that lies here."""
+        """Whether the current gradient of every parameter lies in this buffer."""
         if not self.is_lent:
             return False
         for slot, local in self._locals.items():
@@ -115,13 +113,13 @@ class GradientBuffer:
                 return False
         return True
 
-    def lend(self, parts: list[GradientView]) -> None:
-        """Gives parameters their gradients, and the memory with them until the last of these is dropped."""
+    def lend(self, views: list[GradientView]) -> None:
+        """Assigns the gradients to their parameters, which own the memory until the last of them is dropped."""
         gradients = self.gradients
-        for part in parts[:-1]:
-            slot = part.slot
+        for view in views[:-1]:
+            slot = view.slot
             slot.sharded.grad = gradients[slot]
-        last = parts[-1].slot
+        last = views[-1].slot
         last.sharded.grad = gradient = last.gradient(self._locals[last])
         gradient.__dict__[LEASE_ATTRIBUTE] = Lease(self)
         self.is_lent = True
@@ -129,13 +127,14 @@ class GradientBuffer:
     def take_back(self) -> None:
         self.is_lent = False
         if self.is_own():
-            self._memory.shrink()
+            self.memory.shrink()
 
 
 def make_traceable(params: Iterable[torch.Tensor]) -> None:
-    """Gives parameters gradients that torch.compile can take in, over the same memory.
+    """Replaces gradients by ones over the same memory that torch.compile can trace.
 
-    It expects a DTensor to have the storage offset of its local tensor, with which torch cannot copy or save one.
+    torch.compile expects a DTensor to have the storage offset of its local tensor; but torch cannot copy or save such a
+    DTensor, so gradients are made without one.
     """
     for param in params:
         gradient = param.grad
@@ -146,6 +145,6 @@ def make_traceable(params: Iterable[torch.Tensor]) -> None:
 
 
 def gradient_version(gradient: torch.Tensor) -> int:
-    """Rises when somebody writes to a gradient."""
-    # In-place operations on a DTensor raise its own version, writes to its local tensor that one's.
+    """A version counter that every in-place write to a gradient raises."""
+    # In-place operations on a DTensor raise its own version; writes to its local tensor raise the local tensor's.
     return gradient._version + (local_of(gradient)._version if isinstance(gradient, DTensor) else 0)

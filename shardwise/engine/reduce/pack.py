@@ -1,4 +1,4 @@
-"""Packing full gradients into the rows that ranks exchange: cast, cut and padded, in as few kernels as possible."""
+"""Packs full gradients into the rows of a reduce: casts, cuts and pads them, in as few kernels as possible."""
 
 from __future__ import annotations
 
@@ -11,39 +11,38 @@ import torch
 
 from shardwise.engine.buffers import ElasticBuffer, RelocatableBuffer
 from shardwise.engine.kernels import plan_pack_kernel
+from shardwise.plan.column_blocks import ColumnBlock, column_blocks_of_flat_packing, column_blocks_of_packing
 from shardwise.plan.flat import FlatPacking
-from shardwise.plan.layout import Packing, Pad, Piece
+from shardwise.plan.layout import Block, Packing, PaddingBlock, Span
 from shardwise.plan.rows import RowsPacking
 from shardwise.plan.slices import RowsSlice, cut_into_slices
-from shardwise.plan.spans import Span
-from shardwise.plan.strips import Strip, strips_of_line, strips_of_packing
 from shardwise.torch_internals import chunk_cat, copy_all, zero_all
 
-# Rows that take more are packed and reduced slice by slice: freed activations, which backward leaves in pieces of their
-# own sizes, then have room for them.
+# Larger rows are packed and reduced slice by slice, so that each slice fits into the memory of freed activations, which
+# is fragmented.
 _MOST_BYTES = 1 << 30
 
 
 class Pack(Protocol):
     def fill(self, gradients: list[torch.Tensor | None], is_complete: bool) -> None:
-        """Writes all of the rows: gradients where there are any, zeros for those missing and for padding."""
+        """Fills the rows: with the gradients, and with zeros for missing gradients and padding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """What is packed and reduced at once: all of the rows, or some columns of them.
+    """What is packed and reduced at once: the whole rows, or some columns of them.
 
-    Complex numbers are reduced as pairs of real ones, which every group can sum.
+    Complex numbers are reduced as pairs of real numbers, which every backend can sum.
     """
 
     pack: Pack
     rows: torch.Tensor
-    # None: all of them.
+    # None: the whole rows.
     columns: Span | None
     is_complex: bool
 
-    def of(self, own_row: torch.Tensor) -> torch.Tensor:
-        """This rank's sums of it."""
+    def own_span(self, own_row: torch.Tensor) -> torch.Tensor:
+        """The slice's elements of this rank's own row."""
         own = own_row if self.columns is None else own_row[self.columns.start : self.columns.stop]
         return torch.view_as_real(own).view(-1) if self.is_complex else own
 
@@ -55,30 +54,30 @@ def plan_slices(
     shapes: list[tuple[int, ...]],
     gradient_dtypes: list[torch.dtype],
 ) -> tuple[RelocatableBuffer, list[Slice]]:
-    """The memory of rows, and what goes through it one after another."""
+    """Plans the memory of the rows, and the slices that use it one after another."""
     world, row_numel = packing.world, packing.row_numel
-    parts: list[RowsSlice] = []
+    row_slices: list[RowsSlice] = []
     if (
         isinstance(packing, RowsPacking)
         and world * row_numel * dtype.itemsize > _MOST_BYTES
         and all(cut.dim == 0 for cut in packing.cuts)
     ):
-        parts = cut_into_slices(packing, _MOST_BYTES // dtype.itemsize)
-    widest = max((part.row_numel for part in parts), default=row_numel)
+        row_slices = cut_into_slices(packing, _MOST_BYTES // dtype.itemsize)
+    widest = max((each.row_numel for each in row_slices), default=row_numel)
     rows = RelocatableBuffer(world * widest * dtype.itemsize, device)
-    if not parts:
+    if not row_slices:
         pack = plan_pack(packing, rows, dtype, shapes, gradient_dtypes)
-        return rows, [Slice(pack, _all_of(rows, dtype, world * row_numel), None, dtype.is_complex)]
+        return rows, [Slice(pack, _rows_tensor(rows, dtype, world * row_numel), None, dtype.is_complex)]
     slices = []
-    for part in parts:
-        kernel = _plan_kernel(packing, part.columns, rows, dtype, shapes, gradient_dtypes)
-        pack = kernel or PiecewisePack(part, rows, dtype, len(shapes))
-        numbers = _all_of(rows, dtype, world * part.row_numel)
-        slices.append(Slice(pack, numbers, part.columns, dtype.is_complex))
+    for each in row_slices:
+        kernel = _plan_kernel(packing, each.columns, rows, dtype, shapes, gradient_dtypes)
+        pack = kernel or BlockwisePack(each, rows, dtype, len(shapes))
+        tensor = _rows_tensor(rows, dtype, world * each.row_numel)
+        slices.append(Slice(pack, tensor, each.columns, dtype.is_complex))
     return rows, slices
 
 
-def _all_of(rows: RelocatableBuffer, dtype: torch.dtype, numel: int) -> torch.Tensor:
+def _rows_tensor(rows: RelocatableBuffer, dtype: torch.dtype, numel: int) -> torch.Tensor:
     return rows.tensor(dtype.to_real(), 0, (2 * numel if dtype.is_complex else numel,))
 
 
@@ -89,22 +88,22 @@ def plan_pack(
     shapes: list[tuple[int, ...]],
     gradient_dtypes: list[torch.dtype],
 ) -> Pack:
-    """As few kernels as the packing and the gradients' dtypes allow; else piece by piece."""
+    """Chooses the pack with the fewest kernels that the packing and the gradients' dtypes allow."""
     if not packing.row_numel:
-        # Parameters without elements: not a single piece.
-        return PiecewisePack(packing, rows, dtype, len(shapes))
+        # No parameter has elements.
+        return BlockwisePack(packing, rows, dtype, len(shapes))
     kernel = _plan_kernel(packing, Span(0, packing.row_numel), rows, dtype, shapes, gradient_dtypes)
     if kernel is not None:
         return kernel
-    if isinstance(packing, FlatPacking) and packing.is_line:
-        return LinePack(packing, rows, dtype, shapes)
+    if isinstance(packing, FlatPacking) and packing.is_contiguous:
+        return ContiguousPack(packing, rows, dtype, shapes)
     if (
         isinstance(packing, RowsPacking)
         and all(cut.dim == 0 for cut in packing.cuts)
         and len(set(gradient_dtypes)) == 1
     ):
         return FusedPack(packing, rows, dtype)
-    return PiecewisePack(packing, rows, dtype, len(shapes))
+    return BlockwisePack(packing, rows, dtype, len(shapes))
 
 
 def _plan_kernel(
@@ -115,21 +114,21 @@ def _plan_kernel(
     shapes: list[tuple[int, ...]],
     gradient_dtypes: list[torch.dtype],
 ) -> Pack | None:
-    """One kernel of our own for these columns of the rows, where there is one."""
+    """Our CUDA kernel for these columns of the rows, if it can pack them."""
     if len(set(gradient_dtypes)) != 1:
         return None
     world, row_numel = packing.world, columns.numel
-    strips: list[Strip] | None = None
+    blocks: list[ColumnBlock] | None = None
     if isinstance(packing, RowsPacking):
-        strips = strips_of_packing(packing, columns)
-    elif isinstance(packing, FlatPacking) and packing.is_line:
-        strips = strips_of_line(packing, [prod(shape) for shape in shapes])
+        blocks = column_blocks_of_packing(packing, columns)
+    elif isinstance(packing, FlatPacking) and packing.is_contiguous:
+        blocks = column_blocks_of_flat_packing(packing, [prod(shape) for shape in shapes])
         world, row_numel = 1, world * row_numel
-    return plan_pack_kernel(strips, world, row_numel, rows, dtype, gradient_dtypes[0]) if strips else None
+    return plan_pack_kernel(blocks, world, row_numel, rows, dtype, gradient_dtypes[0]) if blocks else None
 
 
-class LinePack:
-    """The rows of all ranks are the gradients end to end: one copy each, of zeros for gaps, all in one call."""
+class ContiguousPack:
+    """Packs rows that are the gradients end to end: one copy per gradient, and of zeros per gap, all in one call."""
 
     def __init__(
         self, packing: FlatPacking, rows: ElasticBuffer, dtype: torch.dtype, shapes: list[tuple[int, ...]]
@@ -138,41 +137,41 @@ class LinePack:
             rows.tensor(dtype, packing.start(index) * dtype.itemsize, shape)
             for index, shape in enumerate(shapes)
         ]
-        self._pads = [
-            rows.tensor(dtype, pad.packed_start * dtype.itemsize, pad.shape) for pad in packing.pads()
+        self._padding = [
+            rows.tensor(dtype, pad.packed_start * dtype.itemsize, pad.shape) for pad in packing.padding()
         ]
-        self._all = [*self._targets, *self._pads]
+        self._all = [*self._targets, *self._padding]
         self._fillers: dict[torch.dtype, list[torch.Tensor]] = {}
 
     def fill(self, gradients: list[torch.Tensor | None], is_complete: bool) -> None:
         if is_complete:
             complete: list[torch.Tensor] = gradients  # type: ignore[assignment]
-            copy_all(self._all, complete + self._zeros(complete[0].dtype) if self._pads else complete)
+            copy_all(self._all, complete + self._zeros(complete[0].dtype) if self._padding else complete)
             return
         pairs = list(zip(self._targets, gradients, strict=True))
         present = [(target, gradient) for target, gradient in pairs if gradient is not None]
-        blanks = self._pads + [target for target, gradient in pairs if gradient is None]
+        blanks = self._padding + [target for target, gradient in pairs if gradient is None]
         if blanks:
             zero_all(blanks)
         if present:
             copy_all([target for target, _ in present], [gradient for _, gradient in present])
 
     def _zeros(self, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Of the gradients' dtype: copies of one kind are one kernel."""
+        """Zeros for the gaps, in the gradients' dtype, so that one kernel makes all copies."""
         if dtype not in self._fillers:
-            self._fillers[dtype] = [pad.new_zeros(pad.shape, dtype=dtype) for pad in self._pads]
+            self._fillers[dtype] = [pad.new_zeros(pad.shape, dtype=dtype) for pad in self._padding]
         return self._fillers[dtype]
 
 
 class FusedPack:
-    """Everything in one kernel. Gaps between parameters are filled by tensors of zeros among the gradients."""
+    """Packs all gradients in one kernel; gaps between them are filled from tensors of zeros."""
 
     def __init__(self, packing: RowsPacking, rows: ElasticBuffer, dtype: torch.dtype) -> None:
         row_numel, cuts, starts = packing.row_numel, packing.cuts, packing.starts
         self._rows = rows.tensor(dtype, 0, (packing.world, row_numel))
         self._world = packing.world
         self._shapes = [cut.shape for cut in cuts]
-        # What stands in a row, left to right: gradients by number, and the lengths of gaps.
+        # The contents of a row, left to right: (index of a gradient, 0), or (None, length of a gap).
         self._order: list[tuple[int | None, int]] = []
         end = 0
         for index in sorted(range(len(cuts)), key=lambda index: starts[index]):
@@ -190,9 +189,9 @@ class FusedPack:
     def fill(self, gradients: list[torch.Tensor | None], is_complete: bool) -> None:
         present: list[torch.Tensor] = gradients  # type: ignore[assignment]
         if not is_complete:
-            known = next((gradient for gradient in gradients if gradient is not None), self._rows)
+            any_present = next((gradient for gradient in gradients if gradient is not None), self._rows)
             present = [
-                known.new_zeros(shape) if gradient is None else gradient
+                any_present.new_zeros(shape) if gradient is None else gradient
                 for gradient, shape in zip(gradients, self._shapes, strict=True)
             ]
         if not self._is_plain:
@@ -208,47 +207,46 @@ class FusedPack:
         return self._fillers[gap, dtype]
 
 
-class _Pieces(Protocol):
-    def pieces(self, index: int) -> Sequence[Piece]: ...
+class _BlockSource(Protocol):
+    def blocks(self, index: int) -> Sequence[Block]: ...
 
-    def pads(self) -> Sequence[Pad]: ...
+    def padding(self) -> Sequence[PaddingBlock]: ...
 
 
-class PiecewisePack:
-    """A strided copy for each piece of each parameter."""
+class BlockwisePack:
+    """Packs each block of each gradient with a strided copy."""
 
-    def __init__(self, packing: _Pieces, rows: ElasticBuffer, dtype: torch.dtype, num_gradients: int) -> None:
+    def __init__(
+        self, packing: _BlockSource, rows: ElasticBuffer, dtype: torch.dtype, num_gradients: int
+    ) -> None:
         itemsize = dtype.itemsize
-        self._pieces: list[list[tuple[Piece, torch.Tensor]]] = []
+        self._blocks: list[list[tuple[Block, torch.Tensor]]] = []
         for index in range(num_gradients):
-            self._pieces.append(
-                [
-                    (
-                        piece,
-                        rows.tensor(dtype, piece.packed_start * itemsize, piece.shape, piece.packed_strides),
-                    )
-                    for piece in packing.pieces(index)
-                ]
-            )
-        self._pads = [
+            blocks = packing.blocks(index)
+            packed = [
+                rows.tensor(dtype, block.packed_start * itemsize, block.shape, block.packed_strides)
+                for block in blocks
+            ]
+            self._blocks.append(list(zip(blocks, packed, strict=True)))
+        self._padding = [
             rows.tensor(dtype, pad.packed_start * itemsize, pad.shape, pad.packed_strides)
-            for pad in packing.pads()
+            for pad in packing.padding()
         ]
 
     def fill(self, gradients: list[torch.Tensor | None], is_complete: bool) -> None:
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
-        blanks = list(self._pads)
-        for gradient, pieces in zip(gradients, self._pieces, strict=True):
+        blanks = list(self._padding)
+        for gradient, blocks in zip(gradients, self._blocks, strict=True):
             if gradient is None:
-                blanks.extend(packed for _, packed in pieces)
-            if gradient is None or not pieces:
+                blanks.extend(packed for _, packed in blocks)
+            if gradient is None or not blocks:
                 continue
             gradient = gradient.contiguous()
-            for piece, packed in pieces:
-                start = gradient.storage_offset() + piece.full_start
+            for block, packed in blocks:
+                start = gradient.storage_offset() + block.full_start
                 targets.append(packed)
-                sources.append(gradient.as_strided(piece.shape, piece.full_strides, start))
+                sources.append(gradient.as_strided(block.shape, block.full_strides, start))
         if blanks:
             zero_all(blanks)
         if targets:

@@ -1,6 +1,6 @@
-"""One reduce of a unit's gradients under way: its stages, from full gradients to gradients given out.
+"""One reduce of a unit's gradients in flight: its stages, from full gradients to the gradients of shards.
 
-What it does was decided beforehand: how rows are laid out, summed and divided is told in ``reduce``.
+How rows are laid out, summed and divided is planned in ``reduce_plan``.
 """
 
 from __future__ import annotations
@@ -29,29 +29,31 @@ if TYPE_CHECKING:
 
 
 class PartialSum(NamedTuple):
-    """A sum over the shard axis that still waits for its replicas, and whose gradients are in it."""
+    """A sum over the shard axis that has not been all-reduced over replicas yet, and the gradients in it."""
 
     row: torch.Tensor
-    parts: list[GradientView]
+    views: list[GradientView]
 
     def zeroed(
-        self, shards: Container[torch.Tensor], set_to_none: bool, run_starts: Sequence[int]
+        self, shards: Container[torch.Tensor], set_to_none: bool, segment_starts: Sequence[int]
     ) -> PartialSum | None:
-        """What is left of it when the gradients of these shards are zeroed; None if nothing is."""
-        zeroed = [part for part in self.parts if part.slot.sharded in shards]
-        for part in zeroed:
-            self.row.as_strided(part.shape, part.strides, run_starts[part.run] + part.start).zero_()
+        """Zeroes the gradients of these shards; returns the sum without them, None if no gradient is left."""
+        zeroed = [view for view in self.views if view.slot.sharded in shards]
+        for view in zeroed:
+            start = segment_starts[view.segment] + view.start
+            self.row.as_strided(view.shape, view.strides, start).zero_()
         if not set_to_none:
             return self
-        left = [part for part in self.parts if part not in zeroed]
-        return PartialSum(self.row, left) if left else None
+        others = [view for view in self.views if view not in zeroed]
+        return PartialSum(self.row, others) if others else None
 
 
 class ReduceInFlight:
-    """One reduce under way.
+    """One reduce in flight.
 
-    ``advance`` takes it a stage further: the own row arrives, then the replicas' sum, then gradients are given out.
-    Where collectives take their place in a stream, all of that is issued at once and only the last stage is left.
+    ``advance`` completes the next stage: the reduce-scatter, then the all-reduce over replicas. ``finish`` completes
+    all of them and assigns the gradients. Where collectives are ordered by their stream, ``issue`` issues all stages at
+    once and only the assignment is left.
     """
 
     def __init__(
@@ -64,34 +66,34 @@ class ReduceInFlight:
         self._streams = streams
         self._code, self._replicas_code = codes
         self._division = plan.division(settings)
-        self._puts_off = plan.mesh.replicate is not None and not settings.all_reduces
+        self._defers_all_reduce = plan.mesh.replicate is not None and not settings.all_reduces
         self._work: Work | None = None
         self._gradients: Sequence[torch.Tensor | None] = ()
-        self._runs: Sequence[torch.Tensor] = ()
-        # Set when it is issued.
-        self._received: list[GradientView]
-        self._buffer: GradientBuffer | None
-        self._own_row: torch.Tensor | None
-        self._packed: StreamEvent
-        self._read_late: list[torch.Tensor] = []
+        # The own row in the shards' dtypes and on their device, one tensor per segment.
+        self._segments: Sequence[torch.Tensor] = ()
+        # The gradients that are assigned in the end.
+        self._received: list[GradientView] = plan.views
+        self._buffer: GradientBuffer | None = None
+        self._own_row: torch.Tensor | None = None
+        self._packed: StreamEvent | None = None
+        self._late_reads: list[torch.Tensor] = []
 
     def issue(self, gradients: list[torch.Tensor | None], present: Presence) -> None:
         """Packs the gradients and starts the reduce-scatter."""
         plan, stream = self.plan, self._streams.reduce
-        if present is None or self._settings.includes_unused:
-            self._received = plan.parts
-        else:
-            self._received = [part for part in plan.parts if any(present[member] for member in part.members)]
+        if present is not None and not self._settings.includes_unused:
+            self._received = [view for view in plan.views if any(present[member] for member in view.members)]
         if is_grad_enabled():
-            # backward(create_graph=True): the graph goes on from the gradients, not through their reduce.
+            # backward(create_graph=True): a double backward does not differentiate the reduce.
             gradients = [None if gradient is None else gradient.detach() for gradient in gradients]
         calls, division = self._settings.calls, self._division
-        # From the compute stream's memory, where backward is just letting go of activations.
+        # From the compute stream's memory, where backward is freeing activations.
         plan.rows.grow_in(calls.lend(plan.rows.size_bytes))
         plan.filled_by = self
-        self._buffer = None if self._puts_off else plan.buffer_to_fill()
+        if not self._defers_all_reduce:
+            self._buffer = plan.buffer_to_fill()
         if self._buffer is not None:
-            self._buffer.grow()
+            self._buffer.memory.grow()
             self._own_row = self._buffer.row
         else:
             self._own_row = self._make_own_row()
@@ -100,13 +102,13 @@ class ReduceInFlight:
         if self._streams.host_runs_ahead:
             # alive: the gradients, until compute has waited for their packing and may reuse their memory
             self._gradients = gradients
-            # alive: what the lane reads after that, until compute has waited for what comes after it on the lane
-            self._read_late.append(self._own_row)
+            # alive: what the reduce stream reads after that, until compute has waited for later work of that stream
+            self._late_reads.append(self._own_row)
         with stream:
             for each in plan.slices:
                 if self._work is not None:
-                    # order: a slice's reduce before the next one is packed, because both use the same rows; others may
-                    # read what they were lent for longer than that, so what comes next is lent anew
+                    # order: a slice's reduce before the next one is packed, because both use the same rows; peers may
+                    # read shared memory for longer than that, so the next slice gets new shared memory
                     self._work.wait()
                     plan.rows.grow_in(calls.lend(plan.rows.size_bytes))
                 each.pack.fill(gradients, is_complete=present is None)
@@ -114,7 +116,7 @@ class ReduceInFlight:
                 if division.before != 1.0:
                     each.rows.div_(division.before)
                 self._work = calls.issue_reduce_scatter(
-                    each.of(self._own_row), each.rows, division.group_averages, self._code
+                    each.own_span(self._own_row), each.rows, division.group_averages, self._code
                 )
             if calls.ordered_by_stream:
                 self._receive_own_row()
@@ -125,23 +127,23 @@ class ReduceInFlight:
         plan = self.plan
         return torch.empty(plan.row_numel, dtype=plan.sum_dtype, device=plan.mesh.device)
 
-    def let_gradients_go(self) -> None:
-        """Lets compute's allocator have the full gradients' memory back."""
-        if self._gradients:
+    def release_gradients(self) -> None:
+        """Releases the full gradients' memory for the compute stream to reuse."""
+        if self._gradients and self._packed is not None:
             # order: packing before compute, because compute's allocator reuses the gradients' memory from here on
             self._streams.compute_waits_for(self._packed)
             self._gradients = ()
 
-    def let_rows_go(self) -> None:
-        """Lets compute's allocator have the rows' memory back, once compute has waited for later work of the lane."""
-        self._read_late.clear()
+    def release_rows(self) -> None:
+        """Releases the rows' memory, once compute has waited for later work of the reduce stream."""
+        self._late_reads.clear()
         if self.plan.filled_by is self:
             self.plan.filled_by = None
             self.plan.rows.shrink()
 
     def advance(self) -> None:
-        """Takes the next stage, if there is one left."""
-        self.let_gradients_go()
+        """Completes the next stage, if any is left."""
+        self.release_gradients()
         if self.is_done:
             return
         with self._streams.reduce:
@@ -151,28 +153,28 @@ class ReduceInFlight:
                 self._receive_replicas()
 
     def finish(self) -> list[Slot]:
-        """Takes the remaining stages and puts the gradients in place; returns the slots that users hooked."""
+        """Completes all stages and assigns the gradients; returns the slots whose parameters have users' hooks."""
         self.advance()
         while not self.is_done:
             self.advance()
-        return self._give_out()
+        return self._assign_gradients()
 
     def listener(self) -> Callable[[Callable[[], None]], None] | None:
-        """Whom to tell that gradients are in place, if any are."""
+        """What to call when gradients have been assigned, if any are."""
         return self._settings.listener if self._received else None
 
     def abandon(self) -> bool:
-        """Lets the collective land and drops what it brings; False if it may still land later."""
-        self.let_gradients_go()
+        """Drops the reduce once its collective has ended; False if its buffers may still be written to."""
+        self.release_gradients()
         if self._work is not None:
             with self._streams.reduce:
                 if not land(self._work):
                     return False
         if not self._streams.host_runs_ahead:
-            self.let_rows_go()
+            self.release_rows()
         return True
 
-    # Stages are taken on the reduce lane.
+    # The stages run on the reduce stream.
 
     def _receive_own_row(self) -> None:
         plan, streams = self.plan, self._streams
@@ -181,20 +183,20 @@ class ReduceInFlight:
         self._work.wait()
         self._work = None
         if not streams.host_runs_ahead:
-            self.let_rows_go()
+            self.release_rows()
         if plan.partial is not None:
             self._own_row.add_(plan.partial.row)
-            self._read_late.append(plan.partial.row)
-            all_parts = {part.slot: part for part in (*plan.partial.parts, *self._received)}
-            self._received = list(all_parts.values())
+            self._late_reads.append(plan.partial.row)
+            all_views = {view.slot: view for view in (*plan.partial.views, *self._received)}
+            self._received = list(all_views.values())
             plan.partial = None
         self.is_scattering = False
-        if self._puts_off:
+        if self._defers_all_reduce:
             plan.partial = PartialSum(self._own_row, self._received)
             self._received, self._own_row = [], None
             self.is_done = True
         elif plan.mesh.replicate is not None:
-            # order: the shard axis's sum before the replicas', because they add up its result
+            # order: the reduce-scatter before the all-reduce over replicas, because that sums its result
             streams.replicate.wait_event(streams.reduce.record_event())
             with streams.replicate:
                 calls = self._settings.replicate_calls or plan.mesh.replicate
@@ -210,7 +212,7 @@ class ReduceInFlight:
         with self._streams.replicate:
             self._work.wait()
         self._work = None
-        # order: the replicas' sum before its division, because gradients are given out on the reduce lane
+        # order: the all-reduce before the division, because gradients are assigned on the reduce stream
         self._streams.reduce.wait_event(self._streams.replicate.record_event())
         self._divide(self._own_row)
 
@@ -219,7 +221,7 @@ class ReduceInFlight:
             self._run_all_reduce_hook(own_row)
         if self._division.after != 1.0:
             own_row.div_(self._division.after)
-        self._runs = [own_row] if self.plan.is_one_run else self._cast_runs(own_row)
+        self._segments = [own_row] if self.plan.needs_no_cast else self._cast_segments(own_row)
         self._own_row = None
         self.is_done = True
 
@@ -229,98 +231,98 @@ class ReduceInFlight:
         if stream is None:
             hook(own_row)
             return
-        # order: the reduced row before the hook, because it reads and writes it
+        # order: the reduced row before the hook, because the hook reads and writes it
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             hook(own_row)
-        # order: the hook before the division, because gradients are what the hook made of them
+        # order: the hook before the division, because that reads what the hook wrote
         torch.cuda.current_stream().wait_stream(stream)
 
-    def _cast_runs(self, own_row: torch.Tensor) -> list[torch.Tensor]:
-        """The own row in the dtypes of the shards and where they live, each run in memory of its own."""
+    def _cast_segments(self, own_row: torch.Tensor) -> list[torch.Tensor]:
+        """The segments of the own row in the shards' dtypes and on their device, each in memory of its own."""
         plan = self.plan
-        runs = []
-        for dtype, start, numel in plan.runs:
+        segments = []
+        for dtype, start, numel in plan.segments:
             source = own_row[start : start + numel]
             if source.is_complex() and not dtype.is_complex:
-                # Real gradients that travelled beside complex ones, as these: there is nothing in their other half.
+                # Real gradients were sent as complex numbers beside complex ones: their imaginary part is zero.
                 source = source.real
             if plan.is_offloaded:
-                # Cast where it is fast, then one transfer; the host waits for it before anyone reads.
+                # Cast on the device, where it is fast; the host waits for the transfer before anything reads it.
                 target = torch.empty(numel, dtype=dtype, device=plan.shard_device, pin_memory=plan.pins)
-                runs.append(target.copy_(source.to(dtype), non_blocking=plan.pins))
+                segments.append(target.copy_(source.to(dtype), non_blocking=plan.pins))
             else:
-                runs.append(source.to(dtype, copy=True))
-        return runs
+                segments.append(source.to(dtype, copy=True))
+        return segments
 
-    def _give_out(self) -> list[Slot]:
-        given: list[GradientView] = []
+    def _assign_gradients(self) -> list[Slot]:
+        assigned: list[GradientView] = []
         added: list[GradientView] = []
         hooked: list[Slot] = []
         with plain_attributes():
-            for part in self._received:
-                param = part.slot.sharded
+            for view in self._received:
+                param = view.slot.sharded
                 if post_accumulate_hooks(param):
-                    hooked.append(part.slot)
-                if part.is_none:
+                    hooked.append(view.slot)
+                if view.is_none:
                     continue
                 if param._backward_hooks:
-                    self._give_through_hooks(part)
+                    self._assign_through_hooks(view)
                 else:
-                    (given if param.grad is None else added).append(part)
+                    (assigned if param.grad is None else added).append(view)
             if added:
                 self._add_to_existing(added)
-            if self._buffer is not None and given:
-                self._buffer.lend(given)
+            if self._buffer is not None and assigned:
+                self._buffer.lend(assigned)
             else:
-                for part, gradient in zip(given, self._cut(given), strict=False):
-                    part.slot.sharded.grad = part.slot.gradient(gradient)
-        self._runs = ()
+                for view, gradient in zip(assigned, self._tensors_of(assigned), strict=False):
+                    view.slot.sharded.grad = view.slot.gradient(gradient)
+        self._segments = ()
         return hooked
 
-    def _give_through_hooks(self, part: GradientView) -> None:
-        """Gives out a gradient as the hooks of ``register_hook`` change it."""
-        param, stream = part.slot.sharded, self._streams.reduce
+    def _assign_through_hooks(self, view: GradientView) -> None:
+        """Assigns a gradient after the hooks of ``register_hook`` have changed it."""
+        param, stream = view.slot.sharded, self._streams.reduce
         with stream, enabled_attributes():
             if self.plan.is_offloaded:
                 # order: the transfer before the hooks, because they read the gradient on the host
                 self._streams.host_waits_for(stream.record_event())
-            gradient = part.slot.gradient(self._gradient(part).clone())
+            gradient = view.slot.gradient(self._tensor_of(view).clone())
             for hook in tuple((param._backward_hooks or {}).values()):
                 changed = hook(gradient)
                 gradient = gradient if changed is None else changed
             param.grad = gradient if param.grad is None else param.grad + gradient
 
-    def _cut(self, parts: list[GradientView]) -> Sequence[torch.Tensor]:
-        """The gradients of these parts, in their order."""
-        numels = self.plan.part_numels
-        if numels is not None and len(parts) == self.plan.num_given:
-            return self._runs[0].split_with_sizes(numels)
-        return [self._gradient(part) for part in parts]
+    def _tensors_of(self, views: list[GradientView]) -> Sequence[torch.Tensor]:
+        """The gradients of these views, in order."""
+        sizes = self.plan.split_sizes
+        if sizes is not None and len(views) == self.plan.num_assigned:
+            return self._segments[0].split_with_sizes(sizes)
+        return [self._tensor_of(view) for view in views]
 
-    def _gradient(self, part: GradientView) -> torch.Tensor:
-        run = self._runs[part.run]
-        return run if part.is_run else run.as_strided(part.shape, part.strides, part.start)
+    def _tensor_of(self, view: GradientView) -> torch.Tensor:
+        segment = self._segments[view.segment]
+        return segment if view.is_segment else segment.as_strided(view.shape, view.strides, view.start)
 
-    def _add_to_existing(self, parts: list[GradientView]) -> None:
-        held: list[torch.Tensor] = []
-        for part in parts:
-            existing = part.slot.sharded.grad
+    def _add_to_existing(self, views: list[GradientView]) -> None:
+        sums: list[torch.Tensor] = []
+        for view in views:
+            existing = view.slot.sharded.grad
             assert existing is not None
-            held.append(local_of(existing) if isinstance(existing, DTensor) else existing)
+            sums.append(local_of(existing) if isinstance(existing, DTensor) else existing)
         stream = self._streams.reduce
         with stream:
             if self.plan.is_offloaded:
                 # order: the transfer before the sum, because the host adds
                 self._streams.host_waits_for(stream.record_event())
-            add_all(held, [self._gradient(part) for part in parts])
+            add_all(sums, [self._tensor_of(view) for view in views])
 
 
 def run_user_hooks(slots: list[Slot]) -> None:
-    """Runs the users' post-accumulate hooks, now that the gradients are in place.
+    """Runs the users' post-accumulate hooks, after the gradients have been assigned.
 
-    All ranks run the same hooks, because an optimizer that steps in one meets its peers: where a rank has no element
-    of the parameter, the hook finds an empty gradient for as long as it runs.
+    All ranks run the same hooks, because an optimizer that steps in a hook may communicate: on a rank that has no
+    element of the parameter, the hook sees an empty gradient.
     """
     for slot in slots:
         param = slot.sharded

@@ -1,21 +1,20 @@
-"""Reducing a unit's gradients: from full gradients on every rank to averaged shards.
+"""Reduce plans: how a unit's full gradients become averaged gradients of its shards.
 
     full gradients ──pack (cast, pad)──▶ rows for all ranks ──one reduce-scatter──▶ own row ──▶ gradients of shards
                                                                                       │
                                             with replicas: ──all-reduce over them─────┘
 
-Packing, summing and dividing run on the reduce lane, the replicas' sum on a lane of its own. The own row, cast to the
-parameters' dtypes where that differs, *is* the gradient buffer: the shards' gradients are views of it.
+Packing, summing and dividing run on the reduce stream, the all-reduce over replicas on a stream of its own. The own
+row, cast to the shards' dtypes where they differ, *is* the gradient buffer: the shards' gradients are views of it.
 
-Which parameters take part is decided by ``requires_grad``, so a rank always sends the same sizes as its peers; a
-parameter without a gradient this time sends zeros and receives nothing. Rows that would take very much memory are
-packed and reduced slice by slice, through the memory of one. All of this is decided here, once for a set of trainable
-parameters; a reduce that is under way is told in ``engine/reduce/reduce_in_flight``.
+``requires_grad`` decides which parameters take part, so all ranks send rows of the same size; a parameter without a
+gradient sends zeros and receives nothing. Very large rows are packed and reduced slice by slice, through the memory of
+one slice. All of this is planned here, once per set of trainable parameters; ``reduce_in_flight`` carries it out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,26 +29,26 @@ from shardwise.engine.reduce.pack import plan_slices
 from shardwise.engine.reduce.reduce_in_flight import PartialSum, ReduceInFlight
 from shardwise.engine.unit.binding import Slot
 from shardwise.engine.unit.dtensor_form import ShardedForm
-from shardwise.plan.division import Division, plan_division
+from shardwise.plan.layout import Packing
+from shardwise.plan.sums import Division, plan_division
 from shardwise.policies import MixedPrecisionPolicy
 
 
 @dataclass
 class ReduceSettings:
-    """What users set about a unit's reduce; read when one is issued."""
+    """What users set for a unit's reduces; read when one is issued."""
 
     calls: GroupCollectives
     divide_factor: float | None = None
     sums_only: bool = False
     all_reduces: bool = True
     includes_unused: bool = False
-    # In the place of the mesh's own, to sum over replicas with.
+    # Used instead of the mesh's own collectives over replicas.
     replicate_calls: GroupCollectives | None = None
     hook: AllReduceHook | None = None
     hook_stream: torch.cuda.Stream | None = None
-    # Told when a unit's gradients have been given out, with what to wait for before the host reads them.
+    # Called when a unit's gradients have been assigned, with a function that waits until the host may read them.
     listener: Callable[[Callable[[], None]], None] | None = None
-
     is_hooked: bool = False
 
     def use_hook(
@@ -59,7 +58,7 @@ class ReduceSettings:
         state: object,
         hook: Callable[..., object],
     ) -> None:
-        """Lets a user's function do the reduce, and the division with it."""
+        """Replaces the reduce, including its division, by a user's function."""
         self.is_hooked = True
         self.divide_factor, self.sums_only = 1.0, True
         if replicate is None:
@@ -69,7 +68,7 @@ class ReduceSettings:
 
 
 class Summation:
-    """How a unit's gradients are summed up: this is how by default, in the order that each group likes best."""
+    """How a unit's gradients are summed; by default in whatever order the process group sums."""
 
     is_exact = False
 
@@ -85,7 +84,7 @@ class Summation:
         shard_device: torch.device,
         pins: bool,
     ) -> ReducePlan:
-        """The reduce of these slots, in one dtype: the policy's, or the one that holds all gradients without loss."""
+        """Plans the reduce of these slots in one dtype: the policy's, or one that holds all gradients without loss."""
         dtype = precision.reduce_dtype or computed_dtype(slots)
         return ReducePlan(slots, form, mesh, dtype, shard_device, pins)
 
@@ -94,37 +93,40 @@ DEFAULT_SUMMATION = Summation()
 
 
 def computed_dtype(slots: list[Slot]) -> torch.dtype:
-    """The dtype that holds the gradients of all these slots without loss."""
+    """A dtype that holds the gradients of all these slots without loss."""
     dtype = slots[0].compute_dtype
     for slot in slots[1:]:
         dtype = torch.promote_types(dtype, slot.compute_dtype)
     return dtype
 
 
-class _DtypeRun(NamedTuple):
-    """Neighbours in the own row whose shards have one dtype."""
+class _RowSegment(NamedTuple):
+    """Neighbours in the own row whose gradients have one dtype."""
 
     dtype: torch.dtype
     start: int
     numel: int
 
 
-def _numels_end_to_end(parts: list[GradientView], runs: list[_DtypeRun]) -> list[int] | None:
-    """The lengths to cut the one run into, if parts lie there end to end; the last may be of padding."""
+def _split_sizes(views: list[GradientView], segments: list[_RowSegment]) -> list[int] | None:
+    """The sizes that split the only segment into these views, and padding at its end; None if no split does."""
     end = 0
     numels = []
-    for part in parts:
-        if part.is_run or part.start != end or len(part.shape) != 1:
+    for view in views:
+        if view.is_segment or view.start != end or len(view.shape) != 1:
             return None
-        numels.append(part.shape[0])
-        end += part.shape[0]
-    if len(runs) > 1:
+        numels.append(view.shape[0])
+        end += view.shape[0]
+    if len(segments) > 1:
         return None
-    return numels if end == runs[0].numel else [*numels, runs[0].numel - end]
+    return numels if end == segments[0].numel else [*numels, segments[0].numel - end]
 
 
 class ReducePlan:
-    """The reduce of one set of trainable slots, decided beforehand."""
+    """The reduce of one set of trainable slots, planned once."""
+
+    # Whether the memory of gradients may be reused in the next backward.
+    _reuses_gradients = True
 
     def __init__(
         self,
@@ -139,15 +141,15 @@ class ReducePlan:
         self.slots = slots
         self.params = [slot.unsharded for slot in slots]
         self.mesh = mesh
-        # What rows travel in, and what they are summed in.
+        # The dtype in which rows are sent, and the one in which they are summed.
         self.dtype = reduce_dtype
         self.sum_dtype = sum_dtype or reduce_dtype
-        # Whether this backward has reduced before: parts of a unit may come in one after another.
+        # Whether this backward has reduced gradients of the unit before: they may arrive in several groups.
         self.is_again = False
         self.shard_device = shard_device
+        self.is_offloaded = shard_device != mesh.device
         self.pins = pins
-        itemsize = reduce_dtype.itemsize
-        packing = form.packing(slots, mesh.shard.world, itemsize)
+        packing = form.packing(slots, mesh.shard.world, reduce_dtype.itemsize)
         self.row_numel = packing.row_numel
         self.rows, self.slices = plan_slices(
             packing,
@@ -156,53 +158,57 @@ class ReducePlan:
             [slot.shape for slot in slots],
             [slot.gradient_dtype for slot in slots],
         )
-
-        self.runs = [
-            _DtypeRun(
-                form.gradient_dtype(slots[section.members[0]], reduce_dtype), section.start, section.numel
-            )
-            for section in packing.sections
-        ]
-        self.parts = form.parts(slots, packing, mesh.shard.rank)
-        given = [part for part in self.parts if not part.is_none]
-        self.num_given = len(given)
-        self.part_numels = _numels_end_to_end(given, self.runs)
-        # The own row serves as the gradient buffer as it is.
-        self.is_one_run = (
-            len(self.runs) == 1 and self.runs[0].dtype == self.sum_dtype and shard_device == mesh.device
-        )
-        self._lends = self.is_one_run and form.lends_gradients
-        # Whose rows are in the buffer now.
+        self._plan_own_row(form, packing)
+        # The reduce whose rows are in the buffer.
         self.filled_by: ReduceInFlight | None = None
-        # Kept while the all-reduce is put off.
+        # Set while the all-reduce over replicas is deferred.
         self.partial: PartialSum | None = None
         self._buffer: GradientBuffer | None = None
-        # What this reduce is called, for each set of gradients that came.
+        # The collective codes of this reduce, for each set of gradients that were present.
         self.codes: dict[object, tuple[int, int]] = {}
         self._divisions: dict[tuple[float | None, bool], Division] = {}
+
+    def _plan_own_row(self, form: ShardedForm, packing: Packing) -> None:
+        """Plans how the own row becomes the gradients of the shards."""
+        self.segments = [
+            _RowSegment(
+                form.gradient_dtype(self.slots[segment.members[0]], self.dtype), segment.start, segment.numel
+            )
+            for segment in packing.segments
+        ]
+        self.views = form.gradient_views(self.slots, packing, self.mesh.shard.rank)
+        assigned = [view for view in self.views if not view.is_none]
+        self.num_assigned = len(assigned)
+        self.split_sizes = _split_sizes(assigned, self.segments)
+        # Whether the own row is the gradient buffer, without a cast or a transfer.
+        self.needs_no_cast = (
+            len(self.segments) == 1 and self.segments[0].dtype == self.sum_dtype and not self.is_offloaded
+        )
+        self._lends = self._reuses_gradients and self.needs_no_cast and form.lends_gradients
 
     def begin(self, settings: ReduceSettings, streams: SideStreams, codes: tuple[int, int]) -> ReduceInFlight:
         return ReduceInFlight(self, settings, streams, codes)
 
-    @property
-    def is_offloaded(self) -> bool:
-        return self.shard_device != self.mesh.device
-
     def buffer_to_fill(self) -> GradientBuffer | None:
-        """The gradient buffer, if a reduce may write to it: not while it is lent out."""
+        """The gradient buffer that a reduce writes to; None while its gradients are in use, or if there is none."""
         if not self._lends:
             return None
         if self._buffer is not None and self._buffer.is_lent:
             return None
         if self._buffer is None or not self._buffer.is_own():
-            self._buffer = GradientBuffer(self.parts, self.row_numel, self.dtype, self.mesh.device)
+            self._buffer = GradientBuffer(self.views, self.row_numel, self.dtype, self.mesh.device)
         return self._buffer
 
     @property
     def lent(self) -> GradientBuffer | None:
-        """The gradient buffer, if all of the parameters' gradients lie there."""
+        """The gradient buffer, if it holds the current gradients of all parameters."""
         buffer = self._buffer
         return buffer if buffer is not None and buffer.is_all_lent else None
+
+    def zero_partial(self, shards: Container[torch.Tensor], set_to_none: bool) -> None:
+        """As ``zero_grad`` for these shards, of the sum that waits for its all-reduce over replicas."""
+        assert self.partial is not None
+        self.partial = self.partial.zeroed(shards, set_to_none, [segment.start for segment in self.segments])
 
     def division(self, settings: ReduceSettings) -> Division:
         key = (settings.divide_factor, settings.sums_only)

@@ -334,7 +334,7 @@ class Root:
 
     def _let_rows_go(self) -> None:
         while self._reduced:
-            self._reduced.popleft().let_rows_go()
+            self._reduced.popleft().release_rows()
 
     def end_backward(self) -> None:
         """Flushes what no signal has reduced or freed, and lets the compute stream see the gradients."""

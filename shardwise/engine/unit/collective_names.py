@@ -66,7 +66,7 @@ def _absent(plan: ReducePlan, present: Presence) -> list[str]:
         return []
     served = {
         member
-        for part in plan.parts
+        for part in plan.views
         if any(present[member] for member in part.members)
         for member in part.members
     }

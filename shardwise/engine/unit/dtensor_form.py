@@ -21,9 +21,8 @@ from shardwise.engine.gather.tensor_extensions import is_tensor_extension
 from shardwise.engine.reduce.gradient_buffer import GradientView
 from shardwise.engine.unit.binding import FoundParameter, Slot
 from shardwise.errors import ConfigError
-from shardwise.plan.layout import Layout, Packing, RowParam
+from shardwise.plan.layout import Layout, Packing, RowParam, cut_evenly
 from shardwise.plan.rows import RowsPacking, plan_rows
-from shardwise.plan.spans import cut_evenly
 from shardwise.policies import MixedPrecisionPolicy
 from shardwise.torch_internals import (
     all_show,
@@ -63,7 +62,7 @@ class ShardedForm(Protocol):
     def packing(self, slots: list[Slot], world: int, itemsize: int) -> Packing:
         """Where the gradients of these slots stand in a reduce, in a dtype of that size."""
 
-    def parts(self, slots: list[Slot], packing: Packing, rank: int) -> list[GradientView]:
+    def gradient_views(self, slots: list[Slot], packing: Packing, rank: int) -> list[GradientView]:
         """The gradients that a reduce gives out."""
 
     def gradient_dtype(self, slot: Slot, reduce_dtype: torch.dtype) -> torch.dtype:
@@ -124,8 +123,8 @@ class DTensorForm:
         ]
         return RowsPacking(plan_rows(params, world))
 
-    def parts(self, slots: list[Slot], packing: Packing, rank: int) -> list[GradientView]:
-        return parts_by_slot(slots, packing, rank)
+    def gradient_views(self, slots: list[Slot], packing: Packing, rank: int) -> list[GradientView]:
+        return gradient_views_by_slot(slots, packing, rank)
 
     def gradient_dtype(self, slot: Slot, reduce_dtype: torch.dtype) -> torch.dtype:
         return slot.stored_dtype
@@ -147,13 +146,13 @@ class DTensorForm:
         return whole.detach().narrow(slot.dim, span.start, span.numel)
 
 
-def parts_by_slot(slots: list[Slot], packing: Packing, rank: int) -> list[GradientView]:
+def gradient_views_by_slot(slots: list[Slot], packing: Packing, rank: int) -> list[GradientView]:
     """A gradient for each slot."""
-    runs = {index: run for run, section in enumerate(packing.sections) for index in section.members}
+    runs = {index: run for run, section in enumerate(packing.segments) for index in section.members}
     parts = []
     for index, slot in enumerate(slots):
-        shape = packing.own_shape(index, rank)
-        start = packing.own_start(index, rank)
+        shape = packing.shard_shape(index, rank)
+        start = packing.shard_start(index, rank)
         parts.append(GradientView(slot, runs[index], start, shape, contiguous_strides(shape), (index,)))
     return parts
 

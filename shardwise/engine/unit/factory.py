@@ -30,8 +30,8 @@ from shardwise.engine.unit.dtensor_form import PlacementFn, ShardedForm, chosen_
 from shardwise.engine.unit.hooks import UnitHooks
 from shardwise.engine.unit.unit import Unit, shard_device
 from shardwise.errors import ConfigError
+from shardwise.plan.layout import ceil_div
 from shardwise.plan.schedule import AfterForward
-from shardwise.plan.spans import ceil_div
 from shardwise.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardwise.torch_internals import (
     buffers_of,

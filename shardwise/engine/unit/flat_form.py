@@ -19,10 +19,9 @@ from shardwise.comm.mesh import DataMesh
 from shardwise.engine.buffers import alias, contiguous_strides
 from shardwise.engine.reduce.gradient_buffer import GradientView
 from shardwise.engine.unit.binding import FoundParameter, Slot
-from shardwise.engine.unit.dtensor_form import parts_by_slot
+from shardwise.engine.unit.dtensor_form import gradient_views_by_slot
 from shardwise.plan.flat import FlatLayout, FlatPacking, plan_flat
-from shardwise.plan.layout import Layout, Packing, RowParam
-from shardwise.plan.spans import Span
+from shardwise.plan.layout import Layout, Packing, RowParam, Span
 from shardwise.policies import MixedPrecisionPolicy
 from shardwise.torch_internals import parameters_of
 
@@ -194,7 +193,7 @@ class FlatForm:
         for index, (each, given) in enumerate(zip(found, dtypes, strict=True)):
             line = lines[params[index].kind]
             sharded = each.param if line.flat is None else line.flat
-            span, start = layout.own_span(index, rank), layout.own_start(index, rank)
+            span, start = layout.shard_span(index, rank), layout.shard_start(index, rank)
             dtype, is_cast = given or each.param.dtype, given is not None
             slots.append(FlatSlot(each, dtype, is_cast, line, span, start, sharded))
             each.param.grad = None
@@ -223,7 +222,7 @@ class FlatForm:
     def packing(self, slots: list[Slot], world: int, itemsize: int) -> Packing:
         return FlatPacking(self.layout, [self._numbers[slot] for slot in slots])
 
-    def parts(self, slots: list[Slot], packing: Packing, rank: int) -> list[GradientView]:
+    def gradient_views(self, slots: list[Slot], packing: Packing, rank: int) -> list[GradientView]:
         if self._holder is None:
             return [
                 replace(
@@ -233,14 +232,14 @@ class FlatForm:
                     # As torch has it; but a parameter that has no elements at all is trained like any other.
                     is_none=slot.span.numel == 0 and 0 not in slot.shape,
                 )
-                for part, slot in zip(parts_by_slot(slots, packing, rank), slots, strict=True)
+                for part, slot in zip(gradient_views_by_slot(slots, packing, rank), slots, strict=True)
                 if isinstance(slot, FlatSlot)
             ]
         return [
             GradientView(
-                slots[section.members[0]], run, 0, (section.numel,), (1,), section.members, is_run=True
+                slots[section.members[0]], run, 0, (section.numel,), (1,), section.members, is_segment=True
             )
-            for run, section in enumerate(packing.sections)
+            for run, section in enumerate(packing.segments)
         ]
 
     def gradient_dtype(self, slot: Slot, reduce_dtype: torch.dtype) -> torch.dtype:

@@ -43,7 +43,7 @@ def _held_weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
 
 def _without_parameters(unit: Unit, output: Any) -> Any:
     """Copies outputs that are parameters of the unit, or views of them: their memory goes when it is freed."""
-    goes = unit.buffers.takes_along
+    goes = unit.buffers.frees
     if type(output) is Tensor:
         return output.clone() if goes(output) else output
     if any(_is_plain(tensor) and goes(tensor) for tensor in tensors_in(output)):

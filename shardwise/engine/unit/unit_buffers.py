@@ -52,7 +52,7 @@ class UnitBuffers:
 
         shards, parts = allocate_shards(layout, shard_device, stored, mesh.shard.rank, pins)
         # Where each shard stands, in order: whoever steps neighbours as one tensor needs to know.
-        starts = [layout.own_start_bytes(index, mesh.shard.rank) for index in range(len(plain))]
+        starts = [layout.shard_start_bytes(index, mesh.shard.rank) for index in range(len(plain))]
         self.shards = shards
         self.starts_bytes = {
             plain[index]: starts[index] for index in sorted(range(len(plain)), key=starts.__getitem__)
@@ -69,7 +69,7 @@ class UnitBuffers:
             and shards.device == mesh.device
         )
         self._full = PermanentBuffer(shards) if is_whole else ElasticBuffer(layout.full_bytes, mesh.device)
-        self.takes_along = self._full.takes_along
+        self.frees = self._full.frees
         self.gather = UnitGather(
             layout, shards, stored, sent, self._full, mesh.device, gather_calls, part_calls
         )

@@ -216,8 +216,7 @@ class UnitGradients:
         self.are_held = any(slot.held is not None for slot in self._unit.slots)
         for plan in self._plans.values():
             if plan is not None and plan.partial is not None:
-                run_starts = [run.start for run in plan.runs]
-                plan.partial = plan.partial.zeroed(shards, set_to_none, run_starts)
+                plan.zero_partial(shards, set_to_none)
 
     @property
     def wait_for_replicas(self) -> bool:

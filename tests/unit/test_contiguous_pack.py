@@ -1,4 +1,4 @@
-"""Gradients in a line: each at its place, and nothing but zeros between them."""
+"""Gradients end to end: each at its place, and nothing but zeros between them."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def test_rows_hold_gradients_and_zeros_whatever_was_there_before(kinds, trained,
     ]
     pack.fill(gradients, is_complete=all(gradient is not None for gradient in gradients))
     assert everything.isfinite().all()
-    sections = {number: section for section in packing.sections for number in section.members}
+    segments = {number: segment for segment in packing.segments for number in segment.members}
     total = 0.0
     for number, index in enumerate(trained):
         gradient = gradients[number]
         flat = torch.zeros(prod(SHAPES[index])) if gradient is None else gradient.flatten().float()
         total += float(flat.sum())
         for rank in range(world):
-            span = layout.own_span(index, rank)
-            start = rank * packing.row_numel + sections[number].start + packing.own_start(number, rank)
+            span = layout.shard_span(index, rank)
+            start = rank * packing.row_numel + segments[number].start + packing.shard_start(number, rank)
             assert torch.equal(everything[start : start + span.numel], flat[span.start : span.stop])
     assert float(everything.sum()) == total

@@ -1,4 +1,4 @@
-"""Strips tell kernels where gradients and parameters stand in rows: the same places that pieces and pads tell."""
+"""Column blocks describe the same places in rows to kernels as blocks and padding do."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ import pytest
 import torch
 
 from shardwise.engine.buffers import ElasticBuffer
-from shardwise.engine.gather.unit_gather import CopyPieces
-from shardwise.engine.reduce.pack import LinePack, PiecewisePack
+from shardwise.engine.gather.unit_gather import CopyBlocks
+from shardwise.engine.reduce.pack import BlockwisePack, ContiguousPack
+from shardwise.plan.column_blocks import (
+    column_blocks_of_flat_packing,
+    column_blocks_of_layout,
+    column_blocks_of_packing,
+)
 from shardwise.plan.flat import FlatPacking, plan_flat
 from shardwise.plan.layout import RowParam
 from shardwise.plan.rows import RowsPacking, plan_rows
 from shardwise.plan.slices import cut_into_slices
-from shardwise.plan.strips import strips_of_layout, strips_of_line, strips_of_packing
 
 CPU = torch.device("cpu")
 SHAPES = [(7, 3), (1,), (8, 2), (0, 4), (5,), (16,), (2, 3)]
@@ -24,31 +28,31 @@ def rows_of(row_numel, world):
     return rows, rows.tensor(torch.float32, 0, (world, row_numel)).fill_(float("nan"))
 
 
-def pack_by_strips(strips, gradients, world, row_numel):
+def pack_by_column_blocks(blocks, gradients, world, row_numel):
     """What a kernel does, told in Python."""
     packed = torch.full((world, row_numel), float("nan"))
-    for strip in strips:
+    for block in blocks:
         for rank in range(world):
-            first = rank * strip.own + strip.skip
-            there = max(0, min(strip.width, strip.numel - first))
-            columns = packed[rank, strip.start : strip.start + strip.span]
-            columns[:there] = gradients[strip.member].flatten()[first : first + there]
+            first = rank * block.shard + block.skip
+            there = max(0, min(block.filled, block.numel - first))
+            columns = packed[rank, block.start : block.start + block.length]
+            columns[:there] = gradients[block.member].flatten()[first : first + there]
             columns[there:] = 0
     return packed
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
-def test_packed_by_strips_rows_are_those_packed_by_pieces(world):
+def test_packed_by_column_blocks_rows_are_those_packed_by_blocks(world):
     packing = RowsPacking(plan_rows([RowParam(shape, 0, "all", 4, 4) for shape in SHAPES], world))
     gradients = [torch.rand(shape) + 1 for shape in SHAPES]
     rows, found = rows_of(packing.row_numel, world)
-    PiecewisePack(packing, rows, torch.float32, len(SHAPES)).fill(list(gradients), is_complete=True)
-    strips = strips_of_packing(packing)
-    assert torch.equal(pack_by_strips(strips, gradients, world, packing.row_numel), found)
+    BlockwisePack(packing, rows, torch.float32, len(SHAPES)).fill(list(gradients), is_complete=True)
+    blocks = column_blocks_of_packing(packing)
+    assert torch.equal(pack_by_column_blocks(blocks, gradients, world, packing.row_numel), found)
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_slices_by_strips_are_those_packed_by_pieces(world):
+def test_slices_by_column_blocks_are_those_packed_by_blocks(world):
     shapes = [(70, 3), (1,), (8, 2), (0, 4), (50,)]
     packing = RowsPacking(plan_rows([RowParam(shape, 0, "all", 4, 4) for shape in shapes], world))
     gradients = [torch.rand(shape) + 1 for shape in shapes]
@@ -56,24 +60,26 @@ def test_slices_by_strips_are_those_packed_by_pieces(world):
     assert len(slices) > 2
     for each in slices:
         rows, found = rows_of(each.row_numel, world)
-        PiecewisePack(each, rows, torch.float32, len(shapes)).fill(list(gradients), is_complete=True)
-        strips = strips_of_packing(packing, each.columns)
-        assert torch.equal(pack_by_strips(strips, gradients, world, each.row_numel), found)
+        BlockwisePack(each, rows, torch.float32, len(shapes)).fill(list(gradients), is_complete=True)
+        blocks = column_blocks_of_packing(packing, each.columns)
+        assert torch.equal(pack_by_column_blocks(blocks, gradients, world, each.row_numel), found)
 
 
 @pytest.mark.parametrize("world", [1, 3])
-def test_a_line_by_strips_is_the_line(world):
+def test_a_line_by_column_blocks_is_the_line(world):
     layout = plan_flat([RowParam(shape, 0, "all", 4, 4) for shape in SHAPES], world)
     packing = FlatPacking(layout, range(len(SHAPES)))
     gradients = [torch.rand(shape) + 1 for shape in SHAPES]
     rows, found = rows_of(packing.row_numel, world)
-    LinePack(packing, rows, torch.float32, SHAPES).fill(list(gradients), is_complete=True)
-    strips = strips_of_line(packing, [gradient.numel() for gradient in gradients])
-    assert torch.equal(pack_by_strips(strips, gradients, 1, world * packing.row_numel), found.view(1, -1))
+    ContiguousPack(packing, rows, torch.float32, SHAPES).fill(list(gradients), is_complete=True)
+    blocks = column_blocks_of_flat_packing(packing, [gradient.numel() for gradient in gradients])
+    assert torch.equal(
+        pack_by_column_blocks(blocks, gradients, 1, world * packing.row_numel), found.view(1, -1)
+    )
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
-def test_parameters_by_strips_are_those_copied_out_by_pieces(world):
+def test_parameters_by_column_blocks_are_those_copied_out_by_blocks(world):
     kinds = [(torch.float32, "wide"), (torch.bfloat16, "narrow")] * 4
     params = [
         RowParam(shape, 0, kind, 4, dtype.itemsize)
@@ -87,19 +93,19 @@ def test_parameters_by_strips_are_those_copied_out_by_pieces(world):
     full.grow()
     sent.copy_(torch.randint(1, 255, sent.shape))
     found.zero_()
-    CopyPieces(layout, rows, full, [kinds[index][0] for index in range(len(params))]).run()
-    by_strips = torch.zeros_like(found)
-    for strip in strips_of_layout(layout):
+    CopyBlocks(layout, rows, full, [kinds[index][0] for index in range(len(params))]).run()
+    by_column_blocks = torch.zeros_like(found)
+    for block in column_blocks_of_layout(layout):
         for rank in range(world):
-            there = max(0, min(strip.width, strip.numel - rank * strip.own))
-            start = strip.whole_start + rank * strip.own
-            by_strips[start : start + there] = sent[rank, strip.start : strip.start + there]
+            there = max(0, min(block.filled, block.numel - rank * block.shard))
+            start = block.full_start + rank * block.shard
+            by_column_blocks[start : start + there] = sent[rank, block.start : block.start + there]
     assert found.any()
-    assert torch.equal(by_strips, found)
+    assert torch.equal(by_column_blocks, found)
 
 
-def test_parameters_that_are_cut_along_another_dim_have_no_strips():
+def test_parameters_that_are_cut_along_another_dim_have_no_column_blocks():
     params = [RowParam((4, 4), 0, "all", 4, 4), RowParam((4, 4), 1, "all", 4, 4)]
     layout = plan_rows(params, 2)
-    assert strips_of_layout(layout) is None
-    assert strips_of_packing(RowsPacking(layout)) is None
+    assert column_blocks_of_layout(layout) is None
+    assert column_blocks_of_packing(RowsPacking(layout)) is None
