@@ -18,7 +18,7 @@ from torch.utils.dlpack import from_dlpack
 
 from shardwise.errors import ConfigError
 from shardwise.plan.layout import Layout
-from shardwise.torch_internals import storage_uses, tensor_over
+from shardwise.torch_internals import storage_use_count, tensor_over
 
 
 def allocate_shards(
@@ -77,12 +77,12 @@ class ElasticBuffer:
         """
         self._watched = tensors
         self._own_refs = list(map(sys.getrefcount, tensors))
-        self._own_uses = storage_uses(self._storage)
+        self._own_uses = storage_use_count(self._storage)
 
     def is_own(self) -> bool:
         """Whether nothing refers to this memory, or to a tensor of it, beyond what ``note_own_uses`` recorded."""
         return (
-            storage_uses(self._storage) == self._own_uses
+            storage_use_count(self._storage) == self._own_uses
             and list(map(sys.getrefcount, self._watched)) == self._own_refs
         )
 

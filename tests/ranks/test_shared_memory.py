@@ -45,7 +45,7 @@ def group_with(sight):
     """A group anew, in which a rank finds only those that ``sight`` lets it."""
     rank = dist.get_rank()
     peers = iter([(rank + step) % dist.get_world_size() for step in range(1, dist.get_world_size())])
-    visit = shared_memory_peers._visit
+    visit = shared_memory_peers._open_peer
 
     def visit_some(card, table):
         return visit(card, table) if SIGHTS[sight](rank, next(peers)) else None
@@ -61,7 +61,7 @@ def group_with(sight):
             if rank == 0:
                 patch.setattr(shared_memory_peers, "Arena", no_arena)
         else:
-            patch.setattr(shared_memory_peers, "_visit", visit_some)
+            patch.setattr(shared_memory_peers, "_open_peer", visit_some)
         group = dist.new_group()
         GroupCollectives(group, CPU).channel.agree(UNNAMED)
     return group
@@ -183,7 +183,7 @@ def late_on_a_path_that_was_left():
         seen = None
         if rank == 0:
             calls.issue_all_gather(gathered, own)
-            channel.break_off("it does not like this path")
+            channel.abort_step("it does not like this path")
             own.zero_()
             store.set("left", "1")
         else:
@@ -205,7 +205,7 @@ def late_on_a_path_that_was_left():
 def test_who_comes_late_to_a_path_that_was_left_reads_what_was_sent_there_and_is_told():
     _, (seen, told) = run_ranks(late_on_a_path_that_was_left, 2, kind="gloo")
     assert seen in (None, {1.0, 2.0})
-    assert "rank 0 broke off its step: it does not like this path" in told
+    assert "rank 0 aborted its step: it does not like this path" in told
 
 
 def say_much():
@@ -214,9 +214,9 @@ def say_much():
     channel.agree(UNNAMED)
     near = channel._local_peers
     for number in range(10_000):
-        near.tell(1 - rank, number, 7, 2 * number)
+        near.notify(1 - rank, number, 7, 2 * number)
     dist.barrier()
-    return all(near.hear(1 - rank, number, 7) == 2 * number for number in range(10_000))
+    return all(near.wait_for(1 - rank, number, 7) == 2 * number for number in range(10_000))
 
 
 def test_collectives_that_nobody_has_waited_for_may_be_thousands():

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.engine.buffers import ElasticBuffer
 from shardwise.engine.unit.binding import Slot
-from shardwise.torch_internals import are_over, dtensor, local_of, spec_of
+from shardwise.torch_internals import dtensor, have_local_tensors, local_of, spec_of
 
 LEASE_ATTRIBUTE = "_shardwise_lease"
 
@@ -99,7 +99,7 @@ class GradientBuffer:
     def is_own(self) -> bool:
         """Whether nothing but the unit refers to the memory or the gradients, and the gradients are unchanged."""
         return not self.memory.is_grown or (
-            self.memory.is_own() and are_over(self.gradients.values(), self.locals)
+            self.memory.is_own() and have_local_tensors(self.gradients.values(), self.locals)
         )
 
     @property

@@ -18,10 +18,10 @@ from shardwise.engine.reduce.gradient_buffer import GradientBuffer, GradientView
 from shardwise.engine.unit.binding import Slot
 from shardwise.torch_internals import (
     add_all,
-    enabled_attributes,
     local_of,
-    plain_attributes,
     post_accumulate_hooks,
+    with_torch_function,
+    without_torch_function,
 )
 
 if TYPE_CHECKING:
@@ -259,7 +259,7 @@ class ReduceInFlight:
         assigned: list[GradientView] = []
         added: list[GradientView] = []
         hooked: list[Slot] = []
-        with plain_attributes():
+        with without_torch_function():
             for view in self._received:
                 param = view.slot.sharded
                 if post_accumulate_hooks(param):
@@ -283,7 +283,7 @@ class ReduceInFlight:
     def _assign_through_hooks(self, view: GradientView) -> None:
         """Assigns a gradient after the hooks of ``register_hook`` have changed it."""
         param, stream = view.slot.sharded, self._streams.reduce
-        with stream, enabled_attributes():
+        with stream, with_torch_function():
             if self.plan.is_offloaded:
                 # order: the transfer before the hooks, because they read the gradient on the host
                 self._streams.host_waits_for(stream.record_event())
