@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from shardwise.composable.fsdp_module import FSDPModule
-from shardwise.engine.unit.binding import units_of
+from shardwise.engine.unit.membership import units_of
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import ConfigError, ConfigTypeError
 from shardwise.wrapper.summon_full_params import WHOLE_ATTRIBUTE, check_shows_whole

@@ -27,7 +27,8 @@ from shardwise.engine.exact.exact_collectives import ExactCollectives
 from shardwise.engine.exact.exact_sums import check_not_exact
 from shardwise.engine.step.agreement import forget_torn_steps
 from shardwise.engine.step.joint_units import set_joint
-from shardwise.engine.unit.binding import UNITS_ATTRIBUTE, not_copied, units_of
+from shardwise.engine.unit.binding import not_copied
+from shardwise.engine.unit.membership import UNITS_ATTRIBUTE, units_of
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import ConfigError, ConfigTypeError
 from shardwise.plan.schedule import FREE, KEEP

@@ -22,9 +22,9 @@ from shardwise.composable.fsdp_module import become_fsdp_module
 from shardwise.composable.state_dicts import keep_state_dicts_sharded
 from shardwise.engine.exact.exact_sums import EXACT_SUMMATION, check_mesh
 from shardwise.engine.reduce.reduce_plan import DEFAULT_SUMMATION
-from shardwise.engine.unit.binding import membership, units_of
 from shardwise.engine.unit.dtensor_form import DTensorForm, PlacementFn
 from shardwise.engine.unit.factory import check_unit, find_parameters, make_unit
+from shardwise.engine.unit.membership import membership, units_of
 from shardwise.engine.unit.module_selection import Wrap, choose_modules, has_forward
 from shardwise.errors import ConfigError, ConfigTypeError
 from shardwise.plan.schedule import plan_after_forward

@@ -15,7 +15,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shardwise import trace
-from shardwise.engine.unit.binding import Slot, membership, not_copied
+from shardwise.engine.unit.binding import Slot, not_copied
+from shardwise.engine.unit.membership import membership
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import CheckpointError, StateError
 from shardwise.torch_internals import loads_plainly, parameters_of, spec_of, state_entries

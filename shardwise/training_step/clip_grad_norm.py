@@ -24,7 +24,7 @@ from shardwise.comm.channels.collective_log import collective_code
 from shardwise.comm.collectives.group import GroupCollectives, channel_of
 from shardwise.engine.gather.full_tensors import flat_slots, is_flat, shown_part
 from shardwise.engine.reduce.gradient_buffer import GradientBuffer
-from shardwise.engine.unit.binding import membership
+from shardwise.engine.unit.membership import membership
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import ConfigError, ConfigTypeError, StateError
 from shardwise.torch_internals import local_of, multiply_all, norms_of, spec_of

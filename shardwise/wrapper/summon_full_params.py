@@ -25,8 +25,8 @@ from shardwise.engine.gather.full_tensors import (
     shown_part,
     write_parameter,
 )
-from shardwise.engine.unit.binding import units_of
 from shardwise.engine.unit.flat_form import FlatSlot
+from shardwise.engine.unit.membership import units_of
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import ConfigError, StateError
 from shardwise.torch_internals import inside_backward

@@ -21,9 +21,10 @@ from shardwise import trace
 from shardwise.engine.exact.exact_sums import check_not_exact
 from shardwise.engine.gather.full_tensors import is_flat
 from shardwise.engine.step.joint_units import set_joint
-from shardwise.engine.unit.binding import WRAPPED_NAME, clean_name, not_copied, units_of
+from shardwise.engine.unit.binding import WRAPPED_NAME, clean_name, not_copied
 from shardwise.engine.unit.factory import make_unit
 from shardwise.engine.unit.flat_form import FlatForm
+from shardwise.engine.unit.membership import units_of
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import ConfigError, StateError
 from shardwise.torch_internals import debugs_in_detail, inside_backward, untraced, untraced_itself

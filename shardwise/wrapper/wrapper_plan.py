@@ -18,8 +18,9 @@ from torch.distributed.tensor import DTensor
 from shardwise.comm.mesh import DataMesh
 from shardwise.engine.exact.exact_sums import EXACT_SUMMATION, check_mesh
 from shardwise.engine.reduce.reduce_plan import DEFAULT_SUMMATION, Summation
-from shardwise.engine.unit.binding import FoundParameter, hidden, is_wrapper, membership, units_of
+from shardwise.engine.unit.binding import FoundParameter, is_wrapper
 from shardwise.engine.unit.factory import check_fits_shards, find_parameters
+from shardwise.engine.unit.membership import hidden, membership, units_of
 from shardwise.engine.unit.module_selection import has_forward
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import ConfigError, ConfigTypeError

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import CPUOffloadPolicy, FullyShardedDataParallel, OffloadPolicy, fully_shard
-from shardwise.engine.unit.binding import units_of
+from shardwise.engine.unit.membership import units_of
 from shardwise.testing import run_ranks
 
 NUMEL = 1 << 18

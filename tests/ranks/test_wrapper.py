@@ -22,7 +22,7 @@ from shardwise import (
     ModuleWrapPolicy,
     ShardingStrategy,
 )
-from shardwise.engine.unit.binding import units_of
+from shardwise.engine.unit.membership import units_of
 from shardwise.engine.unit.sharded_placeholder import ShardedPlaceholder
 from shardwise.errors import StateError
 from shardwise.testing import run_ranks

@@ -7,8 +7,10 @@ ranks meet before an optimizer steps, tells peers of a step that broke off, and 
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterable
+from types import FrameType
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,13 +19,33 @@ from shardwise import policies
 from shardwise.comm.channels.channel import Channel
 from shardwise.comm.collectives.group import GroupCollectives
 from shardwise.engine.step.non_finite import NonFiniteGuard
-from shardwise.engine.step.optimizer_hooks import is_inside_step, last_checkpoint
 from shardwise.engine.step.undo import Undo
 from shardwise.engine.unit.collective_names import STEP
 from shardwise.errors import StateError
 
 if TYPE_CHECKING:
     from shardwise.engine.unit.unit import Unit
+
+_NOTE = {"checkpoint": ""}
+
+
+def note_checkpoint(place: str) -> None:
+    """Says where this process's last whole checkpoint is, for those who must go back to it."""
+    _NOTE["checkpoint"] = place
+
+
+def last_checkpoint() -> str:
+    return _NOTE["checkpoint"]
+
+
+def is_inside_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether this thread is inside a step of ``optimizer``, as in a closure."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "step" and frame.f_locals.get("self") is optimizer:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def forget_torn_steps(units: Iterable[Unit]) -> None:

@@ -16,12 +16,9 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import TYPE_CHECKING
 
 from shardwise import trace
-from shardwise.engine.tensor_trees import map_tensors
 from shardwise.errors import StateError
 from shardwise.plan.lifecycle import UNSHARDED
 from shardwise.plan.schedule import KEEP
@@ -102,26 +99,3 @@ def set_joint(units: Iterable[Unit], is_joint: bool) -> None:
         unit.is_joint = unit.gradients.settings.includes_unused = is_joint
     for root in dict.fromkeys(unit.root for unit in units):
         root.update_joint_units()
-
-
-class _Tied(torch.autograd.Function):
-    """A tensor as it is, with a backward that leads nowhere."""
-
-    @staticmethod
-    def forward(ctx: Any, end: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return None, None
-
-
-def with_backward(output: Any) -> Any:
-    """The output of a model of which this rank has run nothing that is trained, so that its backward can be called."""
-    end = torch.zeros((), requires_grad=True)
-
-    def tie(tensor: torch.Tensor) -> torch.Tensor:
-        tied: torch.Tensor = _Tied.apply(end, tensor) if tensor.is_floating_point() else tensor
-        return tied
-
-    return map_tensors(tie, output)

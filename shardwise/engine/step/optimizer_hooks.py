@@ -6,11 +6,9 @@ left the parameters of this rank half updated: the next forward says so.
 
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
 from collections.abc import Callable
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardwise.engine.reduce.gradient_buffer import make_traceable
-from shardwise.engine.unit.binding import is_member, membership, units_of
+from shardwise.engine.unit.membership import is_member, membership, units_of
 from shardwise.errors import StateError
 from shardwise.torch_internals import (
     count_foreach_writes,
@@ -32,30 +30,9 @@ from shardwise.torch_internals import (
 )
 
 if TYPE_CHECKING:
-    from shardwise.engine.step.root import Root
     from shardwise.engine.unit.binding import Slot
+    from shardwise.engine.unit.interfaces import RootInterface
     from shardwise.engine.unit.unit import Unit
-
-_NOTE = {"checkpoint": ""}
-
-
-def note_checkpoint(place: str) -> None:
-    """Says where this process's last whole checkpoint is, for those who must go back to it."""
-    _NOTE["checkpoint"] = place
-
-
-def last_checkpoint() -> str:
-    return _NOTE["checkpoint"]
-
-
-def is_inside_step(optimizer: Optimizer) -> bool:
-    """Whether this thread is inside a step of ``optimizer``, as in a closure."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "step" and frame.f_locals.get("self") is optimizer:
-            return True
-        frame = frame.f_back
-    return False
 
 
 class OptimizerHooks:
@@ -168,7 +145,7 @@ def _check_is_sharded(optimizer: Optimizer, param: torch.Tensor, unit: Unit, slo
     )
 
 
-def _roots_of(units: list[Unit]) -> list[Root]:
+def _roots_of(units: list[Unit]) -> list[RootInterface]:
     return list(dict.fromkeys(unit.root for unit in units))
 
 

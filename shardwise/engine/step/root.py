@@ -28,8 +28,9 @@ from shardwise.engine.reduce.reduce_plan import ReducePlan, ReduceSettings
 from shardwise.engine.step.agreement import StepAgreement
 from shardwise.engine.step.graph_capture import report_root
 from shardwise.engine.step.joint_units import JointUnits
-from shardwise.engine.unit.binding import Slot, clean_name, units_of
+from shardwise.engine.unit.binding import Slot, clean_name
 from shardwise.engine.unit.collective_names import CollectiveNames
+from shardwise.engine.unit.membership import units_of
 from shardwise.errors import StateError
 from shardwise.plan.lifecycle import SHARDED, UNSHARDED
 from shardwise.plan.schedule import Window

@@ -23,11 +23,11 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, is_grad_enabled
 from torch.autograd.graph import register_multi_grad_hook
 
-from shardwise.engine.step.joint_units import with_backward
-from shardwise.engine.tensor_trees import InputSwaps, tensors_in
+from shardwise.engine.tensor_trees import InputSwaps, map_tensors, tensors_in
 from shardwise.plan.schedule import Window
 from shardwise.torch_internals import current_backward, do_aside, hook_gradient, hook_of_gradient, view_aside
 
@@ -204,3 +204,26 @@ class Visit:
 
     def _gradients_gradient_arrives(self, gradient: Tensor) -> None:
         do_aside(self.hooks.pre_backward, self)
+
+
+class _Tied(torch.autograd.Function):
+    """A tensor as it is, with a backward that leads nowhere."""
+
+    @staticmethod
+    def forward(ctx: Any, end: Tensor, tensor: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return None, None
+
+
+def with_backward(output: Any) -> Any:
+    """The output of a model of which this rank has run nothing that is trained, so that its backward can be called."""
+    end = torch.zeros((), requires_grad=True)
+
+    def tie(tensor: Tensor) -> Tensor:
+        tied: Tensor = _Tied.apply(end, tensor) if tensor.is_floating_point() else tensor
+        return tied
+
+    return map_tensors(tie, output)

@@ -6,17 +6,14 @@ unit is unsharded. A parameter that several modules share has one slot and sever
 
 from __future__ import annotations
 
-import weakref
-from collections import OrderedDict
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.engine.unit.sharded_placeholder import ShardedPlaceholder
 from shardwise.errors import StateError
 from shardwise.torch_internals import (
     Spec,
@@ -29,10 +26,6 @@ from shardwise.torch_internals import (
     replace_local,
     spec_of,
 )
-
-if TYPE_CHECKING:
-    from shardwise.engine.unit.unit import Unit
-
 
 # A module that wraps another holds it under this name, which no user wants to see in a parameter's name.
 WRAPPED_NAME = "_fsdp_wrapped_module"
@@ -74,7 +67,7 @@ class FoundParameter:
     name: str
     param: nn.Parameter
     places: list[Place]
-    taken: tuple[Unit, Slot] | None = None
+    taken: tuple[Any, Slot] | None = None
 
 
 class Slot:
@@ -235,87 +228,8 @@ def _in_wider(gradient: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor
     return gradient if dtype is None or dtype.itemsize <= gradient.itemsize else gradient.to(dtype)
 
 
-MEMBERSHIP_ATTRIBUTE = "_shardwise_membership"
-_HIDDEN_ATTRIBUTE = "_shardwise_hidden"
-
-
-class Membership:
-    """Set on a parameter in each of its forms: as it was found, sharded, and gathered.
-
-    A module sharded later that shows the same parameter finds its unit here. It stays behind when the parameter is
-    copied or saved: a copy belongs to no unit.
-    """
-
-    def __init__(self, unit: Unit | None = None, slot: Slot | None = None) -> None:
-        self.unit = weakref.ref(unit) if unit is not None else None
-        self.slot = slot
-
-    def __deepcopy__(self, memo: dict[int, object]) -> Membership:
-        return Membership()
-
-    def __reduce__(self) -> tuple[type[OrderedDict[str, object]], tuple[()]]:
-        # What is saved must load without shardwise, and with torch.load(weights_only=True).
-        return (OrderedDict, ())
-
-    def owner(self) -> tuple[Unit, Slot] | None:
-        if self.unit is None or self.slot is None:
-            return None
-        unit = self.unit()
-        return None if unit is None else (unit, self.slot)
-
-
-def membership(param: torch.Tensor) -> tuple[Unit, Slot] | None:
-    tag = param.__dict__.get(MEMBERSHIP_ATTRIBUTE)
-    return tag.owner() if isinstance(tag, Membership) else None
-
-
-def is_member(param: torch.Tensor) -> bool:
-    return MEMBERSHIP_ATTRIBUTE in param.__dict__
-
-
-def tag(param: torch.Tensor, unit: Unit, slot: Slot) -> None:
-    param.__dict__[MEMBERSHIP_ATTRIBUTE] = Membership(unit, slot)
-
-
-def tag_hidden(unit: Unit, slot: Slot) -> None:
-    """Leaves word in modules whose names show nothing while the unit is sharded: others may hold those modules too."""
-    for place in slot.places if not slot.is_shown else ():
-        place.module.__dict__.setdefault(_HIDDEN_ATTRIBUTE, {})[place.name] = Membership(unit, slot)
-
-
-def hidden(module: nn.Module, name: str) -> tuple[Unit, Slot] | None:
-    """Whose parameter a module's name stands for that shows nothing."""
-    tag = module.__dict__.get(_HIDDEN_ATTRIBUTE, {}).get(name)
-    return tag.owner() if isinstance(tag, Membership) else None
-
-
-UNITS_ATTRIBUTE = "_shardwise_units"
-
-
-def units_of(module: nn.Module) -> tuple[Unit, ...]:
-    """The units a module was made part of: one for each face that sharded it."""
-    units: tuple[Unit, ...] = module.__dict__.get(UNITS_ATTRIBUTE, ())
-    return units
-
-
 # Where to put what, for modules to show one form or the other.
 Shown = list[tuple[dict[str, Any], str, Any]]
-
-
-def sharded_shown(slots: Iterable[Slot], unit: Unit) -> Shown:
-    """For the modules to show the sharded form, or nothing where one flat parameter stands for all.
-
-    Code outside of the unit may ask for a dtype or a shape all the same, or whether there is a bias: an attribute of
-    the module answers, which is found before its parameters are looked at.
-    """
-    shown: Shown = []
-    for slot in slots:
-        stand_in = None if slot.is_shown else ShardedPlaceholder.of(slot.unsharded, slot.name, unit)
-        for place in slot.places:
-            shown.append((place.params, place.name, slot.sharded if slot.is_shown else None))
-            if stand_in is not None:
-                shown.append((place.module.__dict__, place.name, stand_in))
-    return shown
 
 
 def unsharded_shown(slots: Iterable[Slot]) -> Shown:

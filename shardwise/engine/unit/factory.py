@@ -14,20 +14,10 @@ from shardwise.comm.mesh import DataMesh
 from shardwise.engine.reduce.reduce_plan import DEFAULT_SUMMATION, Summation
 from shardwise.engine.step.optimizer_hooks import OPTIMIZER_HOOKS
 from shardwise.engine.step.root import Root
-from shardwise.engine.unit.binding import (
-    UNITS_ATTRIBUTE,
-    FoundParameter,
-    Place,
-    Slot,
-    clean_name,
-    hidden,
-    membership,
-    tag,
-    tag_hidden,
-    units_of,
-)
+from shardwise.engine.unit.binding import FoundParameter, Place, Slot, clean_name
 from shardwise.engine.unit.dtensor_form import PlacementFn, ShardedForm, chosen_dim
 from shardwise.engine.unit.hooks import UnitHooks
+from shardwise.engine.unit.membership import UNITS_ATTRIBUTE, hidden, membership, tag, tag_hidden, units_of
 from shardwise.engine.unit.unit import Unit, shard_device
 from shardwise.errors import ConfigError
 from shardwise.plan.schedule import AfterForward

@@ -6,16 +6,14 @@ It has the parameter's shape, dtype and device and no memory. To compute with it
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
 from shardwise.engine.tensor_trees import tensors_in
+from shardwise.engine.unit.interfaces import NamedUnit
 from shardwise.errors import StateError
 from shardwise.torch_internals import outline_of
-
-if TYPE_CHECKING:
-    from shardwise.engine.unit.unit import Unit
 
 
 class ShardedPlaceholder(torch.Tensor):
@@ -23,10 +21,10 @@ class ShardedPlaceholder(torch.Tensor):
 
     param_name: str
     # Weak: modules hold what they show, and must not hold their unit by it.
-    unit: weakref.ref[Unit]
+    unit: weakref.ref[NamedUnit]
 
     @classmethod
-    def of(cls, param: torch.Tensor, name: str, unit: Unit) -> ShardedPlaceholder:
+    def of(cls, param: torch.Tensor, name: str, unit: NamedUnit) -> ShardedPlaceholder:
         made = outline_of(cls, param)
         made.param_name, made.unit = name, weakref.ref(unit)
         return made

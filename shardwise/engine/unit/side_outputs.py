@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwise.engine.tensor_trees import tensors_in
-from shardwise.engine.unit.binding import units_of
+from shardwise.engine.unit.membership import units_of
 from shardwise.torch_internals import buffers_of
 
 # What every module has, and what is never a place for a result.

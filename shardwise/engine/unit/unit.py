@@ -7,7 +7,7 @@ gradients is told in ``unit_gradients``. *When* it moves is not decided here: fo
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,22 +17,16 @@ from shardwise.comm.collectives.group import GroupCollectives
 from shardwise.comm.mesh import DataMesh
 from shardwise.engine.gather.tensor_extensions import is_tensor_extension
 from shardwise.engine.reduce.reduce_plan import DEFAULT_SUMMATION, Summation
-from shardwise.engine.unit.binding import (
-    Place,
-    Shown,
-    Slot,
-    is_showing,
-    sharded_shown,
-    show,
-    tag,
-    unsharded_shown,
-)
+from shardwise.engine.unit.binding import Place, Shown, Slot, is_showing, show, unsharded_shown
 from shardwise.engine.unit.collective_names import CollectiveNames
 from shardwise.engine.unit.dtensor_form import ShardedForm
-from shardwise.engine.unit.replaced_parameters import (
+from shardwise.engine.unit.interfaces import HooksInterface, RootInterface
+from shardwise.engine.unit.membership import (
     adopt_found,
     check_are_home,
     follow_ties,
+    sharded_shown,
+    tag,
     take_written,
     ties_while_gathered,
 )
@@ -52,10 +46,6 @@ from shardwise.plan.lifecycle import (
 )
 from shardwise.plan.schedule import KEEP, AfterForward
 from shardwise.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-
-if TYPE_CHECKING:
-    from shardwise.engine.step.root import Root
-    from shardwise.engine.unit.hooks import UnitHooks
 
 
 def shard_device(mesh: DataMesh, offload: OffloadPolicy) -> torch.device:
@@ -99,8 +89,8 @@ class Unit:
         self.rank = mesh.rank
         self.recorder: trace.Recorder | None = None
         # Set before anything else can reach the unit: its hooks on making, its root on adoption.
-        self.hooks: UnitHooks
-        self.root: Root
+        self.hooks: HooksInterface
+        self.root: RootInterface
         self.is_top = True
         self.number = 0
         self.collective_names = CollectiveNames(name, len(slots))
