@@ -276,10 +276,10 @@ def _check_precision_fits(
 ) -> None:
     for found in find_parameters(modules, ignored):
         taken = found.taken
-        if taken is not None and taken[0].precision.param_dtype != precision.param_dtype:
+        if taken is not None and taken[0].settings.precision.param_dtype != precision.param_dtype:
             raise ConfigError(
                 f"parameter '{found.name}' is tied to unit '{taken[0].name}', which computes in "
-                f"{taken[0].precision.param_dtype or 'its own dtype'}; here it would be "
+                f"{taken[0].settings.precision.param_dtype or 'its own dtype'}; here it would be "
                 f"{precision.param_dtype or 'its own dtype'}",
                 where=f"MixedPrecisionPolicy(param_dtype=...), parameter '{found.name}', {where}",
                 fix="give both units the same param_dtype",

@@ -62,7 +62,7 @@ class _StateHooks:
         for name, (unit, slot) in _slots_of(module).items():
             value = state_dict.get(prefix + name)
             if value is not None and shown.get(name) is slot.unsharded:
-                unit.take_over_writes()
+                unit.gathered.copy_writes_to_shards()
                 sharded = slot.sharded
                 state_dict[prefix + name] = sharded if value is slot.unsharded else sharded.detach()
 

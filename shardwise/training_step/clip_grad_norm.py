@@ -140,7 +140,7 @@ def _find_gradients(params: list[torch.Tensor], order: float) -> _Gradients:
     units = [_unit_of(param) for param in params]
     _check_not_all_held(units)
     rows = _whole_rows(params, units, order)
-    found.is_exact = any(unit is not None and unit.sums.is_exact for unit in units)
+    found.is_exact = any(unit is not None and unit.gradients.sums.is_exact for unit in units)
     for param, unit in zip(params, units, strict=True):
         if unit in rows:
             buffer = rows[unit]

@@ -128,7 +128,7 @@ def one_shown_whole(
     finally:
         left = {slot: _left_in(slot, param) for slot, param in params.items()}
         del marks[WHOLE_ATTRIBUTE]
-        unit.show_sharded()
+        unit.show_in_all_places()
         show_flats(unit)
         if writeback:
             _write_back(unit, left)

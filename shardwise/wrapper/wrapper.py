@@ -277,16 +277,17 @@ class FullyShardedDataParallel(WrapperOptions, ModelMethods):
         self._check_outermost("no_sync")
         units = self._units
         check_not_exact(units, "no_sync", "sums micro-batches before ranks")
-        before = [(unit.gradients.are_synced, unit.frees_after_backward) for unit in units]
+        before = [(unit.gradients.are_synced, unit.settings.frees_after_backward) for unit in units]
         for unit in units:
             unit.gradients.are_synced = False
             # What is kept after forward is kept for the next micro-batch too: nothing changes it in between.
-            unit.frees_after_backward = unit.after_forward.frees
+            unit.configure(frees_after_backward=unit.settings.after_forward.frees)
         try:
             yield
         finally:
             for unit, (syncs, frees) in zip(units, before, strict=True):
-                unit.gradients.are_synced, unit.frees_after_backward = syncs, frees
+                unit.gradients.are_synced = syncs
+                unit.configure(frees_after_backward=frees)
 
     def set_safe_participation(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Lets ranks run different wrapped modules: what a rank does not run, it joins in with zeros.

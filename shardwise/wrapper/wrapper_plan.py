@@ -102,8 +102,8 @@ class WrapperPlan:
         for module in self.as_stored:
             compute_as_stored(module)
         if self.backward_prefetch is None:
-            unit.backward_prefetch = ()
-        unit.prefetches_late = self.backward_prefetch is BackwardPrefetch.BACKWARD_POST
+            unit.configure(backward_prefetch=())
+        unit.configure(prefetches_late=self.backward_prefetch is BackwardPrefetch.BACKWARD_POST)
 
 
 def plan_wrappers(
@@ -276,7 +276,7 @@ def _check_tied(wrappings: list[WrapperPlan], ignored: set[nn.Parameter], where:
                 if tensor is None or tensor in ignored or module in wrapping.as_stored:
                     continue
                 own = wrapping.precision.param_dtype or tensor.dtype
-                there = own if taken is None else taken[0].precision.param_dtype or tensor.dtype
+                there = own if taken is None else taken[0].settings.precision.param_dtype or tensor.dtype
                 there = chosen.setdefault(id(tensor if taken is None else taken[1]), there)
                 if own != there:
                     raise ConfigError(

@@ -40,7 +40,7 @@ class JointUnits:
 
     def begin_forward(self) -> None:
         for unit in self._units:
-            if unit.is_stale():
+            if unit.gathered.is_stale():
                 unit.reshard(trace.IN_FORWARD)
         self._gather(trace.IN_FORWARD)
 
@@ -55,7 +55,7 @@ class JointUnits:
             if following is not None:
                 following.issue_gather(phase)
             unit.wait_gather()
-            unit.keep()
+            unit.gathered.keep()
         if not self._is_holding:
             self._is_holding = True
             for unit in self._units:
@@ -63,10 +63,10 @@ class JointUnits:
 
     def end_forward(self) -> None:
         """Without grad there is no backward to hold them for."""
-        self._let_go(trace.IN_FORWARD, [unit.after_forward is not KEEP for unit in self._units])
+        self._let_go(trace.IN_FORWARD, [unit.settings.after_forward is not KEEP for unit in self._units])
 
     def end_backward(self) -> None:
-        self._let_go(trace.IN_POST_BACKWARD, [unit.frees_after_backward for unit in self._units])
+        self._let_go(trace.IN_POST_BACKWARD, [unit.settings.frees_after_backward for unit in self._units])
 
     def _let_go(self, phase: str, frees: list[bool]) -> None:
         if not self._is_holding:
@@ -77,7 +77,7 @@ class JointUnits:
                 if is_freed:
                     unit.reshard(phase)
                 else:
-                    unit.keep(is_hidden=True)
+                    unit.gathered.keep(is_hidden=True)
 
     def forget(self) -> None:
         """A step broke off, and its units were let go one by one."""
@@ -96,6 +96,7 @@ def set_joint(units: Iterable[Unit], is_joint: bool) -> None:
             )
     for unit in units:
         unit.reshard(trace.IDLE)
-        unit.is_joint = unit.gradients.settings.includes_unused = is_joint
+        unit.configure(is_joint=is_joint)
+        unit.gradients.settings.includes_unused = is_joint
     for root in dict.fromkeys(unit.root for unit in units):
         root.update_joint_units()

@@ -29,7 +29,6 @@ from shardwise.engine.step.agreement import StepAgreement
 from shardwise.engine.step.graph_capture import report_root
 from shardwise.engine.step.joint_units import JointUnits
 from shardwise.engine.unit.binding import Slot, clean_name
-from shardwise.engine.unit.collective_names import CollectiveNames
 from shardwise.engine.unit.membership import units_of
 from shardwise.errors import StateError
 from shardwise.plan.lifecycle import SHARDED, UNSHARDED
@@ -92,7 +91,7 @@ class Root:
         self.agreement = StepAgreement(top)
         # Only where ranks may run different units.
         self.joint_units: JointUnits | None = None
-        self._adopt(top)
+        self._adopt(top, top.name)
 
     # --- the family -----------------------------------------------------------------------------------------------
 
@@ -107,10 +106,8 @@ class Root:
     def units(self) -> list[Unit]:
         return [unit for reference in self.family if (unit := reference()) is not None]
 
-    def _adopt(self, unit: Unit) -> None:
-        unit.root = self
-        unit.is_top = unit is self._top()
-        unit.number = len(self.family)
+    def _adopt(self, unit: Unit, name: str, model: int = 1) -> None:
+        unit.adopt(self, len(self.family), name, model)
         self.family.append(weakref.ref(unit))
 
     def adopt_units(self) -> None:
@@ -137,9 +134,7 @@ class Root:
         model = self.agreement.register_units(names)
         self.family = []
         for unit, name in names.items():
-            unit.name = name
-            unit.collective_names = CollectiveNames(name, len(unit.slots), model)
-            self._adopt(unit)
+            self._adopt(unit, name, model)
         check_model(self.units, f"first forward, rank {self.top.rank}")
         self._check_agreement()
         self._is_offloaded = any(unit.is_offloaded for unit in self.units)
@@ -150,7 +145,7 @@ class Root:
     def update_joint_units(self) -> None:
         if self.joint_units is not None:
             self.joint_units.end_backward()
-        joint = [unit for unit in self.units if unit.is_joint]
+        joint = [unit for unit in self.units if unit.settings.is_joint]
         self.joint_units = JointUnits(joint) if joint else None
 
     def _check_agreement(self) -> None:
@@ -196,7 +191,7 @@ class Root:
 
     def end_forward(self) -> None:
         for unit in self.units:
-            if unit.has_several:
+            if unit.hooks.has_several:
                 unit.hooks.end_without_the_rest()
             if unit.prefetched:
                 # It was not run after all, and would be stale when it is.
@@ -250,12 +245,12 @@ class Root:
 
     def prefetch_before(self, unit: Unit, visit: Visit) -> None:
         """Gathers ahead what this backward uses next."""
-        if unit.backward_prefetch is not None:
-            for chosen in unit.backward_prefetch:
+        if unit.settings.backward_prefetch is not None:
+            for chosen in unit.settings.backward_prefetch:
                 chosen.issue_gather(trace.IN_PRE_BACKWARD, prefetch=True)
         elif (next_used := self._next_in_backward(unit, visit)) is not None:
             for needed in next_used.needs:
-                if needed.gathers_in_backward:
+                if needed.settings.gathers_in_backward:
                     needed.issue_gather(trace.IN_PRE_BACKWARD, prefetch=True)
 
     def _next_in_backward(self, unit: Unit, visit: Visit) -> Unit | None:
@@ -394,7 +389,7 @@ class Root:
         self.break_off("its backward raised")
         for unit in self.units:
             if unit.state is UNSHARDED:
-                unit.keep()
+                unit.gathered.keep()
 
     def recover(self) -> None:
         """Forgets the last step if it raised before its end, here or on another rank.

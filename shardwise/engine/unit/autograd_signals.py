@@ -133,7 +133,7 @@ class Visit:
             self.expect_unseen_backward()
             return self._with_backward(output) if unit.root.joint_units is not None else output
         # Joint units have no place in the order: they are there, and ranks may run different ones.
-        if self.place is None and not recomputes and not unit.is_joint:
+        if self.place is None and not recomputes and not unit.settings.is_joint:
             self.place = self.window.ran(unit.number)
         if not self.has_input_signal:
             unit.gradients.watch(self.hooks.on_gradient)

@@ -232,6 +232,18 @@ def _in_wider(gradient: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor
 Shown = list[tuple[dict[str, Any], str, Any]]
 
 
+@dataclass(frozen=True, slots=True)
+class ShownForms:
+    """What a unit's modules show in either form.
+
+    ``snapshot`` is what they showed when the lists were made (see ``ShardedForm.snapshot``).
+    """
+
+    sharded: Shown
+    unsharded: Shown
+    snapshot: list[Any]
+
+
 def unsharded_shown(slots: Iterable[Slot]) -> Shown:
     shown: Shown = []
     for slot in slots:

@@ -18,7 +18,7 @@ from shardwise.engine.unit.binding import FoundParameter, Place, Slot, clean_nam
 from shardwise.engine.unit.dtensor_form import PlacementFn, ShardedForm, chosen_dim
 from shardwise.engine.unit.hooks import UnitHooks
 from shardwise.engine.unit.membership import UNITS_ATTRIBUTE, hidden, membership, tag, tag_hidden, units_of
-from shardwise.engine.unit.unit import Unit, shard_device
+from shardwise.engine.unit.unit import Unit, UnitSettings, shard_device
 from shardwise.errors import ConfigError
 from shardwise.plan.schedule import AfterForward
 from shardwise.plan.spans import ceil_div
@@ -188,9 +188,8 @@ def make_unit(
 
     offload = _within_budget(offload, own, mesh)
     slots = form.make_slots(own, mesh, precision, shard_device(mesh, offload), name)
-    unit = Unit(name, modules, slots, form, mesh, after_forward, precision, offload, sums)
-    unit.hooks = UnitHooks(unit)
-    Root(unit)
+    settings = UnitSettings(precision, offload, after_forward, gather_calls=mesh.shard)
+    unit = Unit(name, modules, slots, form, mesh, settings, sums, UnitHooks, Root)
     OPTIMIZER_HOOKS.install()
     for found, slot in zip(own, slots, strict=True):
         tag(found.param, unit, slot)
@@ -200,10 +199,9 @@ def make_unit(
         known = {(place.module, place.name) for place in slot.places}
         slot.places.extend(place for place in found.places if (place.module, place.name) not in known)
         tag_hidden(owner, slot)
-        if owner not in unit.needs:
-            unit.needs = (*unit.needs, owner)
+        unit.need(owner)
     for owner in {*unit.needs, unit}:
-        owner.show_sharded()
+        owner.show_in_all_places()
     _keep_weights_in_place(slots)
     for module in modules:
         module.__dict__[UNITS_ATTRIBUTE] = (*units_of(module), unit)

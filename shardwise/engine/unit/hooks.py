@@ -88,7 +88,8 @@ class UnitHooks:
         self._still_to_run: set[nn.Module] = set()
         self._shared: Visit | None = None
         self.on_gradient = _held_weakly(self._gradient_arrived)
-        precision = unit.precision
+        self.has_several = len(unit.modules) > 1
+        precision = unit.settings.precision
         self._input_dtype = precision.param_dtype if precision.cast_forward_inputs else None
         self._output_dtype = precision.output_dtype
         device = unit.mesh.device
@@ -159,11 +160,11 @@ class UnitHooks:
             if unit.needs or unit.is_top:
                 visit = Visit(self, root.window)
                 self._hold_and_gather(visit)
-            for chosen in unit.forward_prefetch if root.in_forward else ():
+            for chosen in unit.settings.forward_prefetch if root.in_forward else ():
                 chosen.issue_gather(trace.IN_FORWARD, in_forward=True, prefetch=True)
                 if chosen.root is not root:
                     # This forward's end will not call it off if it is not used.
-                    chosen.keep()
+                    chosen.gathered.keep()
             for needed in unit.needs:
                 needed.wait_gather()
         except BaseException as error:
@@ -173,12 +174,13 @@ class UnitHooks:
             if is_outermost:
                 root.break_off_forward(error)
             raise
-        if unit.has_several:
+        if self.has_several:
             # Its other modules follow within the forward of a model around them; a call outside it is for itself.
             self._still_to_run = set(unit.modules) if is_within_model else {module}
             self._shared = visit
-        if unit.recorder is not None and unit.slots:
-            unit.recorder.add(trace.PRE_FORWARD, unit.name, trace.IN_FORWARD, unit.rank)
+        recorder = unit.settings.recorder
+        if recorder is not None and unit.slots:
+            recorder.add(trace.PRE_FORWARD, unit.name, trace.IN_FORWARD, unit.rank)
         return visit
 
     def _hold_and_gather(self, visit: Visit) -> None:
@@ -189,7 +191,7 @@ class UnitHooks:
             if (
                 needed.holders == 0
                 and needed.state is not SHARDED
-                and (needed.is_unseen or needed.is_stale())
+                and (needed.gathered.awaits_unseen_backward or needed.gathered.is_stale())
             ):
                 needed.reshard(trace.IN_FORWARD)
             needed.hold()
@@ -202,7 +204,7 @@ class UnitHooks:
         for needed in unit.needs:
             needed.issue_gather(trace.IN_PRE_BACKWARD)
             needed.wait_gather()
-            needed.reveal()
+            needed.gathered.reveal()
         return Visit(self, unit.root.window) if unit.needs else None
 
     def _move_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], swaps: InputSwaps) -> Any:
@@ -223,7 +225,7 @@ class UnitHooks:
         if self._output_dtype is not None:
             output = map_tensors(self._cast_output, output)
         for needed in unit.needs:
-            if needed.after_forward is not KEEP:
+            if needed.settings.after_forward is not KEEP:
                 output = _without_parameters(needed, output)
         if visit is not None and is_grad_enabled():
             if side_outputs := self._side_outputs(module, args):
@@ -258,23 +260,27 @@ class UnitHooks:
     def _end_forward(self, visit: Visit | None) -> None:
         unit = self.unit
         self._shared = None
-        if unit.recorder is not None and unit.slots:
-            unit.recorder.add(trace.POST_FORWARD, unit.name, trace.IN_FORWARD, unit.rank)
+        recorder = unit.settings.recorder
+        if recorder is not None and unit.slots:
+            recorder.add(trace.POST_FORWARD, unit.name, trace.IN_FORWARD, unit.rank)
         if visit is not None:
-            self._let_go(visit)
+            self._release(visit)
         if unit.is_top and len(self._calls) < 2:
             unit.root.end_forward()
 
-    def _let_go(self, visit: Visit) -> None:
-        """A pass has left forward: frees what it held, unless somebody else holds it or it is kept for backward."""
+    def _release(self, visit: Visit, has_raised: bool = False) -> None:
+        """Frees what a visit held in forward, unless somebody else holds it or it is kept for backward."""
         held, visit.held = visit.held, ()
         for needed in held:
-            needed.is_unseen |= visit.is_unseen
+            if visit.is_unseen and not has_raised:
+                needed.gathered.expect_unseen_backward()
             if needed.release():
-                if needed.is_unseen or needed.keeps_after_forward():
-                    needed.keep(is_hidden=not is_grad_enabled())
+                # What had been computed when forward raised may still be used in this step.
+                is_kept = is_grad_enabled() if has_raised else needed.gathered.awaits_unseen_backward
+                if is_kept or needed.keeps_after_forward():
+                    needed.gathered.keep(is_hidden=not is_grad_enabled())
                 else:
-                    needed.reshard(trace.IN_FORWARD, keep_part=True)
+                    needed.reshard(trace.IN_FORWARD, keep_part=not has_raised)
 
     def end_without_the_rest(self) -> None:
         """The model's forward is over, and some modules of the unit were not in it: they may come by themselves."""
@@ -308,15 +314,8 @@ class UnitHooks:
 
     def _release_after_error(self, visit: Visit) -> None:
         if is_grad_enabled():
-            # What it had computed by then may be used in this step: it may have been put somewhere before it raised.
             self.unit.gradients.watch(self.on_gradient)
-        held, visit.held = visit.held, ()
-        for needed in held:
-            if needed.release():
-                if is_grad_enabled() or needed.keeps_after_forward():
-                    needed.keep(is_hidden=not is_grad_enabled())
-                else:
-                    needed.reshard(trace.IN_FORWARD)
+        self._release(visit, has_raised=True)
 
     # --- backward -------------------------------------------------------------------------------------------------
 
@@ -339,13 +338,14 @@ class UnitHooks:
                 # The model around both has not run yet, and the end of this backward is that unit's, too.
                 needed.root.begin_backward()
             needed.hold()
-            if needed.gathers_in_backward:
+            if needed.settings.gathers_in_backward:
                 needed.issue_gather(trace.IN_PRE_BACKWARD)
         for needed in unit.needs:
             needed.wait_gather()
-        if unit.recorder is not None and unit.slots:
-            unit.recorder.add(trace.PRE_BACKWARD, unit.name, trace.IN_PRE_BACKWARD, unit.rank)
-        if not unit.prefetches_late:
+        recorder = unit.settings.recorder
+        if recorder is not None and unit.slots:
+            recorder.add(trace.PRE_BACKWARD, unit.name, trace.IN_PRE_BACKWARD, unit.rank)
+        if not unit.settings.prefetches_late:
             root.prefetch_before(unit, visit)
 
     def post_backward(self, visit: Visit) -> None:
@@ -354,12 +354,12 @@ class UnitHooks:
         if not visit.is_open:
             if visit.is_unseen:
                 # Only now is it known that backward has come by.
-                unit.is_unseen = False
+                unit.gathered.unseen_backward_came()
             return
         unit.gradients.reduce()
-        if unit.recorder is not None:
-            self._report(unit.recorder)
-        if unit.prefetches_late:
+        if unit.settings.recorder is not None:
+            self._report(unit.settings.recorder)
+        if unit.settings.prefetches_late:
             unit.root.prefetch_before(unit, visit)
         self._close(visit)
 
@@ -393,10 +393,10 @@ class UnitHooks:
         if unit.gradients.reduce() or self._open:
             self._owes_report = True
         if self._owes_report:
-            unit.is_unseen = False
+            unit.gathered.unseen_backward_came()
         unit.gradients.reduce_the_rest()
-        if self._owes_report and unit.recorder is not None:
-            self._report(unit.recorder)
+        if self._owes_report and unit.settings.recorder is not None:
+            self._report(unit.settings.recorder)
         for visit in tuple(self._open):
             self._close(visit)
         self._owes_report = False
@@ -423,10 +423,10 @@ class UnitHooks:
         self._open.remove(visit)
         for needed in self.unit.needs:
             if needed.release():
-                if needed.frees_after_backward:
+                if needed.settings.frees_after_backward:
                     needed.reshard(trace.IN_POST_BACKWARD)
                 else:
-                    needed.keep(is_hidden=True)
+                    needed.gathered.keep(is_hidden=True)
 
     def forget(self) -> None:
         """Drops what a broken-off step left behind."""

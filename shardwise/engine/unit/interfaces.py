@@ -97,6 +97,9 @@ class RootInterface(Protocol):
 class HooksInterface(Protocol):
     """Where forward and backward touch a unit: ``hooks.UnitHooks``."""
 
+    # Whether the unit has several modules, of which a forward need not run all.
+    has_several: bool
+
     @property
     def is_running(self) -> bool: ...
 

@@ -120,11 +120,11 @@ def follow_ties(unit: Unit) -> list[Unit]:
             if shown is slot.sharded or (found := _tied_to(shown, slot)) is None:
                 continue
             owner, tied = found
-            if owner.precision.param_dtype != unit.precision.param_dtype:
+            if owner.settings.precision.param_dtype != unit.settings.precision.param_dtype:
                 raise StateError(
                     f"parameter '{slot.name}' was tied to '{tied.name}' of unit '{owner.name}', which computes in "
-                    f"{owner.precision.param_dtype or 'its own dtype'} and not in "
-                    f"{unit.precision.param_dtype or 'its own dtype'}",
+                    f"{owner.settings.precision.param_dtype or 'its own dtype'} and not in "
+                    f"{unit.settings.precision.param_dtype or 'its own dtype'}",
                     where=f"unit '{unit.name}', rank {unit.rank}",
                     fix="give both units the same param_dtype, or tie the parameters before fully_shard",
                 )
@@ -164,19 +164,6 @@ def ties_while_gathered(unit: Unit) -> dict[Place, Slot]:
                 )
             tied[place] = found[1]
     return tied
-
-
-def take_written(slot: Slot, own_part: torch.Tensor | None, unit: str, rank: int) -> None:
-    """Somebody wrote to a parameter while it was gathered: its shard takes that over, where it is the same dtype."""
-    if own_part is None or slot.compute_dtype != slot.stored_dtype:
-        raise StateError(
-            f"parameter '{slot.name}' was written to while it was gathered, which its shard of {slot.stored_dtype} "
-            "cannot take over",
-            where=f"unit '{unit}', rank {rank}",
-            fix="write to the sharded parameter: call reshard() first",
-        )
-    with torch.no_grad():
-        slot.local.copy_(own_part)
 
 
 def adopt_found(slots: list[Slot], unit: str, rank: int) -> None:

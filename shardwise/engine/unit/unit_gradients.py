@@ -25,7 +25,7 @@ class UnitGradients:
 
     def __init__(self, unit: Unit, sums: Summation) -> None:
         self._unit = unit
-        self._sums = sums
+        self.sums = sums
         self._is_tensor_parallel = any(slot.tensor_parallel is not None for slot in unit.slots)
 
         # What users set on the module, read in the step.
@@ -59,7 +59,9 @@ class UnitGradients:
             # Its buffers are for backward, whatever mode the forward runs in that has noticed the change.
             with torch.inference_mode(False):
                 self._plans[key] = (
-                    self._sums.plan(slots, unit.form, unit.mesh, unit.precision, unit.shard_device, unit.pins)
+                    self.sums.plan(
+                        slots, unit.form, unit.mesh, unit.settings.precision, unit.shard_device, unit.pins
+                    )
                     if slots
                     else None
                 )
@@ -131,7 +133,7 @@ class UnitGradients:
         if not self.are_synced:
             self.are_held = True
             for slot in plan.slots:
-                slot.hold_gradient(self._unit.precision.reduce_dtype)
+                slot.hold_gradient(self._unit.settings.precision.reduce_dtype)
             return True
         if self.are_held:
             with_held = self._plan_with_held()
@@ -153,7 +155,7 @@ class UnitGradients:
             for plan in self._still_to_reduce():
                 self._issue(plan, [None] * len(plan.slots))
                 unit = self._unit
-                if unit.frees_after_backward and unit.holders == 0 and unit.root.is_last_backward:
+                if unit.settings.frees_after_backward and unit.holders == 0 and unit.root.is_last_backward:
                     # Peers whose backward came by have freed it and will gather it again: this rank must join them.
                     unit.reshard(trace.IN_POST_BACKWARD)
         self._started.clear()
@@ -177,7 +179,7 @@ class UnitGradients:
         self._started.add(plan)
         if self.are_held:
             gradients = [
-                slot.add_held(gradient, unit.precision.reduce_dtype)
+                slot.add_held(gradient, unit.settings.precision.reduce_dtype)
                 for slot, gradient in zip(plan.slots, gradients, strict=True)
             ]
             self.are_held = False
@@ -187,8 +189,8 @@ class UnitGradients:
         present = presence(gradients)
         codes = unit.collective_names.reduce(plan, self.settings, present)
         root.start_reduce(plan, self.settings, gradients, present, self.max_inputs, codes)
-        if unit.recorder is not None:
-            unit.recorder.add(trace.REDUCE, unit.name, trace.IN_POST_BACKWARD, unit.rank)
+        if unit.settings.recorder is not None:
+            unit.settings.recorder.add(trace.REDUCE, unit.name, trace.IN_POST_BACKWARD, unit.rank)
 
     # --- between steps --------------------------------------------------------------------------------------------
 
