@@ -171,7 +171,7 @@ def _find_gradients(params: list[torch.Tensor], order: float) -> _Gradients:
 def _check_not_all_held(units: list[Unit | None]) -> None:
     """Some units may reduce more seldom than others; where all of them have yet to, the norm would be of nothing."""
     trained = [unit for unit in dict.fromkeys(units) if unit is not None and unit.gradients.num_trainable]
-    if trained and all(unit.gradients.are_held for unit in trained):
+    if trained and all(unit.gradients.has_stash for unit in trained):
         raise StateError(
             "the gradients to clip are kept back: no backward has reduced them yet",
             where=f"{_CALL}, unit '{trained[0].name}', rank {trained[0].rank}",

@@ -56,7 +56,7 @@ def shown_whole(
     units = [unit for unit in dict.fromkeys(u for m in modules for u in units_of(m)) if is_flat(unit)]
     for unit in units:
         check_idle(unit, "summon_full_params")
-        if with_grads and unit.gradients.are_held:
+        if with_grads and unit.gradients.has_stash:
             raise StateError(
                 f"unit '{unit.name}' has gradients that no backward has reduced yet: there are no whole ones to show",
                 where=f"{where}, with_grads=True, rank {unit.rank}",

@@ -69,7 +69,7 @@ def a_unit_remembers_one_call(patch: pytest.MonkeyPatch) -> None:
 
 
 def what_a_frozen_parameter_holds_is_left_out(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(UnitGradients, "_plan_with_held", lambda self: self.plan)
+    patch.setattr(UnitGradients, "_plan_with_stash", lambda self: self.plan)
 
 
 def _fails(program: Program) -> bool:

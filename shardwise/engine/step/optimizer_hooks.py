@@ -67,7 +67,7 @@ class OptimizerHooks:
         units = self._units_of(optimizer)
         # A closure may be about to run the backward that reduces them.
         if not any(map(callable, (*args, *kwargs.values()))):
-            _check_not_all_held(optimizer, units)
+            _check_not_all_stashed(optimizer, units)
         for root in _roots_of(units):
             root.before_optimizer(optimizer)
 
@@ -149,10 +149,10 @@ def _roots_of(units: list[Unit]) -> list[RootInterface]:
     return list(dict.fromkeys(unit.root for unit in units))
 
 
-def _check_not_all_held(optimizer: Optimizer, units: list[Unit]) -> None:
+def _check_not_all_stashed(optimizer: Optimizer, units: list[Unit]) -> None:
     """Some units may reduce more seldom than others, and are then not stepped; that all of them do is an oversight."""
     trained = [unit for unit in units if unit.gradients.num_trainable and not unit.root.in_backward]
-    if trained and all(unit.gradients.are_held or unit.gradients.wait_for_replicas for unit in trained):
+    if trained and all(unit.gradients.has_stash or unit.gradients.wait_for_replicas for unit in trained):
         raise StateError(
             f"{type(optimizer).__name__} would step without the gradients that were kept back for it: no backward has "
             "reduced them yet",

@@ -398,9 +398,9 @@ class Root:
         micro-batches put by is not part of a forward that raised.
         """
         if self.is_busy or self.agreement.is_broken:
-            self.reset(drops_held=self.in_backward)
+            self.reset(drops_stash=self.in_backward)
 
-    def reset(self, drops_held: bool = True) -> None:
+    def reset(self, drops_stash: bool = True) -> None:
         """Forgets a step that broke off: parameters sharded, nothing in flight, no gradient half way."""
         if self.in_backward and inside_backward():
             raise StateError(
@@ -416,7 +416,7 @@ class Root:
                 # alive: their rows, until compute has waited for the next reduce
                 self._reduced.extend(in_flight)
             for unit in self.units:
-                unit.abandon_step(drops_held)
+                unit.abandon_step(drops_stash)
                 unit.gradients.forget_reduces(unlanded)
             self._take_back(0)
         if self.joint_units is not None:

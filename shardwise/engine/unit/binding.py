@@ -1,7 +1,8 @@
-"""Slots: one parameter each, in its two forms, and the places in modules that show it.
+"""Slots: one parameter each, sharded and unsharded, and the places in modules that show it.
 
-A module's ``_parameters`` hold the sharded form (a DTensor, what optimizers and state dicts see) except while the
-unit is unsharded. A parameter that several modules share has one slot and several places.
+A module's ``_parameters`` hold the sharded parameter (a DTensor, which optimizers and state dicts see) except while
+the unit is unsharded. A parameter that several modules share has one slot and several places. Which unit a parameter
+belongs to is in ``membership``.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from shardwise.torch_internals import (
     spec_of,
 )
 
-# A module that wraps another holds it under this name, which no user wants to see in a parameter's name.
+# The name under which a wrapper holds its module; parameter names shown to users leave it out.
 WRAPPED_NAME = "_fsdp_wrapped_module"
-# What torch's activation checkpointing calls the module it is wrapped around, in all names but a state dict's.
+# The same for torch's activation checkpointing; it shows in all names but a state dict's.
 _CHECKPOINTED_NAME = "_checkpoint_wrapped_module"
 
 
@@ -38,7 +39,7 @@ def is_wrapper(module: nn.Module) -> bool:
 
 
 def clean_name(name: str) -> str:
-    """A name of a parameter or module as if nothing were wrapped."""
+    """Returns the name of a parameter or module without the parts that wrappers add."""
     for added in (WRAPPED_NAME, _CHECKPOINTED_NAME):
         name = name.replace(f"{added}.", "").removesuffix(added).removesuffix(".")
     return name
@@ -55,14 +56,14 @@ class Place:
         self.params = parameters_of(module)
 
     def show_alone(self, param: nn.Parameter) -> None:
-        """Shows ``param``, and nothing that stands in for it."""
+        """Shows ``param``, without a placeholder."""
         self.module.__dict__.pop(self.name, None)
         self.params[self.name] = param
 
 
 @dataclass
 class FoundParameter:
-    """A parameter with every place that shows it, and the unit and slot that have taken it already, if any have."""
+    """A parameter with every place that shows it, and the unit and slot that it already belongs to, if any."""
 
     name: str
     param: nn.Parameter
@@ -73,20 +74,19 @@ class FoundParameter:
 class Slot:
     """One parameter of a unit.
 
-    ``shape`` is that of the tensor the engine cuts and gathers: the whole parameter, or with tensor parallelism this
-    rank's part of it, and ``tensor_parallel`` then says how that part is placed. Of the axes it is placed on,
-    ``data_axes`` are those of data parallelism, over which the engine itself sums gradients.
+    ``shape`` is that of the tensor the engine cuts and gathers: the full parameter, or with tensor parallelism this
+    rank's part of it; then ``tensor_parallel`` is the placement of that part. Of its mesh axes, ``data_axes`` belong to
+    data parallelism: over them the engine itself sums gradients.
 
-    ``local`` is the sharded form's local tensor as the engine made it: when the parameter shows another one, somebody
-    has replaced it. ``is_shown``: the parameter's own name shows the sharded form. ``held`` is a gradient kept without
-    sync, in the reduce dtype when that is wider.
+    ``local`` is the local tensor of ``sharded`` as the engine made it: if ``sharded`` has another one, a user has
+    replaced it. ``is_shown``: modules show ``sharded`` under the parameter's own name. ``stash`` is a gradient kept
+    back without sync, in the reduce dtype if that is wider.
     """
 
     __slots__ = (
         "compute_dtype",
         "data_axes",
         "dim",
-        "held",
         "is_cast",
         "is_shown",
         "local",
@@ -95,6 +95,7 @@ class Slot:
         "shape",
         "sharded",
         "spec",
+        "stash",
         "stored_dtype",
         "tensor_parallel",
         "unsharded",
@@ -125,18 +126,18 @@ class Slot:
         self.unsharded: nn.Parameter = sharded
         self.tensor_parallel = tensor_parallel
         self.data_axes = data_axes
-        # Whether a policy says what is computed in, or the parameter itself.
+        # Whether ``compute_dtype`` comes from a policy, not from the parameter.
         self.is_cast = is_cast
         self.is_shown = True
-        self.held: torch.Tensor | None = None
+        self.stash: torch.Tensor | None = None
 
     @property
     def gradient_dtype(self) -> torch.dtype:
-        """What gradients come in."""
+        """The dtype in which backward produces gradients."""
         return self.compute_dtype
 
     def plain_gradient(self) -> torch.Tensor | None:
-        """The gradient that came in, as the engine reduces it: with tensor parallelism, this rank's part of it."""
+        """The gradient as the engine reduces it: with tensor parallelism, this rank's part of it."""
         gradient = self.unsharded.grad
         if gradient is None or self.tensor_parallel is None:
             return gradient
@@ -144,33 +145,33 @@ class Slot:
 
     @property
     def kind(self) -> Hashable:
-        """Parameters of one kind stand together in a row, and are cast together."""
+        """Parameters of one kind are neighbours in a row, and are cast together."""
         return (self.stored_dtype, self.compute_dtype)
 
     @property
     def description(self) -> str:
-        """What ranks compare, to tell whether they hold the same model."""
+        """What ranks compare to check that they hold the same model."""
         return f"{list(self.shape)} {self.stored_dtype} sharded on dim {self.dim}, computed in {self.compute_dtype}"
 
     def move_into(self, part: torch.Tensor) -> None:
-        """Moves into its part of the unit's buffer; the parameter keeps its values and identity."""
+        """Moves the shard into ``part`` of the unit's buffer; the parameter keeps its values and identity."""
         part.copy_(self.local)
         replace_local(self.sharded, part)
         self.local = part
 
     def gradient(self, local: torch.Tensor) -> torch.Tensor:
-        """A gradient of the sharded parameter, over ``local``."""
+        """Returns ``local`` as a gradient of the sharded parameter."""
         return dtensor(local, self.spec, outline=self.local)
 
     def found(self) -> nn.Parameter | None:
-        """The parameter that stands in the sharded one's place now: somebody may have replaced it."""
+        """Returns the parameter that modules show where the sharded one was: a user may have replaced it."""
         if not self.places:
             return self.sharded
         place = self.places[0]
         return place.params.get(place.name)
 
     def fits(self, param: nn.Parameter) -> bool:
-        """Whether ``param`` can take the sharded parameter's place."""
+        """Whether ``param`` can replace the sharded parameter."""
         return (
             isinstance(param, DTensor)
             and tuple(param.shape) == tuple(self.spec.shape)
@@ -181,13 +182,13 @@ class Slot:
 
     @property
     def wanted(self) -> str:
-        """What fits, in words."""
+        """Says which parameter fits, for errors."""
         return f"a DTensor of shape {tuple(self.spec.shape)} placed {tuple(self.spec.placements)}"
 
     def adopt(self, param: nn.Parameter) -> None:
-        """Takes ``param``, which fits, for the sharded parameter; a gradient put by was the old one's."""
+        """Makes ``param``, which fits, the sharded parameter; drops a stashed gradient of the old one."""
         if self.sharded is not param:
-            self.held = None
+            self.stash = None
         self.sharded = param
         self.local = local_of(param)
         if not self.is_cast:
@@ -200,14 +201,14 @@ class Slot:
         """Rises with every in-place write to the parameter, whether through the DTensor or its local tensor."""
         return self.sharded._version + self.local._version
 
-    def add_held(self, gradient: torch.Tensor | None, dtype: torch.dtype | None) -> torch.Tensor | None:
-        """``gradient`` on top of what was put by, which is thereby taken; in the dtype of what is put by."""
-        if self.held is None:
+    def add_to_stash(self, gradient: torch.Tensor | None, dtype: torch.dtype | None) -> torch.Tensor | None:
+        """Returns the sum of the stash and ``gradient``, in the dtype of the stash, and empties the stash."""
+        if self.stash is None:
             return None if gradient is None else _in_wider(gradient, dtype)
-        held, self.held = self.held, None
+        held, self.stash = self.stash, None
         return held if gradient is None else held.add_(gradient)
 
-    def hold_gradient(self, dtype: torch.dtype | None) -> None:
+    def stash_gradient(self, dtype: torch.dtype | None) -> None:
         """Puts the gradient by, without sync; in ``dtype`` if that is wider, so that many micro-batches round less.
 
         Put by, it cannot be taken for one that came in later: a unit that is passed twice in a backward has a first
@@ -216,19 +217,19 @@ class Slot:
         gradient = self.plain_gradient()
         if gradient is None:
             return
-        self.held = _in_wider(gradient, dtype) if self.held is None else self.held.add_(gradient)
+        self.stash = _in_wider(gradient, dtype) if self.stash is None else self.stash.add_(gradient)
         self.unsharded.grad = None
 
     def drop_gradient(self) -> None:
         self.unsharded.grad = None
-        self.held = None
+        self.stash = None
 
 
 def _in_wider(gradient: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     return gradient if dtype is None or dtype.itemsize <= gradient.itemsize else gradient.to(dtype)
 
 
-# Where to put what, for modules to show one form or the other.
+# Dict, key and value: what to write where, for modules to show one form.
 Shown = list[tuple[dict[str, Any], str, Any]]
 
 
@@ -255,13 +256,13 @@ def unsharded_shown(slots: Iterable[Slot]) -> Shown:
 
 
 def show(shown: Shown) -> None:
-    for shelf, name, param in shown:
-        shelf[name] = param
+    for holder, name, param in shown:
+        holder[name] = param
 
 
 def is_showing(shown: Shown) -> bool:
-    """Whether nobody has put anything else there since it was shown."""
-    return all(shelf.get(name) is param for shelf, name, param in shown)
+    """Whether modules still show all of this."""
+    return all(holder.get(name) is param for holder, name, param in shown)
 
 
 def not_copied(how: str, what: str) -> StateError:

@@ -31,10 +31,10 @@ _HIDDEN_ATTRIBUTE = "_shardwise_hidden"
 
 
 class Membership:
-    """Set on a parameter in each of its forms: as it was found, sharded, and gathered.
+    """Unit and slot of a parameter; an attribute of it as it was found, sharded, and gathered.
 
-    A module sharded later that shows the same parameter finds its unit here. It stays behind when the parameter is
-    copied or saved: a copy belongs to no unit.
+    A module sharded later that shows the same parameter finds its unit here. Copies and saved parameters get an empty
+    one: they belong to no unit.
     """
 
     def __init__(self, unit: Unit | None = None, slot: Slot | None = None) -> None:
@@ -45,7 +45,7 @@ class Membership:
         return Membership()
 
     def __reduce__(self) -> tuple[type[OrderedDict[str, object]], tuple[()]]:
-        # What is saved must load without shardwise, and with torch.load(weights_only=True).
+        # Saved files must load without shardwise, and with torch.load(weights_only=True).
         return (OrderedDict, ())
 
     def owner(self) -> tuple[Unit, Slot] | None:
@@ -69,13 +69,13 @@ def tag(param: torch.Tensor, unit: Unit, slot: Slot) -> None:
 
 
 def tag_hidden(unit: Unit, slot: Slot) -> None:
-    """Leaves word in modules whose names show nothing while the unit is sharded: others may hold those modules too."""
+    """Tags modules that show None for the parameter while the unit is sharded: other units may share them."""
     for place in slot.places if not slot.is_shown else ():
         place.module.__dict__.setdefault(_HIDDEN_ATTRIBUTE, {})[place.name] = Membership(unit, slot)
 
 
 def hidden(module: nn.Module, name: str) -> tuple[Unit, Slot] | None:
-    """Whose parameter a module's name stands for that shows nothing."""
+    """Returns unit and slot of a parameter for which ``module`` shows None."""
     tag = module.__dict__.get(_HIDDEN_ATTRIBUTE, {}).get(name)
     return tag.owner() if isinstance(tag, Membership) else None
 
@@ -84,24 +84,24 @@ UNITS_ATTRIBUTE = "_shardwise_units"
 
 
 def units_of(module: nn.Module) -> tuple[Unit, ...]:
-    """The units a module was made part of: one for each face that sharded it."""
+    """The units of a module: one for each API that sharded it."""
     units: tuple[Unit, ...] = module.__dict__.get(UNITS_ATTRIBUTE, ())
     return units
 
 
 def sharded_shown(slots: Iterable[Slot], unit: Unit) -> Shown:
-    """For the modules to show the sharded form, or nothing where one flat parameter stands for all.
+    """What modules show while the unit is sharded; None for a parameter inside a flat parameter.
 
-    Code outside of the unit may ask for a dtype or a shape all the same, or whether there is a bias: an attribute of
-    the module answers, which is found before its parameters are looked at.
+    Code outside of the unit may still read such a parameter's dtype or shape, or test whether there is a bias: it finds
+    a placeholder, as an attribute of the module that Python looks up before ``_parameters``.
     """
     shown: Shown = []
     for slot in slots:
-        stand_in = None if slot.is_shown else ShardedPlaceholder.of(slot.unsharded, slot.name, unit)
+        placeholder = None if slot.is_shown else ShardedPlaceholder.of(slot.unsharded, slot.name, unit)
         for place in slot.places:
             shown.append((place.params, place.name, slot.sharded if slot.is_shown else None))
-            if stand_in is not None:
-                shown.append((place.module.__dict__, place.name, stand_in))
+            if placeholder is not None:
+                shown.append((place.module.__dict__, place.name, placeholder))
     return shown
 
 
@@ -109,9 +109,9 @@ def sharded_shown(slots: Iterable[Slot], unit: Unit) -> Shown:
 
 
 def follow_ties(unit: Unit) -> list[Unit]:
-    """Gives names that show another sharded parameter to that one's slot; returns the units whose parameters these are.
+    """Moves names that now show another sharded parameter to its slot; returns the units of those slots.
 
-    A slot may be left without a name.
+    A slot of ``unit`` may be left without a name.
     """
     owners: dict[Unit, None] = {}
     for slot in unit.slots:
@@ -135,7 +135,7 @@ def follow_ties(unit: Unit) -> list[Unit]:
 
 
 def _tied_to(shown: torch.Tensor | None, slot: Slot) -> tuple[Unit, Slot] | None:
-    """Whose parameter a name shows that was ``slot``'s, if it is another unit's or slot's."""
+    """Returns unit and slot of ``shown``, if it is a parameter of another slot than ``slot``."""
     found = None if shown is None else membership(shown)
     if (
         found is None
@@ -147,7 +147,10 @@ def _tied_to(shown: torch.Tensor | None, slot: Slot) -> tuple[Unit, Slot] | None
 
 
 def ties_while_gathered(unit: Unit) -> dict[Place, Slot]:
-    """The places of gathered parameters that show another sharded parameter now, and its slot; refuses any other."""
+    """Returns places of gathered parameters that now show another sharded parameter, with its slot.
+
+    Raises where a place shows anything else.
+    """
     tied: dict[Place, Slot] = {}
     for slot in unit.slots:
         for place in slot.places:
@@ -156,8 +159,8 @@ def ties_while_gathered(unit: Unit) -> dict[Place, Slot]:
                 continue
             if (found := _tied_to(shown, slot)) is None:
                 raise StateError(
-                    f"parameter '{slot.name}' was replaced by {_described(shown)} while it was gathered, and what "
-                    "came would be forgotten",
+                    f"parameter '{slot.name}' was replaced by {_described(shown)} while it was gathered, and the "
+                    "replacement would be lost",
                     where=f"unit '{unit.name}', rank {unit.rank}",
                     fix="call reshard() first, and give the sharded parameter new values with copy_() or "
                     "load_state_dict()",
@@ -167,7 +170,7 @@ def ties_while_gathered(unit: Unit) -> dict[Place, Slot]:
 
 
 def adopt_found(slots: list[Slot], unit: str, rank: int) -> None:
-    """Takes what stands in the parameters' places now for them; refuses all of it if one does not fit."""
+    """Makes the parameters that modules show now the slots' sharded parameters; raises if one does not fit."""
     found = [slot.found() for slot in slots]
     for slot, param in zip(slots, found, strict=True):
         if slot.is_shown and any(place.params.get(place.name) is not param for place in slot.places):
@@ -181,7 +184,7 @@ def adopt_found(slots: list[Slot], unit: str, rank: int) -> None:
                 f"parameter '{slot.name}' was replaced by {_described(param)}, which cannot take the place of "
                 f"{slot.wanted}",
                 where=f"unit '{unit}', rank {rank}",
-                fix="replace it with what it was, on the same mesh, or load values with load_state_dict",
+                fix="replace it with one of the same kind on the same mesh, or load values with load_state_dict",
             )
     for slot, param in zip(slots, found, strict=True):
         assert param is not None
@@ -189,7 +192,7 @@ def adopt_found(slots: list[Slot], unit: str, rank: int) -> None:
 
 
 def check_are_home(slots: list[Slot], home: torch.device, is_offloaded: bool, unit: str, rank: int) -> None:
-    """Raises unless all shards have memory on the unit's own kind of device."""
+    """Raises unless all shards have memory on the kind of device where the unit keeps them."""
     if meta := [slot.name for slot in slots if slot.local.device.type == "meta"]:
         raise StateError(
             f"parameters {meta} of unit '{unit}' are still on the meta device",

@@ -1,6 +1,6 @@
-"""What a module shows of a parameter that one flat parameter stands for, while its unit is sharded.
+"""A placeholder that modules show for a parameter inside a flat parameter, while its unit is sharded.
 
-It has the parameter's shape, dtype and device and no memory. To compute with it is an error that says what to do.
+It has the parameter's shape, dtype and device, and no memory. Computing with it raises an error that says what to do.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from shardwise.torch_internals import outline_of
 
 
 class ShardedPlaceholder(torch.Tensor):
-    """A parameter that is not there."""
+    """Shape, dtype and device of a parameter that is not gathered."""
 
     param_name: str
-    # Weak: modules hold what they show, and must not hold their unit by it.
+    # Weak: modules hold the placeholder, and must not keep the unit alive through it.
     unit: weakref.ref[NamedUnit]
 
     @classmethod
@@ -40,7 +40,9 @@ class ShardedPlaceholder(torch.Tensor):
         unit = used.unit()
         raise StateError(
             f"parameter '{used.param_name}' was used while its unit is sharded ({func})",
-            where=f"unit '{unit.name}', rank {unit.rank}" if unit is not None else "a unit that is gone",
+            where=f"unit '{unit.name}', rank {unit.rank}"
+            if unit is not None
+            else "a unit that no longer exists",
             fix="call the wrapper rather than the module inside it; name other methods that compute with "
             "register_fsdp_forward_method(), or use summon_full_params()",
         )

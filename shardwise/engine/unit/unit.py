@@ -404,12 +404,12 @@ class Unit:
         ):
             self.reshard(trace.IN_POST_BACKWARD)
 
-    def abandon_step(self, drops_held: bool) -> None:
+    def abandon_step(self, drops_stash: bool) -> None:
         """Drops what a step that raised has in flight, and shards the parameters again."""
         self.holders = 0
         self.hooks.forget()
         self.abandon_gather()
-        self.gradients.abandon_step(drops_held)
+        self.gradients.abandon_step(drops_stash)
 
     def abandon_gather(self) -> None:
         """Shards the parameters again, without waiting for a gather in flight, which may have failed."""
