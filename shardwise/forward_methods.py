@@ -46,7 +46,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         try:
             return hooks.post_forward(module, args, method(*args, **kwargs))
         except BaseException as error:
-            hooks.broke_off(module, error)
+            hooks.forward_raised(module, error)
             raise
 
     # On the instance, past ``nn.Module.__setattr__``: other modules of the class are not concerned.

@@ -85,7 +85,7 @@ class FSDPModule:
         try:
             return hooks.post_forward(self, args, super().__call__(*args, **kwargs))  # type: ignore[misc]
         except BaseException as error:
-            hooks.broke_off(self, error)
+            hooks.forward_raised(self, error)
             raise
 
     # --- parameters by hand ---------------------------------------------------------------------------------------

@@ -205,7 +205,7 @@ class FullyShardedDataParallel(WrapperOptions, ModelMethods):
                     watcher.end()
             return hooks.post_forward(self, args, output)
         except BaseException as error:
-            hooks.broke_off(self, error)
+            hooks.forward_raised(self, error)
             raise
 
     def _enter_method(self, args: Any, kwargs: Any) -> Any:

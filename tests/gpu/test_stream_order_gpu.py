@@ -428,7 +428,7 @@ WAITS = {
         Site("_catch_up", "wait_compute"), weights_are_replaced_late
     ),
     "compute leaves weights before their memory is gathered into": Wait(
-        Site("_take_back", "wait_event"), compute_uses_weights_late
+        Site("_reclaim", "wait_event"), compute_uses_weights_late
     ),
     "an eval's transfers are done before the host writes shards": Wait(
         Site("end_forward", "host_waits_for"), weights_reach_the_device_late_in_eval

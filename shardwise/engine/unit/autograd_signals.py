@@ -44,7 +44,6 @@ class Visit:
     __slots__ = (
         "__weakref__",
         "before",
-        "family",
         "follower",
         "has_input_signal",
         "held",
@@ -55,6 +54,7 @@ class Visit:
         "num_outputs",
         "place",
         "seen_in",
+        "unit_refs",
         "window",
     )
 
@@ -62,7 +62,7 @@ class Visit:
         self.hooks = hooks
         self.window = window
         # The units that the window's numbers refer to; another root may adopt this unit before backward.
-        self.family = hooks.unit.root.family
+        self.unit_refs = hooks.unit.root.unit_refs
         # Units held for this visit until its forward ends.
         self.held: tuple[Unit, ...] = ()
         self.place: int | None = None

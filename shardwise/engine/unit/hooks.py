@@ -78,15 +78,15 @@ class UnitHooks:
         self._calls: list[Visit | None] = []
         self._swaps: list[InputSwaps] = []
         self._attributes = GraphAttributes()
-        self._open: list[Visit] = []
+        self._open_visits: list[Visit] = []
         # How many gradients have arrived in the backward that opened the first of those visits.
         self._arrived = 0
         self._backward = -1
-        self._owes_report = False
+        self._owes_event = False
         # A unit of several modules is gathered for the first of them and released after the last: the modules that
         # are still to run in this forward of the model, and the visit that they share.
-        self._still_to_run: set[nn.Module] = set()
-        self._shared: Visit | None = None
+        self._modules_to_run: set[nn.Module] = set()
+        self._shared_visit: Visit | None = None
         self.on_gradient = _weak_hook(self._gradient_arrived)
         self.has_several = len(unit.modules) > 1
         precision = unit.settings.precision
@@ -98,7 +98,7 @@ class UnitHooks:
 
     # --- forward --------------------------------------------------------------------------------------------------
     # An API calls these around each forward of a module of the unit, outside of what torch.compile traces:
-    # ``pre_forward``, then ``post_forward``, or ``broke_off`` if either the forward or ``post_forward`` raised.
+    # ``pre_forward``, then ``post_forward``, or ``forward_raised`` if either the forward or ``post_forward`` raised.
 
     @property
     def is_running(self) -> bool:
@@ -135,7 +135,7 @@ class UnitHooks:
             if visit is not None and not visit.has_input_signal and is_grad_enabled():
                 args, kwargs = visit.signal_inputs(args, kwargs, swaps)
         except BaseException as error:
-            self.broke_off(module, error)
+            self.forward_raised(module, error)
             raise
         return args, kwargs
 
@@ -143,7 +143,7 @@ class UnitHooks:
         """Gathers what a call of ``module`` needs; returns the visit that the call belongs to."""
         if self.unit.root.in_backward and inside_backward():
             return self._gather_for_recompute()
-        return self._shared if self._still_to_run else self._begin_forward(module)
+        return self._shared_visit if self._modules_to_run else self._begin_forward(module)
 
     def _begin_forward(self, module: nn.Module) -> Visit | None:
         unit = self.unit
@@ -156,7 +156,7 @@ class UnitHooks:
                 root.begin_forward()
                 root = unit.root
             elif not root.in_forward:
-                root.begin_alone()
+                root.begin_unit_alone()
             if unit.needs or unit.is_top:
                 visit = Visit(self, root.window)
                 self._hold_and_gather(visit)
@@ -176,8 +176,8 @@ class UnitHooks:
             raise
         if self.has_several:
             # Within a forward of the model the other modules follow; a call outside of it stands alone.
-            self._still_to_run = set(unit.modules) if is_within_model else {module}
-            self._shared = visit
+            self._modules_to_run = set(unit.modules) if is_within_model else {module}
+            self._shared_visit = visit
         recorder = unit.settings.recorder
         if recorder is not None and unit.slots:
             recorder.add(trace.PRE_FORWARD, unit.name, trace.IN_FORWARD, unit.rank)
@@ -233,7 +233,7 @@ class UnitHooks:
                 visit.signal_side_outputs(side_outputs)
             output = visit.signal_outputs(output, recomputes)
         if not recomputes:
-            self._still_to_run.discard(module)
+            self._modules_to_run.discard(module)
             if self._is_last_call():
                 do_aside(self._end_forward, visit)
         self._leave_call()
@@ -256,11 +256,11 @@ class UnitHooks:
 
     def _is_last_call(self) -> bool:
         """Whether the call that is about to return is the last of its visit."""
-        return not self._still_to_run and (len(self._calls) < 2 or self._calls[-2] is not self._calls[-1])
+        return not self._modules_to_run and (len(self._calls) < 2 or self._calls[-2] is not self._calls[-1])
 
     def _end_forward(self, visit: Visit | None) -> None:
         unit = self.unit
-        self._shared = None
+        self._shared_visit = None
         recorder = unit.settings.recorder
         if recorder is not None and unit.slots:
             recorder.add(trace.POST_FORWARD, unit.name, trace.IN_FORWARD, unit.rank)
@@ -283,30 +283,30 @@ class UnitHooks:
                 else:
                     needed.reshard(trace.IN_FORWARD, keep_part=not has_raised)
 
-    def end_without_the_rest(self) -> None:
+    def end_partial_forward(self) -> None:
         """Ends the unit's forward when the model's forward ends without having run all of the unit's modules."""
-        if self._still_to_run:
-            self._still_to_run.clear()
-            self._end_forward(self._shared)
+        if self._modules_to_run:
+            self._modules_to_run.clear()
+            self._end_forward(self._shared_visit)
 
-    def forget_the_rest(self) -> None:
+    def release_partial_forward(self) -> None:
         """Releases the unit when the model's forward raised: its modules that were still to run will not."""
-        if self._still_to_run:
-            self._still_to_run.clear()
-            shared, self._shared = self._shared, None
+        if self._modules_to_run:
+            self._modules_to_run.clear()
+            shared, self._shared_visit = self._shared_visit, None
             if shared is not None:
                 self._release_after_error(shared)
 
-    def broke_off(self, module: nn.Module, error: BaseException) -> None:
+    def forward_raised(self, module: nn.Module, error: BaseException) -> None:
         """Releases the unit after its forward raised: the caller may catch the exception and go on.
 
         If the whole model's forward raised, peers are told.
         """
         visit, root = self._calls[-1], self.unit.root
         if not (root.in_backward and inside_backward()):
-            self._still_to_run.discard(module)
+            self._modules_to_run.discard(module)
             if self._is_last_call():
-                self._shared = None
+                self._shared_visit = None
                 if visit is not None:
                     do_aside(self._release_after_error, visit)
         self._leave_call()
@@ -329,12 +329,12 @@ class UnitHooks:
         if visit.is_open:
             return
         visit.is_open = True
-        if not self._open:
+        if not self._open_visits:
             self._arrived = 0
             self._backward = current_backward()
             if unit.state is not UNSHARDED and unit.gradients.have_come():
                 self._refuse_unannounced_gradients()
-        self._open.append(visit)
+        self._open_visits.append(visit)
         for needed in unit.needs:
             if needed.root is not root and not needed.root.in_backward:
                 # No model around both has run yet; this backward's end must end that root's backward, too.
@@ -373,18 +373,18 @@ class UnitHooks:
         """
         if not self.unit.root.in_backward:
             self.unit.root.begin_backward()
-        if not self._open or current_backward() != self._backward:
+        if not self._open_visits or current_backward() != self._backward:
             # A reentrant checkpoint runs a backward inside this one: more gradients of the parameter may follow.
             return
         self._arrived += 1
         if self._arrived != self.unit.gradients.num_trainable:
             return
-        if any(visit.has_input_signal for visit in self._open):
+        if any(visit.has_input_signal for visit in self._open_visits):
             return
         self.unit.gradients.reduce()
-        self._owes_report = True
+        self._owes_event = True
         if not self.unit.gradients.some_are_frozen and len(self.unit.needs) == 1:
-            for visit in tuple(self._open):
+            for visit in tuple(self._open_visits):
                 self._close(visit)
 
     def flush(self) -> None:
@@ -392,16 +392,16 @@ class UnitHooks:
         unit = self.unit
         if unit.prefetched and unit.state is GATHERING and unit.gradients.have_come():
             self._refuse_unannounced_gradients()
-        if unit.gradients.reduce() or self._open:
-            self._owes_report = True
-        if self._owes_report:
+        if unit.gradients.reduce() or self._open_visits:
+            self._owes_event = True
+        if self._owes_event:
             unit.gathered.unseen_backward_came()
         unit.gradients.reduce_the_rest()
-        if self._owes_report and unit.settings.recorder is not None:
+        if self._owes_event and unit.settings.recorder is not None:
             self._report(unit.settings.recorder)
-        for visit in tuple(self._open):
+        for visit in tuple(self._open_visits):
             self._close(visit)
-        self._owes_report = False
+        self._owes_event = False
 
     def _refuse_unannounced_gradients(self) -> None:
         """Raises: the gradients were computed with parameters that had not been gathered."""
@@ -422,7 +422,7 @@ class UnitHooks:
 
     def _close(self, visit: Visit) -> None:
         visit.is_open = False
-        self._open.remove(visit)
+        self._open_visits.remove(visit)
         for needed in self.unit.needs:
             if needed.release():
                 if needed.settings.frees_after_backward:
@@ -432,12 +432,12 @@ class UnitHooks:
 
     def forget(self) -> None:
         """Drops what a step that raised left behind."""
-        for visit in self._open:
+        for visit in self._open_visits:
             visit.is_open = False
-        self._open.clear()
+        self._open_visits.clear()
         self._calls.clear()
         self._swaps.clear()
-        self._still_to_run.clear()
-        self._shared = None
-        self._owes_report = False
+        self._modules_to_run.clear()
+        self._shared_visit = None
+        self._owes_event = False
         self._arrived = 0
