@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from shardwise.composable.fsdp_module import FSDPModule
-from shardwise.engine.unit.binding import units_of
+from shardwise.engine.unit.membership import units_of
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import ConfigError, ConfigTypeError
 from shardwise.wrapper.summon_full_params import WHOLE_ATTRIBUTE, check_shows_whole
@@ -46,7 +46,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         try:
             return hooks.post_forward(module, args, method(*args, **kwargs))
         except BaseException as error:
-            hooks.broke_off(module, error)
+            hooks.forward_raised(module, error)
             raise
 
     # On the instance, past ``nn.Module.__setattr__``: other modules of the class are not concerned.

@@ -65,7 +65,9 @@ class Event:
 class Traced(Protocol):
     """Anything that a recorder can be attached to."""
 
-    recorder: Recorder | None
+    @property
+    def settings(self) -> Any: ...
+    def configure(self, *, recorder: Recorder | None) -> None: ...
 
 
 class Recorder:
@@ -147,14 +149,14 @@ def record(model: Any) -> Iterator[Recorder]:
     """
     recorder = Recorder()
     units: list[Traced] = list({id(unit): unit for unit in _units_below(model)}.values())
-    outer = [unit.recorder for unit in units]
+    outer = [unit.settings.recorder for unit in units]
     for unit in units:
-        unit.recorder = recorder
+        unit.configure(recorder=recorder)
     try:
         yield recorder
     finally:
         for unit, previous in zip(units, outer, strict=True):
-            unit.recorder = previous
+            unit.configure(recorder=previous)
 
 
 def _units_below(model: Any) -> Iterator[Traced]:

@@ -29,7 +29,7 @@ from shardwise.checkpoint.parts import Part
 from shardwise.checkpoint.staging import Outline, StagedFile, lay_out
 from shardwise.checkpoint.store import Store
 from shardwise.checkpoint.writing import WritePlan, plan_writes, write_checkpoint
-from shardwise.engine.step.optimizer_hooks import note_checkpoint
+from shardwise.engine.step.agreement import note_checkpoint
 from shardwise.errors import CheckpointError
 
 __all__ = ["Outcome", "Saver"]

@@ -22,8 +22,9 @@ from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.parts import Offsets, Part, dtype_name, part_of
 from shardwise.checkpoint.reading import check_files, load_parts
 from shardwise.engine.step.agreement import forget_torn_steps
-from shardwise.engine.unit.binding import clean_name, units_of
+from shardwise.engine.unit.binding import clean_name
 from shardwise.engine.unit.flat_form import FlatForm
+from shardwise.engine.unit.membership import units_of
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.torch_internals import state_entries
 from shardwise.zero import ZeroRedundancyOptimizer

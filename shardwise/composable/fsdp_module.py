@@ -27,7 +27,8 @@ from shardwise.engine.exact.exact_collectives import ExactCollectives
 from shardwise.engine.exact.exact_sums import check_not_exact
 from shardwise.engine.step.agreement import forget_torn_steps
 from shardwise.engine.step.joint_units import set_joint
-from shardwise.engine.unit.binding import UNITS_ATTRIBUTE, not_copied, units_of
+from shardwise.engine.unit.binding import not_copied
+from shardwise.engine.unit.membership import UNITS_ATTRIBUTE, units_of
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import ConfigError, ConfigTypeError
 from shardwise.plan.schedule import FREE, KEEP
@@ -84,7 +85,7 @@ class FSDPModule:
         try:
             return hooks.post_forward(self, args, super().__call__(*args, **kwargs))  # type: ignore[misc]
         except BaseException as error:
-            hooks.broke_off(self, error)
+            hooks.forward_raised(self, error)
             raise
 
     # --- parameters by hand ---------------------------------------------------------------------------------------
@@ -105,10 +106,10 @@ class FSDPModule:
             if unit.root.agreement.is_broken:
                 unit.root.recover()
             unit.root.adopt_units()
-            if unit.is_stale():
+            if unit.gathered.is_stale():
                 unit.reshard(trace.IDLE)
             unit.issue_gather(trace.IDLE)
-            unit.keep()
+            unit.gathered.keep()
         handle = UnshardHandle(units)
         if async_op:
             return handle
@@ -148,13 +149,14 @@ class FSDPModule:
                 fix="pass True or False; an int is given to fully_shard, which makes its groups",
             )
         for unit in _units_below(self, recurse):
-            unit.after_forward = FREE if reshard_after_forward else KEEP
-            unit.after_forward_is_explicit = True
+            unit.configure(
+                after_forward=FREE if reshard_after_forward else KEEP, after_forward_is_explicit=True
+            )
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Keeps parameters unsharded after backward, to save the next forward's gather while they do not change."""
         for unit in _units_below(self, recurse):
-            unit.frees_after_backward = reshard_after_backward
+            unit.configure(frees_after_backward=reshard_after_backward)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """With replicas: puts the sum over them off, while the sum over shards goes on and accumulates."""
@@ -167,7 +169,7 @@ class FSDPModule:
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Says that backward does not need this module's parameters (an embedding's, say), so none are gathered."""
         for unit in _own_units(self):
-            unit.gathers_in_backward = unshard_in_backward
+            unit.configure(gathers_in_backward=unshard_in_backward)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divides summed gradients by ``factor`` instead of the number of ranks."""
@@ -222,7 +224,7 @@ class FSDPModule:
         unit that only some backwards reach must not be gathered for them (``reshard_after_forward=False``).
         """
         for unit in _units_below(self, recurse):
-            unit.gradients.settings.includes_unused = reduce_scatter_unused_params or unit.is_joint
+            unit.gradients.settings.includes_unused = reduce_scatter_unused_params or unit.settings.is_joint
 
     def set_safe_participation(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Lets ranks run different modules: what a rank does not run, it joins in with zeros.
@@ -266,8 +268,8 @@ class FSDPModule:
         units = _own_units(self)
         _check_gather_is_free(units, setter)
         for unit in units:
-            unit.set_gather_calls(
-                StagedCollectives(unit.mesh.shard, comm.allocate, all_gather=comm, set_by=setter)
+            unit.configure(
+                gather_calls=StagedCollectives(unit.mesh.shard, comm.allocate, all_gather=comm, set_by=setter)
             )
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
@@ -292,10 +294,10 @@ class FSDPModule:
             allocate = group_allocate(shard) if enable else None
             if allocate is not None:
                 staged = StagedCollectives(shard, allocate, set_by=setter)
-                unit.set_gather_calls(staged)
+                unit.configure(gather_calls=staged)
                 unit.gradients.settings.calls = staged
-            elif not enable and _set_by(unit, unit.gather_calls) == setter:
-                unit.set_gather_calls(shard)
+            elif not enable and _set_by(unit, unit.settings.gather_calls) == setter:
+                unit.configure(gather_calls=shard)
                 unit.gradients.settings.calls = shard
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
@@ -305,19 +307,19 @@ class FSDPModule:
         _check_gather_is_free(units, setter)
         for unit in units:
             allocate = symmetric_allocate(unit.mesh.shard, backend, f"{type(self).__name__}.{setter}")
-            unit.set_gather_calls(StagedCollectives(unit.mesh.shard, allocate, set_by=setter))
+            unit.configure(gather_calls=StagedCollectives(unit.mesh.shard, allocate, set_by=setter))
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Gathers these modules when this one's forward begins."""
         chosen = _units_of_all(modules, "set_modules_to_forward_prefetch")
         for unit in _own_units(self):
-            unit.forward_prefetch = chosen
+            unit.configure(forward_prefetch=chosen)
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Gathers these modules when this one's backward begins, instead of the one that ran before it."""
         chosen = _units_of_all(modules, "set_modules_to_backward_prefetch")
         for unit in _own_units(self):
-            unit.backward_prefetch = chosen
+            unit.configure(backward_prefetch=chosen)
 
     # --- state ----------------------------------------------------------------------------------------------------
 
@@ -367,7 +369,7 @@ def _set_by(unit: Unit, calls: GroupCollectives) -> str:
 
 def _check_gather_is_free(units: Iterable[Unit], setter: str) -> None:
     for unit in units:
-        _check_is_free(unit, "gathers", _set_by(unit, unit.gather_calls), setter)
+        _check_is_free(unit, "gathers", _set_by(unit, unit.settings.gather_calls), setter)
 
 
 def _check_reduce_is_free(units: Iterable[Unit], setter: str) -> None:

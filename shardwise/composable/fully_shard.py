@@ -22,9 +22,9 @@ from shardwise.composable.fsdp_module import become_fsdp_module
 from shardwise.composable.state_dicts import keep_state_dicts_sharded
 from shardwise.engine.exact.exact_sums import EXACT_SUMMATION, check_mesh
 from shardwise.engine.reduce.reduce_plan import DEFAULT_SUMMATION
-from shardwise.engine.unit.binding import membership, units_of
 from shardwise.engine.unit.dtensor_form import DTensorForm, PlacementFn
 from shardwise.engine.unit.factory import check_unit, find_parameters, make_unit
+from shardwise.engine.unit.membership import membership, units_of
 from shardwise.engine.unit.module_selection import Wrap, choose_modules, has_forward
 from shardwise.errors import ConfigError, ConfigTypeError
 from shardwise.plan.schedule import plan_after_forward
@@ -276,10 +276,10 @@ def _check_precision_fits(
 ) -> None:
     for found in find_parameters(modules, ignored):
         taken = found.taken
-        if taken is not None and taken[0].precision.param_dtype != precision.param_dtype:
+        if taken is not None and taken[0].settings.precision.param_dtype != precision.param_dtype:
             raise ConfigError(
                 f"parameter '{found.name}' is tied to unit '{taken[0].name}', which computes in "
-                f"{taken[0].precision.param_dtype or 'its own dtype'}; here it would be "
+                f"{taken[0].settings.precision.param_dtype or 'its own dtype'}; here it would be "
                 f"{precision.param_dtype or 'its own dtype'}",
                 where=f"MixedPrecisionPolicy(param_dtype=...), parameter '{found.name}', {where}",
                 fix="give both units the same param_dtype",

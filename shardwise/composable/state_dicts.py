@@ -15,7 +15,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shardwise import trace
-from shardwise.engine.unit.binding import Slot, membership, not_copied
+from shardwise.engine.unit.binding import Slot, not_copied
+from shardwise.engine.unit.membership import membership
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import CheckpointError, StateError
 from shardwise.torch_internals import loads_as_usual, parameters_of, spec_of, state_entries
@@ -61,7 +62,7 @@ class _StateHooks:
         for name, (unit, slot) in _slots_of(module).items():
             value = state_dict.get(prefix + name)
             if value is not None and shown.get(name) is slot.unsharded:
-                unit.take_over_writes()
+                unit.gathered.copy_writes_to_shards()
                 sharded = slot.sharded
                 state_dict[prefix + name] = sharded if value is slot.unsharded else sharded.detach()
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise.engine.step.optimizer_hooks import optimizer_zeroed
-from shardwise.engine.unit.binding import membership, units_of
+from shardwise.engine.unit.membership import membership, units_of
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import StateError
 from shardwise.optim.cache_blocks import BlockedStep

@@ -21,7 +21,8 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shardwise.engine.buffers import alias
-from shardwise.engine.unit.binding import Slot, membership
+from shardwise.engine.unit.binding import Slot
+from shardwise.engine.unit.membership import membership
 from shardwise.engine.unit.unit import Unit
 from shardwise.torch_internals import Spec, copy_all, dtensor, dtensor_spec, local_of, spec_of
 

@@ -24,7 +24,7 @@ from shardwise.comm.channels.collective_log import collective_code
 from shardwise.comm.collectives.group import GroupCollectives, channel_of
 from shardwise.engine.gather.full_tensors import flat_slots, is_flat, local_elements
 from shardwise.engine.reduce.gradient_buffer import GradientBuffer
-from shardwise.engine.unit.binding import membership
+from shardwise.engine.unit.membership import membership
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import ConfigError, ConfigTypeError, StateError
 from shardwise.torch_internals import local_of, multiply_all, norms_of, spec_of
@@ -140,7 +140,7 @@ def _find_gradients(params: list[torch.Tensor], order: float) -> _Gradients:
     units = [_unit_of(param) for param in params]
     _check_not_all_held(units)
     rows = _whole_rows(params, units, order)
-    found.is_exact = any(unit is not None and unit.sums.is_exact for unit in units)
+    found.is_exact = any(unit is not None and unit.gradients.sums.is_exact for unit in units)
     for param, unit in zip(params, units, strict=True):
         if unit in rows:
             buffer = rows[unit]
@@ -171,7 +171,7 @@ def _find_gradients(params: list[torch.Tensor], order: float) -> _Gradients:
 def _check_not_all_held(units: list[Unit | None]) -> None:
     """Some units may reduce more seldom than others; where all of them have yet to, the norm would be of nothing."""
     trained = [unit for unit in dict.fromkeys(units) if unit is not None and unit.gradients.num_trainable]
-    if trained and all(unit.gradients.are_held for unit in trained):
+    if trained and all(unit.gradients.has_stash for unit in trained):
         raise StateError(
             "the gradients to clip are kept back: no backward has reduced them yet",
             where=f"{_CALL}, unit '{trained[0].name}', rank {trained[0].rank}",

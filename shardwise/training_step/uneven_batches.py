@@ -20,7 +20,7 @@ from torch import nn
 
 from shardwise.comm.collectives.agreement import gather_bytes
 from shardwise.comm.collectives.group import GroupCollectives
-from shardwise.engine.unit.binding import units_of
+from shardwise.engine.unit.membership import units_of
 from shardwise.errors import ConfigError
 from shardwise.torch_internals import unseen_by_modes
 

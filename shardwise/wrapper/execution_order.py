@@ -45,7 +45,7 @@ class OrderCheck:
     @untraced
     def passes(self, unit: Unit) -> None:
         """A unit is about to be gathered for its forward."""
-        if self._is_checking and unit.root is self._top.root and not unit.is_joint:
+        if self._is_checking and unit.root is self._top.root and not unit.settings.is_joint:
             self._names[unit.number] = unit.name or "(root)"
             self._note(unit.number)
 
@@ -116,7 +116,7 @@ class ForwardPrefetch:
 
     @untraced
     def passes(self, unit: Unit) -> None:
-        if unit.root is self._top.root and unit.slots and not unit.is_joint:
+        if unit.root is self._top.root and unit.slots and not unit.settings.is_joint:
             self._order.append(unit)
 
     @untraced
@@ -125,9 +125,9 @@ class ForwardPrefetch:
             return
         self._settled = self._order
         for unit in self._top.root.units:
-            unit.forward_prefetch = ()
+            unit.configure(forward_prefetch=())
         for unit, following in pairwise(self._order):
-            unit.forward_prefetch = (following,)
+            unit.configure(forward_prefetch=(following,))
 
 
 def watchers_of(top: Unit, prefetches: bool) -> tuple[OrderCheck | ForwardPrefetch, ...]:
@@ -138,7 +138,7 @@ def watchers_of(top: Unit, prefetches: bool) -> tuple[OrderCheck | ForwardPrefet
         watchers.append(OrderCheck(top))
         for unit in top.root.units:
             # A rank that departs from the first order is to be warned, not stopped by the names of its collectives.
-            unit.collective_names = UnnamedCollectives()
+            unit.name_collectives(UnnamedCollectives())
     if prefetches:
         watchers.append(ForwardPrefetch(top))
     return tuple(watchers)

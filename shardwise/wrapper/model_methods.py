@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.engine.step.agreement import forget_torn_steps
-from shardwise.engine.unit.binding import units_of
+from shardwise.engine.unit.membership import units_of
 from shardwise.errors import ConfigError
 from shardwise.wrapper.model_state import check_state, give_state
 from shardwise.wrapper.optim_parameters import mesh_of

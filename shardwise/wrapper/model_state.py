@@ -26,8 +26,9 @@ from shardwise.engine.gather.full_tensors import (
     local_elements,
     shard_elements,
 )
-from shardwise.engine.unit.binding import WRAPPED_NAME, Place, clean_name, is_wrapper, units_of
+from shardwise.engine.unit.binding import WRAPPED_NAME, Place, clean_name, is_wrapper
 from shardwise.engine.unit.flat_form import FlatSlot
+from shardwise.engine.unit.membership import units_of
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import CheckpointError
 from shardwise.plan.layout import cut_evenly

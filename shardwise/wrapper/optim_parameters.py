@@ -16,8 +16,9 @@ from torch import nn
 
 from shardwise.comm.mesh import DataMesh
 from shardwise.engine.gather.full_tensors import flat_form, is_flat
-from shardwise.engine.unit.binding import clean_name, units_of
+from shardwise.engine.unit.binding import clean_name
 from shardwise.engine.unit.flat_form import FlatSlot, Line
+from shardwise.engine.unit.membership import units_of
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import ConfigError
 from shardwise.torch_internals import parameters_of

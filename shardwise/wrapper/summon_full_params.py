@@ -25,8 +25,8 @@ from shardwise.engine.gather.full_tensors import (
     shard_elements,
     write_parameter,
 )
-from shardwise.engine.unit.binding import units_of
 from shardwise.engine.unit.flat_form import FlatSlot
+from shardwise.engine.unit.membership import units_of
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import ConfigError, StateError
 from shardwise.torch_internals import inside_backward
@@ -56,7 +56,7 @@ def shown_whole(
     units = [unit for unit in dict.fromkeys(u for m in modules for u in units_of(m)) if is_flat(unit)]
     for unit in units:
         check_idle(unit, "summon_full_params")
-        if with_grads and unit.gradients.are_held:
+        if with_grads and unit.gradients.has_stash:
             raise StateError(
                 f"unit '{unit.name}' has gradients that no backward has reduced yet: there are no whole ones to show",
                 where=f"{where}, with_grads=True, rank {unit.rank}",
@@ -128,7 +128,7 @@ def one_shown_whole(
     finally:
         left = {slot: _left_in(slot, param) for slot, param in params.items()}
         del marks[WHOLE_ATTRIBUTE]
-        unit.show_sharded()
+        unit.show_in_all_places()
         show_flats(unit)
         if writeback:
             _write_back(unit, left)

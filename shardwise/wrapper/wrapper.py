@@ -21,9 +21,10 @@ from shardwise import trace
 from shardwise.engine.exact.exact_sums import check_not_exact
 from shardwise.engine.gather.full_tensors import is_flat
 from shardwise.engine.step.joint_units import set_joint
-from shardwise.engine.unit.binding import WRAPPED_NAME, clean_name, not_copied, units_of
+from shardwise.engine.unit.binding import WRAPPED_NAME, clean_name, not_copied
 from shardwise.engine.unit.factory import make_unit
 from shardwise.engine.unit.flat_form import FlatForm
+from shardwise.engine.unit.membership import units_of
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import ConfigError, StateError
 from shardwise.torch_internals import debugs_in_detail, inside_backward, untraced, untraced_itself
@@ -204,7 +205,7 @@ class FullyShardedDataParallel(WrapperOptions, ModelMethods):
                     watcher.end()
             return hooks.post_forward(self, args, output)
         except BaseException as error:
-            hooks.broke_off(self, error)
+            hooks.forward_raised(self, error)
             raise
 
     def _enter_method(self, args: Any, kwargs: Any) -> Any:
@@ -276,16 +277,17 @@ class FullyShardedDataParallel(WrapperOptions, ModelMethods):
         self._check_outermost("no_sync")
         units = self._units
         check_not_exact(units, "no_sync", "sums micro-batches before ranks")
-        before = [(unit.gradients.are_synced, unit.frees_after_backward) for unit in units]
+        before = [(unit.gradients.are_synced, unit.settings.frees_after_backward) for unit in units]
         for unit in units:
             unit.gradients.are_synced = False
             # What is kept after forward is kept for the next micro-batch too: nothing changes it in between.
-            unit.frees_after_backward = unit.after_forward.frees
+            unit.configure(frees_after_backward=unit.settings.after_forward.frees)
         try:
             yield
         finally:
             for unit, (syncs, frees) in zip(units, before, strict=True):
-                unit.gradients.are_synced, unit.frees_after_backward = syncs, frees
+                unit.gradients.are_synced = syncs
+                unit.configure(frees_after_backward=frees)
 
     def set_safe_participation(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Lets ranks run different wrapped modules: what a rank does not run, it joins in with zeros.

@@ -18,8 +18,9 @@ from torch.distributed.tensor import DTensor
 from shardwise.comm.mesh import DataMesh
 from shardwise.engine.exact.exact_sums import EXACT_SUMMATION, check_mesh
 from shardwise.engine.reduce.reduce_plan import DEFAULT_SUMMATION, Summation
-from shardwise.engine.unit.binding import FoundParameter, hidden, is_wrapper, membership, units_of
+from shardwise.engine.unit.binding import FoundParameter, is_wrapper
 from shardwise.engine.unit.factory import check_fits_shards, find_parameters
+from shardwise.engine.unit.membership import hidden, membership, units_of
 from shardwise.engine.unit.module_selection import has_forward
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import ConfigError, ConfigTypeError
@@ -101,8 +102,8 @@ class WrapperPlan:
         for module in self.as_stored:
             compute_as_stored(module)
         if self.backward_prefetch is None:
-            unit.backward_prefetch = ()
-        unit.prefetches_late = self.backward_prefetch is BackwardPrefetch.BACKWARD_POST
+            unit.configure(backward_prefetch=())
+        unit.configure(prefetches_late=self.backward_prefetch is BackwardPrefetch.BACKWARD_POST)
 
 
 def plan_wrappers(
@@ -275,7 +276,7 @@ def _check_tied(wrappings: list[WrapperPlan], ignored: set[nn.Parameter], where:
                 if tensor is None or tensor in ignored or module in wrapping.as_stored:
                     continue
                 own = wrapping.precision.param_dtype or tensor.dtype
-                there = own if taken is None else taken[0].precision.param_dtype or tensor.dtype
+                there = own if taken is None else taken[0].settings.precision.param_dtype or tensor.dtype
                 there = chosen.setdefault(id(tensor if taken is None else taken[1]), there)
                 if own != there:
                     raise ConfigError(

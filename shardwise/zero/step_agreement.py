@@ -9,7 +9,7 @@ import torch.distributed as dist
 from shardwise.comm.channels.channel import Channel
 from shardwise.comm.channels.collective_log import collective_code, listed
 from shardwise.comm.collectives.group import channel_of
-from shardwise.engine.step.optimizer_hooks import last_checkpoint
+from shardwise.engine.step.agreement import last_checkpoint
 from shardwise.zero.partition import Partition
 
 __all__ = ["OptimizerAgreement"]

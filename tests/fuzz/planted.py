@@ -21,10 +21,10 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.engine.unit import replaced_parameters
+from shardwise.engine.unit import membership as members
 from shardwise.engine.unit.autograd_signals import Visit
-from shardwise.engine.unit.binding import membership
 from shardwise.engine.unit.hooks import UnitHooks
+from shardwise.engine.unit.membership import membership
 from shardwise.engine.unit.unit_gradients import UnitGradients
 from tests.fuzz import trial
 from tests.fuzz.programs import Program, draw, source
@@ -39,13 +39,13 @@ def an_exception_leaves_the_unit_held(patch: pytest.MonkeyPatch) -> None:
 
 
 def ties_within_a_unit_are_not_followed(patch: pytest.MonkeyPatch) -> None:
-    tied_to = replaced_parameters._tied_to
+    tied_to = members._tied_to
 
     def tied_to_another_unit(shown: Any, slot: Any) -> Any:
         found, own = tied_to(shown, slot), membership(slot.sharded)
         return None if found is None or own is None or found[0] is own[0] else found
 
-    patch.setattr(replaced_parameters, "_tied_to", tied_to_another_unit)
+    patch.setattr(members, "_tied_to", tied_to_another_unit)
 
 
 def a_unit_remembers_one_call(patch: pytest.MonkeyPatch) -> None:
@@ -69,7 +69,7 @@ def a_unit_remembers_one_call(patch: pytest.MonkeyPatch) -> None:
 
 
 def what_a_frozen_parameter_holds_is_left_out(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(UnitGradients, "_plan_with_held", lambda self: self.plan)
+    patch.setattr(UnitGradients, "_plan_with_stash", lambda self: self.plan)
 
 
 def _fails(program: Program) -> bool:

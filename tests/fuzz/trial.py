@@ -42,17 +42,17 @@ REFUSALS: tuple[tuple[str, str], ...] = (
     ("a parameter replaced by something else", "which cannot take the place of"),
     (
         "a result left in a list of the caller's",
-        "by a tensor that forward left somewhere else than in its output",
+        "from a tensor that forward stored somewhere else than in its output",
     ),
     (
         "a write to parameters gathered in another dtype",
         "was written to while it was gathered, which its shard of",
     ),
     ("one of several names replaced", "has several names, and only some of them were given a new parameter"),
-    ("a parameter replaced while it is gathered", "while it was gathered, and what came would be forgotten"),
+    ("a parameter replaced while it is gathered", "while it was gathered, and the replacement would be lost"),
     (
         "a parameter replaced while sums wait for the replicas",
-        "were replaced while sums of their unit's gradients wait for the replicas'",
+        "were replaced while their unit's gradients still wait to be summed over replicas",
     ),
     ("clipping gradients that are kept back", "the gradients to clip are kept back"),
     ("a step without gradients that are kept back", "would step without the gradients that were kept back"),

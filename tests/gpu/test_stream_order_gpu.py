@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import CPUOffloadPolicy, FullyShardedDataParallel, OffloadPolicy, fully_shard
-from shardwise.engine.unit.binding import units_of
+from shardwise.engine.unit.membership import units_of
 from shardwise.testing import run_ranks
 
 NUMEL = 1 << 18
@@ -428,7 +428,7 @@ WAITS = {
         Site("_catch_up", "wait_compute"), weights_are_replaced_late
     ),
     "compute leaves weights before their memory is gathered into": Wait(
-        Site("_take_back", "wait_event"), compute_uses_weights_late
+        Site("_reclaim", "wait_event"), compute_uses_weights_late
     ),
     "an eval's transfers are done before the host writes shards": Wait(
         Site("end_forward", "host_waits_for"), weights_reach_the_device_late_in_eval

@@ -27,7 +27,7 @@ from shardwise import (
     set_trust,
 )
 from shardwise.engine.exact.exact_sums import TALLY_ATTRIBUTE
-from shardwise.engine.unit.binding import units_of
+from shardwise.engine.unit.membership import units_of
 from shardwise.optim import flat
 from shardwise.testing import run_ranks
 from shardwise.testing.workloads import TIED_ACROSS_UNITS, WORKLOADS, seeded

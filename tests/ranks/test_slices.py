@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from shardwise import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from shardwise.engine.reduce import pack
-from shardwise.engine.unit.binding import units_of
+from shardwise.engine.unit.membership import units_of
 from shardwise.testing import run_ranks
 from shardwise.testing.workloads import WORKLOADS
 from tests.ranks.models import full

@@ -962,7 +962,7 @@ def test_parameters_replaced_while_sums_wait_for_replicas_are_refused():
         model.set_requires_all_reduce(False)
         model(inputs()).sum().backward()
         model.weight = nn.Parameter(model.weight.detach() * 2)
-        with pytest.raises(StateError, match="wait for the replicas'"):
+        with pytest.raises(StateError, match="still wait to be summed over replicas"):
             model(inputs())
 
     run_ranks(on_a_rank, 2)

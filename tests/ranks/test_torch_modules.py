@@ -148,4 +148,4 @@ def test_an_embedding_that_writes_to_its_weight_is_warned_of(face):
     for messages, _ in run_ranks(lost_writes, 2, face, kind="gloo"):
         assert messages
         assert "'weight'" in messages[0] or "'0.weight'" in messages[0]
-        assert "the shards, which the optimizer steps, stay as they are" in messages[0]
+        assert "the shards, which the optimizer steps, are not scaled" in messages[0]

@@ -23,7 +23,7 @@ from shardwise.comm.channels.channel import EpochFailure, LostConnection
 from shardwise.comm.channels.collective_log import collective_code
 from shardwise.comm.collectives.group import GroupCollectives
 from shardwise.comm.watchdog.thread import WATCHDOG
-from shardwise.engine.unit.binding import units_of
+from shardwise.engine.unit.membership import units_of
 from shardwise.testing import run_ranks
 from tests.ranks import divergence, divergence_zero
 from tests.ranks.divergence import LONG_SECONDS, Boom, Run, timeouts_of

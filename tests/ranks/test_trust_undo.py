@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise import FullyShardedDataParallel, ModuleWrapPolicy, PeerFailure, StateError, fully_shard
-from shardwise.engine.step.optimizer_hooks import note_checkpoint
+from shardwise.engine.step.agreement import note_checkpoint
 from shardwise.testing import run_ranks
 from shardwise.testing.workloads import seeded
 from tests.ranks.divergence import LONG_SECONDS, Block, Boom, Model, OutOfMemory, Run, timeouts_of

@@ -22,7 +22,7 @@ from shardwise import (
     ModuleWrapPolicy,
     ShardingStrategy,
 )
-from shardwise.engine.unit.binding import units_of
+from shardwise.engine.unit.membership import units_of
 from shardwise.engine.unit.sharded_placeholder import ShardedPlaceholder
 from shardwise.errors import StateError
 from shardwise.testing import run_ranks
@@ -412,12 +412,12 @@ def policies():
     )
     model = FullyShardedDataParallel(seeded(Layers()), auto_wrap_policy=kept)
     (unit,) = units_of(model.layers[1])
-    assert not unit.after_forward.frees
-    assert units_of(model)[0].after_forward.frees
+    assert not unit.settings.after_forward.frees
+    assert units_of(model)[0].settings.after_forward.frees
     with shardwise.enable_wrap(wrapper_cls=FullyShardedDataParallel, sharding_strategy=SHARD_GRAD_OP):
         one = shardwise.wrap(nn.Linear(2, 2))
         other = shardwise.wrap(nn.Linear(2, 2), sharding_strategy=FULL_SHARD)
-    assert [units_of(each)[0].after_forward.frees for each in (one, other)] == [False, True]
+    assert [units_of(each)[0].settings.after_forward.frees for each in (one, other)] == [False, True]
     assert type(shardwise.wrap(nn.Linear(2, 2))) is nn.Linear
 
 

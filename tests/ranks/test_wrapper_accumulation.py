@@ -13,7 +13,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import functional
 
 from shardwise import BackwardPrefetch, CPUOffload, FullyShardedDataParallel, ShardingStrategy
-from shardwise.engine.unit.binding import units_of
+from shardwise.engine.unit.membership import units_of
 from shardwise.errors import StateError
 from shardwise.testing import run_ranks
 from shardwise.testing.workloads import seeded
@@ -198,7 +198,7 @@ def held_bytes(orig):
 
     def held():
         tensors = [param.grad for param in model.parameters() if param.grad is not None]
-        tensors += [slot.held for slot in unit.slots if slot.held is not None]
+        tensors += [slot.stash for slot in unit.slots if slot.stash is not None]
         tensors += [slot.unsharded.grad for slot in unit.slots if slot.unsharded.grad is not None]
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
         return sum(storage.nbytes() for storage in storages.values())

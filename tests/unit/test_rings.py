@@ -7,8 +7,6 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 LARGEST = 3
-# Rings that are larger still, by the first part of their path; take away from a number whenever it can be.
-LARGER_STILL = {"shardwise.engine": 23}
 
 
 @pytest.fixture(scope="module")
@@ -19,27 +17,9 @@ def shape():
     return module
 
 
-def limit_of(ring):
-    return max(
-        (
-            limit
-            for place, limit in LARGER_STILL.items()
-            if all(name.startswith(f"{place}.") for name in ring)
-        ),
-        default=LARGEST,
-    )
-
-
 def test_rings_are_small(shape):
-    too_large = [ring for ring in shape.rings(shape.import_graph()) if len(ring) > limit_of(ring)]
+    too_large = [ring for ring in shape.rings(shape.import_graph()) if len(ring) > LARGEST]
     assert not too_large, "\n".join(f"{len(ring)} modules: {', '.join(ring)}" for ring in too_large)
-
-
-def test_no_ring_is_allowed_to_be_larger_than_it_is(shape):
-    found = shape.rings(shape.import_graph())
-    for place, limit in LARGER_STILL.items():
-        sizes = [len(ring) for ring in found if all(name.startswith(f"{place}.") for name in ring)]
-        assert max(sizes, default=1) == limit, f"{place}: lower the number, or take it out"
 
 
 def test_a_ring_is_found_however_it_is_closed(shape):

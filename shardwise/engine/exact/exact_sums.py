@@ -86,8 +86,8 @@ def check_mesh(mesh: DataMesh, where: str) -> None:
 def check_model(units: Iterable[Unit], where: str) -> None:
     """Raises if only some units of a model are summed exactly."""
     training = [unit for unit in units if unit.gradients.num_trainable]
-    exact = [unit for unit in training if unit.sums.is_exact]
-    others = [unit for unit in training if not unit.sums.is_exact]
+    exact = [unit for unit in training if unit.gradients.sums.is_exact]
+    others = [unit for unit in training if not unit.gradients.sums.is_exact]
     if exact and others:
         raise ConfigError(
             f"unit '{exact[0].name}' sums its gradients exactly and unit '{others[0].name}' does not: the result would "
@@ -100,7 +100,7 @@ def check_model(units: Iterable[Unit], where: str) -> None:
 def check_not_exact(units: Iterable[Unit], setter: str, reason: str) -> None:
     """Raises if a setting would change the order in which an exact unit's gradients are summed."""
     for unit in units:
-        if unit.sums.is_exact:
+        if unit.gradients.sums.is_exact:
             raise ConfigError(
                 f"unit '{unit.name}' sums its gradients exactly, and {setter} {reason}",
                 where=f"{setter}, unit '{unit.name}', rank {unit.rank}",

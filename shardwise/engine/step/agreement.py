@@ -1,14 +1,17 @@
-"""The accord of a model's ranks on its steps: taken alike by all, or by none.
+"""Step agreement: either all ranks of a model take a step, or none does.
 
-A root tells its accord when a step begins, when an optimizer wants to use it, and when it breaks off. The accord has
-ranks meet before an optimizer steps, tells peers of a step that broke off, and puts back or guards what it was asked to
-(``TrustPolicy``).
+A root calls its agreement when a step begins, before and after an optimizer's step, and when a step raises. Ranks meet
+before an optimizer steps; a rank whose step raised tells its peers. Depending on ``TrustPolicy``, gradients and buffers
+are restored, and gradients are checked for non-finite values. An optimizer's step that began and did not end has left
+this rank's parameters partly updated (a *torn* step): the next forward raises.
 """
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterable
+from types import FrameType
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +20,6 @@ from shardwise import policies
 from shardwise.comm.channels.channel import Channel
 from shardwise.comm.collectives.group import GroupCollectives
 from shardwise.engine.step.non_finite import NonFiniteGuard
-from shardwise.engine.step.optimizer_hooks import is_inside_step, last_checkpoint
 from shardwise.engine.step.undo import Undo
 from shardwise.engine.unit.collective_names import STEP
 from shardwise.errors import StateError
@@ -25,9 +27,30 @@ from shardwise.errors import StateError
 if TYPE_CHECKING:
     from shardwise.engine.unit.unit import Unit
 
+_NOTE = {"checkpoint": ""}
+
+
+def note_checkpoint(place: str) -> None:
+    """Notes where this process's last complete checkpoint is, for errors that tell users to load it."""
+    _NOTE["checkpoint"] = place
+
+
+def last_checkpoint() -> str:
+    return _NOTE["checkpoint"]
+
+
+def is_inside_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether this thread is inside ``optimizer.step()``, for example in a closure."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "step" and frame.f_locals.get("self") is optimizer:
+            return True
+        frame = frame.f_back
+    return False
+
 
 def forget_torn_steps(units: Iterable[Unit]) -> None:
-    """Parameters are loaded anew: a step that broke off or was torn before that is no matter any more."""
+    """Forgets steps that raised or were torn, because parameters are being loaded."""
     for unit in units:
         if unit.root.agreement.is_broken:
             unit.root.reset()
@@ -35,12 +58,12 @@ def forget_torn_steps(units: Iterable[Unit]) -> None:
 
 
 class StepAgreement:
-    """What this rank has agreed on with those it shares a model with."""
+    """The agreement of one root with its peers."""
 
     def __init__(self, top: Unit) -> None:
         self._rank = top.rank
         self._groups: list[GroupCollectives] = []
-        # Weak: the models' modules own them.
+        # Weak: modules own them.
         self._units = [weakref.ref(top)]
         self.channels: list[Channel] = []
         self._epochs: list[int] = []
@@ -52,7 +75,7 @@ class StepAgreement:
         self._is_torn = False
 
     def register_units(self, units: Iterable[Unit]) -> int:
-        """Finds the groups that units share with other ranks; the model's number among those on its first group."""
+        """Finds the groups that units share with other ranks; returns the model's number on its first group."""
         self._units = [weakref.ref(unit) for unit in units]
         self._find_groups()
         if not self.channels:
@@ -92,14 +115,14 @@ class StepAgreement:
             self._undo.keep_gradients(slot for unit in self._alive() for slot in unit.slots)
 
     def before_optimizer(self, optimizer: torch.optim.Optimizer, in_backward: bool) -> None:
-        """Lets an optimizer use the step once all ranks have taken it alike."""
+        """Returns once all ranks have completed the step that the optimizer is about to use."""
         if self._stepping is not None and self._stepping() is optimizer and is_inside_step(optimizer):
-            # A class whose step calls that of the class it derives from.
+            # A step that calls the step of its base class.
             return
         try:
             self._meet(in_backward)
         except BaseException:
-            self._put_back()
+            self._restore()
             raise
         policy = policies.trust().non_finite
         if self.guard is not None and policy is not None:
@@ -114,7 +137,7 @@ class StepAgreement:
             self._find_groups()
         for index, channel in enumerate(self.channels):
             if in_backward and channel.log.num_events == self._num_agreed[index]:
-                # An optimizer for each parameter, run by its hook: nothing was done since the last of them.
+                # One of many optimizers, each run by a parameter's hook: nothing was issued since the last one.
                 channel.record(STEP)
             else:
                 channel.agree(STEP)
@@ -127,28 +150,28 @@ class StepAgreement:
 
     @property
     def is_broken(self) -> bool:
-        """Whether a step raised, here or on another rank, and nothing was done about it yet."""
+        """Whether a step raised, here or on another rank, and the root has not been reset since."""
         return self._has_broken_off or any(
             channel.log.epoch != epoch for channel, epoch in zip(self.channels, self._epochs, strict=True)
         )
 
     def break_off(self, what: str) -> None:
-        """Tells peers, which may be waiting for this rank, that it has left the step; once a step."""
+        """Tells peers, which may wait for this rank, that it has left the step; once per step."""
         if self._has_broken_off:
             return
         for channel, epoch in zip(self.channels, self._epochs, strict=True):
-            # A wire that has begun a new path by itself has told them.
+            # A channel that has already begun a new epoch has told them.
             if channel.log.epoch == epoch:
                 channel.abort_step(what)
         self._has_broken_off = True
-        self._put_back()
+        self._restore()
 
-    def _put_back(self) -> None:
+    def _restore(self) -> None:
         if self._undo is not None:
-            self._undo.put_back()
+            self._undo.restore()
 
-    def mend(self) -> None:
-        """The broken-off step is forgotten, and the next one may begin."""
+    def clear_failure(self) -> None:
+        """Clears the failure, so that the next step may begin."""
         self._has_broken_off = False
         self._note_epochs()
         if self.guard is not None:
@@ -157,7 +180,7 @@ class StepAgreement:
     # --- torn steps -----------------------------------------------------------------------------------------------
 
     def check_not_torn(self) -> None:
-        """Raises if an optimizer's step began and did not end: this rank's parameters are half updated."""
+        """Raises if an optimizer's step began and did not end: this rank's parameters are partly updated."""
         optimizer = self._stepping() if self._stepping is not None else None
         if optimizer is None or is_inside_step(optimizer):
             return
@@ -175,6 +198,6 @@ class StepAgreement:
         )
 
     def forget_torn_step(self) -> None:
-        """Parameters were loaded anew."""
+        """Forgets a torn step, because parameters were loaded."""
         self._stepping = None
         self._is_torn = False

@@ -1,8 +1,8 @@
-"""What a step that is recorded in a CUDA graph, and then replayed, asks of the roots that run in it.
+"""What recording a step in a CUDA graph, and replaying it, requires of the roots in it.
 
-A step leaves a root as it found it, so one recording stands for all steps, as long as modules show the parameters that
-it was made with. Recording runs nothing, and a replay runs without Python: wires must know both. Who records and
-replays is not told here.
+A step leaves a root as it found it, so one recording serves for all steps while modules show the same parameters.
+Recording runs nothing on the device, and a replay runs no Python: channels must know both. The recording itself is in
+``training_step/cuda_graph``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class _RootCollector(threading.local):
-    """Who wants to know which roots run on this thread."""
+    """The list that collects the roots which run on this thread, if any."""
 
     seen: list[Root] | None = None
 
@@ -33,7 +33,7 @@ _root_collector = _RootCollector()
 
 @contextmanager
 def collect_roots(seen: list[Root]) -> Iterator[None]:
-    """While it is open, roots whose forward begins on this thread are added to ``seen``, in that order."""
+    """Within it, adds each root whose forward begins on this thread to ``seen``, in order."""
     outer, _root_collector.seen = _root_collector.seen, seen
     try:
         yield
@@ -42,7 +42,7 @@ def collect_roots(seen: list[Root]) -> Iterator[None]:
 
 
 def report_root(root: Root) -> None:
-    """The forward of a root begins."""
+    """Adds a root whose forward begins to the open collection, if there is one."""
     if _root_collector.seen is not None and root not in _root_collector.seen:
         _root_collector.seen.append(root)
 
@@ -51,12 +51,12 @@ def report_root(root: Root) -> None:
 
 
 def why_not_capturable(root: Root) -> str | None:
-    """Why a CUDA graph cannot hold a step of this model, if it cannot."""
+    """Returns why a CUDA graph cannot capture a step of this model; None if it can."""
     if not root.streams.host_runs_ahead:
         return f"the model is sharded over {root.top.mesh.device}"
     for unit in root.units:
         if unit.is_offloaded:
-            return f"the shards of unit '{unit.name}' live on the host, which takes part in every step"
+            return f"the shards of unit '{unit.name}' live on the host, which would have to run in every step"
         for calls in (unit.mesh.shard, unit.mesh.replicate):
             if calls is not None and not calls.ordered_by_stream:
                 return f"the host waits for the collectives of {calls.backend} (unit '{unit.name}')"
@@ -70,7 +70,7 @@ def why_not_capturable(root: Root) -> str | None:
 
 @contextmanager
 def recording(root: Root) -> Iterator[None]:
-    """While it is open, what is issued is recorded and does not run."""
+    """Within it, collectives are recorded and do not run."""
     for channel in root.agreement.channels:
         channel.is_capturing = True
     try:
@@ -82,13 +82,13 @@ def recording(root: Root) -> Iterator[None]:
 
 
 def join_streams(root: Root) -> None:
-    """Makes the compute stream wait for every lane that takes part in a capture, which must end in one stream."""
+    """Makes the compute stream wait for every side stream in a capture, which must end in one stream."""
     streams = root.streams
     for stream in (streams.gather, streams.reduce, streams.replicate):
         with stream:
             takes_part = torch.cuda.is_current_stream_capturing()
         if takes_part:
-            # order: the lane's work before the end of the capture, because a graph has one end
+            # order: the side stream's work before the end of the capture, because a graph has one end
             streams.compute_waits_for(stream.record_event())
 
 
@@ -96,18 +96,18 @@ def join_streams(root: Root) -> None:
 
 
 def is_unchanged(root: Root) -> bool:
-    """Whether parameters are the ones that the last gathers found, trained or frozen as they were."""
+    """Whether no parameter was replaced, frozen or thawed since the last gathers."""
     return all(unit.is_unchanged() for unit in root.units)
 
 
 def begin_replay(root: Root) -> None:
-    """Lets a recorded step run once all ranks have come to it alike: it holds the optimizer's step, too."""
+    """Returns once all ranks are about to replay; the recorded step includes the optimizer's."""
     for channel in root.agreement.channels:
         channel.agree(REPLAY)
 
 
 def end_replay(root: Root) -> None:
-    """Watches the recorded step, and reshards units left unsharded: the shards have changed unseen."""
+    """Lets the watchdog follow the replay, and reshards gathered units: the replay has changed their shards."""
     for channel in root.agreement.channels:
         channel.after_backend_collective()
     for unit in root.units:

@@ -1,14 +1,14 @@
-"""Units that all ranks of a model gather and reduce, whichever of them run them.
+"""Joint units: all ranks gather and reduce them, whichever of them run them.
 
-A unit is gathered where a rank runs it and reduced where its backward passes: ranks that take different branches would
-part there. *Joint* units are gathered and reduced at places that every rank comes to, in the order of the model:
+Usually a unit is gathered when a rank runs it and reduced when its backward passes: ranks that take different branches
+would diverge. *Joint* units are gathered and reduced at points that every rank reaches, in the order of the model:
 
-    forward of the root begins      all of them are gathered, and held
-    backward begins                 those that are not there any more (another backward has ended) once more
-    end of backward                 all of them are reduced, with zeros for what a rank did not use; then let go
+    forward of the root begins      all of them are gathered and held
+    backward begins                 those freed since (by the end of another backward) are gathered again
+    backward ends                   all of them are reduced, with zeros for what a rank did not use, and released
 
-In between a rank runs those it likes, in any order, as often as it likes. The price is memory: their full parameters
-from the first of these places to the last, and their full gradients until the last.
+In between a rank may run any of them, in any order and as often as it likes. The price is memory: full parameters from
+the first of these points to the last, and full gradients until the last.
 """
 
 from __future__ import annotations
@@ -16,12 +16,9 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import TYPE_CHECKING
 
 from shardwise import trace
-from shardwise.engine.tensor_trees import map_tensors
 from shardwise.errors import StateError
 from shardwise.plan.lifecycle import UNSHARDED
 from shardwise.plan.schedule import KEEP
@@ -43,7 +40,7 @@ class JointUnits:
 
     def begin_forward(self) -> None:
         for unit in self._units:
-            if unit.is_stale():
+            if unit.gathered.is_stale():
                 unit.reshard(trace.IN_FORWARD)
         self._gather(trace.IN_FORWARD)
 
@@ -52,26 +49,26 @@ class JointUnits:
 
     def _gather(self, phase: str) -> None:
         absent = [unit for unit in self._units if unit.state is not UNSHARDED]
-        # One ahead, so that no more than two of them have their rows in memory beside the full parameters.
+        # One ahead, so that at most two of them have rows in memory beside the full parameters.
         for unit, following in zip_longest(absent, absent[1:]):
             unit.issue_gather(phase)
             if following is not None:
                 following.issue_gather(phase)
             unit.wait_gather()
-            unit.keep()
+            unit.gathered.keep()
         if not self._is_holding:
             self._is_holding = True
             for unit in self._units:
                 unit.hold()
 
     def end_forward(self) -> None:
-        """Without grad there is no backward to hold them for."""
-        self._let_go(trace.IN_FORWARD, [unit.after_forward is not KEEP for unit in self._units])
+        """Releases the units after a forward without grad: no backward will follow."""
+        self._release(trace.IN_FORWARD, [unit.settings.after_forward is not KEEP for unit in self._units])
 
     def end_backward(self) -> None:
-        self._let_go(trace.IN_POST_BACKWARD, [unit.frees_after_backward for unit in self._units])
+        self._release(trace.IN_POST_BACKWARD, [unit.settings.frees_after_backward for unit in self._units])
 
-    def _let_go(self, phase: str, frees: list[bool]) -> None:
+    def _release(self, phase: str, frees: list[bool]) -> None:
         if not self._is_holding:
             return
         self._is_holding = False
@@ -80,15 +77,15 @@ class JointUnits:
                 if is_freed:
                     unit.reshard(phase)
                 else:
-                    unit.keep(is_hidden=True)
+                    unit.gathered.keep(is_hidden=True)
 
     def forget(self) -> None:
-        """A step broke off, and its units were let go one by one."""
+        """Forgets that units are held: a step raised, and each was released."""
         self._is_holding = False
 
 
 def set_joint(units: Iterable[Unit], is_joint: bool) -> None:
-    """Makes units joint, with those whose parameters they show, or what they were; between steps."""
+    """Makes units joint, with the owners of tied parameters, or undoes it; between steps."""
     units = list(dict.fromkeys(shown for unit in units for shown in (unit, *unit.needs)))
     for unit in units:
         if unit.root.is_busy:
@@ -99,29 +96,7 @@ def set_joint(units: Iterable[Unit], is_joint: bool) -> None:
             )
     for unit in units:
         unit.reshard(trace.IDLE)
-        unit.is_joint = unit.gradients.settings.includes_unused = is_joint
+        unit.configure(is_joint=is_joint)
+        unit.gradients.settings.includes_unused = is_joint
     for root in dict.fromkeys(unit.root for unit in units):
         root.update_joint_units()
-
-
-class _Tied(torch.autograd.Function):
-    """A tensor as it is, with a backward that leads nowhere."""
-
-    @staticmethod
-    def forward(ctx: Any, end: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return None, None
-
-
-def with_backward(output: Any) -> Any:
-    """The output of a model of which this rank has run nothing that is trained, so that its backward can be called."""
-    end = torch.zeros((), requires_grad=True)
-
-    def tie(tensor: torch.Tensor) -> torch.Tensor:
-        tied: torch.Tensor = _Tied.apply(end, tensor) if tensor.is_floating_point() else tensor
-        return tied
-
-    return map_tensors(tie, output)

@@ -1,7 +1,7 @@
-"""Gradients that are not finite: which unit had them first, on which rank, and what is done about it.
+"""Finds gradients that are not finite: the first parameter and rank that had one, and what the policy does about it.
 
-Each rank looks at its own gradients before they are summed: afterwards every rank has them and none is to blame. The
-device looks, the host asks once, before an optimizer uses the step.
+Each rank checks its own gradients before they are summed: afterwards all ranks have them. The check runs on the
+device; the host reads the result once, before an optimizer uses the step.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _RECORD_BYTES = 512
 
 
 class NonFiniteGuard:
-    """What the backwards since the last step brought, on this rank."""
+    """Checks the gradients of one rank, from one optimizer step to the next."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._seen: list[tuple[str, list[str], torch.Tensor]] = []
 
     def look(self, unit: str, slots: list[Slot], gradients: list[torch.Tensor | None]) -> None:
-        """Notes which gradients of a unit are finite; the host does not wait to know."""
+        """Starts to check the gradients of a unit on the device, without waiting for the result."""
         present = [(slot.name, grad) for slot, grad in zip(slots, gradients, strict=True) if grad is not None]
         if present:
             flags = torch.stack([grad.detach().isfinite().all() for _, grad in present])
@@ -46,7 +46,7 @@ class NonFiniteGuard:
         self._seen = []
 
     def check(self, policy: str, optimizer: Optimizer, groups: Iterable[GroupCollectives]) -> None:
-        """Does what the policy says, on all ranks alike, if one of them had a gradient that is not finite."""
+        """Raises, warns or drops the gradients, the same on all ranks, if any rank had one that is not finite."""
         number, rank, name = self._first_on_all_ranks(groups)
         self._seen = []
         if number == _NONE:
@@ -56,19 +56,19 @@ class NonFiniteGuard:
             raise NonFiniteGradients(
                 what,
                 where=f"rank {self._rank}, before an optimizer used the step",
-                fix="look at that unit's inputs and the loss on that rank; set_trust(non_finite='skip') leaves such "
-                "steps out",
+                fix="look at that unit's inputs and the loss on that rank; set_trust(non_finite='skip') skips such "
+                "steps",
             )
         if policy == "skip":
             for group in optimizer.param_groups:
                 for param in group["params"]:
                     param.grad = None
-            what += "; the step is left out on all ranks"
+            what += "; the step is skipped on all ranks"
         _LOGGER.warning("%s", what)
 
     def _first_on_all_ranks(self, groups: Iterable[GroupCollectives]) -> tuple[int, int, str]:
         first = self._first_here()
-        # Over each axis in turn: what one axis's ranks know, the next one's learn.
+        # Over each mesh axis in turn, so that in the end all ranks know the first.
         for calls in groups:
             record = _HEAD.pack(*first[:2]) + first[2].encode()[: _RECORD_BYTES - _HEAD.size]
             with unseen_by_modes(), torch.inference_mode(False), torch.no_grad():

@@ -1,16 +1,14 @@
-"""What happens around an optimizer's step: ranks agree on what they did before any of them uses it.
+"""Hooks around optimizers: ranks agree before any of them steps, and ``zero_grad`` reaches hidden gradients.
 
-torch calls the two hooks here around the step of every optimizer in the process. A step that began and did not end has
-left the parameters of this rank half updated: the next forward says so.
+torch calls ``_before`` and ``_after`` around the step of every optimizer in the process; those without parameters of a
+unit are left alone. The agreement itself is in ``agreement``.
 """
 
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
 from collections.abc import Callable
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardwise.engine.reduce.gradient_buffer import make_traceable
-from shardwise.engine.unit.binding import is_member, membership, units_of
+from shardwise.engine.unit.membership import is_member, membership, units_of
 from shardwise.errors import StateError
 from shardwise.torch_internals import (
     count_foreach_writes,
@@ -32,34 +30,13 @@ from shardwise.torch_internals import (
 )
 
 if TYPE_CHECKING:
-    from shardwise.engine.step.root import Root
     from shardwise.engine.unit.binding import Slot
+    from shardwise.engine.unit.interfaces import RootInterface
     from shardwise.engine.unit.unit import Unit
-
-_NOTE = {"checkpoint": ""}
-
-
-def note_checkpoint(place: str) -> None:
-    """Says where this process's last whole checkpoint is, for those who must go back to it."""
-    _NOTE["checkpoint"] = place
-
-
-def last_checkpoint() -> str:
-    return _NOTE["checkpoint"]
-
-
-def is_inside_step(optimizer: Optimizer) -> bool:
-    """Whether this thread is inside a step of ``optimizer``, as in a closure."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "step" and frame.f_locals.get("self") is optimizer:
-            return True
-        frame = frame.f_back
-    return False
 
 
 class OptimizerHooks:
-    """The hooks of this process on optimizers' steps."""
+    """The hooks of this process on the steps of all optimizers."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -69,7 +46,7 @@ class OptimizerHooks:
         )
 
     def install(self) -> None:
-        """Hooks into torch's optimizers, once a process."""
+        """Installs the hooks on torch's optimizers, once per process."""
         with self._lock:
             if not self._is_installed:
                 self._is_installed = True
@@ -80,7 +57,7 @@ class OptimizerHooks:
                 on_zero_grad(optimizer_zeroed, _module_zeroed)
 
     def is_own(self, hook: Callable[..., Any]) -> bool:
-        """Whether a hook is one of these two, which do nothing to an optimizer of parameters of no unit."""
+        """Whether a hook is one of these two; they do nothing to an optimizer without parameters of a unit."""
         return hook in (self._before, self._after)
 
     @untraced
@@ -88,9 +65,9 @@ class OptimizerHooks:
         if is_within_compiled():
             make_traceable(param for group in optimizer.param_groups for param in group["params"])
         units = self._units_of(optimizer)
-        # A closure may be about to run the backward that reduces them.
+        # A closure may still run the backward that reduces the stash.
         if not any(map(callable, (*args, *kwargs.values()))):
-            _check_not_all_held(optimizer, units)
+            _check_not_all_stashed(optimizer, units)
         for root in _roots_of(units):
             root.before_optimizer(optimizer)
 
@@ -117,7 +94,7 @@ class OptimizerHooks:
 
 
 def optimizer_zeroed(optimizer: Optimizer, set_to_none: bool) -> None:
-    """The gradients of an optimizer's parameters were zeroed: so are those that are not to be seen yet."""
+    """Zeroes stashed gradients, too, after an optimizer's ``zero_grad``."""
     shards = {param for group in optimizer.param_groups for param in group["params"]}
     units = {found[0]: None for param in shards if (found := membership(param)) is not None}
     for unit in units:
@@ -125,7 +102,10 @@ def optimizer_zeroed(optimizer: Optimizer, set_to_none: bool) -> None:
 
 
 def _module_zeroed(module: nn.Module, set_to_none: bool) -> None:
-    """The parameters that a module shows now may be the gathered ones, or whole ones between steps."""
+    """Zeroes gradients of shards and of the stash, too, after a module's ``zero_grad``.
+
+    At that time the module may show gathered or summoned parameters.
+    """
     shards: dict[torch.Tensor, None] = {}
     units: dict[Unit, None] = {}
     for child in module.modules():
@@ -151,7 +131,7 @@ def _zero_gradient(param: torch.Tensor, set_to_none: bool) -> None:
 
 
 def _check_is_sharded(optimizer: Optimizer, param: torch.Tensor, unit: Unit, slot: Slot) -> None:
-    """Raises if a parameter is one that nothing would come of stepping. Sharded ones may have been replaced since."""
+    """Raises if an optimizer holds a parameter that is not sharded: a step would not reach the shards."""
     is_gathered = param is slot.unsharded
     if param is slot.sharded or (isinstance(param, DTensor) and not is_gathered):
         return
@@ -168,14 +148,14 @@ def _check_is_sharded(optimizer: Optimizer, param: torch.Tensor, unit: Unit, slo
     )
 
 
-def _roots_of(units: list[Unit]) -> list[Root]:
+def _roots_of(units: list[Unit]) -> list[RootInterface]:
     return list(dict.fromkeys(unit.root for unit in units))
 
 
-def _check_not_all_held(optimizer: Optimizer, units: list[Unit]) -> None:
-    """Some units may reduce more seldom than others, and are then not stepped; that all of them do is an oversight."""
+def _check_not_all_stashed(optimizer: Optimizer, units: list[Unit]) -> None:
+    """Raises if no unit has reduced its gradients. Some may reduce less often than others, and are not stepped then."""
     trained = [unit for unit in units if unit.gradients.num_trainable and not unit.root.in_backward]
-    if trained and all(unit.gradients.are_held or unit.gradients.wait_for_replicas for unit in trained):
+    if trained and all(unit.gradients.has_stash or unit.gradients.wait_for_replicas for unit in trained):
         raise StateError(
             f"{type(optimizer).__name__} would step without the gradients that were kept back for it: no backward has "
             "reduced them yet",

@@ -1,10 +1,11 @@
-"""A root: the units of one model, what they have in flight, and the step they are in.
+"""The root of a model: its units, what they have in flight, and the phase of the step. One on each rank.
 
-A unit is born as its own root. The first forward of an outer unit adopts the units below it; from then on they share
-lanes, order and phase. Everything here is owned by one rank.
+A new unit is its own root. The first forward of an outer unit adopts the units below it; from then on they share side
+streams, order and phase. Forward and backward call a root through the units' hooks, optimizers through
+``optimizer_hooks``.
 
-Memory in flight, on a device whose host runs ahead: a unit that is let go keeps its memory until the compute stream
-has passed it, and the gather lane takes that memory back before it gathers the next but one.
+Memory in flight, on a device whose host runs ahead: a freed unit keeps its memory until the compute stream has passed
+it. The gather stream reclaims that memory before it gathers the next unit but one.
 
     compute   | unit 0 | unit 1 | unit 2 |
     gather    | 1 |    | 2 |▲   | 3 |▲             ▲ waits until compute has left unit 0, then unit 1
@@ -28,8 +29,8 @@ from shardwise.engine.reduce.reduce_plan import ReducePlan, ReduceSettings
 from shardwise.engine.step.agreement import StepAgreement
 from shardwise.engine.step.graph_capture import report_root
 from shardwise.engine.step.joint_units import JointUnits
-from shardwise.engine.unit.binding import Slot, clean_name, units_of
-from shardwise.engine.unit.collective_names import CollectiveNames
+from shardwise.engine.unit.binding import Slot, clean_name
+from shardwise.engine.unit.membership import units_of
 from shardwise.errors import StateError
 from shardwise.plan.lifecycle import SHARDED, UNSHARDED
 from shardwise.plan.schedule import Window
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
 
 class _EndOfBackward:
-    """Runs when a backward ends. One that raises drops it unrun, which is the only sign that it did."""
+    """Runs when a backward ends. If the backward raised, it is dropped without a call, which is how we notice."""
 
     def __init__(self, root: Root) -> None:
         self._root: Root | None = root
@@ -61,8 +62,8 @@ class _EndOfBackward:
             self._root.break_off_backward()
 
 
-def _is_reached(family: list[weakref.ref[Unit]], number: int) -> bool:
-    unit = family[number]()
+def _is_reached(unit_refs: list[weakref.ref[Unit]], number: int) -> bool:
+    unit = unit_refs[number]()
     return unit is not None and unit.gradients.are_reached_by_backward()
 
 
@@ -70,8 +71,8 @@ class Root:
     """The step of one model on one rank."""
 
     def __init__(self, top: Unit) -> None:
-        # Weak, as all that leads from a root to its units: modules own them, and somebody who keeps one module or
-        # parameter of a model must not keep the memory of all.
+        # Weak, like all references from a root to its units: modules own them, and a user who keeps one module or
+        # parameter must not keep the memory of the whole model.
         self._top = weakref.ref(top)
         self.streams = side_streams_for(top.mesh.device)
         self.in_forward = False
@@ -80,20 +81,21 @@ class Root:
         self.ends_backward = False
         self.is_last_backward = True
         self.window = Window()
-        self.family: list[weakref.ref[Unit]] = []
+        self.unit_refs: list[weakref.ref[Unit]] = []
         self._has_adopted = False
-        self._leaving: deque[tuple[Unit, StreamEvent]] = deque()
+        # Freed units whose memory is still to be reclaimed, with the end of their last compute.
+        self._freed: deque[tuple[Unit, StreamEvent]] = deque()
         self._in_flight: deque[ReduceInFlight] = deque()
-        # Reduces that are through, but whose rows the lane may still read.
+        # Finished reduces whose rows the reduce stream may still read.
         self._reduced: deque[ReduceInFlight] = deque()
         self._is_offloaded = False
         self.post_optim_event: torch.Event | None = None
         self.agreement = StepAgreement(top)
         # Only where ranks may run different units.
         self.joint_units: JointUnits | None = None
-        self._adopt(top)
+        self._adopt(top, top.name)
 
-    # --- the family -----------------------------------------------------------------------------------------------
+    # --- units ----------------------------------------------------------------------------------------------------
 
     @property
     def top(self) -> Unit:
@@ -104,16 +106,14 @@ class Root:
 
     @property
     def units(self) -> list[Unit]:
-        return [unit for reference in self.family if (unit := reference()) is not None]
+        return [unit for reference in self.unit_refs if (unit := reference()) is not None]
 
-    def _adopt(self, unit: Unit) -> None:
-        unit.root = self
-        unit.is_top = unit is self._top()
-        unit.number = len(self.family)
-        self.family.append(weakref.ref(unit))
+    def _adopt(self, unit: Unit, name: str, model: int = 1) -> None:
+        unit.adopt(self, len(self.unit_refs), name, model)
+        self.unit_refs.append(weakref.ref(unit))
 
     def adopt_units(self) -> None:
-        """Adopts every unit below, names them by their place in the model, and checks that all ranks mean the same."""
+        """Adopts all units of the model, names them, and checks that all ranks hold the same model; once."""
         if self._has_adopted:
             return
         names: dict[Unit, str] = {self.top: ""}
@@ -125,7 +125,7 @@ class Root:
             if unit.root is self:
                 continue
             if unit.root.agreement.is_broken:
-                # It ran alone and raised: that step has ended all the same.
+                # It ran alone and raised: that step is over.
                 unit.root.recover()
             elif unit.root.is_busy:
                 raise StateError(
@@ -134,11 +134,9 @@ class Root:
                     fix="finish its backward before the outer model runs for the first time",
                 )
         model = self.agreement.register_units(names)
-        self.family = []
+        self.unit_refs = []
         for unit, name in names.items():
-            unit.name = name
-            unit.collective_names = CollectiveNames(name, len(unit.slots), model)
-            self._adopt(unit)
+            self._adopt(unit, name, model)
         check_model(self.units, f"first forward, rank {self.top.rank}")
         self._check_agreement()
         self._is_offloaded = any(unit.is_offloaded for unit in self.units)
@@ -149,7 +147,7 @@ class Root:
     def update_joint_units(self) -> None:
         if self.joint_units is not None:
             self.joint_units.end_backward()
-        joint = [unit for unit in self.units if unit.is_joint]
+        joint = [unit for unit in self.units if unit.settings.is_joint]
         self.joint_units = JointUnits(joint) if joint else None
 
     def _check_agreement(self) -> None:
@@ -187,23 +185,23 @@ class Root:
         if self.joint_units is not None:
             self.joint_units.begin_forward()
 
-    def begin_alone(self) -> None:
-        """A unit of the model runs by itself; it is the first to notice that the model's last step broke off."""
+    def begin_unit_alone(self) -> None:
+        """Begins a forward of one unit outside of the model's; recovers if the model's last step raised."""
         has_ended = self.in_backward or self.agreement.is_broken
         if has_ended and not any(unit.hooks.is_running for unit in self.units):
             self.recover()
 
     def end_forward(self) -> None:
         for unit in self.units:
-            if unit.has_several:
-                unit.hooks.end_without_the_rest()
+            if unit.hooks.has_several:
+                unit.hooks.end_partial_forward()
             if unit.prefetched:
-                # It was not run after all, and would be stale when it is.
+                # It was prefetched and not run; it would be stale later.
                 unit.reshard(trace.IN_FORWARD)
         self.in_forward = False
         if self.joint_units is not None and not self.expects_backward:
             self.joint_units.end_forward()
-        self._take_back(0)
+        self._reclaim(0)
         if self._is_offloaded and not torch.is_grad_enabled():
             # order: the gathers' transfers before the host goes on, because no backward will wait for them and the
             # host may write the shards
@@ -212,31 +210,31 @@ class Root:
     # --- memory ---------------------------------------------------------------------------------------------------
 
     def make_room(self, unit: Unit, prefetch: bool) -> None:
-        """Takes back memory that compute has left before ``unit`` is gathered.
+        """Reclaims memory of freed units before ``unit`` is gathered.
 
-        A gather on demand may run beside the unit computed now, whose own memory is then the last one leaving; a
-        prefetch is one ahead already.
+        A gather on demand may overlap the unit computed now, whose memory is then the last to be reclaimed; a prefetch
+        is already one unit ahead.
         """
         if not (self.in_forward or self.in_backward):
             # order: writes to the shards before this gather, because no step began that would have waited for them
             self.streams.gather.wait_compute()
-        if self._leaving:
-            self._take_back(0 if prefetch or any(leaving is unit for leaving, _ in self._leaving) else 1)
+        if self._freed:
+            self._reclaim(0 if prefetch or any(freed is unit for freed, _ in self._freed) else 1)
 
     def free_after_compute(self, unit: Unit) -> None:
-        """Frees a unit's full parameters, as soon as the compute stream has passed them."""
+        """Frees a unit's full parameters as soon as the compute stream has passed them."""
         if self.streams.host_runs_ahead:
-            self._leaving.append((unit, self.streams.record_compute()))
+            self._freed.append((unit, self.streams.record_compute()))
         else:
             unit.buffers.free()
 
-    def _take_back(self, keep: int) -> None:
-        while len(self._leaving) > keep:
-            gone, event = self._leaving.popleft()
-            # order: compute's last use before the memory goes back to the lane, because the next gather writes it
+    def _reclaim(self, keep: int) -> None:
+        while len(self._freed) > keep:
+            freed, event = self._freed.popleft()
+            # order: compute's last use before the memory goes back to the stream, because the next gather writes it
             self.streams.gather.wait_event(event)
-            # To the lane it was taken on, whatever stream is current.
-            gone.buffers.free()
+            # Returns the memory to the stream it was allocated on, whatever stream is current.
+            freed.buffers.free()
 
     # --- backward -------------------------------------------------------------------------------------------------
 
@@ -248,17 +246,17 @@ class Root:
             self.joint_units.begin_backward()
 
     def prefetch_before(self, unit: Unit, visit: Visit) -> None:
-        """Gathers ahead what this backward uses next."""
-        if unit.backward_prefetch is not None:
-            for chosen in unit.backward_prefetch:
+        """Starts to gather what this backward uses next."""
+        if unit.settings.backward_prefetch is not None:
+            for chosen in unit.settings.backward_prefetch:
                 chosen.issue_gather(trace.IN_PRE_BACKWARD, prefetch=True)
         elif (next_used := self._next_in_backward(unit, visit)) is not None:
             for needed in next_used.needs:
-                if needed.gathers_in_backward:
+                if needed.settings.gathers_in_backward:
                     needed.issue_gather(trace.IN_PRE_BACKWARD, prefetch=True)
 
     def _next_in_backward(self, unit: Unit, visit: Visit) -> Unit | None:
-        """The unit that this backward comes to after ``visit``, a pass of ``unit``."""
+        """Returns the unit that this backward reaches after ``visit``, a visit of ``unit``."""
         if visit.place is None:
             return None
         before = visit.before
@@ -268,10 +266,10 @@ class Root:
             and before.hooks.unit is not unit
             and backward_executes(visit.input_node)
         ):
-            # In a chain of units one look at the graph tells; otherwise parameters do, by their gradients.
+            # In a chain of units one look at the graph is enough; otherwise each unit's parameters are asked.
             return before.hooks.unit
-        number = visit.window.before(visit.place, partial(_is_reached, visit.family))
-        return None if number is None else visit.family[number]()
+        number = visit.window.before(visit.place, partial(_is_reached, visit.unit_refs))
+        return None if number is None else visit.unit_refs[number]()
 
     def start_reduce(
         self,
@@ -282,18 +280,17 @@ class Root:
         max_inputs: int,
         codes: tuple[int, int],
     ) -> None:
-        """Starts a reduce, once those before it have made room for it.
+        """Issues a reduce, after finishing as many earlier ones as needed.
 
-        As many may be waiting for their own row as there may be input buffers; with replicas, one more may be waiting
-        for theirs meanwhile.
+        At most ``max_inputs`` reduces may have their input in memory; with replicas, one more may be in its all-reduce.
         """
         if self._in_flight:
-            self._make_way(plan, max_inputs)
+            self._finish_earlier_reduces(plan, max_inputs)
         reduction = plan.begin(settings, self.streams, codes)
         reduction.issue(gradients, present)
         self._in_flight.append(reduction)
 
-    def _make_way(self, plan: ReducePlan, max_inputs: int) -> None:
+    def _finish_earlier_reduces(self, plan: ReducePlan, max_inputs: int) -> None:
         in_flight = self._in_flight
         if max_inputs == 1 and plan.mesh.replicate is None:
             while in_flight:
@@ -311,8 +308,8 @@ class Root:
         reduction = self._in_flight.popleft()
         hooked = reduction.finish()
         if self.streams.host_runs_ahead:
-            # Compute has waited for the packing of this one, which comes after all of those before it.
-            self._let_rows_go()
+            # Compute has waited for the packing of this one, which follows all earlier ones on the stream.
+            self._free_reduced_rows()
             self._reduced.append(reduction)
         if hooked:
             self._run_hooks(reduction, hooked)
@@ -329,15 +326,15 @@ class Root:
         stepped = stream.record_event()
         # order: an optimizer that steps in a hook before later gathers, because it writes the shards
         self.streams.gather.wait_event(stepped)
-        # order: that optimizer before compute, because compute's allocator reuses gradients that the hook let go of
+        # order: that optimizer before compute, because compute's allocator reuses gradients that the hook dropped
         self.streams.compute_waits_for(stepped)
 
-    def _let_rows_go(self) -> None:
+    def _free_reduced_rows(self) -> None:
         while self._reduced:
             self._reduced.popleft().release_rows()
 
     def end_backward(self) -> None:
-        """Flushes what no signal has reduced or freed, and lets the compute stream see the gradients."""
+        """Reduces and frees what no signal did, and makes the compute stream wait for the gradients."""
         with torch.no_grad():
             self.ends_backward = True
             for unit in reversed(self.units):
@@ -351,13 +348,13 @@ class Root:
                 for unit in self.units:
                     if unit.state is not SHARDED:
                         unit.end_step()
-            self._take_back(0)
+            self._reclaim(0)
             reduced = self.streams.reduce.record_event()
             # order: reduced gradients before what follows backward, because clipping and the optimizer read them
             self.streams.compute_waits_for(reduced)
             for channel in self.agreement.channels:
                 channel.last_event = reduced
-            self._let_rows_go()
+            self._free_reduced_rows()
             if self._is_offloaded:
                 # order: the last transfers before the host goes on, because it steps the optimizer
                 self.streams.host_waits_for(reduced)
@@ -374,45 +371,45 @@ class Root:
     # --- recovery -------------------------------------------------------------------------------------------------
 
     def break_off(self, what: str) -> None:
-        """Tells peers that this rank has left the step it was in."""
+        """Tells peers that this rank has left its step."""
         if self.is_busy:
             self.agreement.break_off(what)
 
     def break_off_forward(self, error: BaseException) -> None:
-        """The model's forward raised: peers are told, and nothing is kept for a backward that will not come."""
+        """Ends a forward that raised: tells peers, and frees what was kept for a backward that will not come."""
         if self.in_forward:
             self.break_off(f"{type(error).__name__} in forward: {error}"[:500])
             self.in_forward = False
             for unit in self.units:
-                unit.hooks.forget_the_rest()
+                unit.hooks.release_partial_forward()
                 if unit.state is UNSHARDED and not unit.holders:
                     unit.reshard(trace.IDLE)
 
     def break_off_backward(self) -> None:
-        """A backward raised: peers are told. Units are sharded when the next step begins; users may write till then."""
+        """Notes that a backward raised, and tells peers. Units stay gathered until the next step; users may write."""
         self.break_off("its backward raised")
         for unit in self.units:
             if unit.state is UNSHARDED:
-                unit.keep()
+                unit.gathered.keep()
 
     def recover(self) -> None:
-        """Forgets the last step if it raised before its end, here or on another rank.
+        """Resets the root if the last step raised, here or on another rank.
 
-        A forward or backward that ends well says so; a wire that left its path has begun a new epoch. What earlier
-        micro-batches put by is not part of a forward that raised.
+        Then a phase has not ended, or a channel has begun a new epoch. A forward that raised keeps the stash of
+        earlier micro-batches.
         """
         if self.is_busy or self.agreement.is_broken:
-            self.reset(drops_held=self.in_backward)
+            self.reset(drops_stash=self.in_backward)
 
-    def reset(self, drops_held: bool = True) -> None:
-        """Forgets a step that broke off: parameters sharded, nothing in flight, no gradient half way."""
+    def reset(self, drops_stash: bool = True) -> None:
+        """Drops the current step: shards all parameters, and drops what is in flight and incomplete gradients."""
         if self.in_backward and inside_backward():
             raise StateError(
                 "a step cannot be reset while its backward runs",
                 where=f"rank {self.top.rank}",
                 fix="let the exception leave backward() first",
             )
-        self.break_off("it began a new step before that one had ended")
+        self.break_off("it began a new step before the last one had ended")
         with torch.no_grad():
             in_flight = [self._in_flight.popleft() for _ in range(len(self._in_flight))]
             unlanded = {reduction.plan for reduction in in_flight if not reduction.abandon()}
@@ -420,10 +417,10 @@ class Root:
                 # alive: their rows, until compute has waited for the next reduce
                 self._reduced.extend(in_flight)
             for unit in self.units:
-                unit.abandon_step(drops_held)
+                unit.abandon_step(drops_stash)
                 unit.gradients.forget_reduces(unlanded)
-            self._take_back(0)
+            self._reclaim(0)
         if self.joint_units is not None:
             self.joint_units.forget()
-        self.agreement.mend()
+        self.agreement.clear_failure()
         self.in_forward = self.in_backward = self.ends_backward = False

@@ -1,7 +1,7 @@
-"""What a step that breaks off is put back to: gradients and buffers as they were before it.
+"""Restores gradients and buffers after a step that raised (``TrustPolicy.undoes_steps``).
 
-Parameters need no keeping, forward and backward do not write them. Gradients are kept from the beginning of a backward
-to the moment an optimizer may use it, buffers (running statistics, say) from the beginning of the forward.
+Parameters need no copy: forward and backward do not write them. Gradients are copied when a backward begins, buffers
+(such as running statistics) when a forward begins; an optimizer's step drops the copies.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from shardwise.torch_internals import buffers_of, local_of
 
 
 class Undo:
-    """The state of one model before its step."""
+    """Copies of one model's gradients and buffers from before its step."""
 
     def __init__(self) -> None:
         self._gradients: list[tuple[Slot, torch.Tensor | None, torch.Tensor | None, int]] = []
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def keep_buffers(self, modules: Iterable[nn.Module]) -> None:
-        """A forward begins, and with it a step that can be undone; what came before it stays."""
+        """Copies the buffers when a forward begins; gradients from before that forward are no longer restored."""
         self._gradients = []
         with torch.no_grad():
             self._buffers = [
@@ -43,10 +43,10 @@ class Undo:
     def forget(self) -> None:
         self._gradients, self._buffers = [], []
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         with torch.no_grad():
             for slot, gradient, values, version in self._gradients:
-                # One that nobody wrote to is left alone: others can see that.
+                # A gradient that nobody wrote to keeps its version, which others compare.
                 if gradient is not None and values is not None and gradient_version(gradient) != version:
                     _local(gradient).copy_(values)
                 slot.sharded.grad = gradient

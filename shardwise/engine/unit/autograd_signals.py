@@ -1,21 +1,23 @@
-"""A *pass* is one forward of a unit and the backward through it. Its signals:
+"""How a unit learns, from autograd hooks, when backward reaches it and leaves it.
 
-    outputs' gradient arrives   the weights are needed: gather them, and prefetch the next
-    inputs' gradients are done  the weights are no longer needed: reduce what has come in, free
+A *visit* is one forward of a unit and the backward through it. It has two signals:
 
-The second signal is a hook on views of the inputs, which are passed on in their place; a module that writes to its
-input in place keeps working (it loses the signal, and is served at the end of backward). In a chain of units no view is
-needed: what one unit gives out and the next takes in has a hook already, the first signal of the one before. Where no
-input needs a gradient, complete gradients of all parameters are the signal instead.
+    outputs' gradient arrives   the parameters are needed: gather them, and prefetch the next unit's
+    inputs' gradients are done  the parameters are no longer needed: reduce the gradients, free the parameters
 
-Outputs may be written to in place, too (an activation function does). Of a view, autograd then makes another node, and
-the hook stays with the one that backward no longer comes to; what it is a view of has a hook for that case.
+The second signal is a hook on views of the inputs; the module gets the views. A module that writes to its input in
+place still works: it loses the signal, and is reduced at the end of backward. In a chain of units no view is needed:
+the output of one unit is the input of the next, and already carries the first signal of the one before. Where no input
+needs a gradient, the signal is that the gradients of all parameters are complete.
 
-A backward that builds a graph (``create_graph``) may be followed by one through it: it comes to a pass by the gradients
-of its inputs, before it comes to its outputs.
+Outputs may be written to in place, too, as by an activation function. If the output is a view, autograd then makes a
+new node, and the hook stays on a node that backward no longer reaches; a hook on the base covers that case.
 
-The graph holds the pass (through its hooks) and the pass holds its window. A pass holds nothing of the graph that leads
-back to itself: at most the node that its input came from, which backward reaches later.
+With ``create_graph``, a second backward may run through the graph of the first. It reaches a visit through the
+gradients of its inputs, before it reaches the outputs.
+
+The graph holds the visit (through its hooks), and the visit holds its window. A visit never references a part of the
+graph that leads back to itself: at most the node that produced its input, which backward reaches later.
 """
 
 from __future__ import annotations
@@ -23,11 +25,11 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, is_grad_enabled
 from torch.autograd.graph import register_multi_grad_hook
 
-from shardwise.engine.step.joint_units import with_backward
-from shardwise.engine.tensor_trees import InputSwaps, tensors_in
+from shardwise.engine.tensor_trees import InputSwaps, map_tensors, tensors_in
 from shardwise.plan.schedule import Window
 from shardwise.torch_internals import (
     current_backward,
@@ -48,7 +50,6 @@ class Visit:
     __slots__ = (
         "__weakref__",
         "before",
-        "family",
         "follower",
         "has_input_signal",
         "held",
@@ -59,36 +60,37 @@ class Visit:
         "num_outputs",
         "place",
         "seen_in",
+        "unit_refs",
         "window",
     )
 
     def __init__(self, hooks: UnitHooks, window: Window) -> None:
         self.hooks = hooks
         self.window = window
-        # The units that the window's numbers stand for; another root may adopt this unit before backward comes.
-        self.family = hooks.unit.root.family
-        # Units that forward holds for this pass, until it ends.
+        # The units that the window's numbers refer to; another root may adopt this unit before backward.
+        self.unit_refs = hooks.unit.root.unit_refs
+        # Units held for this visit until its forward ends.
         self.held: tuple[Unit, ...] = ()
         self.place: int | None = None
         self.is_open = False
         self.has_input_signal = False
         self.num_outputs = 0
-        # The last backward that came to an output which is a view.
+        # The last backward that reached an output which is a view.
         self.seen_in = -1
-        # Whether there may be a backward through it that no output of it will announce.
+        # Whether backward may pass through it without reaching a hooked output.
         self.is_unseen = False
-        # The pass whose one input is this one's one output: that gradient arrives when the follower is done.
+        # The visit whose only input is this one's only output: that gradient arrives when the follower is done.
         self.follower: weakref.ref[Visit] | None = None
-        # The pass that this one follows, and the node of what it gave out.
+        # The visit that this one follows, and the node of its output.
         self.before: Visit | None = None
         self.input_node: Any = None
 
     # --- forward --------------------------------------------------------------------------------------------------
 
     def signal_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], swaps: InputSwaps) -> Any:
-        """Passes the inputs on as views of themselves that tell when all their gradients are done."""
+        """Returns the inputs as views whose hooks tell when all their gradients are done."""
         if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
-            # What most blocks take: nothing to walk, nothing to rebuild.
+            # The usual input of a block: nothing to walk, nothing to rebuild.
             if not args[0].requires_grad:
                 return args, kwargs
             self.has_input_signal = True
@@ -112,9 +114,10 @@ class Visit:
         return swaps.change(lambda tensor: views.get(id(tensor), tensor), (args, kwargs))
 
     def _follows(self, tensor: Tensor) -> bool:
-        """Whether another pass's first signal can serve as this one's second.
+        """Whether another visit's first signal can serve as this one's second.
 
-        For the first that takes the tensor in: backward comes to it last, when the gradient is complete.
+        Only for the first visit that takes the tensor as input: backward reaches that one last, when the gradient is
+        complete.
         """
         signal = hook_of_gradient(tensor)
         before = getattr(signal, "__self__", None)
@@ -123,14 +126,14 @@ class Visit:
         if before.num_outputs != 1 or before.follower is not None or len(before.hooks.unit.modules) > 1:
             return False
         if self.hooks.unit.root.in_backward:
-            # A forward that is run again: its graph is not the one that backward goes through.
+            # A recomputed forward: backward does not run through its graph.
             return False
         before.follower = weakref.ref(self)
         self.before, self.input_node = before, tensor.grad_fn
         return True
 
     def signal_outputs(self, output: Any, recomputes: bool) -> Any:
-        """Hooks the outputs, whose gradient tells that backward has come to this pass."""
+        """Hooks the outputs: the first of their gradients tells that backward has reached this visit."""
         for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
             if tensor.requires_grad:
                 self._signal_output(tensor)
@@ -138,8 +141,8 @@ class Visit:
         if not self.num_outputs:
             self.expect_unseen_backward()
             return self._with_backward(output) if unit.root.joint_units is not None else output
-        # Joint units have no place in the order: they are there, and ranks may run different ones.
-        if self.place is None and not recomputes and not unit.is_joint:
+        # Joint units have no place in the order: they are gathered anyway, and ranks may run different ones.
+        if self.place is None and not recomputes and not unit.settings.is_joint:
             self.place = self.window.ran(unit.number)
         if not self.has_input_signal:
             unit.gradients.watch(self.hooks.on_gradient)
@@ -155,7 +158,7 @@ class Visit:
             base.register_hook(self.bases_gradient_arrives)
 
     def signal_side_outputs(self, tensors: list[Tensor]) -> None:
-        """Hooks what forward has left elsewhere than in its output, unless an earlier pass has left it there."""
+        """Hooks tensors that forward stored elsewhere than in its output, unless an earlier visit stored them."""
         for tensor in tensors:
             if tensor.grad_fn is not None:
                 before = getattr(hook_of_gradient(tensor), "__self__", None)
@@ -163,16 +166,16 @@ class Visit:
                     self._signal_output(tensor)
 
     def expect_unseen_backward(self) -> None:
-        """What was computed may have left in an object that we cannot look into, or as somebody's attribute.
+        """Keeps the parameters gathered: results may be in an object that we cannot look into, or in an attribute.
 
-        Its backward then finds the parameters where they are, and their gradients tell that it has begun.
+        A backward from there finds the parameters gathered, and their gradients tell that it has begun.
         """
         gradients = self.hooks.unit.gradients
         self.is_unseen = self.has_input_signal or gradients.num_trainable > 0
         gradients.watch(self.hooks.on_gradient)
 
     def _with_backward(self, output: Any) -> Any:
-        """A rank that has run nothing that is trained takes part in backward all the same, if the root may part."""
+        """Gives the output of a root with joint units a backward on a rank that ran nothing trainable."""
         unit = self.hooks.unit
         if unit.is_top:
             output = with_backward(output)
@@ -203,10 +206,33 @@ class Visit:
         do_aside(self.hooks.post_backward, self)
 
     def _await_second_backward(self, gradients: Any) -> None:
-        """With ``create_graph``: a backward through these gradients needs the weights that they were computed with."""
+        """With ``create_graph``: hooks the gradients, because a backward through them needs the parameters again."""
         for gradient in tensors_in(gradients):
             if gradient.requires_grad:
                 hook_gradient(gradient, self._gradients_gradient_arrives)
 
     def _gradients_gradient_arrives(self, gradient: Tensor) -> None:
         do_aside(self.hooks.pre_backward, self)
+
+
+class _Tied(torch.autograd.Function):
+    """Identity, with a backward that leads nowhere."""
+
+    @staticmethod
+    def forward(ctx: Any, end: Tensor, tensor: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return None, None
+
+
+def with_backward(output: Any) -> Any:
+    """Returns ``output`` with a graph, so that ``backward()`` can be called though nothing trainable ran."""
+    end = torch.zeros((), requires_grad=True)
+
+    def tie(tensor: Tensor) -> Tensor:
+        tied: Tensor = _Tied.apply(end, tensor) if tensor.is_floating_point() else tensor
+        return tied
+
+    return map_tensors(tie, output)

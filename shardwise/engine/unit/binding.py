@@ -1,22 +1,20 @@
-"""Slots: one parameter each, in its two forms, and the places in modules that show it.
+"""Slots: one parameter each, sharded and unsharded, and the places in modules that show it.
 
-A module's ``_parameters`` hold the sharded form (a DTensor, what optimizers and state dicts see) except while the
-unit is unsharded. A parameter that several modules share has one slot and several places.
+A module's ``_parameters`` hold the sharded parameter (a DTensor, which optimizers and state dicts see) except while
+the unit is unsharded. A parameter that several modules share has one slot and several places. Which unit a parameter
+belongs to is in ``membership``.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections import OrderedDict
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.engine.unit.sharded_placeholder import ShardedPlaceholder
 from shardwise.errors import StateError
 from shardwise.torch_internals import (
     Spec,
@@ -30,13 +28,9 @@ from shardwise.torch_internals import (
     spec_of,
 )
 
-if TYPE_CHECKING:
-    from shardwise.engine.unit.unit import Unit
-
-
-# A module that wraps another holds it under this name, which no user wants to see in a parameter's name.
+# The name under which a wrapper holds its module; parameter names shown to users leave it out.
 WRAPPED_NAME = "_fsdp_wrapped_module"
-# What torch's activation checkpointing calls the module it is wrapped around, in all names but a state dict's.
+# The same for torch's activation checkpointing; it shows in all names but a state dict's.
 _CHECKPOINTED_NAME = "_checkpoint_wrapped_module"
 
 
@@ -45,7 +39,7 @@ def is_wrapper(module: nn.Module) -> bool:
 
 
 def clean_name(name: str) -> str:
-    """A name of a parameter or module as if nothing were wrapped."""
+    """Returns the name of a parameter or module without the parts that wrappers add."""
     for added in (WRAPPED_NAME, _CHECKPOINTED_NAME):
         name = name.replace(f"{added}.", "").removesuffix(added).removesuffix(".")
     return name
@@ -62,38 +56,37 @@ class Place:
         self.params = parameters_of(module)
 
     def show_alone(self, param: nn.Parameter) -> None:
-        """Shows ``param``, and nothing that stands in for it."""
+        """Shows ``param``, without a placeholder."""
         self.module.__dict__.pop(self.name, None)
         self.params[self.name] = param
 
 
 @dataclass
 class FoundParameter:
-    """A parameter with every place that shows it, and the unit and slot that have taken it already, if any have."""
+    """A parameter with every place that shows it, and the unit and slot that it already belongs to, if any."""
 
     name: str
     param: nn.Parameter
     places: list[Place]
-    taken: tuple[Unit, Slot] | None = None
+    taken: tuple[Any, Slot] | None = None
 
 
 class Slot:
     """One parameter of a unit.
 
-    ``shape`` is that of the tensor the engine cuts and gathers: the whole parameter, or with tensor parallelism this
-    rank's part of it, and ``tensor_parallel`` then says how that part is placed. Of the axes it is placed on,
-    ``data_axes`` are those of data parallelism, over which the engine itself sums gradients.
+    ``shape`` is that of the tensor the engine cuts and gathers: the full parameter, or with tensor parallelism this
+    rank's part of it; then ``tensor_parallel`` is the placement of that part. Of its mesh axes, ``data_axes`` belong to
+    data parallelism: over them the engine itself sums gradients.
 
-    ``local`` is the sharded form's local tensor as the engine made it: when the parameter shows another one, somebody
-    has replaced it. ``is_shown``: the parameter's own name shows the sharded form. ``held`` is a gradient kept without
-    sync, in the reduce dtype when that is wider.
+    ``local`` is the local tensor of ``sharded`` as the engine made it: if ``sharded`` has another one, a user has
+    replaced it. ``is_shown``: modules show ``sharded`` under the parameter's own name. ``stash`` is a gradient kept
+    back without sync, in the reduce dtype if that is wider.
     """
 
     __slots__ = (
         "compute_dtype",
         "data_axes",
         "dim",
-        "held",
         "is_cast",
         "is_shown",
         "local",
@@ -102,6 +95,7 @@ class Slot:
         "shape",
         "sharded",
         "spec",
+        "stash",
         "stored_dtype",
         "tensor_parallel",
         "unsharded",
@@ -132,18 +126,18 @@ class Slot:
         self.unsharded: nn.Parameter = sharded
         self.tensor_parallel = tensor_parallel
         self.data_axes = data_axes
-        # Whether a policy says what is computed in, or the parameter itself.
+        # Whether ``compute_dtype`` comes from a policy, not from the parameter.
         self.is_cast = is_cast
         self.is_shown = True
-        self.held: torch.Tensor | None = None
+        self.stash: torch.Tensor | None = None
 
     @property
     def gradient_dtype(self) -> torch.dtype:
-        """What gradients come in."""
+        """The dtype in which backward produces gradients."""
         return self.compute_dtype
 
     def plain_gradient(self) -> torch.Tensor | None:
-        """The gradient that came in, as the engine reduces it: with tensor parallelism, this rank's part of it."""
+        """The gradient as the engine reduces it: with tensor parallelism, this rank's part of it."""
         gradient = self.unsharded.grad
         if gradient is None or self.tensor_parallel is None:
             return gradient
@@ -151,33 +145,33 @@ class Slot:
 
     @property
     def kind(self) -> Hashable:
-        """Parameters of one kind stand together in a row, and are cast together."""
+        """Parameters of one kind are neighbours in a row, and are cast together."""
         return (self.stored_dtype, self.compute_dtype)
 
     @property
     def description(self) -> str:
-        """What ranks compare, to tell whether they hold the same model."""
+        """What ranks compare to check that they hold the same model."""
         return f"{list(self.shape)} {self.stored_dtype} sharded on dim {self.dim}, computed in {self.compute_dtype}"
 
     def move_into(self, part: torch.Tensor) -> None:
-        """Moves into its part of the unit's buffer; the parameter keeps its values and identity."""
+        """Moves the shard into ``part`` of the unit's buffer; the parameter keeps its values and identity."""
         part.copy_(self.local)
         replace_local(self.sharded, part)
         self.local = part
 
     def gradient(self, local: torch.Tensor) -> torch.Tensor:
-        """A gradient of the sharded parameter, over ``local``."""
+        """Returns ``local`` as a gradient of the sharded parameter."""
         return dtensor(local, self.spec, outline=self.local)
 
     def found(self) -> nn.Parameter | None:
-        """The parameter that stands in the sharded one's place now: somebody may have replaced it."""
+        """Returns the parameter that modules show where the sharded one was: a user may have replaced it."""
         if not self.places:
             return self.sharded
         place = self.places[0]
         return place.params.get(place.name)
 
     def fits(self, param: nn.Parameter) -> bool:
-        """Whether ``param`` can take the sharded parameter's place."""
+        """Whether ``param`` can replace the sharded parameter."""
         return (
             isinstance(param, DTensor)
             and tuple(param.shape) == tuple(self.spec.shape)
@@ -188,13 +182,13 @@ class Slot:
 
     @property
     def wanted(self) -> str:
-        """What fits, in words."""
+        """Says which parameter fits, for errors."""
         return f"a DTensor of shape {tuple(self.spec.shape)} placed {tuple(self.spec.placements)}"
 
     def adopt(self, param: nn.Parameter) -> None:
-        """Takes ``param``, which fits, for the sharded parameter; a gradient put by was the old one's."""
+        """Makes ``param``, which fits, the sharded parameter; drops a stashed gradient of the old one."""
         if self.sharded is not param:
-            self.held = None
+            self.stash = None
         self.sharded = param
         self.local = local_of(param)
         if not self.is_cast:
@@ -207,14 +201,14 @@ class Slot:
         """Rises with every in-place write to the parameter, whether through the DTensor or its local tensor."""
         return self.sharded._version + self.local._version
 
-    def add_held(self, gradient: torch.Tensor | None, dtype: torch.dtype | None) -> torch.Tensor | None:
-        """``gradient`` on top of what was put by, which is thereby taken; in the dtype of what is put by."""
-        if self.held is None:
+    def add_to_stash(self, gradient: torch.Tensor | None, dtype: torch.dtype | None) -> torch.Tensor | None:
+        """Returns the sum of the stash and ``gradient``, in the dtype of the stash, and empties the stash."""
+        if self.stash is None:
             return None if gradient is None else _in_wider(gradient, dtype)
-        held, self.held = self.held, None
+        held, self.stash = self.stash, None
         return held if gradient is None else held.add_(gradient)
 
-    def hold_gradient(self, dtype: torch.dtype | None) -> None:
+    def stash_gradient(self, dtype: torch.dtype | None) -> None:
         """Puts the gradient by, without sync; in ``dtype`` if that is wider, so that many micro-batches round less.
 
         Put by, it cannot be taken for one that came in later: a unit that is passed twice in a backward has a first
@@ -223,99 +217,32 @@ class Slot:
         gradient = self.plain_gradient()
         if gradient is None:
             return
-        self.held = _in_wider(gradient, dtype) if self.held is None else self.held.add_(gradient)
+        self.stash = _in_wider(gradient, dtype) if self.stash is None else self.stash.add_(gradient)
         self.unsharded.grad = None
 
     def drop_gradient(self) -> None:
         self.unsharded.grad = None
-        self.held = None
+        self.stash = None
 
 
 def _in_wider(gradient: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     return gradient if dtype is None or dtype.itemsize <= gradient.itemsize else gradient.to(dtype)
 
 
-MEMBERSHIP_ATTRIBUTE = "_shardwise_membership"
-_HIDDEN_ATTRIBUTE = "_shardwise_hidden"
-
-
-class Membership:
-    """Set on a parameter in each of its forms: as it was found, sharded, and gathered.
-
-    A module sharded later that shows the same parameter finds its unit here. It stays behind when the parameter is
-    copied or saved: a copy belongs to no unit.
-    """
-
-    def __init__(self, unit: Unit | None = None, slot: Slot | None = None) -> None:
-        self.unit = weakref.ref(unit) if unit is not None else None
-        self.slot = slot
-
-    def __deepcopy__(self, memo: dict[int, object]) -> Membership:
-        return Membership()
-
-    def __reduce__(self) -> tuple[type[OrderedDict[str, object]], tuple[()]]:
-        # What is saved must load without shardwise, and with torch.load(weights_only=True).
-        return (OrderedDict, ())
-
-    def owner(self) -> tuple[Unit, Slot] | None:
-        if self.unit is None or self.slot is None:
-            return None
-        unit = self.unit()
-        return None if unit is None else (unit, self.slot)
-
-
-def membership(param: torch.Tensor) -> tuple[Unit, Slot] | None:
-    tag = param.__dict__.get(MEMBERSHIP_ATTRIBUTE)
-    return tag.owner() if isinstance(tag, Membership) else None
-
-
-def is_member(param: torch.Tensor) -> bool:
-    return MEMBERSHIP_ATTRIBUTE in param.__dict__
-
-
-def tag(param: torch.Tensor, unit: Unit, slot: Slot) -> None:
-    param.__dict__[MEMBERSHIP_ATTRIBUTE] = Membership(unit, slot)
-
-
-def tag_hidden(unit: Unit, slot: Slot) -> None:
-    """Leaves word in modules whose names show nothing while the unit is sharded: others may hold those modules too."""
-    for place in slot.places if not slot.is_shown else ():
-        place.module.__dict__.setdefault(_HIDDEN_ATTRIBUTE, {})[place.name] = Membership(unit, slot)
-
-
-def hidden(module: nn.Module, name: str) -> tuple[Unit, Slot] | None:
-    """Whose parameter a module's name stands for that shows nothing."""
-    tag = module.__dict__.get(_HIDDEN_ATTRIBUTE, {}).get(name)
-    return tag.owner() if isinstance(tag, Membership) else None
-
-
-UNITS_ATTRIBUTE = "_shardwise_units"
-
-
-def units_of(module: nn.Module) -> tuple[Unit, ...]:
-    """The units a module was made part of: one for each face that sharded it."""
-    units: tuple[Unit, ...] = module.__dict__.get(UNITS_ATTRIBUTE, ())
-    return units
-
-
-# Where to put what, for modules to show one form or the other.
+# Dict, key and value: what to write where, for modules to show one form.
 Shown = list[tuple[dict[str, Any], str, Any]]
 
 
-def sharded_shown(slots: Iterable[Slot], unit: Unit) -> Shown:
-    """For the modules to show the sharded form, or nothing where one flat parameter stands for all.
+@dataclass(frozen=True, slots=True)
+class ShownForms:
+    """What a unit's modules show in either form.
 
-    Code outside of the unit may ask for a dtype or a shape all the same, or whether there is a bias: an attribute of
-    the module answers, which is found before its parameters are looked at.
+    ``snapshot`` is what they showed when the lists were made (see ``ShardedForm.snapshot``).
     """
-    shown: Shown = []
-    for slot in slots:
-        stand_in = None if slot.is_shown else ShardedPlaceholder.of(slot.unsharded, slot.name, unit)
-        for place in slot.places:
-            shown.append((place.params, place.name, slot.sharded if slot.is_shown else None))
-            if stand_in is not None:
-                shown.append((place.module.__dict__, place.name, stand_in))
-    return shown
+
+    sharded: Shown
+    unsharded: Shown
+    snapshot: list[Any]
 
 
 def unsharded_shown(slots: Iterable[Slot]) -> Shown:
@@ -329,13 +256,13 @@ def unsharded_shown(slots: Iterable[Slot]) -> Shown:
 
 
 def show(shown: Shown) -> None:
-    for shelf, name, param in shown:
-        shelf[name] = param
+    for holder, name, param in shown:
+        holder[name] = param
 
 
 def is_showing(shown: Shown) -> bool:
-    """Whether nobody has put anything else there since it was shown."""
-    return all(shelf.get(name) is param for shelf, name, param in shown)
+    """Whether modules still show all of this."""
+    return all(holder.get(name) is param for holder, name, param in shown)
 
 
 def not_copied(how: str, what: str) -> StateError:

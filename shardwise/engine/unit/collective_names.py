@@ -1,8 +1,8 @@
-"""What a unit's collectives are called: in words for people, as codes for the path that ranks compare.
+"""Names of a unit's collectives: as text for people, as codes for the collective log that ranks compare.
 
-Two ranks mean the same collective only if all that makes it up is the same, so everything that may differ between
-ranks is in the words: the unit, the phase, which parameters are trained and which of them had a gradient, the dtype.
-Words are made once; a step only looks codes up.
+Two ranks issue the same collective only if everything about it is equal, so the name says all that may differ between
+ranks: the unit, the phase, which parameters are trained and which of them had a gradient, the dtype. Names are made
+once; a step only looks their codes up.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ class CollectiveNames:
         words = f"reduce {self._name} in {str(plan.dtype).removeprefix('torch.')}"
         if len(plan.slots) < self._num_slots:
             words += f", training only {listed([slot.name for slot in plan.slots])}"
-        if absent := _absent(plan, present):
+        if absent := _without_gradients(plan, present):
             words += f", without gradients of {listed(absent)}"
         if divide_factor is not None:
             words += f", divided by {divide_factor:g}"
         return collective_code(words), collective_code(f"{words}, over replicas")
 
 
-def _absent(plan: ReducePlan, present: Presence) -> list[str]:
-    """The parameters that get no gradient; one that shares a flat parameter gets zeros if another has one."""
+def _without_gradients(plan: ReducePlan, present: Presence) -> list[str]:
+    """Names parameters that get no gradient; one inside a flat parameter gets zeros if another there has one."""
     if present is None:
         return []
     served = {
@@ -74,7 +74,7 @@ def _absent(plan: ReducePlan, present: Presence) -> list[str]:
 
 
 class UnnamedCollectives(CollectiveNames):
-    """The same codes for all units: for models whose ranks may part ways and go on, warned."""
+    """The same codes for all units: for models whose ranks may diverge with a warning."""
 
     def __init__(self) -> None:
         self.gather = {phase: collective_code(f"gather a unit {words}") for phase, words in _PHASES.items()}

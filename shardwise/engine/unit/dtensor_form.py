@@ -1,7 +1,7 @@
-"""Forms: how a unit's parameters are cut over ranks, and what a module shows of them while they are sharded.
+"""Sharded forms: how a unit's parameters are cut over ranks, and what modules show while they are sharded.
 
-A form is chosen once, by the face that makes the unit. ``DTensorForm`` is ``fully_shard``'s: each parameter is cut
-along a dim and shown as a DTensor.
+The API that makes a unit chooses its form. ``DTensorForm`` is ``fully_shard``'s: each parameter is cut along a dim and
+shown as a DTensor. ``flat_form`` has the wrapper's.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ PlacementFn = Callable[[nn.Parameter], "Shard | None"]
 
 
 class ShardedForm(Protocol):
-    """What depends on how parameters are cut; everything else in the engine does not ask."""
+    """Everything in the engine that depends on how parameters are cut."""
 
-    # Whether gradients of shards may lie in memory that is used again in every backward.
+    # Whether gradients of shards may share one buffer that every backward reuses.
     lends_gradients: bool
-    # Whether what is sharded over one rank, and computed with as it is stored, may be used where it is.
+    # Whether parameters sharded over one rank, and computed in their stored dtype, are used without a copy.
     uses_whole_shards: bool
 
     def make_slots(
@@ -52,7 +52,7 @@ class ShardedForm(Protocol):
         device: torch.device,
         where: str,
     ) -> list[Slot]:
-        """Slots for a unit's parameters, whose shards will live on ``device``."""
+        """Makes the slots of a unit whose shards will live on ``device``."""
 
     def plan(self, params: list[RowParam], world: int) -> Layout: ...
 
@@ -60,25 +60,25 @@ class ShardedForm(Protocol):
         """Called when the slots have moved into a new buffer of shards."""
 
     def packing(self, slots: list[Slot], world: int, itemsize: int) -> Packing:
-        """Where the gradients of these slots stand in a reduce, in a dtype of that size."""
+        """Lays out the gradients of these slots for a reduce, in a dtype of that size."""
 
     def gradient_views(self, slots: list[Slot], packing: Packing, rank: int) -> list[GradientView]:
-        """The gradients that a reduce gives out."""
+        """Returns where the gradients of the shards are in a reduced row."""
 
     def gradient_dtype(self, slot: Slot, reduce_dtype: torch.dtype) -> torch.dtype:
-        """What the gradient of a sharded parameter is given out in."""
+        """The dtype of a sharded parameter's gradient."""
 
     def snapshot(self, slots: list[Slot]) -> list[Any]:
-        """What modules show now, to find out later whether somebody has replaced, frozen or thawed parameters."""
+        """Records what modules show, for ``all_show``."""
 
     def all_show(self, snapshot: list[Any]) -> bool:
-        """Whether modules still show what was left there, as trainable as it was."""
+        """Whether modules still show the parameters of ``snapshot``: none replaced, frozen or thawed."""
 
     def named(self, slots: list[Slot]) -> list[Slot]:
-        """The slots that stay in the unit when some have lost all their names."""
+        """Returns the slots that stay in the unit when some have lost all their names to ties."""
 
     def own_part(self, slot: Slot, whole: torch.Tensor, mesh: DataMesh) -> torch.Tensor | None:
-        """What this rank keeps of a whole parameter; None where that is not part of it."""
+        """Returns this rank's shard of a full parameter; None where the shard is not a part of it."""
 
 
 class DTensorForm:
@@ -116,7 +116,7 @@ class DTensorForm:
                 slot.stored_dtype,
                 slot.stored_dtype.itemsize,
                 itemsize,
-                # As the shards stand, so that neighbours are neighbours in both.
+                # As for the shards, so that neighbours there are neighbours here.
                 grid_itemsize=slot.compute_dtype.itemsize,
             )
             for slot in slots
@@ -147,7 +147,7 @@ class DTensorForm:
 
 
 def gradient_views_by_slot(slots: list[Slot], packing: Packing, rank: int) -> list[GradientView]:
-    """A gradient for each slot."""
+    """Returns one gradient view for each slot."""
     runs = {index: run for run, section in enumerate(packing.segments) for index in section.members}
     parts = []
     for index, slot in enumerate(slots):
@@ -193,8 +193,8 @@ def _make_slot(
     )
     span = cut_evenly(full.shape[dim], mesh.shard.world, mesh.shard.rank)
     local = full.narrow(dim, span.start, span.numel)
-    # The DTensor must say the right device from the start. The unit's buffer takes the values over and this copy goes,
-    # unless the tensor brings storage of its own: then it must not be a view of the full one.
+    # The DTensor must have the right device from the start. Its values move to the unit's buffer and this copy is
+    # freed; but a tensor extension keeps its own storage, which must not be a view of the full tensor.
     if is_tensor_extension(local):
         local = local.to(device).clone()
     else:
@@ -222,11 +222,11 @@ def _make_slot(
 def _placed_on_both(
     param: DTensor, dim: int, mesh: DataMesh, data_axes: tuple[int, ...]
 ) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-    """The mesh of data and tensor parallelism together, and how a parameter that has the second lies on it."""
+    """Returns the mesh of data and tensor parallelism together, and a tensor-parallel parameter's placements on it."""
     *replicate, shard = mesh.placements(dim)
     others = [axis for axis in range(param.device_mesh.ndim) if axis not in data_axes]
     if len(others) + mesh.mesh.ndim == param.device_mesh.ndim:
-        # It lies on a mesh of both kinds of axes, of which the last named one cuts it.
+        # Its mesh has both kinds of axes; the last named one shards it.
         placements = list(param.placements)
         axis = mesh.named[-1]
         placements[axis] = _cut_after(param, dim, [other for other in others if other > axis], shard)
@@ -242,7 +242,7 @@ def _placed_on_both(
 
 
 def _cut_after(param: DTensor, dim: int, axes: list[int], shard: Placement) -> Placement:
-    """``shard``, where tensor parallelism on ``axes`` has cut ``dim`` first and each of its parts is cut again."""
+    """Returns ``shard``, or a strided one where tensor parallelism on ``axes`` has already cut ``dim``."""
     cuts_of_dim = 1
     for axis in axes:
         placement = param.placements[axis]

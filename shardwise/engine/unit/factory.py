@@ -1,4 +1,4 @@
-"""Making a unit out of a module's parameters: everything is checked before anything is changed."""
+"""Makes a unit out of a module's parameters. Everything is checked before anything is changed."""
 
 from __future__ import annotations
 
@@ -14,21 +14,11 @@ from shardwise.comm.mesh import DataMesh
 from shardwise.engine.reduce.reduce_plan import DEFAULT_SUMMATION, Summation
 from shardwise.engine.step.optimizer_hooks import OPTIMIZER_HOOKS
 from shardwise.engine.step.root import Root
-from shardwise.engine.unit.binding import (
-    UNITS_ATTRIBUTE,
-    FoundParameter,
-    Place,
-    Slot,
-    clean_name,
-    hidden,
-    membership,
-    tag,
-    tag_hidden,
-    units_of,
-)
+from shardwise.engine.unit.binding import FoundParameter, Place, Slot, clean_name
 from shardwise.engine.unit.dtensor_form import PlacementFn, ShardedForm, chosen_dim
 from shardwise.engine.unit.hooks import UnitHooks
-from shardwise.engine.unit.unit import Unit, shard_device
+from shardwise.engine.unit.membership import UNITS_ATTRIBUTE, hidden, membership, tag, tag_hidden, units_of
+from shardwise.engine.unit.unit import Unit, UnitSettings, shard_device
 from shardwise.errors import ConfigError
 from shardwise.plan.layout import ceil_div
 from shardwise.plan.schedule import AfterForward
@@ -42,7 +32,10 @@ from shardwise.torch_internals import (
 
 
 def find_parameters(modules: Iterable[nn.Module], ignored: set[nn.Parameter]) -> list[FoundParameter]:
-    """The parameters below ``modules`` that no earlier unit took; a shared one is found once, with all its places."""
+    """Finds the parameters below ``modules``, except in modules that have units of their own.
+
+    A shared parameter is found once, with all its places; one that belongs to a unit already comes with that unit.
+    """
     found: dict[int, FoundParameter] = {}
     seen: set[nn.Module] = set()
     tops = list(modules)
@@ -68,7 +61,7 @@ def _find_below(
             param = taken[1].sharded
         if param is None or param in ignored:
             continue
-        # One flat parameter may stand for several slots.
+        # One flat parameter may hold several slots.
         entry = found.setdefault(
             id(param if taken is None else taken[1]),
             FoundParameter(clean_name(prefix + name), param, [], taken),
@@ -79,15 +72,16 @@ def _find_below(
 
 
 def check_fits_shards(found: FoundParameter, ignoring: str, where: str) -> None:
-    """Raises unless a parameter has a shape, and dense elements and gradients; ``ignoring`` is what leaves it out.
+    """Raises unless a parameter has a shape, and dense elements and gradients.
 
-    Warns if its module writes to it in forward: that is done to the full parameter, which goes.
+    Warns if its module writes to it in forward: such a write is lost with the full parameter. ``ignoring`` is the
+    argument that excludes parameters, for the error's fix.
     """
     param = found.param
     where = f"parameter '{found.name}', {where}"
     if is_lazy(param):
         raise ConfigError(
-            f"parameter '{found.name}' has no shape yet: its module takes it from the first input",
+            f"parameter '{found.name}' has no shape yet: its module sets it from the first input",
             where=where,
             fix="run one forward of the model before it is sharded",
         )
@@ -103,15 +97,15 @@ def check_fits_shards(found: FoundParameter, ignoring: str, where: str) -> None:
         kind = type(place.module).__name__
         if place.module.sparse:
             raise ConfigError(
-                f"parameter '{found.name}' gets sparse gradients, and those of shards are dense",
+                f"parameter '{found.name}' gets sparse gradients, but gradients of shards are dense",
                 where=where,
                 fix=f"make the {kind} with sparse=False, or put it into {ignoring}",
             )
         if place.module.max_norm is not None:
             warnings.warn(
-                f"the {kind} of parameter '{found.name}' has max_norm: it scales rows in each forward, and the shards, "
-                f"which the optimizer steps, stay as they are. Scale them yourself after a step, or put the parameter "
-                f"into {ignoring}",
+                f"the {kind} of parameter '{found.name}' has max_norm: it scales rows of the full parameter in each "
+                f"forward, and the shards, which the optimizer steps, are not scaled. Scale them yourself after a "
+                f"step, or put the parameter into {ignoring}",
                 stacklevel=2,
             )
 
@@ -123,7 +117,7 @@ def check_parameter(found: FoundParameter, dim: int, mesh: DataMesh, where: str)
         _check_tensor_parallel(found, param, mesh, where)
     if param.requires_grad and not (param.is_floating_point() or param.is_complex()):
         raise ConfigError(
-            f"parameter '{found.name}' is of {param.dtype} and needs grad, which only floating point can have",
+            f"parameter '{found.name}' of {param.dtype} has requires_grad=True, which only floating point can have",
             where=where,
             fix="set requires_grad=False, or make it a buffer",
         )
@@ -146,15 +140,15 @@ def _check_tensor_parallel(found: FoundParameter, param: DTensor, mesh: DataMesh
     if mesh.whole is not None and param.device_mesh == mesh.whole:
         if not all(param.placements[axis].is_replicate() for axis in mesh.named):
             raise ConfigError(
-                f"parameter '{found.name}' is placed {tuple(param.placements)} on {mesh.whole}, and not whole on the "
-                "axes that dp_mesh_dims names",
+                f"parameter '{found.name}' is placed {tuple(param.placements)} on {mesh.whole}: it is not replicated "
+                "on the axes that dp_mesh_dims names",
                 where=where,
-                fix="place it with Replicate() on the axes of data parallelism: fully_shard cuts it there",
+                fix="place it with Replicate() on the axes of data parallelism: fully_shard shards it there",
             )
         return
     if root_mesh(param.device_mesh) != root_mesh(mesh.mesh) or param.device_mesh == mesh.mesh:
         raise ConfigError(
-            f"parameter '{found.name}' is a DTensor on the mesh {param.device_mesh}, which is no other axis of the "
+            f"parameter '{found.name}' is a DTensor on the mesh {param.device_mesh}, which is not another axis of the "
             f"mesh that {mesh.mesh} belongs to",
             where=where,
             fix="slice both from one mesh: mesh = init_device_mesh(..., mesh_dim_names=('dp', 'tp')), parallelize with "
@@ -187,7 +181,7 @@ def make_unit(
     ignored: set[nn.Parameter],
     sums: Summation = DEFAULT_SUMMATION,
 ) -> Unit:
-    """Makes the parameters of ``modules`` that belong to no unit yet into one, in place."""
+    """Makes a unit of the parameters of ``modules`` that belong to no unit yet, in place, and returns it."""
     own: list[FoundParameter] = []
     tied: list[tuple[FoundParameter, Unit, Slot]] = []
     for found in find_parameters(modules, ignored):
@@ -198,9 +192,8 @@ def make_unit(
 
     offload = _within_budget(offload, own, mesh)
     slots = form.make_slots(own, mesh, precision, shard_device(mesh, offload), name)
-    unit = Unit(name, modules, slots, form, mesh, after_forward, precision, offload, sums)
-    unit.hooks = UnitHooks(unit)
-    Root(unit)
+    settings = UnitSettings(precision, offload, after_forward, gather_calls=mesh.shard)
+    unit = Unit(name, modules, slots, form, mesh, settings, sums, UnitHooks, Root)
     OPTIMIZER_HOOKS.install()
     for found, slot in zip(own, slots, strict=True):
         tag(found.param, unit, slot)
@@ -210,10 +203,9 @@ def make_unit(
         known = {(place.module, place.name) for place in slot.places}
         slot.places.extend(place for place in found.places if (place.module, place.name) not in known)
         tag_hidden(owner, slot)
-        if owner not in unit.needs:
-            unit.needs = (*unit.needs, owner)
+        unit.need(owner)
     for owner in {*unit.needs, unit}:
-        owner.show_sharded()
+        owner.show_in_all_places()
     _keep_weights_in_place(slots)
     for module in modules:
         module.__dict__[UNITS_ATTRIBUTE] = (*units_of(module), unit)
@@ -222,19 +214,19 @@ def make_unit(
 
 
 def _keep_weights_in_place(slots: list[Slot]) -> None:
-    """Keeps recurrent modules from moving their weights to memory of their own, where no gather would reach them."""
+    """Keeps recurrent modules from moving their weights to memory of their own, which gathers do not fill."""
     for slot in slots:
         for place in slot.places:
             if isinstance(place.module, nn.RNNBase):
-                place.module.flatten_parameters = _stay  # type: ignore[method-assign]
+                place.module.flatten_parameters = _do_nothing  # type: ignore[method-assign]
 
 
-def _stay() -> None:
+def _do_nothing() -> None:
     pass
 
 
 def _within_budget(offload: OffloadPolicy, own: list[FoundParameter], mesh: DataMesh) -> OffloadPolicy:
-    """The policy of one unit: on the device while a budget for that lasts. All ranks come to the same answer."""
+    """Returns the unit's offload policy: none while the budget for shards on the device lasts. Same on all ranks."""
     if not isinstance(offload, CPUOffloadPolicy) or mesh.device.type == "cpu":
         return offload
     shard_bytes = 0

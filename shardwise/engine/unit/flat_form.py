@@ -1,9 +1,11 @@
-"""The flat form: parameters end to end, cut evenly; what a module shows of them while sharded is this rank's elements.
+"""The flat form: parameters laid end to end and cut evenly over ranks. The wrapper's units have it.
 
-    shown by original names   each name shows the rank's elements of that parameter, in one dim, perhaps none
-    shown as flat parameters  one parameter holds the rank's share of each line; the original names show nothing
+While sharded, modules show this rank's elements in one of two ways:
 
-Unsharded, both show each parameter whole under its own name.
+    original names    each name shows the rank's elements of that parameter, as one dim, perhaps none
+    flat parameters   one parameter holds the rank's shard of each line; the original names show nothing
+
+Unsharded, modules show each full parameter under its own name.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ FLAT_NAME = "_flat_param"
 
 
 class Line:
-    """Parameters of one dtype that are trained alike, and the flat parameter that shows them, if one does."""
+    """Parameters of one dtype, all trained or all frozen, laid end to end; with their flat parameter, if any."""
 
     def __init__(self, kind: Hashable, is_whole: bool) -> None:
         self.kind = kind
@@ -38,7 +40,7 @@ class Line:
         self.name = FLAT_NAME
         self.flat: nn.Parameter | None = None
         self.flat_numel = 0
-        # This rank's part of the line, in the unit's buffer.
+        # This rank's shard of the line, in the unit's buffer.
         self.share: torch.Tensor
         self.params: dict[str, nn.Parameter | None] = {}
         self.address = 0
@@ -49,7 +51,7 @@ class Line:
 
 
 class FlatSlot(Slot):
-    """One parameter of a line. ``span`` is what this rank holds of it, ``start`` where in the rank's share."""
+    """One parameter of a line. This rank's shard of it is ``span``, at ``start`` in the rank's shard of the line."""
 
     __slots__ = ("line", "span", "start")
 
@@ -75,7 +77,7 @@ class FlatSlot(Slot):
         self.local = param.detach().reshape(-1)[span.start : span.stop]
         self.unsharded = sharded
         self.tensor_parallel = None
-        self.held = None
+        self.stash = None
         self.is_shown = line.flat is None
         self.line = line
         self.span = span
@@ -84,12 +86,12 @@ class FlatSlot(Slot):
 
     @property
     def shown_shape(self) -> tuple[int, ...]:
-        """One dim; but what this rank shares with nobody keeps its shape."""
+        """The shape under which the shard is shown: one dim, or the full shape in a world of one."""
         return self.shape if self.line.is_whole else (self.span.numel,)
 
     @property
     def kind(self) -> Hashable:
-        # Fixed once: cuts must not move when dtypes change or parameters are frozen later.
+        # Fixed: cuts must not move when dtypes change or parameters are frozen later.
         return self.line.kind
 
     @property
@@ -109,7 +111,7 @@ class FlatSlot(Slot):
         return super().found() if self.line.flat is None else self.line.params.get(self.line.name)
 
     def fits(self, param: nn.Parameter) -> bool:
-        # Not the shape of ``sharded``: ``.data = ...`` may have given that very parameter another one.
+        # Not the shape of ``sharded``, which ``.data = ...`` may have changed.
         return tuple(param.shape) == self._fitting_shape
 
     @property
@@ -122,7 +124,7 @@ class FlatSlot(Slot):
 
     def adopt(self, param: nn.Parameter) -> None:
         if self.sharded is not param:
-            self.held = None
+            self.stash = None
         self.sharded = param
         whole = param.detach().reshape(-1)
         self.local = whole if self.line.flat is None else whole[self.start : self.start + self.span.numel]
@@ -133,12 +135,12 @@ class FlatSlot(Slot):
             self.line.flat = param
 
     def version(self) -> int:
-        # ``.data = ...`` raises no version: the parameter's memory tells.
+        # ``.data = ...`` does not raise the version, but changes the address.
         return self.sharded._version + self.sharded.data_ptr()
 
 
 class FlatForm:
-    """Chosen by ``FullyShardedDataParallel``.
+    """The form of ``FullyShardedDataParallel``.
 
     ``holder`` is the module that shows flat parameters; with None, original names show shards.
     """
@@ -150,9 +152,9 @@ class FlatForm:
         self, holder: nn.Module | None, as_stored: Sequence[nn.Module] = (), keeps_reduced: bool = False
     ) -> None:
         self._holder = holder
-        # Modules whose parameters are computed with as they are stored, whatever the policy says.
+        # Modules that compute in the stored dtype, whatever the policy says.
         self._as_stored = set(as_stored)
-        # Gradients are given out in the dtype they were reduced in.
+        # Whether gradients keep the dtype they were reduced in.
         self._keeps_reduced = keeps_reduced
         self._numbers: dict[Slot, int] = {}
         self.layout: FlatLayout
@@ -201,7 +203,7 @@ class FlatForm:
         return slots
 
     def _given_dtype(self, found: FoundParameter, precision: MixedPrecisionPolicy) -> torch.dtype | None:
-        """What the policy says a parameter is computed in; None: as it is stored."""
+        """Returns the compute dtype that the policy sets for a parameter; None for the stored dtype."""
         casts = found.param.is_floating_point() and not any(
             place.module in self._as_stored for place in found.places
         )
@@ -229,7 +231,7 @@ class FlatForm:
                     part,
                     shape=slot.shown_shape,
                     strides=contiguous_strides(slot.shown_shape),
-                    # As torch has it; but a parameter that has no elements at all is trained like any other.
+                    # As torch does; but a parameter without any elements is trained like any other.
                     is_none=slot.span.numel == 0 and 0 not in slot.shape,
                 )
                 for part, slot in zip(gradient_views_by_slot(slots, packing, rank), slots, strict=True)
@@ -247,7 +249,7 @@ class FlatForm:
             return slot.stored_dtype
         assert isinstance(slot, FlatSlot)
         for member in slot.line.slots:
-            # Otherwise torch takes no gradient of another dtype than the parameter's.
+            # Otherwise torch refuses a gradient of another dtype than the parameter's.
             member.sharded.grad_dtype = reduce_dtype
         return reduce_dtype
 
@@ -279,7 +281,7 @@ class FlatForm:
         return True
 
     def named(self, slots: list[Slot]) -> list[Slot]:
-        # Cuts must not move: what has lost its names stays in the line, unused.
+        # Cuts must not move: slots without names stay in the line, unused.
         return slots
 
     def own_part(self, slot: Slot, whole: torch.Tensor, mesh: DataMesh) -> torch.Tensor | None:

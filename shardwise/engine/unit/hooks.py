@@ -1,6 +1,7 @@
-"""Where forward and backward touch a unit: its modules' forwards, its parameters' gradients, and its passes' signals.
+"""The hooks of a unit: what happens before and after its modules' forwards, and as backward reaches and leaves it.
 
-Whatever gave no signal is flushed when backward ends.
+An API calls ``pre_forward`` and ``post_forward`` around each forward; autograd calls the rest through the signals of
+``autograd_signals``. A unit whose backward gave no signal is reduced and freed in ``flush``, when backward ends.
 """
 
 from __future__ import annotations
@@ -9,8 +10,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-# By their own names, because every unit asks for them in every step: ``torch`` may make names up, which is why Python
-# searches all of it each time.
+# Imported by name because every unit uses them in every step: attribute look-ups on ``torch`` are slow.
 import torch
 from torch import Tensor, is_grad_enabled, nn
 
@@ -25,11 +25,11 @@ from shardwise.plan.schedule import KEEP
 from shardwise.torch_internals import current_backward, do_aside, inside_backward, untraced
 
 
-def _held_weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
-    """A hook that does not keep its owner alive.
+def _weak_hook(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+    """Returns a hook that does not keep its owner alive.
 
-    torch holds a parameter's hooks where Python's garbage collector cannot look: a hook that leads back to the
-    parameter would keep the whole model, and its process groups, for good.
+    torch holds a parameter's hooks where Python's garbage collector cannot see them: a strong reference back to the
+    parameter would leak the whole model and its process groups.
     """
     reference = weakref.WeakMethod(method)
 
@@ -42,20 +42,20 @@ def _held_weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
 
 
 def _without_parameters(unit: Unit, output: Any) -> Any:
-    """Copies outputs that are parameters of the unit, or views of them: their memory goes when it is freed."""
-    goes = unit.buffers.frees
+    """Copies outputs that are parameters of the unit, or views of them: ``reshard`` frees their memory."""
+    is_freed = unit.buffers.shares_memory
     if type(output) is Tensor:
-        return output.clone() if goes(output) else output
-    if any(_is_plain(tensor) and goes(tensor) for tensor in tensors_in(output)):
+        return output.clone() if is_freed(output) else output
+    if any(_is_plain(tensor) and is_freed(tensor) for tensor in tensors_in(output)):
         return map_tensors(
-            lambda tensor: tensor.clone() if _is_plain(tensor) and goes(tensor) else tensor, output
+            lambda tensor: tensor.clone() if _is_plain(tensor) and is_freed(tensor) else tensor, output
         )
     return output
 
 
 def _cast_inputs(dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any], swaps: InputSwaps) -> Any:
     if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):
-        # What most blocks take, and most often from a block before it that computed in the same dtype.
+        # The usual input of a block, most often already in this dtype.
         tensor = args[0]
         is_cast = tensor.dtype is not dtype and tensor.is_floating_point()
         return ((tensor.to(dtype),) if is_cast else args), kwargs
@@ -73,35 +73,36 @@ class UnitHooks:
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
-        # The calls of the unit's modules that are running, the innermost last: a module may call itself. A call of a
-        # unit that nothing need be gathered for has no pass.
+        # The visits of the calls that are running, the innermost last: a module may call itself. None for a unit that
+        # needs no gather.
         self._calls: list[Visit | None] = []
         self._swaps: list[InputSwaps] = []
         self._attributes = GraphAttributes()
-        self._open: list[Visit] = []
-        # The gradients that have come in the backward that opened the first of those passes.
+        self._open_visits: list[Visit] = []
+        # How many gradients have arrived in the backward that opened the first of those visits.
         self._arrived = 0
         self._backward = -1
-        self._owes_report = False
-        # A unit of several modules is gathered for the first of them and let go after the last: those that are still
-        # to run in this forward of the model, and the pass that they share.
-        self._still_to_run: set[nn.Module] = set()
-        self._shared: Visit | None = None
-        self.on_gradient = _held_weakly(self._gradient_arrived)
-        precision = unit.precision
+        self._owes_event = False
+        # A unit of several modules is gathered for the first of them and released after the last: the modules that
+        # are still to run in this forward of the model, and the visit that they share.
+        self._modules_to_run: set[nn.Module] = set()
+        self._shared_visit: Visit | None = None
+        self.on_gradient = _weak_hook(self._gradient_arrived)
+        self.has_several = len(unit.modules) > 1
+        precision = unit.settings.precision
         self._input_dtype = precision.param_dtype if precision.cast_forward_inputs else None
         self._output_dtype = precision.output_dtype
         device = unit.mesh.device
-        # On a CPU they are there already.
+        # On a CPU inputs need no move.
         self._input_device = None if device.type == "cpu" else device
 
     # --- forward --------------------------------------------------------------------------------------------------
-    # A face calls these around each forward of a module of the unit, outside of what torch.compile traces:
-    # ``pre_forward``, then either ``post_forward`` or, if something raised in between or in it, ``broke_off``.
+    # An API calls these around each forward of a module of the unit, outside of what torch.compile traces:
+    # ``pre_forward``, then ``post_forward``, or ``forward_raised`` if either the forward or ``post_forward`` raised.
 
     @property
     def is_running(self) -> bool:
-        """Whether a call of the unit's modules is under way."""
+        """Whether a forward of one of the unit's modules is running."""
         return bool(self._calls)
 
     @untraced
@@ -112,12 +113,12 @@ class UnitHooks:
         kwargs: dict[str, Any],
         input_dtype: torch.dtype | None = None,
     ) -> Any:
-        """Gathers the parameters and prepares the inputs. If it raises, the call has not begun.
+        """Gathers the parameters; returns the inputs moved, cast and hooked. If it raises, the call has not begun.
 
-        ``input_dtype`` is what to cast inputs to in this call, where the unit's own policy does not say so.
+        ``input_dtype`` is the dtype to cast inputs to in this call, unless the unit's policy names one.
         """
         unit = self.unit
-        # What enters the model comes from wherever batches are made.
+        # Only inputs of the whole model may be on another device.
         enters = self._input_device is not None and (unit.is_top or not unit.root.in_forward)
         visit = do_aside(self._enter, module)
         self._calls.append(visit)
@@ -134,15 +135,15 @@ class UnitHooks:
             if visit is not None and not visit.has_input_signal and is_grad_enabled():
                 args, kwargs = visit.signal_inputs(args, kwargs, swaps)
         except BaseException as error:
-            self.broke_off(module, error)
+            self.forward_raised(module, error)
             raise
         return args, kwargs
 
     def _enter(self, module: nn.Module) -> Visit | None:
-        """Gathers what a call of ``module`` needs; the pass that it belongs to."""
+        """Gathers what a call of ``module`` needs; returns the visit that the call belongs to."""
         if self.unit.root.in_backward and inside_backward():
             return self._gather_for_recompute()
-        return self._shared if self._still_to_run else self._begin_forward(module)
+        return self._shared_visit if self._modules_to_run else self._begin_forward(module)
 
     def _begin_forward(self, module: nn.Module) -> Visit | None:
         unit = self.unit
@@ -155,15 +156,15 @@ class UnitHooks:
                 root.begin_forward()
                 root = unit.root
             elif not root.in_forward:
-                root.begin_alone()
+                root.begin_unit_alone()
             if unit.needs or unit.is_top:
                 visit = Visit(self, root.window)
                 self._hold_and_gather(visit)
-            for chosen in unit.forward_prefetch if root.in_forward else ():
+            for chosen in unit.settings.forward_prefetch if root.in_forward else ():
                 chosen.issue_gather(trace.IN_FORWARD, in_forward=True, prefetch=True)
                 if chosen.root is not root:
-                    # This forward's end will not call it off if it is not used.
-                    chosen.keep()
+                    # Another root: the end of this forward will not free it if it stays unused.
+                    chosen.gathered.keep()
             for needed in unit.needs:
                 needed.wait_gather()
         except BaseException as error:
@@ -173,23 +174,24 @@ class UnitHooks:
             if is_outermost:
                 root.break_off_forward(error)
             raise
-        if unit.has_several:
-            # Its other modules follow within the forward of a model around them; a call outside it is for itself.
-            self._still_to_run = set(unit.modules) if is_within_model else {module}
-            self._shared = visit
-        if unit.recorder is not None and unit.slots:
-            unit.recorder.add(trace.PRE_FORWARD, unit.name, trace.IN_FORWARD, unit.rank)
+        if self.has_several:
+            # Within a forward of the model the other modules follow; a call outside of it stands alone.
+            self._modules_to_run = set(unit.modules) if is_within_model else {module}
+            self._shared_visit = visit
+        recorder = unit.settings.recorder
+        if recorder is not None and unit.slots:
+            recorder.add(trace.PRE_FORWARD, unit.name, trace.IN_FORWARD, unit.rank)
         return visit
 
     def _hold_and_gather(self, visit: Visit) -> None:
         unit = self.unit
         while len(visit.held) < len(unit.needs):
-            # A gather may notice that parameters were tied to another unit's, which is then needed, too.
+            # A gather may find parameters tied to another unit's, and add that unit to ``needs``.
             needed = unit.needs[len(visit.held)]
             if (
                 needed.holders == 0
                 and needed.state is not SHARDED
-                and (needed.is_unseen or needed.is_stale())
+                and (needed.gathered.awaits_unseen_backward or needed.gathered.is_stale())
             ):
                 needed.reshard(trace.IN_FORWARD)
             needed.hold()
@@ -197,12 +199,12 @@ class UnitHooks:
             needed.issue_gather(trace.IN_FORWARD, in_forward=True)
 
     def _gather_for_recompute(self) -> Visit | None:
-        """Activation checkpointing runs forward again inside backward: what it gathers, that backward frees."""
+        """Gathers for activation checkpointing, which runs forward again inside backward; that backward frees."""
         unit = self.unit
         for needed in unit.needs:
             needed.issue_gather(trace.IN_PRE_BACKWARD)
             needed.wait_gather()
-            needed.reveal()
+            needed.gathered.reveal()
         return Visit(self, unit.root.window) if unit.needs else None
 
     def _move_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], swaps: InputSwaps) -> Any:
@@ -218,19 +220,20 @@ class UnitHooks:
 
     @untraced
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """Hooks the outputs and releases the parameters; returns the outputs, cast and hooked."""
         unit, visit = self.unit, self._calls[-1]
         recomputes = unit.root.in_backward and inside_backward()
         if self._output_dtype is not None:
             output = map_tensors(self._cast_output, output)
         for needed in unit.needs:
-            if needed.after_forward is not KEEP:
+            if needed.settings.after_forward is not KEEP:
                 output = _without_parameters(needed, output)
         if visit is not None and is_grad_enabled():
             if side_outputs := self._side_outputs(module, args):
                 visit.signal_side_outputs(side_outputs)
             output = visit.signal_outputs(output, recomputes)
         if not recomputes:
-            self._still_to_run.discard(module)
+            self._modules_to_run.discard(module)
             if self._is_last_call():
                 do_aside(self._end_forward, visit)
         self._leave_call()
@@ -252,54 +255,58 @@ class UnitHooks:
             swaps.put_back()
 
     def _is_last_call(self) -> bool:
-        """Whether the call that is about to return is the last of its pass."""
-        return not self._still_to_run and (len(self._calls) < 2 or self._calls[-2] is not self._calls[-1])
+        """Whether the call that is about to return is the last of its visit."""
+        return not self._modules_to_run and (len(self._calls) < 2 or self._calls[-2] is not self._calls[-1])
 
     def _end_forward(self, visit: Visit | None) -> None:
         unit = self.unit
-        self._shared = None
-        if unit.recorder is not None and unit.slots:
-            unit.recorder.add(trace.POST_FORWARD, unit.name, trace.IN_FORWARD, unit.rank)
+        self._shared_visit = None
+        recorder = unit.settings.recorder
+        if recorder is not None and unit.slots:
+            recorder.add(trace.POST_FORWARD, unit.name, trace.IN_FORWARD, unit.rank)
         if visit is not None:
-            self._let_go(visit)
+            self._release(visit)
         if unit.is_top and len(self._calls) < 2:
             unit.root.end_forward()
 
-    def _let_go(self, visit: Visit) -> None:
-        """A pass has left forward: frees what it held, unless somebody else holds it or it is kept for backward."""
+    def _release(self, visit: Visit, has_raised: bool = False) -> None:
+        """Frees what a visit held in forward, unless somebody else holds it or it is kept for backward."""
         held, visit.held = visit.held, ()
         for needed in held:
-            needed.is_unseen |= visit.is_unseen
+            if visit.is_unseen and not has_raised:
+                needed.gathered.expect_unseen_backward()
             if needed.release():
-                if needed.is_unseen or needed.keeps_after_forward():
-                    needed.keep(is_hidden=not is_grad_enabled())
+                # What had been computed when forward raised may still be used in this step.
+                is_kept = is_grad_enabled() if has_raised else needed.gathered.awaits_unseen_backward
+                if is_kept or needed.keeps_after_forward():
+                    needed.gathered.keep(is_hidden=not is_grad_enabled())
                 else:
-                    needed.reshard(trace.IN_FORWARD, keep_part=True)
+                    needed.reshard(trace.IN_FORWARD, keep_part=not has_raised)
 
-    def end_without_the_rest(self) -> None:
-        """The model's forward is over, and some modules of the unit were not in it: they may come by themselves."""
-        if self._still_to_run:
-            self._still_to_run.clear()
-            self._end_forward(self._shared)
+    def end_partial_forward(self) -> None:
+        """Ends the unit's forward when the model's forward ends without having run all of the unit's modules."""
+        if self._modules_to_run:
+            self._modules_to_run.clear()
+            self._end_forward(self._shared_visit)
 
-    def forget_the_rest(self) -> None:
-        """The model's forward raised: modules of the unit that were still to run will not."""
-        if self._still_to_run:
-            self._still_to_run.clear()
-            shared, self._shared = self._shared, None
+    def release_partial_forward(self) -> None:
+        """Releases the unit when the model's forward raised: its modules that were still to run will not."""
+        if self._modules_to_run:
+            self._modules_to_run.clear()
+            shared, self._shared_visit = self._shared_visit, None
             if shared is not None:
                 self._release_after_error(shared)
 
-    def broke_off(self, module: nn.Module, error: BaseException) -> None:
-        """A call of the unit raised; whoever called it may catch that and go on, so the unit is released as ever.
+    def forward_raised(self, module: nn.Module, error: BaseException) -> None:
+        """Releases the unit after its forward raised: the caller may catch the exception and go on.
 
-        Where the whole model's forward raised, peers are told.
+        If the whole model's forward raised, peers are told.
         """
         visit, root = self._calls[-1], self.unit.root
         if not (root.in_backward and inside_backward()):
-            self._still_to_run.discard(module)
+            self._modules_to_run.discard(module)
             if self._is_last_call():
-                self._shared = None
+                self._shared_visit = None
                 if visit is not None:
                     do_aside(self._release_after_error, visit)
         self._leave_call()
@@ -308,19 +315,13 @@ class UnitHooks:
 
     def _release_after_error(self, visit: Visit) -> None:
         if is_grad_enabled():
-            # What it had computed by then may be used in this step: it may have been put somewhere before it raised.
             self.unit.gradients.watch(self.on_gradient)
-        held, visit.held = visit.held, ()
-        for needed in held:
-            if needed.release():
-                if is_grad_enabled() or needed.keeps_after_forward():
-                    needed.keep(is_hidden=not is_grad_enabled())
-                else:
-                    needed.reshard(trace.IN_FORWARD)
+        self._release(visit, has_raised=True)
 
     # --- backward -------------------------------------------------------------------------------------------------
 
     def pre_backward(self, visit: Visit) -> None:
+        """Gathers the parameters when backward reaches the outputs of a visit, and prefetches for the next unit."""
         unit = self.unit
         root = unit.root
         if not root.in_backward:
@@ -328,89 +329,90 @@ class UnitHooks:
         if visit.is_open:
             return
         visit.is_open = True
-        if not self._open:
+        if not self._open_visits:
             self._arrived = 0
             self._backward = current_backward()
             if unit.state is not UNSHARDED and unit.gradients.have_come():
                 self._refuse_unannounced_gradients()
-        self._open.append(visit)
+        self._open_visits.append(visit)
         for needed in unit.needs:
             if needed.root is not root and not needed.root.in_backward:
-                # The model around both has not run yet, and the end of this backward is that unit's, too.
+                # No model around both has run yet; this backward's end must end that root's backward, too.
                 needed.root.begin_backward()
             needed.hold()
-            if needed.gathers_in_backward:
+            if needed.settings.gathers_in_backward:
                 needed.issue_gather(trace.IN_PRE_BACKWARD)
         for needed in unit.needs:
             needed.wait_gather()
-        if unit.recorder is not None and unit.slots:
-            unit.recorder.add(trace.PRE_BACKWARD, unit.name, trace.IN_PRE_BACKWARD, unit.rank)
-        if not unit.prefetches_late:
+        recorder = unit.settings.recorder
+        if recorder is not None and unit.slots:
+            recorder.add(trace.PRE_BACKWARD, unit.name, trace.IN_PRE_BACKWARD, unit.rank)
+        if not unit.settings.prefetches_late:
             root.prefetch_before(unit, visit)
 
     def post_backward(self, visit: Visit) -> None:
-        """The inputs' gradients are done, so nothing of this pass is left in backward."""
+        """Reduces and frees when the inputs' gradients are done: backward has left this visit."""
         unit = self.unit
         if not visit.is_open:
             if visit.is_unseen:
-                # Only now is it known that backward has come by.
-                unit.is_unseen = False
+                # Only now do we know that backward has passed the unit.
+                unit.gathered.unseen_backward_came()
             return
         unit.gradients.reduce()
-        if unit.recorder is not None:
-            self._report(unit.recorder)
-        if unit.prefetches_late:
+        if unit.settings.recorder is not None:
+            self._report(unit.settings.recorder)
+        if unit.settings.prefetches_late:
             unit.root.prefetch_before(unit, visit)
         self._close(visit)
 
     def _gradient_arrived(self, param: Tensor) -> None:
-        """Counts complete gradients: all of them let the reduce start where no input gives a signal.
+        """Counts complete gradients; where no input gives a signal, the last one starts the reduce.
 
-        A frozen sibling, or a parameter tied to another unit's, may still be waiting for its turn in backward; the
-        weights then stay until backward ends.
+        Backward may still need a frozen parameter, or one tied to another unit's: then the parameters stay gathered
+        until backward ends.
         """
         if not self.unit.root.in_backward:
             self.unit.root.begin_backward()
-        if not self._open or current_backward() != self._backward:
-            # A reentrant checkpoint runs a backward inside this one: other uses of the parameter may follow.
+        if not self._open_visits or current_backward() != self._backward:
+            # A reentrant checkpoint runs a backward inside this one: more gradients of the parameter may follow.
             return
         self._arrived += 1
         if self._arrived != self.unit.gradients.num_trainable:
             return
-        if any(visit.has_input_signal for visit in self._open):
+        if any(visit.has_input_signal for visit in self._open_visits):
             return
         self.unit.gradients.reduce()
-        self._owes_report = True
+        self._owes_event = True
         if not self.unit.gradients.some_are_frozen and len(self.unit.needs) == 1:
-            for visit in tuple(self._open):
+            for visit in tuple(self._open_visits):
                 self._close(visit)
 
     def flush(self) -> None:
-        """The end of backward: reduces, frees and reports what gave no signal."""
+        """Reduces, frees and reports at the end of backward what gave no signal."""
         unit = self.unit
         if unit.prefetched and unit.state is GATHERING and unit.gradients.have_come():
             self._refuse_unannounced_gradients()
-        if unit.gradients.reduce() or self._open:
-            self._owes_report = True
-        if self._owes_report:
-            unit.is_unseen = False
+        if unit.gradients.reduce() or self._open_visits:
+            self._owes_event = True
+        if self._owes_event:
+            unit.gathered.unseen_backward_came()
         unit.gradients.reduce_the_rest()
-        if self._owes_report and unit.recorder is not None:
-            self._report(unit.recorder)
-        for visit in tuple(self._open):
+        if self._owes_event and unit.settings.recorder is not None:
+            self._report(unit.settings.recorder)
+        for visit in tuple(self._open_visits):
             self._close(visit)
-        self._owes_report = False
+        self._owes_event = False
 
     def _refuse_unannounced_gradients(self) -> None:
-        """They were computed with whatever was in the memory that the weights were to be gathered into."""
+        """Raises: the gradients were computed with parameters that had not been gathered."""
         unit = self.unit
         unit.gradients.drop()
         raise StateError(
             f"backward went through unit '{unit.name}' before its weights were gathered, so its gradients are wrong: "
-            "it came by a tensor that forward left somewhere else than in its output",
+            "it started from a tensor that forward stored somewhere else than in its output",
             where=f"backward, rank {unit.rank}",
             fix="return that tensor from forward (inside a tuple, dict or dataclass will do), or keep the weights with "
-            "reshard_after_forward=False; and leave the hooks that outputs carry where they are",
+            "reshard_after_forward=False; and do not remove hooks from outputs",
         )
 
     def _report(self, recorder: trace.Recorder) -> None:
@@ -420,22 +422,22 @@ class UnitHooks:
 
     def _close(self, visit: Visit) -> None:
         visit.is_open = False
-        self._open.remove(visit)
+        self._open_visits.remove(visit)
         for needed in self.unit.needs:
             if needed.release():
-                if needed.frees_after_backward:
+                if needed.settings.frees_after_backward:
                     needed.reshard(trace.IN_POST_BACKWARD)
                 else:
-                    needed.keep(is_hidden=True)
+                    needed.gathered.keep(is_hidden=True)
 
     def forget(self) -> None:
-        """Drops what a broken-off step left behind."""
-        for visit in self._open:
+        """Drops what a step that raised left behind."""
+        for visit in self._open_visits:
             visit.is_open = False
-        self._open.clear()
+        self._open_visits.clear()
         self._calls.clear()
         self._swaps.clear()
-        self._still_to_run.clear()
-        self._shared = None
-        self._owes_report = False
+        self._modules_to_run.clear()
+        self._shared_visit = None
+        self._owes_event = False
         self._arrived = 0

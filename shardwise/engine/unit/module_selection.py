@@ -29,7 +29,7 @@ OVERRIDES = frozenset(
 def choose_modules(
     model: nn.Module, wrap: Wrap, ignored: set[nn.Parameter]
 ) -> list[tuple[nn.Module, dict[str, Any]]]:
-    """The modules below ``model`` that become units, inner ones first, each with the keywords it overrides."""
+    """Returns the modules below ``model`` that become units, inner ones first, each with the keywords it overrides."""
     if isinstance(wrap, bool):
         raise _unknown(wrap)
     if isinstance(wrap, int):
@@ -57,8 +57,8 @@ def choose_modules(
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Containers such as ``ModuleList`` only hold modules: nothing calls them, so nothing would gather them."""
-    # What torch.compile wraps has its forward on the object, not on the class.
+    """Whether a module can be called: containers such as ``ModuleList`` are not, so nothing would gather them."""
+    # torch.compile's wrappers have their forward on the object, not on the class.
     return type(module).forward is not nn.Module.forward or "forward" in module.__dict__
 
 
@@ -88,9 +88,9 @@ def _by_choice(
 def _by_size(model: nn.Module, least_numel: int, ignored: set[nn.Parameter]) -> list[nn.Module]:
     if least_numel < 1:
         raise ConfigError(
-            f"wrap={least_numel} is no size",
+            f"wrap={least_numel} is not a size",
             where="fully_shard(model, wrap=...)",
-            fix="pass the least number of elements of a unit, e.g. wrap=10_000_000",
+            fix="pass the minimum number of elements of a unit, e.g. wrap=10_000_000",
         )
     taken: set[int] = {id(param) for param in ignored}
     chosen = []
@@ -103,7 +103,7 @@ def _by_size(model: nn.Module, least_numel: int, ignored: set[nn.Parameter]) -> 
 
 
 def _inner_first(model: nn.Module) -> list[nn.Module]:
-    """Every module below ``model`` but not itself, children before parents."""
+    """Returns all modules below ``model``, without itself, children before parents."""
     order: list[nn.Module] = []
     seen = {model}
 
@@ -120,7 +120,7 @@ def _inner_first(model: nn.Module) -> list[nn.Module]:
 
 def _unknown(wrap: object) -> ConfigTypeError:
     return ConfigTypeError(
-        f"wrap={wrap!r} says nothing about which modules to shard",
+        f"wrap={wrap!r} does not say which modules to shard",
         where="fully_shard(model, wrap=...)",
-        fix="pass a module class, several, a least number of elements, or a callable that takes a module",
+        fix="pass a module class, several classes, a minimum number of elements, or a callable that takes a module",
     )

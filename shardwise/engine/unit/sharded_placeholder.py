@@ -1,32 +1,30 @@
-"""What a module shows of a parameter that one flat parameter stands for, while its unit is sharded.
+"""A placeholder that modules show for a parameter inside a flat parameter, while its unit is sharded.
 
-It has the parameter's shape, dtype and device and no memory. To compute with it is an error that says what to do.
+It has the parameter's shape, dtype and device, and no memory. Computing with it raises an error that says what to do.
 """
 
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
 from shardwise.engine.tensor_trees import tensors_in
+from shardwise.engine.unit.interfaces import NamedUnit
 from shardwise.errors import StateError
 from shardwise.torch_internals import without_memory_like
 
-if TYPE_CHECKING:
-    from shardwise.engine.unit.unit import Unit
-
 
 class ShardedPlaceholder(torch.Tensor):
-    """A parameter that is not there."""
+    """Shape, dtype and device of a parameter that is not gathered."""
 
     param_name: str
-    # Weak: modules hold what they show, and must not hold their unit by it.
-    unit: weakref.ref[Unit]
+    # Weak: modules hold the placeholder, and must not keep the unit alive through it.
+    unit: weakref.ref[NamedUnit]
 
     @classmethod
-    def of(cls, param: torch.Tensor, name: str, unit: Unit) -> ShardedPlaceholder:
+    def of(cls, param: torch.Tensor, name: str, unit: NamedUnit) -> ShardedPlaceholder:
         made = without_memory_like(cls, param)
         made.param_name, made.unit = name, weakref.ref(unit)
         return made
@@ -42,7 +40,9 @@ class ShardedPlaceholder(torch.Tensor):
         unit = used.unit()
         raise StateError(
             f"parameter '{used.param_name}' was used while its unit is sharded ({func})",
-            where=f"unit '{unit.name}', rank {unit.rank}" if unit is not None else "a unit that is gone",
+            where=f"unit '{unit.name}', rank {unit.rank}"
+            if unit is not None
+            else "a unit that no longer exists",
             fix="call the wrapper rather than the module inside it; name other methods that compute with "
             "register_fsdp_forward_method(), or use summon_full_params()",
         )

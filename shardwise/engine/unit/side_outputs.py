@@ -1,7 +1,7 @@
-"""Tensors that a forward leaves as attributes of its modules, beside its output: an auxiliary loss, say.
+"""Tensors that a forward stores in attributes of its modules, beside its output: an auxiliary loss, for example.
 
-Backward may come to a unit by one of them first. Looking through all attributes takes too long to do it in every
-forward, so the first one tells which of them hold such tensors, and later ones look at these.
+Backward may reach a unit through one of them first, so they need hooks like outputs. Searching all attributes in every
+forward would take too long: the first forward finds the attributes that hold such tensors, later ones read only these.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwise.engine.tensor_trees import tensors_in
-from shardwise.engine.unit.binding import units_of
+from shardwise.engine.unit.membership import units_of
 from shardwise.torch_internals import buffers_of
 
-# What every module has, and what is never a place for a result.
+# Attributes that every module has, which never hold a result.
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
 
 
@@ -25,7 +25,7 @@ class GraphAttributes:
         self._known: dict[nn.Module, list[tuple[dict[str, Any], str]]] = {}
 
     def graph_tensors(self, module: nn.Module) -> list[Tensor]:
-        """What such attributes of ``module``, and of modules below it in the same unit, hold now."""
+        """Returns the tensors in such attributes of ``module`` and of the modules below it in the same unit."""
         known = self._known.get(module)
         if known is None:
             known = self._known[module] = []

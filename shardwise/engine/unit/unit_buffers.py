@@ -1,6 +1,6 @@
-"""The memory of a unit: its shards, which stay, and its full parameters, which come and go with each gather.
+"""The buffers of a unit: its shards, which stay, and its full parameters, which are allocated for each gather.
 
-Laid out once for the slots as they are; when parameters are replaced from outside, a new one is made.
+Laid out once for the slots; when users replace parameters, the unit makes new buffers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shardwise.torch_internals import dtensor
 
 
 class UnitBuffers:
-    """A unit's buffers. Making it moves the slots' values into the shards and gives them their unsharded form."""
+    """A unit's buffers. Making them moves the slots' values into the shards and sets their unsharded parameters."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class UnitBuffers:
         layout = form.plan(params, world)
 
         shards, parts = allocate_shards(layout, shard_device, stored, mesh.shard.rank, pins)
-        # Where each shard stands, in order: whoever steps neighbours as one tensor needs to know.
+        # Where each shard starts, in order: flat optimizers step neighbours as one tensor.
         starts = [layout.shard_start_bytes(index, mesh.shard.rank) for index in range(len(plain))]
         self.shards = shards
         self.starts_bytes = {
@@ -69,11 +69,11 @@ class UnitBuffers:
             and shards.device == mesh.device
         )
         self._full = PermanentBuffer(shards) if is_whole else ElasticBuffer(layout.full_bytes, mesh.device)
-        self.frees = self._full.frees
+        self.shares_memory = self._full.frees
         self.gather = UnitGather(
             layout, shards, stored, sent, self._full, mesh.device, gather_calls, part_calls
         )
-        # What a step does, which is more where tensors say themselves what is sent.
+        # Chosen once: tensor extensions decide themselves what is sent.
         self.issue_gather = self._issue_with_extensions if self._extensions else self.gather.issue
         self.finish_gather = self._finish_with_extensions if self._extensions else self.gather.finish
         self.free = self._free_with_extensions if self._extensions else self._full.shrink

@@ -1,6 +1,7 @@
-"""A unit's gradients in a backward: watched as they come in, put by or reduced, and what is left when it ends.
+"""A unit's gradients: stashed or reduced as backward produces them, and what remains when backward ends.
 
-Which parameters are trained is the unit's to find out; each choice of them has a reduce of its own, planned once.
+The unit finds out which parameters are trained (``train``); each set of them has its own reduce plan, made once. A
+reduce that has been issued belongs to the root.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ class UnitGradients:
 
     def __init__(self, unit: Unit, sums: Summation) -> None:
         self._unit = unit
-        self._sums = sums
+        self.sums = sums
         self._is_tensor_parallel = any(slot.tensor_parallel is not None for slot in unit.slots)
 
-        # What users set on the module, read in the step.
+        # What users set on the module.
         self.settings = sums.settings(unit.mesh)
         self.are_synced = True
         self.max_inputs = 1
@@ -38,38 +39,40 @@ class UnitGradients:
         self._plans: dict[tuple[bool, ...], ReducePlan | None] = {}
         self.plan: ReducePlan | None = None
         self._watched: set[int] = set()
-        # Whether some were put by.
-        self.are_held = False
-        # The reduces that this backward has started.
+        # Whether slots hold stashed gradients.
+        self.has_stash = False
+        # The reduces that this backward has issued.
         self._started: set[ReducePlan] = set()
 
     # --- which parameters are trained -----------------------------------------------------------------------------
 
     def train(self, trainable: list[bool]) -> None:
-        """Takes the reduce of these parameters from now on; the unsharded ones know already which they are."""
+        """Switches to the reduce plan of these parameters; the unsharded ones have their ``requires_grad`` already."""
         self.trainable = trainable
         self.num_trainable = sum(trainable)
         self.plan = self._plan_of(trainable)
 
     def _plan_of(self, chosen: list[bool]) -> ReducePlan | None:
-        """The reduce of the chosen parameters, planned once."""
+        """Returns the reduce plan of the chosen parameters, made once."""
         unit, key = self._unit, tuple(chosen)
         if key not in self._plans:
             slots = [slot for slot, is_chosen in zip(unit.slots, chosen, strict=True) if is_chosen]
-            # Its buffers are for backward, whatever mode the forward runs in that has noticed the change.
+            # Its buffers are for backward, even if a forward in inference mode noticed the change.
             with torch.inference_mode(False):
                 self._plans[key] = (
-                    self._sums.plan(slots, unit.form, unit.mesh, unit.precision, unit.shard_device, unit.pins)
+                    self.sums.plan(
+                        slots, unit.form, unit.mesh, unit.settings.precision, unit.shard_device, unit.pins
+                    )
                     if slots
                     else None
                 )
         return self._plans[key]
 
-    def _plan_with_held(self) -> ReducePlan | None:
-        """The reduce of what is trained now and of what was put by, perhaps before it was frozen."""
-        if not self.are_held:
+    def _plan_with_stash(self) -> ReducePlan | None:
+        """Returns the plan of what is trained now and of what is stashed, perhaps from before it was frozen."""
+        if not self.has_stash:
             return self.plan
-        held = [slot.held is not None for slot in self._unit.slots]
+        held = [slot.stash is not None for slot in self._unit.slots]
         return self._plan_of([any(either) for either in zip(held, self.trainable, strict=True)])
 
     @property
@@ -77,13 +80,13 @@ class UnitGradients:
         return self.num_trainable != len(self._unit.slots)
 
     def forget_parameters(self) -> None:
-        """The unsharded parameters are new ones: none of them is watched yet, and none has a place in a reduce."""
+        """Drops hooks and plans: the unsharded parameters are new ones."""
         self._watched = set()
         self._plans = {}
         self.trainable = []
 
     def forget_reduces(self, plans: set[ReducePlan]) -> None:
-        """Makes reduces anew whose buffers peers may still write to."""
+        """Replaces plans whose buffers peers may still write to."""
         if plans.intersection(plan for plan in self._plans.values() if plan is not None):
             self._plans = {}
             self.train(self.trainable)
@@ -91,24 +94,24 @@ class UnitGradients:
     # --- in backward ----------------------------------------------------------------------------------------------
 
     def are_reached_by_backward(self) -> bool:
-        """Whether the backward that is running now will use the unit's parameters.
+        """Whether the backward that is running will use the unit's parameters.
 
-        Trainable parameters tell by their gradients. A unit that is frozen through and through cannot tell, and is
-        taken to be used.
+        Autograd knows which gradients it will compute. Of a unit without trainable parameters it knows nothing: that
+        counts as used.
         """
         if self.plan is None:
             return bool(self._unit.slots)
         return any(map(backward_reaches, self.plan.params))
 
     def watch(self, arrived: Callable[[torch.Tensor], None]) -> None:
-        """Calls ``arrived`` as each trainable parameter's gradient is complete; registered once in a lifetime."""
+        """Calls ``arrived`` whenever a trainable parameter's gradient is complete; hooks each parameter once."""
         for index, slot in enumerate(self._unit.slots):
             if slot.unsharded.requires_grad and index not in self._watched:
                 self._watched.add(index)
                 slot.unsharded.register_post_accumulate_grad_hook(arrived)
 
     def have_come(self) -> bool:
-        """Whether backward has left any on the parameters, and nothing has taken them since."""
+        """Whether parameters have gradients that are not reduced or stashed yet."""
         if self.plan is not None:
             for param in self.plan.params:
                 if param.grad is not None:
@@ -116,7 +119,7 @@ class UnitGradients:
         return False
 
     def reduce(self) -> bool:
-        """Starts to reduce the gradients that have come in, with those put by before; without sync, puts them by.
+        """Starts to reduce the gradients, together with stashed ones; without sync, stashes them.
 
         Returns whether there were any.
         """
@@ -124,19 +127,19 @@ class UnitGradients:
         if plan is None:
             return False
         if self.settings.includes_unused and not self._unit.root.ends_backward:
-            # Ranks whose backwards pass different units can agree on an order of reduces only at the end.
+            # Ranks whose backwards reach different units have the same order of reduces only at the end.
             return False
         if not self.have_come():
             return False
         if not self.are_synced:
-            self.are_held = True
+            self.has_stash = True
             for slot in plan.slots:
-                slot.hold_gradient(self._unit.precision.reduce_dtype)
+                slot.stash_gradient(self._unit.settings.precision.reduce_dtype)
             return True
-        if self.are_held:
-            with_held = self._plan_with_held()
-            assert with_held is not None
-            plan = with_held
+        if self.has_stash:
+            with_stash = self._plan_with_stash()
+            assert with_stash is not None
+            plan = with_stash
         if self._is_tensor_parallel:
             gradients = [slot.plain_gradient() for slot in plan.slots]
         else:
@@ -147,23 +150,23 @@ class UnitGradients:
         return True
 
     def reduce_the_rest(self) -> None:
-        """At the end of a backward: what earlier micro-batches put by and nothing came to; zeros if asked."""
-        is_through = self._started and not self.are_held and self._unit.mesh.replicate is None
-        if self.are_synced and not is_through:
+        """At the end of backward, reduces stashed gradients that none were added to, and zeros for unused units."""
+        is_done = self._started and not self.has_stash and self._unit.mesh.replicate is None
+        if self.are_synced and not is_done:
             for plan in self._still_to_reduce():
                 self._issue(plan, [None] * len(plan.slots))
                 unit = self._unit
-                if unit.frees_after_backward and unit.holders == 0 and unit.root.is_last_backward:
-                    # Peers whose backward came by have freed it and will gather it again: this rank must join them.
+                if unit.settings.frees_after_backward and unit.holders == 0 and unit.root.is_last_backward:
+                    # Peers whose backward reached it have freed it and will gather it again: so must this rank.
                     unit.reshard(trace.IN_POST_BACKWARD)
         self._started.clear()
 
     def _still_to_reduce(self) -> list[ReducePlan]:
         plans: list[ReducePlan | None] = []
-        if self.are_held or (self.settings.includes_unused and not self._started):
-            plans.append(self._plan_with_held())
+        if self.has_stash or (self.settings.includes_unused and not self._started):
+            plans.append(self._plan_with_stash())
         if self.settings.all_reduces:
-            # Parameters may have been frozen since: their sums still wait for the replicas'.
+            # Parameters may have been frozen since: their sums still wait for the all-reduce.
             plans += [
                 plan
                 for plan in self._plans.values()
@@ -175,67 +178,67 @@ class UnitGradients:
         unit = self._unit
         plan.is_again = bool(self._started)
         self._started.add(plan)
-        if self.are_held:
+        if self.has_stash:
             gradients = [
-                slot.add_held(gradient, unit.precision.reduce_dtype)
+                slot.add_to_stash(gradient, unit.settings.precision.reduce_dtype)
                 for slot, gradient in zip(plan.slots, gradients, strict=True)
             ]
-            self.are_held = False
+            self.has_stash = False
         root = unit.root
         if root.agreement.guard is not None:
             root.agreement.guard.look(unit.name, plan.slots, gradients)
         present = presence(gradients)
         codes = unit.collective_names.reduce(plan, self.settings, present)
         root.start_reduce(plan, self.settings, gradients, present, self.max_inputs, codes)
-        if unit.recorder is not None:
-            unit.recorder.add(trace.REDUCE, unit.name, trace.IN_POST_BACKWARD, unit.rank)
+        if unit.settings.recorder is not None:
+            unit.settings.recorder.add(trace.REDUCE, unit.name, trace.IN_POST_BACKWARD, unit.rank)
 
     # --- between steps --------------------------------------------------------------------------------------------
 
     def lent(self) -> GradientBuffer | None:
-        """The row that holds all of the unit's gradients, if they are as the last backward left them."""
+        """Returns the buffer of all of the unit's gradients, if nobody has replaced one since the last backward."""
         return None if self.plan is None or self._is_tensor_parallel else self.plan.lent
 
-    def abandon_step(self, drops_held: bool) -> None:
-        """Gives up what came in during a step that broke off, and what was put by before it if that is asked for."""
+    def abandon_step(self, drops_stash: bool) -> None:
+        """Drops the gradients of a step that raised; with ``drops_stash``, stashed ones, too."""
         self._started.clear()
-        if drops_held:
+        if drops_stash:
             self.drop()
         else:
             for slot in self._unit.slots:
                 slot.unsharded.grad = None
 
     def zero(self, shards: Container[torch.Tensor], set_to_none: bool) -> None:
-        """As ``zero_grad``, of what users cannot see: gradients put by, and sums that wait for their replicas."""
+        """``zero_grad`` of what users cannot see: stashed gradients, and sums that wait for the all-reduce."""
         for slot in self._unit.slots:
-            if slot.held is not None and slot.sharded in shards:
+            if slot.stash is not None and slot.sharded in shards:
                 if set_to_none:
-                    slot.held = None
+                    slot.stash = None
                 else:
-                    slot.held.zero_()
-        self.are_held = any(slot.held is not None for slot in self._unit.slots)
+                    slot.stash.zero_()
+        self.has_stash = any(slot.stash is not None for slot in self._unit.slots)
         for plan in self._plans.values():
             if plan is not None and plan.partial is not None:
                 plan.zero_partial(shards, set_to_none)
 
     @property
     def wait_for_replicas(self) -> bool:
-        """Whether a sum over the shard group is still to be summed over the replicas."""
+        """Whether a sum over the shard group still waits for its all-reduce over the replicas."""
         return any(plan is not None and plan.partial is not None for plan in self._plans.values())
 
     def check_none_wait_for_replicas(self) -> None:
-        """Raises if a sum waits for its replicas: its place goes with the parameters' memory."""
+        """Raises if a sum waits for its all-reduce: it would be lost with the parameters' buffers."""
         if self.wait_for_replicas:
             unit = self._unit
             raise StateError(
-                "parameters were replaced while sums of their unit's gradients wait for the replicas'",
+                "parameters were replaced while their unit's gradients still wait to be summed over replicas",
                 where=f"unit '{unit.name}', rank {unit.rank}",
                 fix="replace them after a backward with set_requires_all_reduce(True), or call zero_grad() first",
             )
 
     def drop(self) -> None:
-        """Drops what has come in or was put by."""
-        self.are_held = False
+        """Drops all gradients: new, stashed, and waiting for the all-reduce."""
+        self.has_stash = False
         for slot in self._unit.slots:
             slot.drop_gradient()
         for plan in self._plans.values():

@@ -1,0 +1,158 @@
+"""Parameters that stay gathered after their step: whether they are still current, and what users did to them.
+
+A unit keeps its gathered parameters between forward and backward, or from one step to the next. In that time a user may
+write to shards, step an optimizer, or write to, freeze, replace and tie the gathered parameters themselves. Here the
+unit notices: stale parameters are gathered again, and writes to gathered parameters are copied to the shards.
+
+``keep`` begins this and ``unit.reshard`` ends it. Where no backward will follow, kept parameters are *hidden*: modules
+show the shards, because those are what a user reads and writes between steps.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from shardwise.comm.mesh import DataMesh
+from shardwise.engine.gather.tensor_extensions import is_tensor_extension
+from shardwise.engine.unit.binding import ShownForms, Slot, is_showing, show
+from shardwise.engine.unit.dtensor_form import ShardedForm
+from shardwise.engine.unit.interfaces import NamedUnit
+from shardwise.errors import StateError
+from shardwise.plan.lifecycle import UNSHARDED, State
+
+
+class _Trained(Protocol):
+    trainable: list[bool]
+
+
+class GatheredUnit(NamedUnit, Protocol):
+    """What is read of the unit here."""
+
+    slots: list[Slot]
+    form: ShardedForm
+    mesh: DataMesh
+    state: State
+    shown: ShownForms
+
+    @property
+    def gradients(self) -> _Trained: ...
+
+
+class GatheredParameters:
+    """The gathered parameters of one unit, as users can see and change them."""
+
+    def __init__(self, unit: GatheredUnit) -> None:
+        self._unit = unit
+        # The version of the shards that the kept parameters were gathered from; None while a step uses them.
+        self.kept_version: int | None = None
+        self._num_optimizer_steps = 0
+        # A version and an address for each slot.
+        self._last_seen: list[tuple[int, int]] = []
+        # A user gave a gathered parameter other memory, which gathers do not fill.
+        self.has_moved = False
+        # Kept only because no signal will tell when a backward reaches the unit.
+        self.awaits_unseen_backward = False
+        # Gathered, while modules show the shards.
+        self.is_hidden = False
+
+    def shard_version(self) -> int:
+        """A number that rises whenever somebody writes to the shards."""
+        return self._num_optimizer_steps + sum(slot.version() for slot in self._unit.slots)
+
+    def count_optimizer_step(self) -> None:
+        """torch's foreach and fused kernels write to the shards without raising their versions."""
+        self._num_optimizer_steps += 1
+
+    def keep(self, is_hidden: bool = False) -> None:
+        """Notes the shards' version, to find out later whether the kept parameters are stale.
+
+        ``is_hidden``: no backward will follow, so modules show the shards meanwhile.
+        """
+        unit = self._unit
+        if self.kept_version is None:
+            self.kept_version = self.shard_version()
+            if unit.state is UNSHARDED:
+                self.note_contents()
+        if is_hidden and unit.state is UNSHARDED:
+            self.is_hidden = True
+            show(unit.shown.sharded)
+
+    def reveal(self) -> None:
+        """Shows parameters that were hidden."""
+        if self.is_hidden:
+            self.is_hidden = False
+            show(self._unit.shown.unsharded)
+            self.note_contents()
+
+    def expect_unseen_backward(self) -> None:
+        self.awaits_unseen_backward = True
+
+    def unseen_backward_came(self) -> None:
+        self.awaits_unseen_backward = False
+
+    def note_contents(self) -> None:
+        """Notes what the gathered parameters hold, to find out later whether somebody wrote to them."""
+        self._last_seen = list(map(_contents, self._unit.slots))
+
+    def is_stale(self) -> bool:
+        """Whether shards were written to or replaced, or parameters frozen or thawed, since ``keep``."""
+        unit = self._unit
+        return self.kept_version is not None and (
+            self.shard_version() != self.kept_version
+            or (self.is_hidden and not unit.form.all_show(unit.shown.snapshot))
+            or (unit.state is UNSHARDED and not self.is_hidden and self._are_replaced())
+            or (
+                unit.state is UNSHARDED
+                and any(
+                    not slot.sharded.requires_grad == slot.unsharded.requires_grad == trainable
+                    for slot, trainable in zip(unit.slots, unit.gradients.trainable, strict=True)
+                )
+            )
+        )
+
+    def _are_replaced(self) -> bool:
+        """Whether modules show other parameters than the gathered ones, or those have other memory."""
+        return not is_showing(self._unit.shown.unsharded) or any(
+            _contents(slot)[1] != seen[1]
+            for slot, seen in zip(self._unit.slots, self._last_seen, strict=True)
+        )
+
+    def copy_writes_to_shards(self) -> None:
+        """Copies what users wrote to kept parameters, while modules showed them, to the shards."""
+        unit = self._unit
+        if self.kept_version is None or self.is_hidden or unit.state is not UNSHARDED:
+            return
+        for slot, seen in zip(unit.slots, self._last_seen, strict=True):
+            if _contents(slot) != seen:
+                self._copy_to_shard(slot)
+                self.has_moved |= slot.unsharded.data_ptr() != seen[1]
+
+    def _copy_to_shard(self, slot: Slot) -> None:
+        unit = self._unit
+        own_part = unit.form.own_part(slot, slot.unsharded, unit.mesh)
+        if own_part is None or slot.compute_dtype != slot.stored_dtype:
+            raise StateError(
+                f"parameter '{slot.name}' was written to while it was gathered, which its shard of "
+                f"{slot.stored_dtype} cannot take over",
+                where=f"unit '{unit.name}', rank {unit.rank}",
+                fix="write to the sharded parameter: call reshard() first",
+            )
+        with torch.no_grad():
+            slot.local.copy_(own_part)
+
+    def move_freezing_to_shards(self) -> None:
+        """Freezes or thaws the shards of gathered parameters that a user froze or thawed."""
+        for slot, trainable in zip(self._unit.slots, self._unit.gradients.trainable, strict=True):
+            if slot.unsharded.requires_grad != trainable:
+                slot.sharded.requires_grad_(not trainable)
+                slot.unsharded.requires_grad_(trainable)
+
+
+def _contents(slot: Slot) -> tuple[int, int]:
+    """Version and address of a gathered parameter: they change when somebody writes to it, or assigns its ``data``."""
+    if slot.tensor_parallel is not None or is_tensor_extension(slot.local):
+        # These have no memory of their own to compare, or are rebuilt in each gather.
+        return 0, 0
+    return slot.unsharded._version, slot.unsharded.data_ptr()

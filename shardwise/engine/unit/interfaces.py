@@ -1,0 +1,118 @@
+"""What a unit knows of the objects above it: its root (``engine/step/root``), its hooks (``hooks``).
+
+Both import ``unit``; it reaches them through these protocols, so that the three can be read one after another. Units
+are ``Any`` here for the same reason.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from shardwise.comm.channels.channel import Channel
+    from shardwise.comm.streams import SideStreams
+    from shardwise.engine.reduce.gradient_buffer import Presence
+    from shardwise.engine.reduce.reduce_plan import ReducePlan, ReduceSettings
+    from shardwise.engine.step.non_finite import NonFiniteGuard
+    from shardwise.plan.schedule import Window
+
+
+class NamedUnit(Protocol):
+    """What an error says about a unit."""
+
+    name: str
+
+    @property
+    def rank(self) -> int: ...
+
+
+class AgreementInterface(Protocol):
+    """The agreement of a model's ranks on its steps: ``engine/step/agreement.StepAgreement``."""
+
+    channels: list[Channel]
+    guard: NonFiniteGuard | None
+
+    @property
+    def is_broken(self) -> bool: ...
+
+    def forget_torn_step(self) -> None: ...
+
+
+class RootInterface(Protocol):
+    """The step that a unit is part of: ``engine/step/root.Root``."""
+
+    streams: SideStreams
+    in_forward: bool
+    in_backward: bool
+    expects_backward: bool
+    ends_backward: bool
+    is_last_backward: bool
+    window: Window
+    unit_refs: list[weakref.ref[Any]]
+    post_optim_event: torch.Event | None
+
+    @property
+    def agreement(self) -> AgreementInterface: ...
+    @property
+    def joint_units(self) -> object | None: ...
+    @property
+    def units(self) -> Sequence[Any]: ...
+    @property
+    def is_busy(self) -> bool: ...
+
+    def adopt_units(self) -> None: ...
+    def update_joint_units(self) -> None: ...
+
+    def begin_forward(self) -> None: ...
+    def begin_unit_alone(self) -> None: ...
+    def end_forward(self) -> None: ...
+    def begin_backward(self) -> None: ...
+    def prefetch_before(self, unit: Any, visit: Any) -> None: ...
+
+    def make_room(self, unit: Any, prefetch: bool) -> None: ...
+    def free_after_compute(self, unit: Any) -> None: ...
+    def start_reduce(
+        self,
+        plan: ReducePlan,
+        settings: ReduceSettings,
+        gradients: list[torch.Tensor | None],
+        present: Presence,
+        max_inputs: int,
+        codes: tuple[int, int],
+    ) -> None: ...
+
+    def before_optimizer(self, optimizer: torch.optim.Optimizer) -> None: ...
+    def after_optimizer(self) -> None: ...
+
+    def break_off_forward(self, error: BaseException) -> None: ...
+    def recover(self) -> None: ...
+    def reset(self, drops_stash: bool = True) -> None: ...
+
+
+class HooksInterface(Protocol):
+    """Where forward and backward touch a unit: ``hooks.UnitHooks``."""
+
+    # Whether the unit has several modules, of which a forward need not run all.
+    has_several: bool
+
+    @property
+    def is_running(self) -> bool: ...
+
+    def pre_forward(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        input_dtype: torch.dtype | None = None,
+    ) -> Any: ...
+    def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any: ...
+    def forward_raised(self, module: nn.Module, error: BaseException) -> None: ...
+    def end_partial_forward(self) -> None: ...
+    def flush(self) -> None: ...
+    def forget(self) -> None: ...
+    def release_partial_forward(self) -> None: ...
