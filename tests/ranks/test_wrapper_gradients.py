@@ -93,7 +93,7 @@ def held_back():
         with pytest.raises(StateError, match="the gradients to clip are kept back"):
             model.clip_grad_norm_(1.0)
         summoned = FSDP.summon_full_params(model, with_grads=True)
-        with pytest.raises(StateError, match="no whole ones to show"), summoned:
+        with pytest.raises(StateError, match="full gradients are not known"), summoned:
             pass
         with FSDP.summon_full_params(model):
             pass
