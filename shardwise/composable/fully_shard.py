@@ -79,7 +79,7 @@ def fully_shard(
     dp_mesh_dims: DataParallelMeshDims | None = None,
     wrap: Wrap | None = None,
     exact: bool = False,
-) -> Any:
+) -> FSDPModule | list[FSDPModule]:
     """Shards a module's parameters, gradients and optimizer state over the ranks of a mesh.
 
     The parameters of ``module`` that no earlier call has sharded become one *unit*: gathered together before forward,
@@ -133,7 +133,8 @@ def fully_shard(
     plans = [_UnitPlan(members, ignored, unit_options) for members, unit_options in chosen]
     for plan in plans:
         plan.make_unit()
-    return module
+    sharded: FSDPModule | list[FSDPModule] = module
+    return sharded
 
 
 class _UnitPlan:

@@ -114,7 +114,7 @@ def check_fits(module: nn.Module, state_dict: Any, strict: bool, assign: bool) -
             is_unsharded = name in slots and value is slots[name][1].unsharded
             entries[f"{path}.{name}" if path else name] = slots[name][1].sharded if is_unsharded else value
     arguments = f"strict={strict}, assign={assign}"
-    check_state_dict(module, state_dict, entries, partial(_problem_with, assign), strict, arguments=arguments)
+    check_state_dict(module, state_dict, entries, partial(_problem_with, assign), strict, arguments)
 
 
 def _problem_with(assign: bool, key: str, own: torch.Tensor | None, value: Any) -> str | None:

@@ -1,8 +1,8 @@
-"""Whether a state dict fits a model, decided before any of it is loaded. Each API says which entries it expects."""
+"""Checks whether a state dict fits a model, before any of it is loaded. Each API passes the entries it expects."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -19,25 +19,24 @@ def check_state_dict(
     expected: Mapping[str, Entry],
     problem_with: Callable[[str, Entry, Any], str | None],
     checks_keys: bool,
-    is_extra: Callable[[Any], bool] = lambda value: False,
-    arguments: str = "",
+    arguments: str,
+    ignored_ids: Container[int] = (),
 ) -> None:
-    """Raises one ``CheckpointError`` with all that does not fit; changes nothing.
+    """Raises one ``CheckpointError`` that lists everything in ``state_dict`` that does not fit; changes nothing.
 
-    Args:
-        expected: what the model has under each key.
-        problem_with: takes a key, the model's entry and the state dict's value; returns what is wrong with the value.
-        checks_keys: whether missing and unexpected keys are errors.
-        is_extra: whether a value under an unexpected key is allowed.
-        arguments: of the ``load_state_dict`` call, for the error message.
+    ``problem_with`` gets a key, the model's entry and the value to load. ``ignored_ids``: of values under unexpected
+    keys that are allowed. ``arguments``: of the call of ``load_state_dict``, for the message.
     """
     problems = []
     if checks_keys:
-        if missing := [key for key in expected if key not in state_dict]:
-            problems.append(f"Missing key(s) in state_dict: {_quoted(missing)}.")
-        unexpected = [key for key, value in state_dict.items() if key not in expected and not is_extra(value)]
-        if unexpected:
-            problems.append(f"Unexpected key(s) in state_dict: {_quoted(unexpected)}.")
+        missing = [key for key in expected if key not in state_dict]
+        unexpected = [
+            key for key, value in state_dict.items() if key not in expected and id(value) not in ignored_ids
+        ]
+        for kind, keys in (("Missing", missing), ("Unexpected", unexpected)):
+            if keys:
+                quoted = ", ".join(f'"{key}"' for key in keys)
+                problems.append(f"{kind} key(s) in state_dict: {quoted}.")
     for key, entry in expected.items():
         if key in state_dict and (problem := problem_with(key, entry, state_dict[key])) is not None:
             problems.append(problem)
@@ -51,14 +50,10 @@ def check_state_dict(
 
 
 def size_mismatch(key: str, value: torch.Tensor, shape: tuple[int, ...]) -> str | None:
-    """The problem with a value of another shape than the model's; None if the shapes are the same."""
+    """Says that a value does not have the model's shape; None if it has."""
     if tuple(value.shape) == shape:
         return None
     return (
         f"size mismatch for {key}: copying a param with shape {tuple(value.shape)} from checkpoint, "
         f"the shape in current model is {shape}."
     )
-
-
-def _quoted(keys: list[str]) -> str:
-    return ", ".join(f'"{key}"' for key in keys)

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.engine.gather.full_tensors import flat_form
 from shardwise.engine.step.agreement import forget_torn_steps
 from shardwise.engine.unit.binding import WRAPPED_NAME, units_of
 from shardwise.engine.unit.unit import Unit
@@ -36,7 +35,7 @@ from shardwise.wrapper.state_dict_types import (
     set_settings,
     temporary_settings,
 )
-from shardwise.wrapper.summon_full_params import summoned
+from shardwise.wrapper.summon_full_params import flat_lines, summoned
 
 OptimInput = Iterable[Any] | None
 
@@ -284,14 +283,14 @@ def _check_torch_call(unit: Unit, for_optimizers: bool, broadcasts: bool, drops_
             fix="call FullyShardedDataParallel.optim_state_dict(model, optimizer) to save, and "
             "optim_state_dict_to_load(model, optimizer, state) to get what optimizer.load_state_dict() needs",
         )
-    flat_params = [line.flat for line in flat_form(unit).lines if line.flat is not None]
+    flat_params = [line.flat for line in flat_lines(unit)]
     if flat_params and broadcasts:
         raise ConfigError(
             "broadcast_from_rank0=True does not work with flat parameters",
             where=where,
             fix="wrap with use_orig_params=True, or call model.load_state_dict() with the state dict on every rank",
         )
-    if drops_frozen and any(not param.requires_grad for param in flat_params):
+    if drops_frozen and any(param is not None and not param.requires_grad for param in flat_params):
         raise ConfigError(
             "ignore_frozen_params=True does not work with flat parameters",
             where=where,

@@ -23,7 +23,6 @@ from shardwise import trace
 from shardwise.engine.buffers import contiguous_strides
 from shardwise.engine.checkpoint_span import CheckpointSpan
 from shardwise.engine.gather.full_tensors import (
-    flat_form,
     flat_slots,
     full_tensor_of,
     is_flat,
@@ -48,6 +47,8 @@ from shardwise.wrapper.mixed_precision import original_buffer_dtypes
 from shardwise.wrapper.state_dict_types import FullStateDictConfig, StateDictType, settings_of
 from shardwise.wrapper.summon_full_params import (
     check_idle,
+    flat_lines,
+    flat_units,
     hide_flat_parameters,
     is_summoned,
     show_flat_parameters,
@@ -111,9 +112,8 @@ def _slots_by_local_key(
     """The keys of shards in this wrapper's local state dict, each with its unit and slots."""
     needed = _units_to_summon(unit)
     if unit in needed:
-        for line in flat_form(unit).lines:
-            if line.flat is not None:
-                yield prefix + line.name, (unit, line.slots)
+        for line in flat_lines(unit):
+            yield prefix + line.name, (unit, line.slots)
     unit_of = {slot: each for each in needed for slot in flat_slots(each)}
     for path, slot, place in own_places(wrapper, unit):
         if slot.is_shown and slot in unit_of:
@@ -197,7 +197,7 @@ class LoadHooks:
     def before(self, wrapper: nn.Module, state: State, prefix: str, *_: Any) -> None:
         (unit,) = units_of(wrapper)
         is_local = settings_of(wrapper).state_dict_type is LOCAL
-        flats = {prefix + line.name: line.flat for line in flat_form(unit).lines if line.flat is not None}
+        flats = {prefix + line.name: line.flat for line in flat_lines(unit)}
         for key in [key for key in state if key.startswith(prefix)]:
             if key in flats and state[key] is flats[key]:
                 del state[key]
@@ -277,24 +277,10 @@ def check_fits(wrapper: nn.Module, state: Any, strict: bool) -> None:
             fix="pass the result of state_dict()",
         )
     plainly = all(is_wrapper(member) or loads_plainly(member, LoadHooks) for member in wrapper.modules())
-    flat_parameters = {
-        id(line.flat)
-        for member in wrapper.modules()
-        for unit in units_of(member)
-        if is_flat(unit)
-        for line in flat_form(unit).lines
-        if line.flat is not None
-    }
-    check_state_dict(
-        wrapper,
-        state,
-        dict(_expected_entries(wrapper)),
-        _problem_with,
-        strict and plainly,
-        # torch's set_model_state_dict adds the model's flat parameters to the state dict it loads.
-        is_extra=lambda value: id(value) in flat_parameters,
-        arguments=arguments,
-    )
+    # torch's set_model_state_dict adds the model's own flat parameters to the state dict that it loads.
+    flat_ids = {id(line.flat) for unit in flat_units(wrapper.modules()) for line in flat_lines(unit)}
+    expected = dict(_expected_entries(wrapper))
+    check_state_dict(wrapper, state, expected, _problem_with, strict and plainly, arguments, flat_ids)
 
 
 def _problem_with(key: str, shape: tuple[int, ...] | None, value: Any) -> str | None:
@@ -308,17 +294,12 @@ def _expected_entries(wrapper: nn.Module) -> Iterator[tuple[str, tuple[int, ...]
     slots: dict[tuple[int, str], FlatSlot] = {}
     flats: dict[tuple[int, str], bool] = {}
     slot: FlatSlot | None
-    for unit in dict.fromkeys(unit for member in wrapper.modules() for unit in units_of(member)):
+    for unit in flat_units(wrapper.modules()):
         for slot in flat_slots(unit):
             for place in slot.places:
                 slots[id(place.params), place.name] = slot
-        if is_flat(unit):
-            is_local = settings_of(unit.modules[0]).state_dict_type is LOCAL
-            flats.update(
-                ((id(line.params), line.name), is_local)
-                for line in flat_form(unit).lines
-                if line.flat is not None
-            )
+        is_local = settings_of(unit.modules[0]).state_dict_type is LOCAL
+        flats.update(((id(line.params), line.name), is_local) for line in flat_lines(unit))
     is_local = settings_of(wrapper).state_dict_type is LOCAL
     for path, member in wrapper.named_modules(remove_duplicate=False):
         prefix = f"{clean_name(path)}." if clean_name(path) else ""

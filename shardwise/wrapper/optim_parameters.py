@@ -15,12 +15,13 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.comm.mesh import DataMesh
-from shardwise.engine.gather.full_tensors import flat_form, is_flat
-from shardwise.engine.unit.binding import clean_name, units_of
+from shardwise.engine.gather.full_tensors import flat_form
+from shardwise.engine.unit.binding import clean_name
 from shardwise.engine.unit.flat_form import FlatSlot, Line
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import ConfigError
 from shardwise.torch_internals import parameters_of
+from shardwise.wrapper.summon_full_params import flat_units, slots_by_parameter
 
 State = dict[str, Any]
 
@@ -47,14 +48,13 @@ class OptimParameters:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.units = flat_units(model)
+        self.units = flat_units(model.modules())
         self.slot_names = _names_of_slots(model, self.units)
         local_names = {id(param): clean_name(name) for name, param in model.named_parameters()}
         known: dict[int, OptimParameter] = {}
         for unit in self.units:
             for number, line in enumerate(flat_form(unit).lines):
-                groups = [line.slots] if line.flat is not None else [[slot] for slot in line.slots]
-                for slots in groups:
+                for slots in slots_by_parameter(line):
                     sharded = slots[0].sharded
                     own = [self.slot_names[slot] for slot in slots]
                     local = local_names.get(id(sharded), own[0])
@@ -82,10 +82,6 @@ class OptimParameters:
         return [name for entry in self._known.values() for name in entry.names]
 
 
-def flat_units(model: nn.Module) -> list[Unit]:
-    return [unit for unit in dict.fromkeys(u for m in model.modules() for u in units_of(m)) if is_flat(unit)]
-
-
 def _names_of_slots(model: nn.Module, units: list[Unit]) -> dict[FlatSlot, str]:
     """The name of each slot's parameter in ``model``; of a shared parameter, the first one."""
     places: dict[tuple[int, str], FlatSlot] = {}
@@ -106,7 +102,7 @@ def _names_of_slots(model: nn.Module, units: list[Unit]) -> dict[FlatSlot, str]:
 
 def mesh_of(model: nn.Module) -> DataMesh | None:
     """The mesh of the outermost wrapped module; None if nothing is wrapped."""
-    return next((unit.mesh for unit in flat_units(model)), None)
+    return next((unit.mesh for unit in flat_units(model.modules())), None)
 
 
 def is_first_rank(model: nn.Module) -> bool:

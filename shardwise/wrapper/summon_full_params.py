@@ -8,7 +8,7 @@ from summoned units too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
@@ -27,7 +27,7 @@ from shardwise.engine.gather.full_tensors import (
     write_parameter,
 )
 from shardwise.engine.unit.binding import units_of
-from shardwise.engine.unit.flat_form import FlatSlot
+from shardwise.engine.unit.flat_form import FlatSlot, Line
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import ConfigError, StateError
 from shardwise.torch_internals import inside_backward
@@ -53,8 +53,7 @@ def summoned(
             where=where,
             fix="pass writeback=False or rank0_only=False",
         )
-    modules = module.modules() if recurse else [module]
-    units = [unit for unit in dict.fromkeys(u for m in modules for u in units_of(m)) if is_flat(unit)]
+    units = flat_units(module.modules() if recurse else [module])
     for unit in units:
         check_idle(unit, "summon_full_params")
         if with_grads and unit.gradients.are_held:
@@ -82,6 +81,22 @@ def summoned(
             )
             _raise_at_lost_gradients(unit, writeback)
         yield
+
+
+def flat_units(modules: Iterable[nn.Module]) -> list[Unit]:
+    """The units of all wrappers among ``modules``."""
+    units = dict.fromkeys(unit for module in modules for unit in units_of(module))
+    return [unit for unit in units if is_flat(unit)]
+
+
+def flat_lines(unit: Unit) -> list[Line]:
+    """The lines of a unit that its wrapper has as flat parameters; none with ``use_orig_params``."""
+    return [line for line in flat_form(unit).lines if line.flat is not None]
+
+
+def slots_by_parameter(line: Line) -> list[list[FlatSlot]]:
+    """The slots of each parameter that an optimizer sees: all for a flat parameter, else one each."""
+    return [line.slots] if line.flat is not None else [[slot] for slot in line.slots]
 
 
 def check_idle(unit: Unit, call: str) -> None:
@@ -177,16 +192,14 @@ def _raise_lost_gradient(unit: Unit, name: str, param: torch.Tensor) -> None:
 
 def hide_flat_parameters(unit: Unit) -> None:
     """Removes flat parameters from the wrapper's own parameters."""
-    for line in flat_form(unit).lines:
-        if line.flat is not None:
-            line.params.pop(line.name, None)
+    for line in flat_lines(unit):
+        line.params.pop(line.name, None)
 
 
 def show_flat_parameters(unit: Unit) -> None:
     """Puts them back."""
-    for line in flat_form(unit).lines:
-        if line.flat is not None:
-            line.params[line.name] = line.flat
+    for line in flat_lines(unit):
+        line.params[line.name] = line.flat
 
 
 def _final_parameter(slot: FlatSlot, param: nn.Parameter) -> torch.Tensor | None:
@@ -214,7 +227,7 @@ def _write_back_gradients(unit: Unit, final: dict[FlatSlot, torch.Tensor | None]
     """Copies this rank's elements of the full gradients, where there are any, into the gradients of shards."""
     gradients = {slot: param.grad for slot, param in final.items() if param is not None}
     for line in flat_form(unit).lines:
-        for slots in [line.slots] if line.flat is not None else [[slot] for slot in line.slots]:
+        for slots in slots_by_parameter(line):
             param = slots[0].sharded
             if all(gradients.get(slot) is None for slot in slots):
                 param.grad = None
