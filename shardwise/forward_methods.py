@@ -1,4 +1,4 @@
-"""Other ways into units: methods that count as a forward, and models that share their lanes."""
+"""Functions on models sharded by either API: methods that count as a forward, and models that share side streams."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from shardwise.composable.fsdp_module import FSDPModule
 from shardwise.engine.unit.membership import units_of
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import ConfigError, ConfigTypeError
-from shardwise.wrapper.summon_full_params import WHOLE_ATTRIBUTE, check_shows_whole
+from shardwise.wrapper.summon_full_params import SUMMONED_ATTRIBUTE, check_has_full_parameters
 from shardwise.wrapper.wrapper import FullyShardedDataParallel
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Makes ``module.method_name(...)`` gather and free parameters as ``module(...)`` does.
 
-    Does nothing to a module that is not sharded, so that a program can call it either way.
+    Does nothing if the module is not sharded.
     """
     if isinstance(module, FullyShardedDataParallel):
         enter = module._enter_method
@@ -32,15 +32,15 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         raise ConfigError(
             f"{type(module).__name__} has no method '{method_name}'",
             where=f"register_fsdp_forward_method({type(module).__name__}, {method_name!r})",
-            fix="name a method that the module defines",
+            fix="pass the name of a method of the module",
         )
     (unit,) = units_of(module)
     hooks = unit.hooks
 
     @functools.wraps(method)
-    def gathered(*args: Any, **kwargs: Any) -> Any:
-        if WHOLE_ATTRIBUTE in module.__dict__:
-            check_shows_whole(unit)
+    def run_gathered(*args: Any, **kwargs: Any) -> Any:
+        if SUMMONED_ATTRIBUTE in module.__dict__:
+            check_has_full_parameters(unit)
             return method(*args, **kwargs)
         args, kwargs = enter(args, kwargs)
         try:
@@ -49,12 +49,12 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
             hooks.forward_raised(module, error)
             raise
 
-    # On the instance, past ``nn.Module.__setattr__``: other modules of the class are not concerned.
-    module.__dict__[method_name] = gathered
+    # On the instance, not on the class: other modules of the class may not be sharded.
+    module.__dict__[method_name] = run_gathered
 
 
 def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
-    """Lets several roots use the same lanes, so that chunks of a pipeline share their streams and memory pools."""
+    """Lets several models share their side streams and so their memory pools, e.g. the stages of a pipeline."""
     units: list[Unit] = []
     for module in modules:
         if not isinstance(module, FSDPModule):

@@ -1,14 +1,14 @@
-"""``FSDPModule``: what a sharded module can do besides being the module it was.
+"""``FSDPModule``: the methods that ``fully_shard`` adds to a module.
 
-The class is mixed into the module's own when it is sharded. Its methods translate: a module's settings become those of
-its units, and what happens is the engine's business.
+The class is mixed into the module's own class. Its methods check their arguments and pass them on to the module's
+units; gathers, reduces and frees are the engine's.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from typing import Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -35,39 +35,49 @@ from shardwise.plan.schedule import FREE, KEEP
 from shardwise.plan.sums import is_power_of_two
 from shardwise.torch_internals import untraced_itself
 
+if TYPE_CHECKING:
+    # A sharded module keeps its class, which Python's types cannot say. A base of ``Any`` is the nearest to it: type
+    # checkers see the methods below and nn.Module's, allow every other attribute, and take the result of
+    # ``fully_shard(model)`` where the model's own class is expected.
+    class _AnyModule(nn.Module, Any):  # type: ignore[misc]
+        def __getattr__(self, name: str) -> Any: ...
+else:
+    _AnyModule = object
+
 _FSDP_CLASSES: dict[type, type] = {}
 
 
 def become_fsdp_module(module: nn.Module) -> None:
+    """Changes the module's class to a subclass of ``FSDPModule`` and its own, made once for each class."""
     cls = type(module)
     if issubclass(cls, FSDPModule):
         return
     fsdp_cls = _FSDP_CLASSES.get(cls)
     if fsdp_cls is None:
-        # Threads that race here make equal classes; one of them stays.
+        # Threads may race here and make equal classes: setdefault keeps the first.
         made = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
         fsdp_cls = _FSDP_CLASSES.setdefault(cls, made)
     module.__class__ = fsdp_cls
 
 
 class UnshardHandle:
-    """What ``unshard(async_op=True)`` returns: wait on it before using the parameters."""
+    """Returned by ``unshard(async_op=True)``: call ``wait()`` before using the parameters."""
 
     def __init__(self, units: tuple[Unit, ...] = ()) -> None:
         self._units = units
 
     def wait(self) -> None:
-        """Makes the unsharded parameters usable and shows them in the module. Waiting twice does no harm."""
+        """Waits for the gather and puts the unsharded parameters into the module. A second call does nothing."""
         for unit in self._units:
             unit.wait_gather()
         self._units = ()
 
 
-class FSDPModule:
-    """What a sharded module can do besides being the module it was."""
+class FSDPModule(_AnyModule):
+    """The methods that a module has after ``fully_shard``, besides those of its own class."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        # Containers build parts of themselves by calling their class (slicing a Sequential): those are plain.
+        # Containers call their own class to make a part of themselves (a slice of a Sequential): it is not sharded.
         plain: Any = cls.__mro__[2]
         return plain(*args, **kwargs)
 
@@ -79,11 +89,11 @@ class FSDPModule:
 
     @untraced_itself
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Around all of the module's call, not as hooks inside it: ``module.compile()`` traces hooks too.
+        # Not registered as forward hooks: ``module.compile()`` would trace those.
         hooks = self.__dict__[UNITS_ATTRIBUTE][0].hooks
         args, kwargs = hooks.pre_forward(self, args, kwargs)
         try:
-            return hooks.post_forward(self, args, super().__call__(*args, **kwargs))  # type: ignore[misc]
+            return hooks.post_forward(self, args, super().__call__(*args, **kwargs))
         except BaseException as error:
             hooks.forward_raised(self, error)
             raise
@@ -91,15 +101,14 @@ class FSDPModule:
     # --- parameters by hand ---------------------------------------------------------------------------------------
 
     def reshard(self) -> None:
-        """Frees this module's unsharded parameters, if it has any, and shows the sharded ones. Not recursive."""
+        """Frees this module's unsharded parameters and puts the sharded ones back. Not recursive."""
         for unit in _own_units(self):
             unit.reshard(trace.IDLE)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gathers this module's parameters. Not recursive.
 
-        With ``async_op`` the gather runs in the background: the handle's ``wait()``, or the module's own forward,
-        waits for it.
+        With ``async_op`` it returns a handle at once; ``handle.wait()`` or the module's forward waits for the gather.
         """
         units = _own_units(self)
         for unit in units:
@@ -117,9 +126,9 @@ class FSDPModule:
         return None
 
     def reset_iter_state(self) -> None:
-        """Forgets a step that raised: parameters are sharded again, gradients half way are dropped.
+        """Cleans up after a step that raised: reshards parameters and drops gradients that are not reduced yet.
 
-        The next forward of the root does this by itself; call it to have the memory back at once.
+        The next forward of the root does the same; call this to free the memory at once.
         """
         for unit in _own_units(self):
             unit.root.reset()
@@ -128,12 +137,12 @@ class FSDPModule:
     # --- settings -------------------------------------------------------------------------------------------------
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Says whether the next backward is the last one through this forward."""
+        """Tells whether the next backward is the last one through this forward."""
         for unit in _own_units(self):
             unit.root.is_last_backward = is_last_backward
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Without sync, gradients stay unsharded on this rank: for micro-batches before the last one."""
+        """With False, backward keeps unsharded gradients on this rank: for all micro-batches but the last."""
         units = _units_below(self, recurse)
         if not requires_gradient_sync:
             check_not_exact(units, "set_requires_gradient_sync(False)", "sums micro-batches before ranks")
@@ -141,12 +150,12 @@ class FSDPModule:
             unit.gradients.are_synced = requires_gradient_sync
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Changes what is kept after forward; said to the root itself, it holds for the root too."""
+        """Changes whether parameters are freed after forward. Called on the root, it applies to the root as well."""
         if not isinstance(reshard_after_forward, bool):
             raise ConfigTypeError(
                 f"set_reshard_after_forward takes a bool, not {reshard_after_forward!r}",
                 where=f"{type(self).__name__}.set_reshard_after_forward",
-                fix="pass True or False; an int is given to fully_shard, which makes its groups",
+                fix="pass True or False; to reshard to smaller groups, pass an int to fully_shard",
             )
         for unit in _units_below(self, recurse):
             unit.configure(
@@ -154,12 +163,12 @@ class FSDPModule:
             )
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Keeps parameters unsharded after backward, to save the next forward's gather while they do not change."""
+        """With False, keeps parameters unsharded after backward: saves the next gather while they do not change."""
         for unit in _units_below(self, recurse):
             unit.configure(frees_after_backward=reshard_after_backward)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """With replicas: puts the sum over them off, while the sum over shards goes on and accumulates."""
+        """With False, backward accumulates reduce-scattered gradients without the all-reduce over replicas."""
         units = _units_below(self, recurse)
         if not requires_all_reduce:
             check_not_exact(units, "set_requires_all_reduce(False)", "sums micro-batches before replicas")
@@ -167,7 +176,7 @@ class FSDPModule:
             unit.gradients.settings.all_reduces = requires_all_reduce
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Says that backward does not need this module's parameters (an embedding's, say), so none are gathered."""
+        """With False, backward does not gather this module's parameters, if it needs none (an embedding)."""
         for unit in _own_units(self):
             unit.configure(gathers_in_backward=unshard_in_backward)
 
@@ -175,69 +184,69 @@ class FSDPModule:
         """Divides summed gradients by ``factor`` instead of the number of ranks."""
         if not factor > 0:
             raise ConfigError(
-                f"a gradient divide factor of {factor} divides nothing",
+                f"gradient divide factor is {factor}, not a positive number",
                 where=f"{type(self).__name__}.set_gradient_divide_factor",
-                fix="pass a number above zero; 1.0 gives the plain sum",
+                fix="pass a positive number; 1.0 gives the plain sum",
             )
         units = _own_units(self)
         if not is_power_of_two(factor):
             check_not_exact(
-                units, f"set_gradient_divide_factor({factor})", "rounds: its factor is no power of two"
+                units, f"set_gradient_divide_factor({factor})", "rounds: its factor is not a power of two"
             )
         for unit in units:
             unit.gradients.settings.divide_factor = factor
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """The old name of ``set_gradient_divide_factor``."""
+        """Deprecated name of ``set_gradient_divide_factor``."""
         warnings.warn("use set_gradient_divide_factor instead", FutureWarning, stacklevel=2)
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Uses plain sums on the wire, divided here, even where the group could average."""
+        """Reduces with SUM and divides afterwards, even if the backend can average."""
         for unit in _own_units(self):
             unit.gradients.settings.sums_only = enable
 
     def set_all_reduce_hook(self, hook: AllReduceHook, *, stream: torch.cuda.Stream | None = None) -> None:
-        """Calls ``hook`` with the reduced row (summed over replicas, if there are any) before its last division."""
+        """Calls ``hook`` with the reduced gradients, after any all-reduce over replicas, before the last division."""
         check_not_exact(_own_units(self), "set_all_reduce_hook", "may change them for each micro-batch")
         for unit in _own_units(self):
             if stream is not None and unit.mesh.replicate is not None:
                 raise ConfigError(
                     "a stream was given for the all-reduce hook of a unit that has replicas",
                     where=f"{type(self).__name__}.set_all_reduce_hook, rank {unit.rank}",
-                    fix="leave the stream out: with replicas the hook runs on the engine's own",
+                    fix="leave stream out: with replicas the hook runs on the all-reduce stream",
                 )
             unit.gradients.settings.hook = hook
             unit.gradients.settings.hook_stream = stream
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """The next gathers wait for ``event`` instead of everything on the current stream; used once."""
+        """Makes the next gathers wait for ``event`` instead of the current stream. Used once."""
         for unit in _own_units(self):
             unit.root.post_optim_event = event
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
-        """Counts parameters without a gradient as zero, for ranks that use different ones.
+        """Reduces zeros for parameters without a gradient, so that ranks may use different parameters.
 
-        Reduces then wait for the end of backward, where ranks know what came in. Ranks still run the same forwards; a
-        unit that only some backwards reach must not be gathered for them (``reshard_after_forward=False``).
+        Units are then reduced at the end of backward. All ranks must still run the same forwards; a unit that only
+        some ranks' backwards reach must not need a gather there (``reshard_after_forward=False``).
         """
         for unit in _units_below(self, recurse):
             unit.gradients.settings.includes_unused = reduce_scatter_unused_params or unit.settings.is_joint
 
     def set_safe_participation(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Lets ranks run different modules: what a rank does not run, it joins in with zeros.
+        """Lets ranks run different modules: a rank contributes zeros for modules that it does not run.
 
-        Within the forward of the outermost sharded module, a rank may then run these modules or not, in any order and
-        as often as it likes. They are gathered together when that forward begins, kept to the end of backward and
-        reduced there: it takes the memory of their full parameters and gradients. Gradients are averages over all
-        ranks; a parameter that no rank has used gets zeros. Call it on all ranks alike, between steps.
+        Within the forward of the outermost sharded module each rank may run these modules any number of times, in any
+        order, or not at all. All of them are gathered when that forward begins and reduced at the end of backward,
+        which takes the memory of their full parameters and gradients. Gradients are averaged over all ranks; a
+        parameter that no rank used gets zeros. Call it on every rank, between steps.
         """
         set_joint(_units_below(self, recurse), enable)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """How many reduces may have their input in memory at once; more overlap for more memory."""
+        """Limits how many reduces may hold their input at once: more overlap for more memory."""
         call = f"{type(self).__name__}.set_reduce_scatter_max_input_buffers"
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
             raise ConfigTypeError(
@@ -249,9 +258,9 @@ class FSDPModule:
             unit.gradients.max_inputs = max_input_buffers
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Reduces over a process group of their own, so that they need not queue up behind gathers.
+        """Reduces over a separate process group, so that reduces do not queue behind gathers.
 
-        Call it on all ranks alike: it makes a group.
+        It creates a process group: call it on every rank.
         """
         units = _units_below(self, recurse)
         if enable:
@@ -263,7 +272,7 @@ class FSDPModule:
                 unit.gradients.settings.calls = unit.mesh.shard
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
-        """Gathers with ``comm`` and in buffers from its ``allocate``. Parameters travel as bytes."""
+        """Gathers with ``comm``, in buffers from ``comm.allocate``. Parameters are sent as bytes."""
         setter = "set_custom_all_gather"
         units = _own_units(self)
         _check_gather_is_free(units, setter)
@@ -273,7 +282,7 @@ class FSDPModule:
             )
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
-        """Reduces with ``comm`` and in buffers from its ``allocate``."""
+        """Reduces with ``comm``, in buffers from ``comm.allocate``."""
         setter = "set_custom_reduce_scatter"
         units = _own_units(self)
         _check_reduce_is_free(units, setter)
@@ -283,7 +292,7 @@ class FSDPModule:
             )
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Sends and receives through memory of the process group's own, where its backend offers any."""
+        """Uses buffers that the process group allocates, if its backend can."""
         setter = "set_allocate_memory_from_process_group_for_comm"
         units = _own_units(self)
         if enable:
@@ -301,7 +310,7 @@ class FSDPModule:
                 unit.gradients.settings.calls = shard
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Gathers through symmetric memory, for NCCL's faster ways where the hardware has them."""
+        """Gathers through symmetric memory, which lets NCCL use faster algorithms on hardware that has them."""
         setter = "set_symm_mem_for_comm"
         units = _own_units(self)
         _check_gather_is_free(units, setter)
@@ -310,13 +319,13 @@ class FSDPModule:
             unit.configure(gather_calls=StagedCollectives(unit.mesh.shard, allocate, set_by=setter))
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Gathers these modules when this one's forward begins."""
+        """Gathers ``modules`` when this module's forward begins."""
         chosen = _units_of_all(modules, "set_modules_to_forward_prefetch")
         for unit in _own_units(self):
             unit.configure(forward_prefetch=chosen)
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Gathers these modules when this one's backward begins, instead of the one that ran before it."""
+        """Gathers ``modules`` when this module's backward begins, instead of the module that ran before it."""
         chosen = _units_of_all(modules, "set_modules_to_backward_prefetch")
         for unit in _own_units(self):
             unit.configure(backward_prefetch=chosen)
@@ -324,22 +333,22 @@ class FSDPModule:
     # --- state ----------------------------------------------------------------------------------------------------
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """As ``nn.Module.load_state_dict``; takes whole tensors too, and loads nothing from what does not fit."""
-        check_fits(cast(nn.Module, self), state_dict, strict, assign)
+        """As ``nn.Module.load_state_dict``; accepts full tensors too, and loads nothing if anything does not fit."""
+        check_fits(self, state_dict, strict, assign)
         forget_torn_steps(_own_units(self))
-        return super().load_state_dict(state_dict, strict, assign)  # type: ignore[misc]
+        return super().load_state_dict(state_dict, strict, assign)
 
     def share_memory(self) -> NoReturn:
-        """Refused: parts of one buffer cannot be moved to shared memory one by one."""
+        """Raises: the shards are views of one buffer and cannot be moved to shared memory one by one."""
         raise not_copied("share_memory", type(self).__name__)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        # ``.to()`` and the like must find the sharded parameters, not the unsharded ones.
+        # ``.to()`` and the like must be applied to the sharded parameters.
         self.reshard()
         params = [slot.sharded for unit in _own_units(self) for slot in unit.slots]
         attributes = [dict(param.__dict__) for param in params]
-        applied = super()._apply(*args, **kwargs)  # type: ignore[misc]
-        # torch gives a DTensor a new body and drops what users have set on the old one.
+        applied = super()._apply(*args, **kwargs)
+        # torch swaps a DTensor's contents and drops attributes that users have set on the parameter.
         for param, kept in zip(params, attributes, strict=True):
             param.__dict__.update({**kept, **param.__dict__})
         for unit in _own_units(self):
@@ -357,7 +366,7 @@ def _units_below(module: Any, recurse: bool) -> list[Unit]:
 
 
 def _set_by(unit: Unit, calls: GroupCollectives) -> str:
-    """The setting that chose these calls; empty for those that a unit is born with."""
+    """The name of the method that set these collectives; empty for the default ones."""
     if calls is unit.mesh.shard:
         return ""
     return (
@@ -377,11 +386,11 @@ def _check_reduce_is_free(units: Iterable[Unit], setter: str) -> None:
         _check_is_free(unit, "reduces", _set_by(unit, unit.gradients.settings.calls), setter)
 
 
-def _check_is_free(unit: Unit, does: str, other: str, setter: str) -> None:
-    """One setting would silently put the other aside."""
+def _check_is_free(unit: Unit, collectives: str, other: str, setter: str) -> None:
+    """Raises if ``setter`` would silently replace what another method has set."""
     if other not in ("", setter):
         raise ConfigError(
-            f"unit '{unit.name}' {does} the way {other} says, and {setter} says another",
+            f"{setter} conflicts with {other}, which already sets how unit '{unit.name}' {collectives}",
             where=f"{setter}, unit '{unit.name}', rank {unit.rank}",
             fix=f"call {other} or {setter}, not both",
         )

@@ -1,24 +1,24 @@
-"""``fully_shard``: the composable face. Modules keep their class and names; their parameters become DTensors.
+"""``fully_shard``: the composable API. Modules keep their names and methods; their parameters become DTensors.
 
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)                 # or, in one call: fully_shard(model, wrap=Block)
 
-Arguments are checked here, completely, before the engine changes anything.
+All arguments are checked before anything changes; then the engine makes the units.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, overload
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm.mesh import DataMesh, data_mesh, default_device_type, default_mesh, join_launched_ranks
-from shardwise.composable.fsdp_module import become_fsdp_module
+from shardwise.composable.fsdp_module import FSDPModule, become_fsdp_module
 from shardwise.composable.state_dicts import keep_state_dicts_sharded
 from shardwise.engine.exact.exact_sums import EXACT_SUMMATION, check_mesh
 from shardwise.engine.reduce.reduce_plan import DEFAULT_SUMMATION
@@ -30,41 +30,41 @@ from shardwise.errors import ConfigError, ConfigTypeError
 from shardwise.plan.schedule import plan_after_forward
 from shardwise.policies import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 M = TypeVar("M", bound=nn.Module)
 
-_AS_IS = MixedPrecisionPolicy()
-_ON_DEVICE = OffloadPolicy()
+_DEFAULT_PRECISION = MixedPrecisionPolicy()
+_NO_OFFLOAD = OffloadPolicy()
+
+
+class UnitOptions(TypedDict, total=False):
+    """The keywords of ``fully_shard`` that may differ between the units of one model."""
+
+    mesh: DeviceMesh | None
+    reshard_after_forward: bool | int | None
+    shard_placement_fn: PlacementFn | None
+    mp_policy: MixedPrecisionPolicy
+    offload_policy: OffloadPolicy
+    dp_mesh_dims: DataParallelMeshDims | None
+    exact: bool
 
 
 @overload
 def fully_shard(
-    module: M,
+    module: nn.Module,
     *,
-    mesh: DeviceMesh | None = ...,
-    reshard_after_forward: bool | int | None = ...,
-    shard_placement_fn: PlacementFn | None = ...,
-    mp_policy: MixedPrecisionPolicy = ...,
-    offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
-    dp_mesh_dims: DataParallelMeshDims | None = ...,
     wrap: Wrap | None = ...,
-    exact: bool = ...,
-) -> M: ...
+    **options: Unpack[UnitOptions],
+) -> FSDPModule: ...
 
 
 @overload
 def fully_shard(
-    module: list[nn.Module],
-    *,
-    mesh: DeviceMesh | None = ...,
-    reshard_after_forward: bool | int | None = ...,
-    shard_placement_fn: PlacementFn | None = ...,
-    mp_policy: MixedPrecisionPolicy = ...,
-    offload_policy: OffloadPolicy = ...,
-    ignored_params: set[nn.Parameter] | None = ...,
-    dp_mesh_dims: DataParallelMeshDims | None = ...,
-    exact: bool = ...,
-) -> list[nn.Module]: ...
+    module: list[M], *, ignored_params: set[nn.Parameter] | None = ..., **options: Unpack[UnitOptions]
+) -> list[FSDPModule]: ...
 
 
 def fully_shard(
@@ -73,41 +73,41 @@ def fully_shard(
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: PlacementFn | None = None,
-    mp_policy: MixedPrecisionPolicy = _AS_IS,
-    offload_policy: OffloadPolicy = _ON_DEVICE,
+    mp_policy: MixedPrecisionPolicy = _DEFAULT_PRECISION,
+    offload_policy: OffloadPolicy = _NO_OFFLOAD,
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     wrap: Wrap | None = None,
     exact: bool = False,
-) -> Any:
-    """Shards a module's parameters, gradients and so its optimizer state over the ranks of a mesh.
+) -> FSDPModule | list[FSDPModule]:
+    """Shards a module's parameters, gradients and optimizer state over the ranks of a mesh.
 
-    The parameters of ``module`` that no earlier call took become one *unit*: gathered together before the module
-    runs, freed after it, gathered again for its backward, their gradients reduced together. So call it bottom-up, on
-    the blocks of a model and then on the model; or let ``wrap`` do that.
+    The parameters of ``module`` that no earlier call has sharded become one *unit*: gathered together before forward,
+    freed after it, gathered again for backward, their gradients reduced together. So call it bottom-up, on the blocks
+    of a model and then on the model; or let ``wrap`` do that.
 
     Args:
         module: the module to shard, in place; or a list of modules that become one unit.
         mesh: one axis (shard) or two (replicate, shard). Default: all ranks.
         reshard_after_forward: ``True`` frees parameters after forward and gathers them again in backward; ``False``
-            keeps them; an int keeps them sharded over that many neighbouring ranks; ``None`` means ``True``. The
-            outermost unit keeps its parameters for the backward to come (``set_reshard_after_forward`` overrides that).
-        shard_placement_fn: takes a parameter, returns the ``Shard(dim)`` it is cut along, or ``None`` for dim 0. Sizes
-            need not divide.
+            keeps them; an int reshards them to groups of that many neighbouring ranks; ``None`` means ``True``. The
+            outermost unit always keeps its parameters until backward, unless ``set_reshard_after_forward`` is called.
+        shard_placement_fn: takes a parameter and returns the ``Shard(dim)`` to shard it along, or ``None`` for dim 0.
+            The dimension need not be divisible by the number of ranks.
         mp_policy: dtypes to compute and reduce in.
-        offload_policy: where shards live.
-        ignored_params: parameters to leave alone.
+        offload_policy: where shards are kept.
+        ignored_params: parameters that are not sharded.
         dp_mesh_dims: which axes of a larger mesh shard and replicate.
-        wrap: which modules below become units of their own first: a class, several, a least number of elements, or a
-            callable that takes a module and returns a bool or a mapping of keywords for it.
-        exact: sum gradients in one fixed order over micro-batches, in float32, so that the same micro-batches give
-            the same bits on 1, 2, 4, 8, ... ranks and however the model is sharded. For all units of a model, or none.
+        wrap: which submodules become units of their own first: a class, several classes, a minimum number of elements,
+            or a callable that takes a module and returns a bool or a mapping of keywords for that module.
+        exact: sum gradients in one fixed order over micro-batches, in float32, so that the same micro-batches give the
+            same bits on 1, 2, 4, 8, ... ranks, however the model is sharded. Use it for all units of a model or none.
 
     Returns:
-        ``module``, whose class is now also an ``FSDPModule``.
+        ``module`` itself, whose class is now a subclass of its own class and ``FSDPModule``.
     """
     modules = _as_modules(module)
-    options: dict[str, Any] = {
+    options: UnitOptions = {
         "mesh": mesh,
         "reshard_after_forward": reshard_after_forward,
         "shard_placement_fn": shard_placement_fn,
@@ -117,49 +117,43 @@ def fully_shard(
         "exact": exact,
     }
     ignored = _checked_ignored(ignored_params)
-    chosen: list[tuple[tuple[nn.Module, ...], dict[str, Any]]] = []
+    chosen: list[tuple[tuple[nn.Module, ...], UnitOptions]] = []
     if wrap is not None:
         if len(modules) != 1:
             raise ConfigError(
-                "wrap chooses units inside one module, but a list of modules was given",
+                "wrap selects units inside one module, but a list of modules was given",
                 where="fully_shard([...], wrap=...)",
-                fix="call fully_shard once for each of them",
+                fix="call fully_shard once for each module",
             )
         for inner, overrides in choose_modules(modules[0], wrap, ignored):
             if not units_of(inner):
-                chosen.append(((inner,), {**options, **overrides}))
+                chosen.append(((inner,), {**options, **overrides}))  # type: ignore[typeddict-item]
     chosen.append((modules, options))
-    # Every call is checked before the first one changes anything: a refusal leaves the whole model as it was.
-    calls = [_Call(members, ignored, **chosen_options) for members, chosen_options in chosen]
-    for call in calls:
-        call.make()
-    return module
+    # All units are checked before the first one is made: an error leaves the whole model unchanged.
+    plans = [_UnitPlan(members, ignored, unit_options) for members, unit_options in chosen]
+    for plan in plans:
+        plan.make_unit()
+    sharded: FSDPModule | list[FSDPModule] = module
+    return sharded
 
 
-class _Call:
-    """One checked call: everything a unit needs, and nothing changed yet."""
+class _UnitPlan:
+    """One unit to be made, with its arguments checked. Making the plan changes nothing."""
 
     def __init__(
-        self,
-        modules: tuple[nn.Module, ...],
-        ignored: set[nn.Parameter],
-        mesh: DeviceMesh | None,
-        reshard_after_forward: bool | int | None,
-        shard_placement_fn: PlacementFn | None,
-        mp_policy: MixedPrecisionPolicy,
-        offload_policy: OffloadPolicy,
-        dp_mesh_dims: DataParallelMeshDims | None,
-        exact: bool,
+        self, modules: tuple[nn.Module, ...], ignored: set[nn.Parameter], options: UnitOptions
     ) -> None:
+        mesh, exact = options["mesh"], options["exact"]
+        reshard_after_forward = options["reshard_after_forward"]
         self.modules = modules
         self.ignored = ignored
-        self.placement_fn = shard_placement_fn
-        self.precision = mp_policy
-        self.offload = offload_policy
+        self.placement_fn = options["shard_placement_fn"]
+        self.precision = options["mp_policy"]
+        self.offload = options["offload_policy"]
         self.name = type(modules[0]).__name__
         call = f"fully_shard({self.name})"
         _check_modules(modules, call)
-        _check_policies(mp_policy, offload_policy, call)
+        _check_policies(self.precision, self.offload, call)
         if mesh is None:
             join_launched_ranks()
             params = (param for module in modules for param in module.parameters())
@@ -170,7 +164,7 @@ class _Call:
                 where=call,
                 fix="make one with torch.distributed.device_mesh.init_device_mesh",
             )
-        self.mesh: DataMesh = data_mesh(mesh, dp_mesh_dims, call)
+        self.mesh: DataMesh = data_mesh(mesh, options["dp_mesh_dims"], call)
         self.where = f"{call}, rank {self.mesh.rank}"
         self.after_forward = plan_after_forward(
             reshard_after_forward,
@@ -180,16 +174,17 @@ class _Call:
         )
         if reshard_after_forward == 1 and reshard_after_forward is not True:
             warnings.warn(
-                "reshard_after_forward=1 keeps the parameters whole on every rank, which is False; True frees them",
+                "reshard_after_forward=1 keeps full parameters on every rank, as False does; True frees them",
                 stacklevel=3,
             )
         self.sums = EXACT_SUMMATION if exact else DEFAULT_SUMMATION
         if exact:
             check_mesh(self.mesh, self.where)
-        check_unit(modules, ignored, shard_placement_fn, self.mesh, self.where)
-        _check_precision_fits(modules, ignored, mp_policy, self.where)
+        check_unit(modules, ignored, self.placement_fn, self.mesh, self.where)
+        _check_precision_fits(modules, ignored, self.precision, self.where)
 
-    def make(self) -> None:
+    def make_unit(self) -> None:
+        """Shards the modules' parameters as one unit and adds ``FSDPModule``'s methods to the modules."""
         unit = make_unit(
             self.name,
             self.modules,
@@ -216,7 +211,9 @@ def _as_modules(module: Any) -> tuple[nn.Module, ...]:
                 fix="pass an nn.Module or a list of them",
             )
     if not modules:
-        raise ConfigError("fully_shard was given no module", where="fully_shard([])", fix="pass at least one")
+        raise ConfigError(
+            "fully_shard was given an empty list", where="fully_shard([])", fix="pass at least one module"
+        )
     return modules
 
 
@@ -226,13 +223,13 @@ def _checked_ignored(ignored: Iterable[nn.Parameter] | None) -> set[nn.Parameter
         taken = membership(param) if isinstance(param, torch.Tensor) else None
         if taken is not None:
             raise ConfigError(
-                f"ignored_params holds parameter '{taken[1].name}', which unit '{taken[0].name}' has sharded already",
+                f"ignored parameter '{taken[1].name}' is already sharded, by unit '{taken[0].name}'",
                 where=f"fully_shard(ignored_params=...), rank {taken[0].rank}",
-                fix="pass it to every call that could take the parameter, from the first one on",
+                fix="pass the same ignored_params to every call of fully_shard on this model, from the first one on",
             )
         if not isinstance(param, torch.Tensor):
             raise ConfigTypeError(
-                f"ignored_params holds a {type(param).__name__}",
+                f"ignored_params contains a {type(param).__name__}",
                 where="fully_shard(ignored_params=...)",
                 fix="pass the parameters themselves, e.g. set(model.adapter.parameters())",
             )
@@ -241,7 +238,7 @@ def _checked_ignored(ignored: Iterable[nn.Parameter] | None) -> set[nn.Parameter
 
 def _check_modules(modules: tuple[nn.Module, ...], where: str) -> None:
     if len(set(modules)) != len(modules):
-        raise ConfigError("a module stands in the list twice", where=where, fix="name each module once")
+        raise ConfigError("a module is in the list twice", where=where, fix="pass each module once")
     for module in modules:
         name = type(module).__name__
         if units_of(module):
@@ -250,9 +247,9 @@ def _check_modules(modules: tuple[nn.Module, ...], where: str) -> None:
             )
         if not has_forward(module):
             raise ConfigError(
-                f"{name} only holds modules: nothing calls it, so nothing would gather its parameters",
+                f"{name} has no forward: it is never called, so its parameters would never be gathered",
                 where=where,
-                fix=f"shard the modules inside the {name}, or the module around it",
+                fix=f"shard the modules inside the {name}, or the module that contains it",
             )
 
 
@@ -267,7 +264,7 @@ def _check_policies(precision: MixedPrecisionPolicy, offload: OffloadPolicy, whe
         raise ConfigTypeError(
             f"offload_policy is a {type(offload).__module__}.{type(offload).__name__}",
             where=where,
-            fix="pass a shardwise.CPUOffloadPolicy or leave it out",
+            fix="pass a shardwise.CPUOffloadPolicy, or leave offload_policy out",
         )
 
 
@@ -279,15 +276,15 @@ def _check_precision_fits(
         if taken is not None and taken[0].settings.precision.param_dtype != precision.param_dtype:
             raise ConfigError(
                 f"parameter '{found.name}' is tied to unit '{taken[0].name}', which computes in "
-                f"{taken[0].settings.precision.param_dtype or 'its own dtype'}; here it would be "
+                f"{taken[0].settings.precision.param_dtype or 'its own dtype'}; this unit would compute in "
                 f"{precision.param_dtype or 'its own dtype'}",
                 where=f"MixedPrecisionPolicy(param_dtype=...), parameter '{found.name}', {where}",
                 fix="give both units the same param_dtype",
             )
         if precision.reduce_dtype is not None and found.param.is_complex() and found.param.requires_grad:
             raise ConfigError(
-                f"parameter '{found.name}' is of {found.param.dtype}, and its gradient would lose its imaginary part "
-                f"when reduced in {precision.reduce_dtype}",
+                f"parameter '{found.name}' is {found.param.dtype}: reducing its gradient in {precision.reduce_dtype} "
+                f"would drop the imaginary part",
                 where=f"MixedPrecisionPolicy(reduce_dtype=...), parameter '{found.name}', {where}",
-                fix="leave reduce_dtype out for the unit that holds it",
+                fix="leave reduce_dtype out for the unit of this parameter",
             )

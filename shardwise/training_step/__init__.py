@@ -1,1 +1,1 @@
-"""What surrounds a training step, for models sharded in either way: clipping, CUDA graphs, batches."""
+"""Around a training step, for models of either API: clipping, loss scaling, CUDA graphs, uneven batches."""

@@ -1,4 +1,4 @@
-"""The optimizers of a captured step: found as they step, made to take from the device what changes between steps."""
+"""The optimizers of a captured step: collected as they step, made to read step counts and rates on the device."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ class CapturableOptimizers:
 
     def __init__(self) -> None:
         self._known: dict[int, Optimizer] = {}
-        # Learning rates that live on the device, each with the group that shows it.
+        # Learning rates on the device, each with its parameter group.
         self._rates: list[tuple[dict[str, Any], torch.Tensor]] = []
 
     @contextmanager
-    def noticed(self) -> Iterator[None]:
-        """While it is open, optimizers that step are taken in."""
+    def collect(self) -> Iterator[None]:
+        """Collects every optimizer that steps inside this context."""
 
-        def note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        def add(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             self._known.setdefault(id(optimizer), optimizer)
 
-        handle = register_optimizer_step_pre_hook(note)
+        handle = register_optimizer_step_pre_hook(add)
         try:
             yield
         finally:
             handle.remove()
 
     def make_capturable(self) -> None:
-        """Keeps step counts and learning rates on the device, for optimizers that can take them from there."""
+        """Moves step counts and learning rates to the device, for optimizers that can read them there."""
         for optimizer in self._known.values():
             groups = optimizer.param_groups
             if any(group.get("capturable") is False for group in groups):
                 for group in groups:
                     group["capturable"] = True
-                # Loading its own state puts each part where a capturable optimizer has it.
+                # Loading its own state moves it to where a capturable optimizer needs it.
                 optimizer.load_state_dict(optimizer.state_dict())
             for group in optimizer.param_groups:
-                if not isinstance(group.get("lr"), torch.Tensor) and _takes_a_tensor(group):
+                if not isinstance(group.get("lr"), torch.Tensor) and _accepts_tensor_rate(group):
                     group["lr"] = torch.tensor(float(group["lr"]), device=group["params"][0].device)
         self._rates = [
             (group, group["lr"])
@@ -53,15 +53,15 @@ class CapturableOptimizers:
             if isinstance(group.get("lr"), torch.Tensor)
         ]
 
-    def take_over_rates(self) -> None:
-        """Writes learning rates that were set as numbers since the last step into the tensors that replays read."""
+    def update_learning_rates(self) -> None:
+        """Copies learning rates that were set as numbers since the last step to the tensors that replays read."""
         for group, rate in self._rates:
             if group["lr"] is not rate:
                 rate.fill_(group["lr"])
                 group["lr"] = rate
 
     def options(self) -> Options:
-        """What replays have built in: a change of it makes a recording useless."""
+        """The options that a recording contains as constants: if they change, the step must be recorded again."""
         return [
             {
                 key: value
@@ -73,7 +73,7 @@ class CapturableOptimizers:
         ]
 
     def gradients(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-        """Each parameter with the gradient it has now."""
+        """Each parameter with its current gradient."""
         return [
             (param, param.grad)
             for optimizer in self._known.values()
@@ -82,7 +82,7 @@ class CapturableOptimizers:
         ]
 
 
-def _takes_a_tensor(group: dict[str, Any]) -> bool:
-    """Whether this optimizer reads its learning rate on the device; others would ask the host for the number."""
+def _accepts_tensor_rate(group: dict[str, Any]) -> bool:
+    """Whether the optimizer reads the learning rate on the device; others would copy it to the host."""
     on_device = all(param.device.type == "cuda" for param in group["params"])
     return "lr" in group and bool(group.get("capturable") or group.get("fused")) and on_device

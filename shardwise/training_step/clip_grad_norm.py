@@ -1,12 +1,12 @@
-"""The norm of gradients, and clipping by it, where parameters lie on several meshes or on none.
+"""``clip_grad_norm_`` for parameters on several meshes or on none.
 
-    gradients ──local norms──▶ one value a mesh ──one all-reduce a mesh──▶ values of whole gradients ──▶ total
+    gradients ──local norms──▶ one value per mesh ──one all-reduce per mesh──▶ values of full gradients ──▶ total
 
-torch's ``clip_grad_norm_`` needs all gradients on one mesh. Here each mesh is reduced by itself, over those of its
-axes that shard; a gradient that an axis only repeats is counted once. Every rank computes the same total.
+torch's ``clip_grad_norm_`` needs all gradients on one mesh. Here each mesh has its own all-reduce, over the axes that
+shard; a gradient that is replicated over an axis is counted once. Every rank computes the same total.
 
-Where all of a unit's gradients still lie in the row they were reduced into, that row is summed up and scaled as one
-tensor. Where a model sums its gradients exactly, so is their norm (``exact_norm``).
+While all of a unit's gradients are views of the buffer they were reduced into, the buffer is summed and scaled as one
+tensor. For a model with exact sums the norm is exact too (``exact_norm``).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from shardwise.torch_internals import local_of, multiply_all, norms_of, spec_of
 from shardwise.training_step.exact_norm import check_order, largest_of, norm_from, words_of
 
 _CALL = "clip_grad_norm_"
-# Of some tensors, as a tensor on that device.
+# Computes one value of all these tensors, on the given device.
 Measure = Callable[[list[torch.Tensor], torch.device], torch.Tensor]
 _CLIP = collective_code("sum up the norm of gradients")
 
@@ -43,22 +43,21 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """Scales gradients down, in place, so that the norm of all of them together is at most ``max_norm``.
+    """Scales gradients in place so that their total norm is at most ``max_norm``.
 
-    Among parameters of a model that was sharded with ``exact=True`` the norm does not depend on how they are sharded,
-    to the last bit; it must then be of order 1, 2 or infinity.
+    For a model sharded with ``exact=True`` the norm has the same bits however the model is sharded; its order must then
+    be 1, 2 or infinity.
 
     Args:
         parameters: plain tensors, shards of wrapped modules and DTensors on any meshes; those without a gradient are
-            passed over. Parameters on one mesh must be the same on all its ranks, their gradients may be missing on
-            some.
-        max_norm: the largest norm to leave.
+            skipped. All ranks of a mesh must pass the same parameters; gradients may be missing on some ranks.
+        max_norm: the largest norm allowed.
         norm_type: the order of the norm, ``float("inf")`` for the largest element.
-        error_if_nonfinite: raises on every rank, before anything is scaled, if the total is nan or infinite.
-        foreach: ``False`` computes tensor by tensor; otherwise all tensors of a device and dtype together.
+        error_if_nonfinite: raise on every rank, before anything is scaled, if the total is nan or infinite.
+        foreach: ``False`` computes tensor by tensor; otherwise all tensors of one device and dtype together.
 
     Returns:
-        The norm before clipping, as of the unsharded model: a plain tensor, the same on every rank.
+        The norm of the unsharded model's gradients before clipping: a plain tensor, the same on every rank.
     """
     params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     for param in params:
@@ -69,10 +68,12 @@ def clip_grad_norm_(
                 fix="pass parameters, e.g. model.parameters()",
             )
     if math.isnan(max_norm) or max_norm < 0:
-        raise ConfigError(f"max_norm is {max_norm}", where=_CALL, fix="pass a number that is not negative")
+        raise ConfigError(f"max_norm is {max_norm}", where=_CALL, fix="pass a number of zero or more")
     if norm_type == 0 or math.isnan(norm_type):
         raise ConfigError(
-            f"norm_type is {norm_type}, which is the order of no norm", where=_CALL, fix="pass 1, 2, inf, ..."
+            f"norm_type is {norm_type}, which is not the order of a norm",
+            where=_CALL,
+            fix="pass 1, 2, inf, ...",
         )
     together = foreach is not False
     params = list(dict.fromkeys(map(_sharded, params)))
@@ -84,24 +85,24 @@ def clip_grad_norm_(
             raise StateError(
                 f"the total norm of order {norm_type} of the gradients is {total.item()}: they cannot be clipped",
                 where=f"{_CALL}(error_if_nonfinite=True)",
-                fix="skip this step and zero the gradients, or pass error_if_nonfinite=False; none was scaled",
+                fix="skip this step and zero the gradients (none was scaled), or pass error_if_nonfinite=False",
             )
-        # The host does not look at the norm, so it need not wait for it: gradients are always scaled, mostly by one.
+        # Always scales, mostly by one: a comparison would make the host wait for the norm.
         coefficient = (max_norm / (total + 1e-6)).clamp(max=1.0)
-        for (device, _), alike in _grouped(found.to_scale).items():
+        for (device, _), tensors in _by_device_and_dtype(found.to_scale).items():
             scale = coefficient.to(device)
             if together:
-                multiply_all(alike, scale)
+                multiply_all(tensors, scale)
             else:
-                for tensor in alike:
+                for tensor in tensors:
                     tensor.mul_(scale.to(tensor.dtype))
     return total
 
 
 def dtype_of_gradients(params: Iterable[torch.Tensor]) -> torch.dtype | None:
-    """The real dtype that holds the gradients of all these parameters; None if there is none.
+    """The real dtype to which the gradients of all these parameters promote; None if there are no gradients.
 
-    A shard without elements has no gradient, but peers may have: all ranks must come to the same.
+    Empty shards count as well, though they have no gradient: other ranks may have one, and all must agree.
     """
     dtype: torch.dtype | None = None
     for param in params:
@@ -117,29 +118,29 @@ def dtype_of_gradients(params: Iterable[torch.Tensor]) -> torch.dtype | None:
 
 
 class _Placed(NamedTuple):
-    """Elements that lie on a mesh, and the axes over which they are sharded; none where a gradient is missing."""
+    """A gradient on a mesh: the axes that shard it, and its local tensor, None if this rank has no gradient."""
 
     axes: frozenset[int]
     local: torch.Tensor | None
 
 
 class _Gradients:
-    """What there is to sum up, by mesh, and to scale."""
+    """The gradients to measure, by mesh or group, and the tensors to scale."""
 
     def __init__(self) -> None:
         self.plain: list[torch.Tensor] = []
         self.by_mesh: dict[DeviceMesh, list[_Placed]] = {}
         self.by_group: dict[GroupCollectives, list[torch.Tensor]] = {}
         self.to_scale: list[torch.Tensor] = []
-        # Whether the norm must not depend on how gradients are cut.
+        # Whether the norm must not depend on how gradients are sharded.
         self.is_exact = False
 
 
 def _find_gradients(params: list[torch.Tensor], order: float) -> _Gradients:
     found = _Gradients()
     units = [_unit_of(param) for param in params]
-    _check_not_all_held(units)
-    rows = _whole_rows(params, units, order)
+    _check_not_all_stashed(units)
+    rows = _complete_buffers(params, units, order)
     found.is_exact = any(unit is not None and unit.gradients.sums.is_exact for unit in units)
     for param, unit in zip(params, units, strict=True):
         if unit in rows:
@@ -147,15 +148,15 @@ def _find_gradients(params: list[torch.Tensor], order: float) -> _Gradients:
             if buffer is not None:
                 placed = _Placed(_sharding_axes(param), buffer.row)
                 found.by_mesh.setdefault(spec_of(param).mesh, []).append(placed)
-                # What is not finite must not come to stand in the padding, from where nothing would remove it.
+                # Padding is not scaled: a scale of nan or inf would stay there.
                 found.to_scale += [buffer.row] if buffer.is_full else buffer.locals
                 rows[unit] = None
             continue
         gradient = param.grad
         if gradient is not None:
             found.to_scale.append(local_of(gradient) if isinstance(gradient, DTensor) else gradient)
-            gradient = _whole_or_sharded(gradient)
-        # By the parameter where there is no gradient: a rank without one must take part in what its peers reduce.
+            gradient = _without_partial(gradient)
+        # A rank without a gradient goes by the parameter: it must take part in the same all-reduces as the others.
         like = param if gradient is None else gradient
         if isinstance(like, DTensor):
             local = None if gradient is None else local_of(gradient)
@@ -168,26 +169,26 @@ def _find_gradients(params: list[torch.Tensor], order: float) -> _Gradients:
     return found
 
 
-def _check_not_all_held(units: list[Unit | None]) -> None:
-    """Some units may reduce more seldom than others; where all of them have yet to, the norm would be of nothing."""
+def _check_not_all_stashed(units: list[Unit | None]) -> None:
+    """Raises if the gradients of all units are stashed, so that there is nothing to clip. Some units may be."""
     trained = [unit for unit in dict.fromkeys(units) if unit is not None and unit.gradients.num_trainable]
     if trained and all(unit.gradients.has_stash for unit in trained):
         raise StateError(
-            "the gradients to clip are kept back: no backward has reduced them yet",
+            "the gradients to clip have not been reduced yet",
             where=f"{_CALL}, unit '{trained[0].name}', rank {trained[0].rank}",
-            fix="run the last backward before it outside of no_sync(), or with set_requires_gradient_sync(True)",
+            fix="run the last backward before clipping outside no_sync(), or with set_requires_gradient_sync(True)",
         )
 
 
 def _flat_parts(unit: Unit, param: torch.Tensor, gradient: torch.Tensor, order: float) -> list[torch.Tensor]:
-    """The gradient of a flat shard; for the smallest element without its padding, which is zero."""
+    """The gradient of a flat shard, without its zero padding if the norm is of the smallest element."""
     if order > 0:
         return [gradient]
     return [local_elements(slot, gradient) for slot in flat_slots(unit) if slot.sharded is param]
 
 
 def _sharded(param: torch.Tensor) -> torch.Tensor:
-    """The shard of a parameter, which has the gradient also while a module shows the parameter gathered."""
+    """The shard of a parameter that may be unsharded at present: the shard has the gradient."""
     taken = membership(param)
     return taken[1].sharded if taken is not None and param is taken[1].unsharded else param
 
@@ -197,18 +198,18 @@ def _unit_of(param: torch.Tensor) -> Unit | None:
     return taken[0] if taken is not None and taken[1].sharded is param else None
 
 
-def _whole_rows(
+def _complete_buffers(
     params: list[torch.Tensor], units: list[Unit | None], order: float
 ) -> dict[Unit | None, GradientBuffer | None]:
-    """Units all of whose gradients are asked for, each once, and still are where the engine put them."""
-    asked: dict[Unit | None, list[torch.Tensor]] = {}
+    """The gradient buffers of units all of whose gradients are to be clipped and are still views of the buffer."""
+    to_clip: dict[Unit | None, list[torch.Tensor]] = {}
     for param, unit in zip(params, units, strict=True):
         if param.grad is not None:
-            asked.setdefault(unit, []).append(param)
+            to_clip.setdefault(unit, []).append(param)
     rows: dict[Unit | None, GradientBuffer | None] = {}
-    for unit, with_gradient in asked.items():
+    for unit, with_gradient in to_clip.items():
         buffer = unit.gradients.lent() if unit is not None else None
-        # Padding is zero: nothing to a sum or to the largest, but not to the smallest.
+        # Zero padding does not change a sum or the largest element, but the smallest one.
         if buffer is None or not (buffer.is_full or order > 0):
             continue
         if len(with_gradient) == len(buffer.locals) == len(set(with_gradient)):
@@ -239,7 +240,7 @@ def _exact_norm(found: _Gradients, order: float, device: torch.device) -> torch.
 def _measured(
     found: _Gradients, measure: Measure, operation: Any, device: torch.device
 ) -> list[torch.Tensor]:
-    """The measure of all gradients that lie on one mesh, for each mesh, and of those on none."""
+    """One reduced value for the gradients of each mesh and group, and one for those on no mesh."""
     is_placed = found.by_mesh or found.by_group
     values = [measure(found.plain, device)] if found.plain or not is_placed else []
     for mesh, placed in found.by_mesh.items():
@@ -261,10 +262,10 @@ def _measured_on(mesh: DeviceMesh, placed: list[_Placed], measure: Measure, oper
     own = mesh.get_coordinate() or [0] * mesh.ndim
     counted = []
     for sharded, local in placed:
-        # What an axis repeats counts on its first rank alone.
+        # A gradient that is replicated over an axis counts on the axis's first rank only.
         if local is not None and not any(own[axis] for axis in axes if axis not in sharded):
             counted.append(local)
-    # Shards may live on the host while the mesh talks for a device.
+    # On the mesh's device, for the all-reduce: offloaded shards are on the host.
     value = measure(counted, torch.device(mesh.device_type))
     for group in groups:
         channel = channel_of(group, value.device)
@@ -285,27 +286,30 @@ def _sharding_axes(tensor: torch.Tensor) -> frozenset[int]:
     return frozenset(axis for axis, where in enumerate(tensor.placements) if not isinstance(where, Replicate))
 
 
-# A value is a sum of powers, and the total is its root; for an infinite order it is the largest (or smallest)
-# element. In float64, so that powers neither overflow nor round.
+# A value is a sum of powers, and the norm is its root; for an infinite order it is the largest (or smallest) element.
+# Values are float64, so that powers neither overflow nor round.
 
 
 def _value(tensors: list[torch.Tensor], order: float, device: torch.device, together: bool) -> torch.Tensor:
     norms = [
-        torch.stack(norms_of(alike, order, together)).to(device, torch.float64)
-        for alike in _grouped([piece for tensor in tensors for piece in _pieces(tensor)]).values()
+        torch.stack(norms_of(pieces, order, together)).to(device, torch.float64)
+        for pieces in _by_device_and_dtype(
+            [piece for tensor in tensors for piece in _pieces(tensor)]
+        ).values()
     ]
     if not norms:
-        return torch.full((), _nothing(order), dtype=torch.float64, device=device)
+        empty = math.inf if order == -math.inf else 0.0
+        return torch.full((), empty, dtype=torch.float64, device=device)
     values = norms[0] if len(norms) == 1 else torch.cat(norms)
     return _sum(values if math.isinf(order) else values.pow(order), order)
 
 
-# On a CPU torch adds up a long tensor in float32 from end to end: after some millions of elements few digits are left.
+# On the CPU, torch accumulates a long tensor sequentially in float32 and loses digits after some millions of elements.
 _CPU_PIECE_NUMEL = 2**17
 
 
 def _pieces(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
-    """The tensor in pieces that are short enough to be summed up well; none if it is empty."""
+    """Splits a tensor into pieces short enough for an accurate sum; none if it is empty."""
     numel = tensor.numel()
     if numel == 0:
         return ()
@@ -324,22 +328,19 @@ def _root(value: torch.Tensor, order: float) -> torch.Tensor:
     return value if math.isinf(order) else value.pow(1.0 / order)
 
 
-def _nothing(order: float) -> float:
-    """The value of no element at all."""
-    return math.inf if order == -math.inf else 0.0
-
-
-def _whole_or_sharded(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """A gradient that is still spread over ranks as terms of a sum has no norm before it is summed."""
-    if isinstance(gradient, DTensor) and any(where.is_partial() for where in gradient.placements):
-        whole: torch.Tensor = gradient.redistribute(
-            placements=[Replicate() if where.is_partial() else where for where in gradient.placements]
+def _without_partial(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """Sums a gradient with ``Partial`` placements over ranks: its norm is defined only then."""
+    if isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements):
+        summed: torch.Tensor = gradient.redistribute(
+            placements=[
+                Replicate() if placement.is_partial() else placement for placement in gradient.placements
+            ]
         )
-        return whole
+        return summed
     return gradient
 
 
-def _grouped(
+def _by_device_and_dtype(
     tensors: list[torch.Tensor],
 ) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
     groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}

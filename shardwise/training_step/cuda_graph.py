@@ -1,13 +1,12 @@
-"""A whole training step as one CUDA graph: recorded once, then replayed at the price of a single launch.
+"""``capture``: a whole training step as one CUDA graph, recorded once and then replayed with a single launch.
 
     calls    1, 2, 3             4                            5, 6, ...
-             run as they are     recorded, then replayed      replayed
+             run eagerly         recorded, then replayed      replayed
 
-The first calls are steps like any other; they let kernels, caches and optimizer state settle. Recording runs nothing:
-the step that is recorded is then replayed, so no step is lost and none is made twice. What a replay reads from the host
-is checked before each one: inputs of other shapes run as they are, and where parameters were replaced, frozen or
-thawed, or an optimizer's options changed, the step is recorded anew. A step that cannot be recorded says why, once, and
-goes on running as it is.
+The first calls warm up kernels, caches and optimizer state. Recording executes nothing: the recorded step is replayed
+right after, so every call is exactly one step. Each call first checks what the recording depends on. Inputs of other
+shapes run eagerly. If parameters were replaced, frozen or unfrozen, or an optimizer's options changed, the step is
+recorded again. A step that cannot be recorded warns once and runs eagerly from then on.
 """
 
 from __future__ import annotations
@@ -41,31 +40,31 @@ def capture(step: Callable[..., Any], *example_inputs: Any) -> CapturedStep:
     """Makes a training step of static shapes replay as one CUDA graph.
 
     Args:
-        step: does a whole step (forward, backward, clipping, optimizer, all micro-batches) and returns the loss, or any
-            structure of tensors. It must not look at values on the host (``loss.item()``, printing).
-        example_inputs: what it will be called with; shapes and dtypes count, values do not.
+        step: runs a whole step (forward, backward, clipping, optimizer, all micro-batches) and returns the loss, or any
+            structure of tensors. It must not read values on the host (``loss.item()``, printing).
+        example_inputs: inputs of the shapes and dtypes that it will be called with; their values do not matter.
 
     Returns:
-        What to call instead of ``step``. The tensors it returns are new ones each time. Learning rates become tensors
-        and optimizers capturable, where they can; schedulers and code that sets ``group["lr"]`` go on working.
+        The function to call instead of ``step``. It returns new tensors each time. Optimizers are made capturable, with
+        learning rates as tensors, if they can be; schedulers and code that sets ``group["lr"]`` keep working.
     """
     return CapturedStep(step, example_inputs)
 
 
 class CapturedStep:
-    """What ``capture`` returns: a step that is replayed where it can be."""
+    """Returned by ``capture``: a step that is replayed if it can be."""
 
     def __init__(self, step: Callable[..., Any], example_inputs: tuple[Any, ...]) -> None:
         self._step = step
         self._shapes = _shapes(example_inputs)
         self._example = example_inputs
-        self._calls_before = _WARM_UP_CALLS
+        self._calls_before_recording = _WARM_UP_CALLS
         self._recording: _Recording | None = None
         self._optimizers = CapturableOptimizers()
         self._roots: list[Root] = []
         self._has_warned_of_shapes = False
         self.reason: str | None = None
-        """Why the step is not replayed, if it is not."""
+        """Why the step cannot be captured; None if it can."""
         if not torch.cuda.is_available():
             self._give_up("there is no CUDA device")
         elif any(tensor.device.type != "cuda" for tensor in tensors_in(example_inputs)):
@@ -82,22 +81,22 @@ class CapturedStep:
             return self._step(*inputs)
         if _shapes(inputs) != self._shapes or not same_structure(inputs, self._example):
             self._warn_of_shapes()
-            return self._run_as_is(inputs)
-        if self._recording is not None and not self._recording.still_holds(self._optimizers):
-            # One step as it is takes over what has changed; the next is recorded.
-            self._recording, self._calls_before = None, 1
+            return self._run_eagerly(inputs)
+        if self._recording is not None and not self._recording.is_valid(self._optimizers):
+            # One eager step picks up the change; the next one is recorded.
+            self._recording, self._calls_before_recording = None, 1
         if self._recording is None:
-            if self._calls_before > 0:
-                self._calls_before -= 1
-                return self._run_as_is(inputs)
+            if self._calls_before_recording > 0:
+                self._calls_before_recording -= 1
+                return self._run_eagerly(inputs)
             self._recording = self._record(inputs)
             if self._recording is None:
                 return self._step(*inputs)
         return self._recording.replay(inputs)
 
-    def _run_as_is(self, inputs: tuple[Any, ...]) -> Any:
-        """A step like any other, on the stream that will record: autograd remembers streams."""
-        with self._optimizers.noticed(), collect_roots(self._roots), _on(self._stream):
+    def _run_eagerly(self, inputs: tuple[Any, ...]) -> Any:
+        """Runs an eager step, on the stream that will record: autograd remembers streams."""
+        with self._optimizers.collect(), collect_roots(self._roots), _running_on(self._stream):
             result = self._step(*inputs)
         if self._recording is None:
             self._optimizers.make_capturable()
@@ -113,9 +112,9 @@ class CapturedStep:
             return _Recording(self._step, inputs, self._stream, self._roots, self._optimizers)
         except ShardwiseError:
             raise
-        except Exception as error:  # noqa: BLE001 - whatever cannot be recorded, the step itself may still run
+        except Exception as error:  # noqa: BLE001 - a step that cannot be recorded may still run eagerly
             self._give_up(f"{type(error).__name__}: {error}")
-        # Nothing ran, so parameters are what they were; what Python keeps of a step is put back.
+        # Nothing was executed, so parameters are unchanged. The Python state of the step is restored.
         torch.cuda.synchronize()
         for root in self._roots:
             root.reset()
@@ -126,22 +125,22 @@ class CapturedStep:
     def _give_up(self, reason: str) -> None:
         self.reason = reason
         warnings.warn(
-            f"the training step is not captured, it runs as it is: {reason}", UserWarning, stacklevel=4
+            f"the training step is not captured and runs eagerly: {reason}", UserWarning, stacklevel=4
         )
 
     def _warn_of_shapes(self) -> None:
         if not self._has_warned_of_shapes:
             self._has_warned_of_shapes = True
             warnings.warn(
-                "a training step was called with inputs unlike the example's; such steps run as they are. Pad or drop "
-                "the odd batch to have them all replayed",
+                "a captured step was called with inputs of other shapes than the example's; such steps run eagerly. "
+                "Pad or drop the odd batch to have all steps replayed",
                 UserWarning,
                 stacklevel=3,
             )
 
 
 class _Recording:
-    """One recorded step with the memory it reads and writes."""
+    """One recorded step, with the tensors that it reads and writes."""
 
     def __init__(
         self,
@@ -155,7 +154,7 @@ class _Recording:
         self._input_tensors = tensors_in(self._inputs)
         self._graph = torch.cuda.CUDAGraph()
         self._roots = roots
-        # Other threads, such as NCCL's watchdog, may go on talking to the device meanwhile.
+        # "thread_local": other threads, such as NCCL's watchdog, may call CUDA meanwhile.
         with ExitStack() as stack:
             for root in roots:
                 stack.enter_context(recording(root))
@@ -167,14 +166,16 @@ class _Recording:
                 join_streams(root)
         self._output = map_tensors(torch.Tensor.detach, output)
         self._options = optimizers.options()
-        # alive: the gradients a replay writes, so that code after the step finds them
+        # alive: the gradients that a replay writes, for code after the step
         self._gradients = optimizers.gradients()
 
-    def still_holds(self, optimizers: CapturableOptimizers) -> bool:
-        optimizers.take_over_rates()
+    def is_valid(self, optimizers: CapturableOptimizers) -> bool:
+        """Whether nothing has changed that the recording depends on. Copies new learning rates to the device."""
+        optimizers.update_learning_rates()
         return all(is_unchanged(root) for root in self._roots) and optimizers.options() == self._options
 
     def replay(self, inputs: tuple[Any, ...]) -> Any:
+        """Runs the recorded step on ``inputs``; returns copies of its outputs."""
         for static, tensor in zip(self._input_tensors, tensors_in(inputs), strict=True):
             static.copy_(tensor, non_blocking=True)
         for root in self._roots:
@@ -192,8 +193,8 @@ def _shapes(inputs: tuple[Any, ...]) -> list[tuple[torch.Size, torch.dtype]]:
 
 
 @contextmanager
-def _on(stream: torch.cuda.Stream) -> Iterator[None]:
-    # order: what the caller did before the step, and the step before what the caller does next
+def _running_on(stream: torch.cuda.Stream) -> Iterator[None]:
+    # order: the caller's earlier work before the step, and the step before the caller's later work
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         yield

@@ -1,10 +1,10 @@
-"""The norm of gradients in whole numbers: their sum does not depend on the order it is made in, nor on who makes it.
+"""The norm of gradients, summed as integers, so that it does not depend on the order of the sum or on the sharding.
 
     |g| ──÷ a power of two above the largest of all──▶ below 1 ──power──▶ 24 + 24 + 24 bits, added up as integers
 
-Sums of floating-point numbers round, and how depends on their order, hence on how gradients are cut over ranks. Sums
-of integers do not round. The largest element of all sets the scale: what is left out of 72 bits is too small to show
-even in a sum of billions.
+Floating-point sums round, depending on their order, hence on how gradients are sharded. Integer sums do not round. The
+largest element of all ranks sets the scale: what does not fit into 72 bits is too small to matter even in a sum of
+billions.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from shardwise.errors import ConfigError
 
 _NUM_WORDS = 3
 _WORD = 2.0**24
-# Integers below 2**24, so many of them: exact in float64, too.
+# A sum of that many integers below 2**24 is exact in float64.
 _PIECE_NUMEL = 2**20
 _SMALLEST = 2.0**-960
 
 
 def check_order(order: float, tensors: list[torch.Tensor], where: str) -> None:
-    """Raises for norms whose terms depend on more than their element."""
+    """Raises unless the norm is a sum of exact terms: order 2, or order 1 of real gradients."""
     if order not in (1.0, 2.0) or (order == 1.0 and any(tensor.is_complex() for tensor in tensors)):
         raise ConfigError(
             f"the norm of order {order:g} cannot be summed exactly"
@@ -34,7 +34,7 @@ def check_order(order: float, tensors: list[torch.Tensor], where: str) -> None:
 
 
 def largest_of(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """The largest magnitude, infinite if one is not finite; and above zero if one is not a number."""
+    """Two values: the largest magnitude (infinite for nan), and 1 if an element is nan, else 0."""
     found = [piece.abs().amax().to(device, torch.float64) for tensor in tensors for piece in _pieces(tensor)]
     if not found:
         return torch.zeros(2, dtype=torch.float64, device=device)
@@ -46,7 +46,7 @@ def largest_of(tensors: list[torch.Tensor], device: torch.device) -> torch.Tenso
 def words_of(
     tensors: list[torch.Tensor], order: float, largest: torch.Tensor, device: torch.device
 ) -> torch.Tensor:
-    """The sum of all powers, in words of 24 bits of each: integers, to be added up as they are."""
+    """The sum of all scaled powers as integers, one for each 24-bit word; ranks add them up."""
     scale = _scale(largest)
     words = torch.zeros(_NUM_WORDS, dtype=torch.int64, device=device)
     for tensor in tensors:
@@ -64,7 +64,7 @@ def words_of(
 
 
 def norm_from(words: torch.Tensor, order: float, largest: torch.Tensor) -> torch.Tensor:
-    """The norm, in float64."""
+    """The norm in float64, from the summed words of all ranks."""
     value = torch.zeros((), dtype=torch.float64, device=words.device)
     for word in words.flip(0).to(torch.float64).unbind():
         value = (value + word) / _WORD
@@ -78,7 +78,7 @@ def _scale(largest: torch.Tensor) -> torch.Tensor:
     """The power of two that brings the largest magnitude below 1."""
     magnitude = largest[0]
     magnitude = torch.where(magnitude.isfinite(), magnitude, 1.0).clamp(min=_SMALLEST)
-    # A quotient that is a power of two comes out exactly, which a function for powers need not promise.
+    # This division gives an exact power of two, which exp2 does not guarantee.
     return torch.frexp(magnitude).mantissa / magnitude
 
 

@@ -1,4 +1,4 @@
-"""``ShardedGradScaler``: loss scaling where each rank sees the gradients of its shards alone."""
+"""``ShardedGradScaler``: loss scaling when each rank has only its shards of the gradients."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import torch.distributed as dist
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
-    """As ``torch.amp.GradScaler``; an infinity that any rank finds is one for all, so all skip the same steps.
+    """As ``torch.amp.GradScaler``, but all ranks skip a step if any rank finds an infinity or nan.
 
     Args:
-        device: where the scale lives.
-        process_group: the ranks that shard a model between them. Default: all.
+        device: the device of the scale.
+        process_group: the ranks that the model is sharded over. Default: all.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Ranks whose batches run out at different times: those that have none left step along as shadows.
+"""``uneven``: training when ranks have different numbers of batches.
 
     for batch, weight in uneven(model, batches):
         loss = weight * model(batch).mean()
@@ -6,8 +6,8 @@
         optimizer.step()
         optimizer.zero_grad()
 
-A shadow runs its last batch again with a weight of zero: it takes part in every collective and adds nothing to any
-gradient. Before each batch the ranks of the model tell each other whether they have one.
+A rank without batches left repeats its last batch with a weight of zero: it takes part in every collective and adds
+nothing to the gradients. Before each batch, ranks tell each other whether they have one.
 """
 
 from __future__ import annotations
@@ -30,43 +30,44 @@ Batch = TypeVar("Batch")
 def uneven(
     model: nn.Module, batches: Iterable[Batch], *, average_over_present: bool = False
 ) -> Iterator[tuple[Batch, float]]:
-    """Yields this rank's batches with a weight for their loss, as often as the rank that has the most.
+    """Yields this rank's batches, each with a weight for its loss; as many as the rank with the most batches has.
 
     Args:
-        model: a sharded model; its ranks are the ones that step together.
-        batches: what this rank has; at least one.
-        average_over_present: weigh losses so that gradients are averages over the ranks that had a batch. By default
-            they are over all ranks, those without one counting as zero.
+        model: a sharded model; its ranks step together.
+        batches: this rank's batches, at least one.
+        average_over_present: choose weights so that gradients are averaged over the ranks that have a batch. By default
+            they are averaged over all ranks, with zeros for ranks without a batch.
     """
     groups = _groups_of(model)
     source = iter(batches)
     last: list[Batch] = []
     while True:
-        batch = next(source, _NOTHING)
-        num_present, num_ranks, all_can = _count(batch is not _NOTHING, bool(last), groups)
+        batch = next(source, _END)
+        num_present, num_ranks, all_can_step = _count(batch is not _END, bool(last), groups)
         if num_present == 0:
             return
-        if not all_can:
+        if not all_can_step:
             raise ConfigError(
-                "a rank has no batch at all, so there is none that it could step along with",
+                "a rank has no batch at all, so it has none to repeat while the others step",
                 where="uneven(model, batches)",
-                fix="give every rank at least one batch, of any kind",
+                fix="give every rank at least one batch; its values do not matter",
             )
-        if batch is _NOTHING:
+        if batch is _END:
             yield last[0], 0.0
         else:
             last = [batch]  # type: ignore[list-item]
             yield last[0], num_ranks / num_present if average_over_present else 1.0
 
 
-_NOTHING = object()
+# Returned by next() when a rank has no batches left.
+_END = object()
 
 
 def _groups_of(model: nn.Module) -> list[GroupCollectives]:
     units = [unit for module in model.modules() for unit in units_of(module)]
     if not units:
         raise ConfigError(
-            f"{type(model).__name__} is not sharded, so it has no ranks that step together",
+            f"{type(model).__name__} is not sharded",
             where="uneven(model, batches)",
             fix="shard the model first",
         )
@@ -75,9 +76,9 @@ def _groups_of(model: nn.Module) -> list[GroupCollectives]:
 
 
 def _count(has_batch: bool, has_last: bool, groups: list[GroupCollectives]) -> tuple[int, int, bool]:
-    """How many ranks have a batch, of how many, and whether all have one or can step along."""
+    """The number of ranks that have a batch, the number of ranks, and whether each has one or can repeat one."""
     counts = (int(has_batch), 1, int(has_batch or has_last))
-    # Over each axis in turn: sums of sums.
+    # Summed over one axis after the other.
     for calls in groups:
         own = b"".join(count.to_bytes(4, "little") for count in counts)
         with unseen_by_modes(), torch.inference_mode(False), torch.no_grad():

@@ -1,4 +1,4 @@
-"""Where a wrapped model runs: its device, its mesh, and how its tensors get there before they are sharded."""
+"""The device and mesh of a wrapped model, and how its tensors get there before they are sharded."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from shardwise.wrapper.options import Strategy
 def chosen_device(
     device_id: Any, params: Iterable[torch.Tensor], mesh: DeviceMesh | None, where: str
 ) -> torch.device:
-    """The device to compute on: as told, or the mesh's, or where the parameters are, or the process group's."""
+    """The device to compute on: ``device_id``, the mesh's, the parameters' or the process group's, in this order."""
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise ConfigTypeError(
-            f"device_mesh is a {type(mesh).__name__}", where=where, fix="make one with init_device_mesh"
+            f"device_mesh is a {type(mesh).__name__}", where=where, fix="create it with init_device_mesh"
         )
     if device_id is not None:
         device = torch.device("cuda", device_id) if isinstance(device_id, int) else torch.device(device_id)
@@ -40,14 +40,14 @@ def chosen_device(
     if str(device) == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
     if device.type == "meta":
-        raise ConfigError("device_id names the meta device", where=where, fix="name a device with memory")
+        raise ConfigError("device_id is the meta device", where=where, fix="pass a device with memory")
     return device
 
 
 def chosen_mesh(
     process_group: Any, device_mesh: DeviceMesh | None, strategy: Strategy, device: torch.device, where: str
 ) -> DataMesh:
-    """The mesh a strategy runs on: from a process group, two of them, a device mesh, or all ranks."""
+    """The mesh for a strategy: from ``device_mesh``, from one or two process groups, or of all ranks."""
     if process_group is not None and device_mesh is not None:
         raise ConfigError(
             "both process_group and device_mesh were given", where=where, fix="pass one of the two"
@@ -62,12 +62,12 @@ def chosen_mesh(
             raise ConfigTypeError(
                 f"process_group is a {type(process_group).__name__}",
                 where=where,
-                fix="pass a process group; a pair of them is for the hybrid strategies",
+                fix="pass a process group; only hybrid strategies need a pair of groups",
             )
         mesh = mesh_of_group(process_group, device.type)
     if mesh.ndim != strategy.num_axes:
         raise ConfigError(
-            f"a mesh of {mesh.ndim} axes was given to a strategy that runs on {strategy.num_axes}",
+            f"the device mesh has {mesh.ndim} axes, but the sharding strategy needs {strategy.num_axes}",
             where=where,
             fix="use HYBRID_SHARD on two axes (replicate, shard) and the other strategies on one",
         )
@@ -75,15 +75,16 @@ def chosen_mesh(
 
 
 def _two_axes(groups: Any, device: torch.device, where: str) -> DeviceMesh:
+    """The mesh of a hybrid strategy: from two process groups; by default each host shards, and hosts replicate."""
     if groups is None:
         world = dist.get_world_size()
         on_host = torch.cuda.device_count() if device.type == "cuda" else world
         shard_world = min(int(os.environ.get("LOCAL_WORLD_SIZE", on_host)), world)
         if world % shard_world:
             raise ConfigError(
-                f"{world} ranks cannot be cut into hosts of {shard_world}",
+                f"{world} ranks cannot be divided into hosts of {shard_world}",
                 where=where,
-                fix="say who shards with whom: device_mesh=init_device_mesh(..., (replicas, shards))",
+                fix="pass the groups: device_mesh=init_device_mesh(..., (replicas, shards))",
             )
         return mesh_of_hosts(device.type, shard_world)
     is_pair = isinstance(groups, tuple) and len(groups) == 2
@@ -103,7 +104,7 @@ def materialize(
     ignored: set[nn.Parameter],
     where: str,
 ) -> None:
-    """Gives memory and values to modules with tensors on the meta device, each for its own tensors."""
+    """Allocates and initializes modules that have tensors on the meta device."""
     for module in modules:
         own = [
             *(
@@ -123,23 +124,23 @@ def materialize(
                 raise ConfigError(
                     f"{type(module).__name__} has tensors on the meta device and no reset_parameters()",
                     where=where,
-                    fix="pass param_init_fn=, which gives a module memory and values",
+                    fix="pass param_init_fn=, a function that allocates and initializes a module",
                 )
             module.to_empty(device=device, recurse=False)
             with torch.no_grad():
                 reset()
-        if left := [
+        if still_meta := [
             name for name, param in parameters_of(module).items() if param is not None and param.is_meta
         ]:
             raise ConfigError(
-                f"parameters {left} of {type(module).__name__} are on the meta device after param_init_fn",
+                f"parameters {still_meta} of {type(module).__name__} are still on the meta device after param_init_fn",
                 where=where,
-                fix="let param_init_fn call module.to_empty(device=..., recurse=False) and set values",
+                fix="in param_init_fn, call module.to_empty(device=..., recurse=False) and set the values",
             )
 
 
 def move(modules: Iterable[nn.Module], device: torch.device, ignored: set[nn.Parameter]) -> None:
-    """Moves parameters and buffers to the device; parameters stay the objects they are."""
+    """Moves parameters and buffers to the device, in place: parameters stay the same objects."""
     for module in modules:
         for param in parameters_of(module).values():
             if param is not None and param not in ignored and param.device != device:
@@ -150,27 +151,27 @@ def move(modules: Iterable[nn.Module], device: torch.device, ignored: set[nn.Par
 
 
 def send_from_first_rank(tensors: list[torch.Tensor], mesh: DataMesh) -> None:
-    """Gives every rank the first rank's values; tensors may lie on the host while the group talks for a device."""
+    """Broadcasts the first rank's values to all ranks; host tensors are copied to the mesh's device for that."""
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in {id(tensor): tensor for tensor in tensors}.values():
         by_dtype.setdefault(tensor.dtype, []).append(tensor.detach())
     with unseen_by_modes(), torch.no_grad():
-        for alike in by_dtype.values():
-            for few in _in_batches(alike):
-                flat = torch.cat([tensor.reshape(-1).to(mesh.device) for tensor in few])
+        for same_dtype in by_dtype.values():
+            for batch in _in_batches(same_dtype):
+                flat = torch.cat([tensor.reshape(-1).to(mesh.device) for tensor in batch])
                 for calls in mesh.axes:
                     dist.broadcast(flat, group=calls.group, group_src=0)
                 start = 0
-                for tensor in few:
+                for tensor in batch:
                     tensor.copy_(flat[start : start + tensor.numel()].view(tensor.shape))
                     start += tensor.numel()
 
 
-def _in_batches(tensors: list[torch.Tensor], most_numel: int = 1 << 24) -> Iterable[list[torch.Tensor]]:
+def _in_batches(tensors: list[torch.Tensor], max_numel: int = 1 << 24) -> Iterable[list[torch.Tensor]]:
     batch: list[torch.Tensor] = []
     numel = 0
     for tensor in tensors:
-        if batch and numel + tensor.numel() > most_numel:
+        if batch and numel + tensor.numel() > max_numel:
             yield batch
             batch, numel = [], 0
         batch.append(tensor)

@@ -1,6 +1,7 @@
-"""What can be asked of a whole model that has wrappers somewhere inside, mostly as static methods, as torch has it.
+"""``FullyShardedDataParallel``'s methods for the state of a model that contains wrappers; most are static, as in torch.
 
-Each translates: which wrappers are concerned, which kind of state dict is set. What happens is other rooms' business.
+They find the wrappers and the kind of state dict that is set, and call ``model_state``, ``optim_state_gather``,
+``optim_state_load`` and ``summon_full_params``.
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.engine.step.agreement import forget_torn_steps
+from shardwise.engine.unit.binding import WRAPPED_NAME
 from shardwise.engine.unit.membership import units_of
+from shardwise.engine.unit.unit import Unit
 from shardwise.errors import ConfigError
-from shardwise.wrapper.model_state import check_state, give_state
+from shardwise.torch_internals import state_dict_call_options
+from shardwise.wrapper.model_state import LoadHooks, check_fits, read_state
 from shardwise.wrapper.optim_parameters import mesh_of
 from shardwise.wrapper.optim_state_gather import named_state
 from shardwise.wrapper.optim_state_load import OptimStateKeyType, rekeyed, state_to_load
@@ -30,34 +34,37 @@ from shardwise.wrapper.state_dict_types import (
     checked_settings,
     get_settings,
     set_settings,
-    settings_for_now,
+    temporary_settings,
 )
-from shardwise.wrapper.summon_full_params import shown_whole
+from shardwise.wrapper.summon_full_params import flat_lines, summoned
 
 OptimInput = Iterable[Any] | None
 
 
 class ModelMethods(nn.Module):
-    """What ``FullyShardedDataParallel`` does with the state of a model, most of it as static methods."""
+    """The base class of ``FullyShardedDataParallel`` that has its methods for a model's state."""
+
+    _is_inner: bool
+    _load_hooks: LoadHooks
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The state dict of the kind that is set, FULL_STATE_DICT by default; every rank must call it."""
-        return give_state(self, super().state_dict, args, kwargs)
+        return read_state(self, super().state_dict, args, kwargs)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Loads whole tensors or DTensors; of what does not fit, nothing. ``assign`` copies too: shards stay put."""
-        check_state(self, state_dict, strict)
+        """Loads full tensors or DTensors; loads nothing if anything does not fit. ``assign=True`` copies as well."""
+        check_fits(self, state_dict, strict)
         forget_torn_steps(units_of(self))
         try:
             return super().load_state_dict(state_dict, strict)
         finally:
-            # Where loading broke off: inner ones first.
+            # In case loading raised, before a post-hook ran: inner wrappers first.
             for module in reversed(self.fsdp_modules(self)):
-                module.__dict__["_load_hooks"].after(module)
+                module._load_hooks.after(module)
 
     def check_is_root(self) -> bool:
-        """Whether this wrapper is inside no other."""
-        return not self.__dict__["_is_inner"]
+        """Whether this wrapper is not inside another one."""
+        return not self._is_inner
 
     @staticmethod
     def summon_full_params(
@@ -68,23 +75,23 @@ class ModelMethods(nn.Module):
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> AbstractContextManager[None]:
-        """Within it, modules show whole parameters under their own names; on every rank.
+        """A context manager in which modules have full parameters under their original names. Every rank must enter it.
 
         Args:
-            module: whose wrappers, at and below it, are shown whole.
-            recurse: False for this wrapper's own parameters alone.
-            writeback: take changes over into the shards afterwards.
-            rank0_only: show whole parameters on the first rank alone; without ``writeback``.
-            offload_to_cpu: whole parameters in host memory.
-            with_grads: show whole gradients too, and write changes of them back.
+            module: a wrapper, or a module that contains wrappers.
+            recurse: ``False`` for the parameters of ``module``'s own wrapper only.
+            writeback: write changes back to the shards on exit.
+            rank0_only: have full parameters on the first rank only; needs ``writeback=False``.
+            offload_to_cpu: put full parameters into host memory.
+            with_grads: have full gradients too, and write changes of them back.
         """
-        return shown_whole(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads)
+        return summoned(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads)
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[Any]:
-        """The wrappers at and below ``module``; with ``root_only`` those inside no other."""
+        """The wrappers at and below ``module``; with ``root_only``, those that are not inside another wrapper."""
         found = [member for member in module.modules() if isinstance(member, ModelMethods)]
-        return [member for member in found if not (root_only and member.__dict__["_is_inner"])]
+        return [member for member in found if not (root_only and member._is_inner)]
 
     @staticmethod
     def set_state_dict_type(
@@ -93,7 +100,7 @@ class ModelMethods(nn.Module):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> StateDictSettings:
-        """Sets the kind of state dict of all wrappers at and below ``module``; returns what was set before."""
+        """Sets the kind of state dict of all wrappers at and below ``module``; returns the previous settings."""
         settings = checked_settings(
             state_dict_type, state_dict_config, optim_state_dict_config, "set_state_dict_type"
         )
@@ -111,11 +118,11 @@ class ModelMethods(nn.Module):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> AbstractContextManager[None]:
-        """``set_state_dict_type`` for the length of a ``with`` block."""
+        """``set_state_dict_type`` for a ``with`` block."""
         settings = checked_settings(
             state_dict_type, state_dict_config, optim_state_dict_config, "state_dict_type"
         )
-        return settings_for_now(ModelMethods.fsdp_modules(module), settings)
+        return temporary_settings(ModelMethods.fsdp_modules(module), settings)
 
     # --- optimizer states -----------------------------------------------------------------------------------------
 
@@ -128,9 +135,9 @@ class ModelMethods(nn.Module):
     ) -> dict[str, Any]:
         """The optimizer's state by parameter name, of the kind that is set on ``model``; every rank must call it.
 
-        ``optim_state_dict`` is what ``optim.state_dict()`` gave, if it is not to be asked again. ``group`` is taken for
-        compatibility: the ranks are the model's. Optimizers of different ranks may list parameters in different orders,
-        but must hold the same ones, and the same kinds of state.
+        ``optim_state_dict`` may be the result of ``optim.state_dict()``. ``group`` is accepted for compatibility: the
+        ranks are the model's. Optimizers of different ranks may list parameters in different orders, but must have the
+        same parameters and the same states.
         """
         return named_state(model, optim, ModelMethods.get_state_dict_type(model), optim_state_dict)
 
@@ -142,7 +149,7 @@ class ModelMethods(nn.Module):
         rank0_only: bool = True,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """The optimizer's state by parameter name, whole, in host memory; with ``rank0_only`` empty elsewhere."""
+        """The optimizer's full state by parameter name, in host memory; with ``rank0_only``, empty on other ranks."""
         config = FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=rank0_only)
         return named_state(model, optim, StateDictSettings(optim_state_dict_config=config))
 
@@ -150,7 +157,7 @@ class ModelMethods(nn.Module):
     def sharded_optim_state_dict(
         model: nn.Module, optim: torch.optim.Optimizer, group: dist.ProcessGroup | None = None
     ) -> dict[str, Any]:
-        """The optimizer's state by parameter name, in DTensors."""
+        """The optimizer's state by parameter name, as DTensors."""
         config = ShardedOptimStateDictConfig(offload_to_cpu=False)
         settings = StateDictSettings(StateDictType.SHARDED_STATE_DICT, optim_state_dict_config=config)
         return named_state(model, optim, settings)
@@ -164,10 +171,10 @@ class ModelMethods(nn.Module):
         load_directly: bool = False,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """What ``optim.load_state_dict`` takes: this rank's shards of a state by names, whole or in DTensors.
+        """A state dict for ``optim.load_state_dict``: this rank's shards of a state by names, full or as DTensors.
 
-        Where ``FullOptimStateDictConfig(rank0_only=True)`` is set, the first rank's is sent to all. ``load_directly``
-        also loads it. ``is_named_optimizer`` is taken for compatibility.
+        With ``FullOptimStateDictConfig(rank0_only=True)``, the first rank's state is broadcast. ``load_directly`` also
+        loads the result. ``is_named_optimizer`` is accepted for compatibility.
         """
         config = ModelMethods.get_state_dict_type(model).optim_state_dict_config
         if isinstance(config, FullOptimStateDictConfig) and config.rank0_only:
@@ -184,14 +191,14 @@ class ModelMethods(nn.Module):
         optim_input: OptimInput = None,
         optim: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
-        """What ``optim.load_state_dict`` takes, of a whole state that every rank has."""
+        """A state dict for ``optim.load_state_dict``, from a full state that every rank has."""
         return state_to_load(model, _groups(model, optim_input, optim), full_optim_state_dict)
 
     @staticmethod
     def flatten_sharded_optim_state_dict(
         sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
     ) -> dict[str, Any]:
-        """What ``optim.load_state_dict`` takes, of a state in DTensors; every rank must call it."""
+        """A state dict for ``optim.load_state_dict``, from a state as DTensors; every rank must call it."""
         return state_to_load(model, _groups(model, None, optim), sharded_optim_state_dict)
 
     @staticmethod
@@ -202,7 +209,7 @@ class ModelMethods(nn.Module):
         optim: torch.optim.Optimizer | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """What ``optim.load_state_dict`` takes, of a whole state that the first rank alone has."""
+        """A state dict for ``optim.load_state_dict``, from a full state that only the first rank has."""
         state = _from_first_rank(full_optim_state_dict, model, group)
         return state_to_load(model, _groups(model, optim_input, optim), state)
 
@@ -214,9 +221,9 @@ class ModelMethods(nn.Module):
         optim_input: OptimInput = None,
         optim: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
-        """A whole state by names instead of an optimizer's numbers, or the other way; ``model`` may be plain.
+        """Changes the keys of a full state from an optimizer's numbers to names, or back; ``model`` may be unwrapped.
 
-        Without ``optim`` the optimizer is taken to list the parameters of each group in the model's order.
+        Without ``optim``, the optimizer is assumed to list the parameters of each group in the model's order.
         """
         is_own = optim is not None or optim_input is not None
         groups = _groups(model, optim_input, optim)
@@ -226,7 +233,7 @@ class ModelMethods(nn.Module):
 def _from_first_rank(
     state: dict[str, Any] | None, model: nn.Module, group: dist.ProcessGroup | None
 ) -> dict[str, Any]:
-    """What the first of ``group`` has; by default of the ranks that share the model."""
+    """The state of the first rank of ``group``; by default of the ranks that share the model."""
     mesh = mesh_of(model)
     groups = [group] if group is not None or mesh is None else [calls.group for calls in mesh.axes]
     sent = [state]
@@ -239,14 +246,54 @@ def _from_first_rank(
 def _groups(
     model: nn.Module, optim_input: OptimInput, optim: torch.optim.Optimizer | None
 ) -> list[list[torch.Tensor]]:
-    """An optimizer's parameters by group: from itself, or from what it was made of; by default all of the model's."""
+    """An optimizer's parameters by group, from the optimizer or its input; by default all of the model's."""
     if optim is not None:
         if optim_input is not None:
             raise ConfigError(
-                "both optim_input and optim were given", where="optimizer state", fix="pass optim alone"
+                "both optim_input and optim were given", where="optimizer state", fix="pass only optim"
             )
         return [group["params"] for group in optim.param_groups]
     given = list(model.parameters() if optim_input is None else optim_input)
     if given and isinstance(given[0], dict):
         return [list(group["params"]) for group in given]
     return [given]
+
+
+# --- torch's own functions (torch.distributed.checkpoint.state_dict) ----------------------------------------------
+
+
+def names_for_torch(unit: Unit) -> dict[str, str]:
+    """The ``_fqn_modifiers`` of a wrapper: tells torch's functions that the wrapper adds nothing to parameter names.
+
+    torch's functions know torch's wrappers by their class and treat ours as plain modules. That works for the state of
+    models. For optimizers they would save this rank's shards as full states, so those calls raise.
+    """
+    call = state_dict_call_options()
+    if call is not None:
+        _check_torch_call(unit, *call)
+    return {"": WRAPPED_NAME}
+
+
+def _check_torch_call(unit: Unit, for_optimizers: bool, broadcasts: bool, drops_frozen: bool) -> None:
+    wrapped = type(unit.modules[0].get_submodule(WRAPPED_NAME)).__name__
+    where = f"torch.distributed.checkpoint.state_dict, on a wrapped {wrapped}, rank {unit.rank}"
+    if for_optimizers:
+        raise ConfigError(
+            "torch's functions for optimizer states do not know which elements a wrapper's shards have",
+            where=where,
+            fix="call FullyShardedDataParallel.optim_state_dict(model, optimizer) to save, and "
+            "optim_state_dict_to_load(model, optimizer, state) to get what optimizer.load_state_dict() needs",
+        )
+    flat_params = [line.flat for line in flat_lines(unit)]
+    if flat_params and broadcasts:
+        raise ConfigError(
+            "broadcast_from_rank0=True does not work with flat parameters",
+            where=where,
+            fix="wrap with use_orig_params=True, or call model.load_state_dict() with the state dict on every rank",
+        )
+    if drops_frozen and any(param is not None and not param.requires_grad for param in flat_params):
+        raise ConfigError(
+            "ignore_frozen_params=True does not work with flat parameters",
+            where=where,
+            fix="wrap with use_orig_params=True, or remove the frozen parameters from model.state_dict()",
+        )

@@ -1,14 +1,18 @@
-"""State dicts of wrapped models, in the kind that is set: given whole, sharded or local; whole and sharded ones taken.
+"""State dicts of wrapped models: full, sharded or local, as ``set_state_dict_type`` says.
 
-Keys are those of the model without wrappers. Giving whole or sharded values gathers one unit after another, so every
-rank must take part. Taking whole values needs no communication: each rank cuts out its own elements. All of a state
-dict is checked before any of it is loaded.
+Keys are those of the model without wrappers. Reading a full or sharded state dict gathers one unit after another, so
+every rank must take part. Loading full tensors needs no communication: each rank takes its own elements. The whole
+state dict is checked before any of it is loaded.
+
+A local state dict has this rank's elements, with their position in the parameter. ``torch.save`` writes them as plain
+tensors, one file per rank; ``torch.distributed.checkpoint`` saves all ranks' elements under one name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from math import prod
 from typing import Any
 
 import torch
@@ -19,13 +23,13 @@ from shardwise import trace
 from shardwise.engine.buffers import contiguous_strides
 from shardwise.engine.checkpoint_span import CheckpointSpan
 from shardwise.engine.gather.full_tensors import (
-    flat_form,
     flat_slots,
     full_tensor_of,
     is_flat,
     local_elements,
     shard_elements,
 )
+from shardwise.engine.state_dict_check import check_state_dict, size_mismatch
 from shardwise.engine.unit.binding import WRAPPED_NAME, Place, clean_name, is_wrapper
 from shardwise.engine.unit.flat_form import FlatSlot
 from shardwise.engine.unit.membership import units_of
@@ -40,51 +44,57 @@ from shardwise.torch_internals import (
     parameters_of,
     state_entries,
 )
-from shardwise.wrapper.local_shards import local_shard_of
-from shardwise.wrapper.mixed_precision import own_buffer_dtypes
+from shardwise.wrapper.mixed_precision import original_buffer_dtypes
 from shardwise.wrapper.state_dict_types import FullStateDictConfig, StateDictType, settings_of
-from shardwise.wrapper.summon_full_params import check_idle, is_shown_whole, one_shown_whole, show_flats
+from shardwise.wrapper.summon_full_params import (
+    check_idle,
+    flat_lines,
+    flat_units,
+    hide_flat_parameters,
+    is_summoned,
+    show_flat_parameters,
+    summoned_unit,
+)
 
 State = dict[str, Any]
 LOCAL = StateDictType.LOCAL_STATE_DICT
 SHARDED = StateDictType.SHARDED_STATE_DICT
 
 
-# --- giving -------------------------------------------------------------------------------------------------------
+# --- reading ------------------------------------------------------------------------------------------------------
 
 
-def give_state(
-    wrapper: nn.Module, give: Callable[..., State], args: tuple[Any, ...], options: State
+def read_state(
+    wrapper: nn.Module, read_module: Callable[..., State], args: tuple[Any, ...], options: State
 ) -> State:
-    """What ``wrapper.state_dict()`` gives; ``give`` is what any module does, with whatever its parameters show."""
+    """Returns ``wrapper.state_dict()``, read by ``read_module``, which is ``nn.Module.state_dict``."""
     (unit,) = units_of(wrapper)
     settings = settings_of(wrapper)
     prefix = options.get("prefix", args[1] if len(args) > 1 else "")
     check_idle(unit, "state_dict")
-    whole_units: dict[int, Unit] = {}
-    shards: dict[str, tuple[Unit, list[FlatSlot]]] = {}
+    # The units of full tensors, by the address of the storage.
+    unit_of_storage: dict[int, Unit] = {}
+    local_slots: dict[str, tuple[Unit, list[FlatSlot]]] = {}
     with ExitStack() as stack:
         if settings.state_dict_type is LOCAL:
             unit.reshard(trace.IDLE)
-            state = give(*args, **options)
-            shards = dict(_shards_by_key(wrapper, unit, prefix))
+            state = read_module(*args, **options)
+            local_slots = dict(_slots_by_local_key(wrapper, unit, prefix))
         else:
-            for needed in dict.fromkeys((unit, *unit.needs)):
-                if is_flat(needed) and not is_shown_whole(needed):
-                    wholes = stack.enter_context(one_shown_whole(needed))
-                    for whole in wholes.values():
-                        whole_units[whole.untyped_storage().data_ptr()] = needed
-            state = give(*args, **options)
+            for needed in _units_to_summon(unit):
+                for full in stack.enter_context(summoned_unit(needed)).values():
+                    unit_of_storage[full.untyped_storage().data_ptr()] = needed
+            state = read_module(*args, **options)
         for key in _last_with(prefix, state):
             value = state.pop(key)
             if isinstance(value, torch.Tensor):
-                value = _given(value.detach(), whole_units, settings.state_dict_type)
-                if key in shards:
-                    value = local_shard_of(*shards[key], value)
+                value = _value_to_save(value.detach(), unit_of_storage, settings.state_dict_type)
+                if key in local_slots:
+                    value = local_shard_of(*local_slots[key], value)
                 if settings.state_dict_config.offload_to_cpu:
                     value = value.cpu()
             state[prefix + key[len(prefix) :].removeprefix(f"{WRAPPED_NAME}.")] = value
-    _restore_buffers(wrapper, state, prefix)
+    _restore_buffer_dtypes(wrapper, state, prefix)
     config = settings.state_dict_config
     if isinstance(config, FullStateDictConfig) and config.rank0_only and not unit.mesh.is_first:
         for key in _last_with(prefix, state):
@@ -92,35 +102,37 @@ def give_state(
     return state
 
 
-def _shards_by_key(
+def _units_to_summon(unit: Unit) -> list[Unit]:
+    """``unit`` and the units that it shares parameters with, without those that are summoned already."""
+    return [each for each in dict.fromkeys((unit, *unit.needs)) if is_flat(each) and not is_summoned(each)]
+
+
+def _slots_by_local_key(
     wrapper: nn.Module, unit: Unit, prefix: str
 ) -> Iterator[tuple[str, tuple[Unit, list[FlatSlot]]]]:
-    """Where this wrapper's part of a local state dict has shards, and of which parameters."""
-    needed = [
-        each for each in dict.fromkeys((unit, *unit.needs)) if is_flat(each) and not is_shown_whole(each)
-    ]
+    """The keys of shards in this wrapper's local state dict, each with its unit and slots."""
+    needed = _units_to_summon(unit)
     if unit in needed:
-        for line in flat_form(unit).lines:
-            if line.flat is not None:
-                yield prefix + line.name, (unit, line.slots)
+        for line in flat_lines(unit):
+            yield prefix + line.name, (unit, line.slots)
     unit_of = {slot: each for each in needed for slot in flat_slots(each)}
     for path, slot, place in own_places(wrapper, unit):
         if slot.is_shown and slot in unit_of:
             yield f"{prefix}{WRAPPED_NAME}.{path}{place.name}", (unit_of[slot], [slot])
 
 
-def _restore_buffers(wrapper: nn.Module, state: State, prefix: str) -> None:
-    """Gives buffers the dtype they had before mixed precision cast them."""
+def _restore_buffer_dtypes(wrapper: nn.Module, state: State, prefix: str) -> None:
+    """Casts buffers back to the dtype they had before mixed precision."""
     wrapped = wrapper.get_submodule(WRAPPED_NAME)
     for path, module in _outside_wrappers(wrapped):
-        for name, dtype in own_buffer_dtypes(module).items():
+        for name, dtype in original_buffer_dtypes(module).items():
             key = prefix + clean_name(f"{path}.{name}" if path else name)
             if key in state:
                 state[key] = state[key].to(dtype)
 
 
 def _last_with(prefix: str, state: State) -> list[str]:
-    """The keys at the end of ``state`` that begin with ``prefix``, in order: those that were given just now."""
+    """The last keys of ``state`` that begin with ``prefix``, in order: the ones that this wrapper has added."""
     found = []
     for key in reversed(state):
         if not key.startswith(prefix):
@@ -129,43 +141,64 @@ def _last_with(prefix: str, state: State) -> list[str]:
     return found[::-1]
 
 
-def _given(value: torch.Tensor, whole_units: Mapping[int, Unit], kind: StateDictType) -> torch.Tensor:
+def _value_to_save(
+    value: torch.Tensor, unit_of_storage: Mapping[int, Unit], kind: StateDictType
+) -> torch.Tensor:
     if isinstance(value, DTensor):
         return value
-    unit = whole_units.get(value.untyped_storage().data_ptr())
+    unit = unit_of_storage.get(value.untyped_storage().data_ptr())
     if unit is None:
         return value
     if kind is SHARDED and unit.mesh.shard.world > 1:
-        return rows_of(value, unit)
-    # Out of the gathered line, which would be kept and saved as a whole.
+        return sharded_rows(value, unit)
+    # A view of the gathered buffer would keep all of the buffer in memory and in the file.
     return value.clone()
 
 
-def rows_of(whole: torch.Tensor, unit: Unit) -> torch.Tensor:
-    """This rank's rows of a whole tensor, as the DTensor that ``fully_shard`` would make of it."""
-    if whole.dim() == 0:
-        return whole.clone()
+class LocalShard(CheckpointSpan):
+    """One rank's elements of a parameter or of its optimizer state."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # The file must load without shardwise, and with torch.load(weights_only=True).
+        return self.elements.__reduce_ex__(protocol)
+
+
+def local_shard_of(unit: Unit, slots: list[FlatSlot], value: torch.Tensor) -> torch.Tensor:
+    """``value``, sharded like these slots, as a ``LocalShard``; unchanged if this rank has all of it."""
+    shard = unit.mesh.shard
+    if shard.world == 1:
+        return value
+    slot = slots[0]
+    if not slot.is_shown:
+        return LocalShard.of(value, shard.rank * value.numel(), shard.world * value.numel())
+    return LocalShard.of(value, slot.span.start, prod(slot.shape))
+
+
+def sharded_rows(full: torch.Tensor, unit: Unit) -> torch.Tensor:
+    """A full tensor as a DTensor sharded along dim 0, as ``fully_shard`` would shard it."""
+    if full.dim() == 0:
+        return full.clone()
     mesh = unit.mesh
-    span = cut_evenly(whole.shape[0], mesh.shard.world, mesh.shard.rank)
-    local = whole[span.start : span.stop].clone()
-    strides = contiguous_strides(tuple(whole.shape))
-    return dtensor(local, dtensor_spec(mesh.mesh, mesh.placements(0), whole.shape, strides, whole.dtype))
+    span = cut_evenly(full.shape[0], mesh.shard.world, mesh.shard.rank)
+    local = full[span.start : span.stop].clone()
+    strides = contiguous_strides(tuple(full.shape))
+    return dtensor(local, dtensor_spec(mesh.mesh, mesh.placements(0), full.shape, strides, full.dtype))
 
 
-# --- taking -------------------------------------------------------------------------------------------------------
+# --- loading ------------------------------------------------------------------------------------------------------
 
 
 class LoadHooks:
-    """What a wrapper does before and after its part of a state dict is loaded, whoever calls for it."""
+    """The hooks of one wrapper around ``load_state_dict``: they let torch load full tensors into shards."""
 
     def __init__(self) -> None:
-        # With what they showed before: a module that several wrappers hold is filled for one inside another.
-        self._filled: list[tuple[Place, nn.Parameter | None, torch.Tensor | None]] = []
+        # Places that hold a temporary parameter, with what to put back. Loading may nest: wrappers may share a module.
+        self._temporary: list[tuple[Place, nn.Parameter | None, torch.Tensor | None]] = []
 
     def before(self, wrapper: nn.Module, state: State, prefix: str, *_: Any) -> None:
         (unit,) = units_of(wrapper)
         is_local = settings_of(wrapper).state_dict_type is LOCAL
-        flats = {prefix + line.name: line.flat for line in flat_form(unit).lines if line.flat is not None}
+        flats = {prefix + line.name: line.flat for line in flat_lines(unit)}
         for key in [key for key in state if key.startswith(prefix)]:
             if key in flats and state[key] is flats[key]:
                 del state[key]
@@ -181,41 +214,37 @@ class LoadHooks:
                 if isinstance(value, CheckpointSpan):
                     state[key] = value.elements
             return
-        hide_flats(unit)
+        hide_flat_parameters(unit)
         for path, slot, place in own_places(wrapper, unit):
             key = f"{prefix}{WRAPPED_NAME}.{path}{place.name}"
             value = state.get(key)
             if not slot.is_shown:
-                # In the place of the flat parameter: a view of its elements, for torch to copy into.
+                # Instead of the flat parameter: a view of its elements for torch to copy into.
                 part = local_elements(slot, slot.sharded.detach()).view(slot.shown_shape)
-                self._filled.append((place, place.params[place.name], place.module.__dict__.get(place.name)))
+                self._temporary.append(
+                    (place, place.params[place.name], place.module.__dict__.get(place.name))
+                )
                 place.show_alone(nn.Parameter(part, slot.sharded.requires_grad))
             if isinstance(value, torch.Tensor):
-                whole = full_tensor_of(value)
-                if tuple(whole.shape) == slot.shape:
-                    state[key] = shard_elements(slot, whole).view(slot.shown_shape)
+                full = full_tensor_of(value)
+                if tuple(full.shape) == slot.shape:
+                    state[key] = shard_elements(slot, full).view(slot.shown_shape)
 
     def after(self, wrapper: nn.Module, incompatible: Any = None) -> None:
         (unit,) = units_of(wrapper)
-        for place, before, stand_in in self._filled:
+        for place, before, placeholder in self._temporary:
             place.params[place.name] = before
-            if stand_in is not None:
-                place.module.__dict__[place.name] = stand_in
-        self._filled = []
-        show_flats(unit)
+            if placeholder is not None:
+                place.module.__dict__[place.name] = placeholder
+        self._temporary = []
+        show_flat_parameters(unit)
         if incompatible is not None:
             for keys in incompatible:
                 keys[:] = [clean_name(key) for key in keys]
 
 
-def hide_flats(unit: Unit) -> None:
-    for line in flat_form(unit).lines:
-        if line.flat is not None:
-            line.params.pop(line.name, None)
-
-
 def own_places(wrapper: nn.Module, unit: Unit) -> Iterator[tuple[str, FlatSlot, Place]]:
-    """Every place below a wrapper, but below no inner one, that shows a flat parameter: with its module's path."""
+    """The places of parameters inside a wrapper and no inner one, with their module's path and slot."""
     paths: dict[int, str] = {}
     for name, module in _outside_wrappers(wrapper.get_submodule(WRAPPED_NAME)):
         path = clean_name(name)
@@ -228,6 +257,7 @@ def own_places(wrapper: nn.Module, unit: Unit) -> Iterator[tuple[str, FlatSlot, 
 
 
 def _outside_wrappers(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """``module`` and the modules below it that are inside no inner wrapper, with their paths."""
     if is_wrapper(module):
         return
     yield name, module
@@ -235,62 +265,42 @@ def _outside_wrappers(module: nn.Module, name: str = "") -> Iterator[tuple[str, 
         yield from _outside_wrappers(child, f"{name}.{child_name}" if name else child_name)
 
 
-def check_state(wrapper: nn.Module, state: Any, strict: bool) -> None:
-    """Raises unless ``state`` can be loaded into ``wrapper``; changes nothing.
+def check_fits(wrapper: nn.Module, state: Any, strict: bool) -> None:
+    """Raises ``CheckpointError`` if ``state`` cannot be loaded into ``wrapper``; changes nothing.
 
-    Where a module has a way of its own to load, what is missing or too much only loading itself can tell.
+    Does not check keys if a submodule customizes how it loads: only loading shows which ones it needs.
     """
-    where = f"{type(wrapper).__name__}.load_state_dict(strict={strict})"
+    arguments = f"strict={strict}"
     if not isinstance(state, Mapping):
         raise CheckpointError(
-            f"a {type(state).__name__} is no state dict", where=where, fix="pass what state_dict() gave"
+            f"a {type(state).__name__} is not a state dict",
+            where=f"{type(wrapper).__name__}.load_state_dict({arguments})",
+            fix="pass the result of state_dict()",
         )
-    expected = dict(_expected_entries(wrapper))
-    problems = []
     plainly = all(is_wrapper(member) or loads_as_usual(member, LoadHooks) for member in wrapper.modules())
-    if strict and plainly:
-        if missing := [key for key in expected if key not in state]:
-            problems.append(f"missing keys: {missing}")
-        own = {
-            id(line.flat)
-            for member in wrapper.modules()
-            for unit in units_of(member)
-            if is_flat(unit)
-            for line in flat_form(unit).lines
-            if line.flat is not None
-        }
-        # torch's own functions put what a model shows beside what is to be loaded.
-        if unexpected := [key for key in state if key not in expected and id(state[key]) not in own]:
-            problems.append(f"unexpected keys: {unexpected}")
-    for key, shape in expected.items():
-        value = state.get(key)
-        if shape is not None and isinstance(value, torch.Tensor) and tuple(value.shape) != shape:
-            problems.append(
-                f"size mismatch for {key}: {tuple(value.shape)} in the state dict, {shape} in the model"
-            )
-    if problems:
-        raise CheckpointError(
-            "the state dict does not fit, and none of it was loaded:\n    " + "\n    ".join(problems),
-            where=where,
-            fix="load a state dict of the same model and kind; strict=False passes over missing and unexpected keys",
-        )
+    # torch's set_model_state_dict adds the model's own flat parameters to the state dict that it loads.
+    flat_ids = {id(line.flat) for unit in flat_units(wrapper.modules()) for line in flat_lines(unit)}
+    expected = dict(_expected_entries(wrapper))
+    check_state_dict(wrapper, state, expected, _problem_with, strict and plainly, arguments, flat_ids)
+
+
+def _problem_with(key: str, shape: tuple[int, ...] | None, value: Any) -> str | None:
+    if shape is None or not isinstance(value, torch.Tensor):
+        return None
+    return size_mismatch(key, value, shape)
 
 
 def _expected_entries(wrapper: nn.Module) -> Iterator[tuple[str, tuple[int, ...] | None]]:
+    """The keys of a state dict of the kind that is set, with shapes; None for values that are not tensors."""
     slots: dict[tuple[int, str], FlatSlot] = {}
     flats: dict[tuple[int, str], bool] = {}
     slot: FlatSlot | None
-    for unit in dict.fromkeys(unit for member in wrapper.modules() for unit in units_of(member)):
+    for unit in flat_units(wrapper.modules()):
         for slot in flat_slots(unit):
             for place in slot.places:
                 slots[id(place.params), place.name] = slot
-        if is_flat(unit):
-            is_local = settings_of(unit.modules[0]).state_dict_type is LOCAL
-            flats.update(
-                ((id(line.params), line.name), is_local)
-                for line in flat_form(unit).lines
-                if line.flat is not None
-            )
+        is_local = settings_of(unit.modules[0]).state_dict_type is LOCAL
+        flats.update(((id(line.params), line.name), is_local) for line in flat_lines(unit))
     is_local = settings_of(wrapper).state_dict_type is LOCAL
     for path, member in wrapper.named_modules(remove_duplicate=False):
         prefix = f"{clean_name(path)}." if clean_name(path) else ""

@@ -1,7 +1,7 @@
-"""Which of a wrapped model's parameters an optimizer holds: whose elements, under which names, in the model's order.
+"""The parameters that an optimizer of a wrapped model steps, with their original names; and the optimizer's state.
 
-Everything about optimizer states goes by names, and in the model's own order. An optimizer may list parameters in any
-order, and in another one on every rank.
+Optimizer states are matched by name, in the model's order: an optimizer may list its parameters in any order, which may
+differ between ranks.
 """
 
 from __future__ import annotations
@@ -15,20 +15,24 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.comm.mesh import DataMesh
-from shardwise.engine.gather.full_tensors import flat_form, is_flat
+from shardwise.engine.gather.full_tensors import flat_form
 from shardwise.engine.unit.binding import clean_name
 from shardwise.engine.unit.flat_form import FlatSlot, Line
-from shardwise.engine.unit.membership import units_of
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import ConfigError
 from shardwise.torch_internals import parameters_of
+from shardwise.wrapper.summon_full_params import flat_units, slots_by_parameter
 
 State = dict[str, Any]
 
 
 @dataclass
-class HeldParameter:
-    """One parameter that an optimizer may step: whose elements it holds, or its own name if it is no shard."""
+class OptimParameter:
+    """One parameter that an optimizer may step.
+
+    ``names``: the original parameters whose elements it has, several for a flat parameter. ``local_name``: its own name
+    in the wrapped model. The rest is None if it is not a shard.
+    """
 
     param: torch.Tensor
     names: list[str]
@@ -39,51 +43,47 @@ class HeldParameter:
     slots: list[FlatSlot] | None = None
 
 
-class HeldParameters:
-    """Every parameter of a model, in the model's order, by what optimizers know it by."""
+class OptimParameters:
+    """Every parameter that an optimizer of a model may step, in the model's order."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.units = flat_units(model)
+        self.units = flat_units(model.modules())
         self.slot_names = _names_of_slots(model, self.units)
         local_names = {id(param): clean_name(name) for name, param in model.named_parameters()}
-        known: dict[int, HeldParameter] = {}
+        known: dict[int, OptimParameter] = {}
         for unit in self.units:
             for number, line in enumerate(flat_form(unit).lines):
-                groups = [line.slots] if line.flat is not None else [[slot] for slot in line.slots]
-                for slots in groups:
+                for slots in slots_by_parameter(line):
                     sharded = slots[0].sharded
                     own = [self.slot_names[slot] for slot in slots]
                     local = local_names.get(id(sharded), own[0])
-                    known[id(sharded)] = HeldParameter(sharded, own, local, unit, number, line, slots)
+                    known[id(sharded)] = OptimParameter(sharded, own, local, unit, number, line, slots)
         for name, param in model.named_parameters():
-            known.setdefault(id(param), HeldParameter(param, [clean_name(name)], clean_name(name)))
+            known.setdefault(id(param), OptimParameter(param, [clean_name(name)], clean_name(name)))
         self._known = known
 
-    def of(self, params: Iterable[torch.Tensor]) -> list[HeldParameter]:
-        """What each of these parameters holds, in their order."""
+    def of(self, params: Iterable[torch.Tensor]) -> list[OptimParameter]:
+        """Looks up an optimizer's parameters; raises ``ConfigError`` if one is not a parameter of the model."""
         found = []
         for number, param in enumerate(params):
             if id(param) not in self._known:
                 raise ConfigError(
-                    f"the optimizer's parameter number {number} of shape {tuple(param.shape)} is none of the model's",
+                    f"parameter {number} of the optimizer, shape {tuple(param.shape)}, is not a parameter of the model",
                     where=f"optimizer state of {type(self.model).__name__}",
-                    fix="make the optimizer from the wrapped model's parameters()",
+                    fix="create the optimizer with the wrapped model's parameters()",
                 )
             found.append(self._known[id(param)])
         return found
 
     @property
     def names(self) -> list[str]:
-        return [name for held in self._known.values() for name in held.names]
-
-
-def flat_units(model: nn.Module) -> list[Unit]:
-    return [unit for unit in dict.fromkeys(u for m in model.modules() for u in units_of(m)) if is_flat(unit)]
+        """The original names of all parameters, in the model's order."""
+        return [name for entry in self._known.values() for name in entry.names]
 
 
 def _names_of_slots(model: nn.Module, units: list[Unit]) -> dict[FlatSlot, str]:
-    """Each slot's name in ``model``: that of the first place that shows it."""
+    """The name of each slot's parameter in ``model``; of a shared parameter, the first one."""
     places: dict[tuple[int, str], FlatSlot] = {}
     for unit in units:
         for slot in unit.slots:
@@ -101,18 +101,18 @@ def _names_of_slots(model: nn.Module, units: list[Unit]) -> dict[FlatSlot, str]:
 
 
 def mesh_of(model: nn.Module) -> DataMesh | None:
-    """The ranks that share the outermost wrapped module."""
-    return next((unit.mesh for unit in flat_units(model)), None)
+    """The mesh of the outermost wrapped module; None if nothing is wrapped."""
+    return next((unit.mesh for unit in flat_units(model.modules())), None)
 
 
 def is_first_rank(model: nn.Module) -> bool:
-    """Whether this is the first of the ranks that share the model; of all, if nothing of it is wrapped."""
+    """Whether this is the first rank of the model's mesh; or of all ranks, if nothing is wrapped."""
     mesh = mesh_of(model)
     return dist.get_rank() == 0 if mesh is None else mesh.is_first
 
 
 class OptimizerContents:
-    """An optimizer's groups, and its states by parameter; or those of a state dict of it."""
+    """An optimizer's parameter groups and its state of each parameter, read from itself or from its state dict."""
 
     def __init__(self, optim: torch.optim.Optimizer, state_dict: Mapping[str, Any] | None = None) -> None:
         self.params = [list(group["params"]) for group in optim.param_groups]
@@ -126,7 +126,7 @@ class OptimizerContents:
                     f"the state dict has groups of {[len(group['params']) for group in groups]} parameters, the "
                     f"optimizer has groups of {[len(group) for group in self.params]}",
                     where="optim_state_dict",
-                    fix="pass what this optimizer's state_dict() gave, or leave it out",
+                    fix="pass the result of this optimizer's state_dict(), or leave it out",
                 )
             by_number = dict(zip(numbers, params, strict=True))
             state = {by_number.get(key, key): value for key, value in state.items()}
@@ -134,8 +134,8 @@ class OptimizerContents:
         self._states: dict[int, State] = {
             id(key): value for key, value in state.items() if isinstance(key, torch.Tensor)
         }
-        # What an optimizer keeps for no parameter.
-        self.loose = {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
+        # State that belongs to no parameter.
+        self.global_state = {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
 
     def state_of(self, param: torch.Tensor) -> State:
         return self._states.get(id(param), {})

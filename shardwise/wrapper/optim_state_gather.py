@@ -1,9 +1,9 @@
-"""Optimizer states out of shards, by parameter name: whole, in DTensors, or as this rank's own elements.
+"""Reads an optimizer's state by parameter name: as full tensors, as DTensors, or as this rank's elements.
 
-    each rank tells what its optimizer holds ──▶ all agree, or all raise ──▶ one gather a line and key
+    all ranks exchange reports of their optimizers ──▶ all agree, or all raise ──▶ one gather per flat segment and key
 
-Which optimizer lists which parameter first, or in which group, does not matter. A rank that has no element of a
-parameter need not hold it: it learns from its peers what goes with it.
+Optimizers of different ranks may list parameters in different orders and groups. A rank without elements of a parameter
+need not have it in its optimizer: it learns the parameter's state from the reports of other ranks.
 """
 
 from __future__ import annotations
@@ -30,12 +30,11 @@ from shardwise.engine.gather.full_tensors import (
 from shardwise.engine.unit.flat_form import FlatSlot
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import ConfigError, RankDisagreement
-from shardwise.wrapper.local_shards import local_shard_of
-from shardwise.wrapper.model_state import rows_of
+from shardwise.wrapper.model_state import local_shard_of, sharded_rows
 from shardwise.wrapper.optim_parameters import (
-    HeldParameter,
-    HeldParameters,
     OptimizerContents,
+    OptimParameter,
+    OptimParameters,
     State,
     is_first_rank,
 )
@@ -44,26 +43,26 @@ from shardwise.wrapper.state_dict_types import FullOptimStateDictConfig, StateDi
 LOCAL = StateDictType.LOCAL_STATE_DICT
 
 
-def is_cut(key: str, value: Any, shape: torch.Size | tuple[int, ...]) -> bool:
-    """Whether a state has an element for each of the parameter's."""
+def is_sharded_state(key: str, value: Any, shape: torch.Size | tuple[int, ...]) -> bool:
+    """Whether an optimizer state is sharded like its parameter, whose shape is ``shape``."""
     return isinstance(value, torch.Tensor) and key != "step" and tuple(value.shape) == tuple(shape)
 
 
 @dataclass(frozen=True)
-class _Told:
-    """What one rank says of one state: whether it is cut like the shard, and its value if that may be all of it."""
+class _StateReport:
+    """One rank's report of one state. ``value``: unless the state is sharded like its parameter."""
 
-    is_cut: bool
+    is_sharded: bool
     dtype: torch.dtype | None
     value: Any = None
 
 
 @dataclass
-class _Report:
-    """What one rank's optimizer holds, by parameter name."""
+class _RankReport:
+    """One rank's report of its optimizer, by parameter name; or why it cannot take part."""
 
     problem: str | None = None
-    states: dict[str, dict[str, _Told]] = field(default_factory=dict)
+    states: dict[str, dict[str, _StateReport]] = field(default_factory=dict)
     groups: list[tuple[list[str], State]] = field(default_factory=list)
 
 
@@ -73,40 +72,40 @@ def named_state(
     settings: StateDictSettings,
     state_dict: Mapping[str, Any] | None = None,
 ) -> State:
-    """The optimizer's state by parameter name, of the kind that is set. Every rank must call it."""
+    """Returns the optimizer's state by parameter name, of the kind that ``settings`` says. Every rank must call it."""
     kind, config = settings.state_dict_type, settings.optim_state_dict_config
-    holdings, stepped = HeldParameters(model), OptimizerContents(optim, state_dict)
+    optim_params, contents = OptimParameters(model), OptimizerContents(optim, state_dict)
     problem: ConfigError | None = None
-    groups: list[list[HeldParameter]] = []
+    groups: list[list[OptimParameter]] = []
     try:
-        groups = [holdings.of(params) for params in stepped.params]
+        groups = [optim_params.of(params) for params in contents.params]
     except ConfigError as error:
-        # Told before it is raised: peers would wait for this rank.
+        # Reported before it is raised: other ranks would wait for this one.
         problem = error
     if kind is LOCAL:
         if problem is not None:
             raise problem
-        state = _local_states(groups, stepped)
-        names = [[held.local_name for held in group] for group in groups]
+        state = _local_states(groups, contents)
+        names = [[entry.local_name for entry in group] for group in groups]
     else:
-        reports = _exchange(holdings, _report(groups, stepped, problem))
+        reports = _exchange(optim_params, _report(groups, contents, problem))
         if problem is not None:
             raise problem
-        _check_all_can(holdings, reports)
-        state = _named_states(holdings, groups, stepped, kind, reports)
-        names = _names_by_group(groups, stepped.options, reports)
+        _raise_problems(optim_params, reports)
+        state = _gather_states(optim_params, groups, contents, kind, reports)
+        names = _names_by_group(groups, contents.options, reports)
     if isinstance(config, FullOptimStateDictConfig) and config.rank0_only and not is_first_rank(model):
         return {}
-    order = {name: number for number, name in enumerate(holdings.names)}
+    order = {name: number for number, name in enumerate(optim_params.names)}
     ordered = sorted(state, key=lambda name: order.get(name, len(order)))
     return {
         "state": {
             name: {key: _offloaded(value, config.offload_to_cpu) for key, value in state[name].items()}
             for name in ordered
         }
-        | stepped.loose,
+        | contents.global_state,
         "param_groups": [
-            {**options, "params": own} for options, own in zip(stepped.options, names, strict=True)
+            {**options, "params": own} for options, own in zip(contents.options, names, strict=True)
         ],
     }
 
@@ -115,163 +114,170 @@ def _offloaded(value: Any, offloads: bool) -> Any:
     return value.cpu() if offloads and isinstance(value, torch.Tensor) else value
 
 
-def _local_states(groups: list[list[HeldParameter]], stepped: OptimizerContents) -> dict[str, State]:
+def _local_states(groups: list[list[OptimParameter]], contents: OptimizerContents) -> dict[str, State]:
     return {
-        held.local_name: {
-            key: local_shard_of(held.unit, held.slots, value)
-            if held.unit is not None and held.slots and is_cut(key, value, held.param.shape)
+        entry.local_name: {
+            key: local_shard_of(entry.unit, entry.slots, value)
+            if entry.unit is not None and entry.slots and is_sharded_state(key, value, entry.param.shape)
             else value
             for key, value in state.items()
         }
         for group in groups
-        for held in group
-        if (state := stepped.state_of(held.param))
+        for entry in group
+        if (state := contents.state_of(entry.param))
     }
 
 
-# --- what ranks tell each other ---------------------------------------------------------------------------------------
+# --- reports between ranks ----------------------------------------------------------------------------------------
 
 
 def _report(
-    groups: list[list[HeldParameter]], stepped: OptimizerContents, problem: ConfigError | None
-) -> _Report:
-    states: dict[str, dict[str, _Told]] = {}
+    groups: list[list[OptimParameter]], contents: OptimizerContents, problem: ConfigError | None
+) -> _RankReport:
+    states: dict[str, dict[str, _StateReport]] = {}
     for group in groups:
-        for held in group:
-            if held.slots is not None:
-                told = {
-                    key: _told(key, value, held.param) for key, value in stepped.state_of(held.param).items()
+        for entry in group:
+            if entry.slots is not None:
+                of_param = {
+                    key: _report_state(key, value, entry.param)
+                    for key, value in contents.state_of(entry.param).items()
                 }
-                states.update(dict.fromkeys(held.names, told))
+                states.update(dict.fromkeys(entry.names, of_param))
     named = [
-        ([name for held in group for name in held.names], options)
-        for group, options in zip(groups, stepped.options, strict=False)
+        ([name for entry in group for name in entry.names], options)
+        for group, options in zip(groups, contents.options, strict=False)
     ]
-    return _Report(None if problem is None else str(problem).splitlines()[0], states, named)
+    return _RankReport(None if problem is None else str(problem).splitlines()[0], states, named)
 
 
-def _told(key: str, value: Any, param: torch.Tensor) -> _Told:
+def _report_state(key: str, value: Any, param: torch.Tensor) -> _StateReport:
     if not isinstance(value, torch.Tensor):
-        return _Told(False, None, value)
-    looks_cut = is_cut(key, value, param.shape)
-    # A shard of one element may have a count of the same shape: then peers tell which it is.
-    return _Told(
-        looks_cut, value.dtype, value.detach().cpu() if not looks_cut or value.numel() == 1 else None
-    )
+        return _StateReport(False, None, value)
+    looks_sharded = is_sharded_state(key, value, param.shape)
+    # On a shard of one element a count has the same shape as a sharded state: other ranks' reports decide.
+    has_value = not looks_sharded or value.numel() == 1
+    return _StateReport(looks_sharded, value.dtype, value.detach().cpu() if has_value else None)
 
 
-def _exchange(holdings: HeldParameters, own: _Report) -> dict[GroupCollectives, list[_Report]]:
-    """What the ranks of every group that shards a part of the model hold."""
+def _exchange(optim_params: OptimParameters, own: _RankReport) -> dict[GroupCollectives, list[_RankReport]]:
+    """Gathers the reports of all ranks, in each group that shards a part of the model."""
     return {
         calls: gather_objects(own, calls)
-        for calls in dict.fromkeys(unit.mesh.shard for unit in holdings.units)
+        for calls in dict.fromkeys(unit.mesh.shard for unit in optim_params.units)
     }
 
 
-def _check_all_can(holdings: HeldParameters, by_group: dict[GroupCollectives, list[_Report]]) -> None:
+def _raise_problems(
+    optim_params: OptimParameters, by_group: dict[GroupCollectives, list[_RankReport]]
+) -> None:
+    """Raises one rank's problem on all ranks."""
     for reports in by_group.values():
         for rank, report in enumerate(reports):
             if report.problem is not None:
                 raise RankDisagreement(
-                    f"rank {rank} of the group cannot give its optimizer's state: {report.problem}",
-                    where=f"optimizer state of {type(holdings.model).__name__}",
-                    fix="make the same optimizer on every rank",
+                    f"rank {rank} of the group cannot report its optimizer state: {report.problem}",
+                    where=f"optimizer state of {type(optim_params.model).__name__}",
+                    fix="create the same optimizer on every rank",
                 )
 
 
 def _names_by_group(
-    groups: list[list[HeldParameter]], options: list[State], by_group: dict[GroupCollectives, list[_Report]]
+    groups: list[list[OptimParameter]],
+    options: list[State],
+    by_group: dict[GroupCollectives, list[_RankReport]],
 ) -> list[list[str]]:
-    """The names of each of the optimizer's groups; what peers alone hold goes where its neighbours are, or its like."""
-    own = [[name for held in group for name in held.names] for group in groups]
+    """The parameter names of each of the optimizer's groups.
+
+    A parameter that only other ranks' optimizers have goes to the group of the parameters that it is grouped with
+    there, or to a group with the same options.
+    """
+    own = [[name for entry in group for name in entry.names] for group in groups]
     group_of = {name: number for number, names in enumerate(own) for name in names}
     for names, settings in (
-        group for told in by_group.values() for report in told for group in report.groups
+        group for reports in by_group.values() for report in reports for group in report.groups
     ):
         missing = [name for name in names if name not in group_of]
         known = (group_of[name] for name in names if name in group_of)
-        alike = (number for number, other in enumerate(options) if _are_alike(other, settings))
-        number = next(chain(known, alike), None) if missing else None
+        equal = (number for number, other in enumerate(options) if _are_equal(other, settings))
+        number = next(chain(known, equal), None) if missing else None
         if number is not None:
             own[number] += missing
             group_of.update(dict.fromkeys(missing, number))
     return own
 
 
-def _are_alike(one: State, other: State) -> bool:
+def _are_equal(one: State, other: State) -> bool:
     return one.keys() == other.keys() and all(is_same(one[key], other[key]) for key in one)
 
 
-# --- what they agree on, and gather ---------------------------------------------------------------------------------
+# --- agreement and gather -------------------------------------------------------------------------------------------
 
 
-def _named_states(
-    holdings: HeldParameters,
-    groups: list[list[HeldParameter]],
-    stepped: OptimizerContents,
+def _gather_states(
+    optim_params: OptimParameters,
+    groups: list[list[OptimParameter]],
+    contents: OptimizerContents,
     kind: StateDictType,
-    reports: dict[GroupCollectives, list[_Report]],
+    reports: dict[GroupCollectives, list[_RankReport]],
 ) -> dict[str, State]:
-    held_params = {slot: held.param for group in groups for held in group for slot in held.slots or ()}
+    stepped = {slot: entry.param for group in groups for entry in group for slot in entry.slots or ()}
     agreed = {
-        slot: _agreed(unit, index, holdings.slot_names[slot], reports[unit.mesh.shard])
-        for unit in holdings.units
+        slot: _agreed(unit, index, optim_params.slot_names[slot], reports[unit.mesh.shard])
+        for unit in optim_params.units
         for index, slot in enumerate(flat_slots(unit))
     }
     state: dict[str, State] = {
-        held.names[0]: dict(own)
+        entry.names[0]: dict(own)
         for group in groups
-        for held in group
-        if held.slots is None and (own := stepped.state_of(held.param))
+        for entry in group
+        if entry.slots is None and (own := contents.state_of(entry.param))
     }
-    for unit in holdings.units:
-        own_states = {
-            slot: stepped.state_of(held_params[slot]) for slot in flat_slots(unit) if slot in held_params
-        }
+    for unit in optim_params.units:
+        own_states = {slot: contents.state_of(stepped[slot]) for slot in flat_slots(unit) if slot in stepped}
         for slot, values in _gather_unit(unit, agreed, own_states, kind).items():
             if values:
-                state[holdings.slot_names[slot]] = values
+                state[optim_params.slot_names[slot]] = values
     return state
 
 
-def _agreed(unit: Unit, index: int, name: str, reports: list[_Report]) -> dict[str, _Told]:
-    """What the states of one parameter are, as the ranks say that have elements of it; raises if they differ."""
-    told = {rank: reports[rank].states.get(name) for rank in ranks_with_elements(unit, index)}
-    kinds = {rank: None if keys is None else sorted(keys) for rank, keys in told.items()}
-    first, *others = kinds
+def _agreed(unit: Unit, index: int, name: str, reports: list[_RankReport]) -> dict[str, _StateReport]:
+    """The states of one parameter, on which the ranks that have elements of it agree; raises if they do not."""
+    by_rank = {rank: reports[rank].states.get(name) for rank in ranks_with_elements(unit, index)}
+    keys = {rank: None if states is None else sorted(states) for rank, states in by_rank.items()}
+    first, *others = keys
     for other in others:
-        if kinds[other] != kinds[first]:
-            raise _disagreement(unit, name, [(rank, _in_words(kinds[rank])) for rank in (first, other)])
-    found: dict[str, _Told] = {}
-    for key in kinds[first] or ():
-        by_rank = {rank: keys[key] for rank, keys in told.items() if keys is not None}
-        if all(each.is_cut for each in by_rank.values()):
-            problem = next((rank for rank in others if by_rank[rank].dtype != by_rank[first].dtype), None)
-            words = {rank: f"'{key}' in {each.dtype}" for rank, each in by_rank.items()}
+        if keys[other] != keys[first]:
+            raise _disagreement(unit, name, [(rank, _describe_keys(keys[rank])) for rank in (first, other)])
+    found: dict[str, _StateReport] = {}
+    for key in keys[first] or ():
+        reported = {rank: states[key] for rank, states in by_rank.items() if states is not None}
+        if all(each.is_sharded for each in reported.values()):
+            differs = next((rank for rank in others if reported[rank].dtype != reported[first].dtype), None)
+            words = {rank: f"'{key}' in {each.dtype}" for rank, each in reported.items()}
         else:
-            values = {rank: each.value for rank, each in by_rank.items()}
-            problem = next((rank for rank in others if not is_same(values[rank], values[first])), None)
-            words = {rank: f"'{key}' = {_shown(value)}" for rank, value in values.items()}
-        if problem is not None:
-            raise _disagreement(unit, name, [(rank, words[rank]) for rank in (first, problem)])
-        found[key] = next((each for each in by_rank.values() if not each.is_cut), by_rank[first])
+            values = {rank: each.value for rank, each in reported.items()}
+            differs = next((rank for rank in others if not is_same(values[rank], values[first])), None)
+            words = {rank: f"'{key}' = {_describe_value(value)}" for rank, value in values.items()}
+        if differs is not None:
+            raise _disagreement(unit, name, [(rank, words[rank]) for rank in (first, differs)])
+        found[key] = next((each for each in reported.values() if not each.is_sharded), reported[first])
     return found
 
 
-def _in_words(keys: list[str] | None) -> str:
+def _describe_keys(keys: list[str] | None) -> str:
     if keys is None:
         return "no such parameter in its optimizer"
-    return f"states {keys}" if keys else "no state of it"
+    return f"states {keys}" if keys else "no state"
 
 
-def _shown(value: Any) -> str:
+def _describe_value(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
         return repr(value)[:60]
     return f"{value.item()}" if value.numel() == 1 else f"a tensor of shape {tuple(value.shape)}"
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """Whether two values are the same; tensors, wherever they lie and whether or not they are numbers."""
+    """Whether two values are equal. Tensors may be on different devices; NaN equals NaN."""
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
         return (
             isinstance(one, torch.Tensor)
@@ -282,14 +288,14 @@ def is_same(one: Any, other: Any) -> bool:
     try:
         return bool(one == other)
     except (RuntimeError, TypeError, ValueError):
-        # What holds tensors compares element by element: there is no telling, and each rank gives its own.
+        # Containers of tensors have no simple equality: assume that they are equal.
         return type(one) is type(other)
 
 
 def _disagreement(unit: Unit, name: str, views: list[tuple[int, str]]) -> RankDisagreement:
-    said = "; ".join(f"rank {rank} of the group has {words}" for rank, words in views)
+    described = "; ".join(f"rank {rank} of the group has {words}" for rank, words in views)
     return RankDisagreement(
-        f"the optimizers of ranks that share parameter '{name}' have different states of it: {said}",
+        f"the optimizers of ranks that share parameter '{name}' have different states of it: {described}",
         where=f"optimizer state, unit '{unit.name}', rank {unit.rank}",
         fix="step the same parameters on every rank, and load the same state into every rank's optimizer",
     )
@@ -297,26 +303,26 @@ def _disagreement(unit: Unit, name: str, views: list[tuple[int, str]]) -> RankDi
 
 def _gather_unit(
     unit: Unit,
-    agreed: dict[FlatSlot, dict[str, _Told]],
+    agreed: dict[FlatSlot, dict[str, _StateReport]],
     own_states: dict[FlatSlot, State],
     kind: StateDictType,
 ) -> dict[FlatSlot, State]:
-    """The states of a unit's parameters: of each line, each key that is cut is gathered once for all of it."""
-    is_sharded = kind is StateDictType.SHARDED_STATE_DICT and unit.mesh.shard.world > 1
+    """Gathers the states of a unit's parameters: one gather for each flat segment and sharded state."""
+    to_dtensors = kind is StateDictType.SHARDED_STATE_DICT and unit.mesh.shard.world > 1
     found: dict[FlatSlot, State] = {slot: {} for slot in flat_slots(unit)}
     for number, line in enumerate(flat_form(unit).lines):
-        cut: dict[tuple[str, torch.dtype], list[FlatSlot]] = {}
+        sharded: dict[tuple[str, torch.dtype], list[FlatSlot]] = {}
         for slot in line.slots:
-            for key, told in agreed[slot].items():
-                # In their order, though the cut ones come later.
+            for key, report in agreed[slot].items():
+                # Keeps the order of keys: sharded states are filled in below.
                 found[slot][key] = None
-                if told.is_cut and told.dtype is not None:
-                    cut.setdefault((key, told.dtype), []).append(slot)
+                if report.is_sharded and report.dtype is not None:
+                    sharded.setdefault((key, report.dtype), []).append(slot)
                 else:
                     own = own_states.get(slot, {}) if slot.span.numel else {}
-                    value = own.get(key, told.value)
+                    value = own.get(key, report.value)
                     found[slot][key] = value.clone() if isinstance(value, torch.Tensor) else value
-        for (key, dtype), slots in cut.items():
+        for (key, dtype), slots in sharded.items():
             parts = [
                 local_elements(slot, own_states[slot][key])
                 if slot in slots and key in own_states.get(slot, {})
@@ -326,9 +332,9 @@ def _gather_unit(
             share = assemble_shard(
                 line, parts, flat_form(unit).layout.segments[number].numel, dtype, unit.mesh.device
             )
-            for slot, whole in zip(
+            for slot, full in zip(
                 line.slots, full_tensors_of(unit, number, gather_segment(unit, share)), strict=True
             ):
                 if slot in slots:
-                    found[slot][key] = rows_of(whole, unit) if is_sharded else whole.clone()
+                    found[slot][key] = sharded_rows(full, unit) if to_dtensors else full.clone()
     return found

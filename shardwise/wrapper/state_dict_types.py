@@ -1,4 +1,4 @@
-"""Which kind of state dict a wrapped model gives and takes, as records with torch's names."""
+"""The kinds of state dict of wrapped models, as enums and records with torch's names; and what is set on a wrapper."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardwise.wrapper.options import as_choice, as_record
 
 
 class StateDictType(Enum):
-    """FULL: whole tensors. SHARDED: DTensors, as ``fully_shard`` gives them. LOCAL: this rank's shards as they lie."""
+    """FULL: full tensors. SHARDED: DTensors, as with ``fully_shard``. LOCAL: this rank's flat shards."""
 
     FULL_STATE_DICT = auto()
     LOCAL_STATE_DICT = auto()
@@ -31,7 +31,7 @@ class StateDictConfig:
 
 @dataclass
 class FullStateDictConfig(StateDictConfig):
-    """``rank0_only`` leaves the state dicts of all ranks but the first empty."""
+    """``rank0_only`` returns an empty state dict on all ranks but the first."""
 
     rank0_only: bool = False
 
@@ -83,23 +83,25 @@ SETTINGS_ATTRIBUTE = "_shardwise_state_settings"
 
 
 def settings_of(module: nn.Module) -> StateDictSettings:
-    """What was set on one wrapper."""
+    """The settings of one wrapper."""
     settings: StateDictSettings = module.__dict__.setdefault(SETTINGS_ATTRIBUTE, StateDictSettings())
     return settings
 
 
 def checked_settings(kind: Any, config: Any, optim_config: Any, where: str) -> StateDictSettings:
+    """Checks the arguments of ``set_state_dict_type``; accepts torch's enum and records."""
     kind = as_choice(StateDictType, kind, where)
-    state, optim = CONFIGS[kind]
+    state_class, optim_class = CONFIGS[kind]
+    where = f"{where}({kind.name})"
     return StateDictSettings(
         kind,
-        state() if config is None else as_record(state, config, f"{where}({kind.name})"),
-        optim() if optim_config is None else as_record(optim, optim_config, f"{where}({kind.name})"),
+        state_class() if config is None else as_record(state_class, config, where),
+        optim_class() if optim_config is None else as_record(optim_class, optim_config, where),
     )
 
 
 def set_settings(wrappers: list[nn.Module], settings: StateDictSettings) -> StateDictSettings:
-    """Sets all wrappers; returns what was set before, which must have been the same for all."""
+    """Sets the settings of all wrappers; returns the previous ones, which must be the same for all."""
     before = get_settings(wrappers)
     for wrapper in wrappers:
         wrapper.__dict__[SETTINGS_ATTRIBUTE] = settings
@@ -107,25 +109,27 @@ def set_settings(wrappers: list[nn.Module], settings: StateDictSettings) -> Stat
 
 
 def get_settings(wrappers: list[nn.Module]) -> StateDictSettings:
+    """The settings of all wrappers; raises ``StateError`` if they differ."""
     found = [settings_of(wrapper) for wrapper in wrappers]
     if not found:
         return StateDictSettings()
     if any(settings != found[0] for settings in found):
         raise StateError(
-            "wrappers of one model have different kinds of state dict",
+            "the wrappers of one model have different kinds of state dict",
             where=f"{len(found)} wrappers, the first has {found[0].state_dict_type.name}",
-            fix="set one for all with FullyShardedDataParallel.set_state_dict_type(model, ...)",
+            fix="set the same for all with FullyShardedDataParallel.set_state_dict_type(model, ...)",
         )
     return found[0]
 
 
 @contextmanager
-def settings_for_now(wrappers: list[nn.Module], settings: StateDictSettings) -> Iterator[None]:
+def temporary_settings(wrappers: list[nn.Module], settings: StateDictSettings) -> Iterator[None]:
+    """Sets the settings of all wrappers, and restores each wrapper's previous settings on exit."""
     before = [settings_of(wrapper) for wrapper in wrappers]
     for wrapper in wrappers:
         wrapper.__dict__[SETTINGS_ATTRIBUTE] = settings
     try:
         yield
     finally:
-        for wrapper, known in zip(wrappers, before, strict=True):
-            wrapper.__dict__[SETTINGS_ATTRIBUTE] = known
+        for wrapper, previous in zip(wrappers, before, strict=True):
+            wrapper.__dict__[SETTINGS_ATTRIBUTE] = previous

@@ -1,13 +1,14 @@
-"""Whole parameters between steps: ``summon_full_params``, and what state dicts are read from.
+"""``summon_full_params``: full parameters in a wrapped model's modules, between steps.
 
-While a unit is shown whole, its modules hold whole parameters under their own names, in memory of their own, and no
-flat parameters. Forwards compute with them as they stand, without communication. Shards take over this rank's elements
-afterwards, if asked to; gradients that no shard would take over are refused.
+While a unit is *summoned*, its modules hold full parameters under their original names, in separate memory, instead of
+shards or flat parameters. Forwards use them without communication. With ``writeback`` the shards are then overwritten
+with this rank's elements. Backward raises where the gradient of a full parameter would be lost. State dicts are read
+from summoned units too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
@@ -25,18 +26,18 @@ from shardwise.engine.gather.full_tensors import (
     shard_elements,
     write_parameter,
 )
-from shardwise.engine.unit.flat_form import FlatSlot
+from shardwise.engine.unit.flat_form import FlatSlot, Line
 from shardwise.engine.unit.membership import units_of
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import ConfigError, StateError
 from shardwise.torch_internals import inside_backward
 
-# Set on a wrapper while its unit is shown whole: whether this rank is among those that show it.
-WHOLE_ATTRIBUTE = "_shardwise_whole"
+# An attribute of a wrapper while its unit is summoned: whether this rank has the full parameters.
+SUMMONED_ATTRIBUTE = "_shardwise_summoned"
 
 
 @contextmanager
-def shown_whole(
+def summoned(
     module: nn.Module,
     recurse: bool = True,
     writeback: bool = True,
@@ -44,46 +45,62 @@ def shown_whole(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[None]:
-    """What ``summon_full_params`` does."""
+    """The context manager that ``summon_full_params`` returns."""
     where = f"summon_full_params({type(module).__name__})"
     if writeback and rank0_only:
         raise ConfigError(
-            "writeback and rank0_only exclude each other: other ranks have nothing to write back",
+            "writeback and rank0_only exclude each other: the other ranks would have nothing to write back",
             where=where,
             fix="pass writeback=False or rank0_only=False",
         )
-    modules = module.modules() if recurse else [module]
-    units = [unit for unit in dict.fromkeys(u for m in modules for u in units_of(m)) if is_flat(unit)]
+    units = flat_units(module.modules() if recurse else [module])
     for unit in units:
         check_idle(unit, "summon_full_params")
         if with_grads and unit.gradients.has_stash:
             raise StateError(
-                f"unit '{unit.name}' has gradients that no backward has reduced yet: there are no whole ones to show",
+                f"unit '{unit.name}' has gradients that are not reduced yet, so its full gradients are not known",
                 where=f"{where}, with_grads=True, rank {unit.rank}",
-                fix="run a backward outside of no_sync() first, or pass with_grads=False",
+                fix="run a backward outside no_sync() first, or pass with_grads=False",
             )
-        if is_shown_whole(unit):
+        if is_summoned(unit):
             raise StateError(
-                f"unit '{unit.name}' is shown whole already",
+                f"summon_full_params is already active for unit '{unit.name}'",
                 where=f"{where}, rank {unit.rank}",
-                fix="leave the outer summon_full_params first, or pass recurse=False to one of them",
+                fix="exit the outer summon_full_params first, or pass recurse=False to one of them",
             )
     with ExitStack() as stack:
         for unit in units:
             stack.enter_context(
-                one_shown_whole(
+                summoned_unit(
                     unit,
                     writeback,
                     offload_to_cpu,
                     with_grads,
-                    materializes=not rank0_only or unit.mesh.is_first,
+                    on_this_rank=not rank0_only or unit.mesh.is_first,
                 )
             )
-            _refuse_gradients(unit, writeback)
+            _raise_at_lost_gradients(unit, writeback)
         yield
 
 
+def flat_units(modules: Iterable[nn.Module]) -> list[Unit]:
+    """The units of all wrappers among ``modules``."""
+    units = dict.fromkeys(unit for module in modules for unit in units_of(module))
+    return [unit for unit in units if is_flat(unit)]
+
+
+def flat_lines(unit: Unit) -> list[Line]:
+    """The lines of a unit that its wrapper has as flat parameters; none with ``use_orig_params``."""
+    return [line for line in flat_form(unit).lines if line.flat is not None]
+
+
+def slots_by_parameter(line: Line) -> list[list[FlatSlot]]:
+    """The slots of each parameter that an optimizer sees: all for a flat parameter, else one each."""
+    return [line.slots] if line.flat is not None else [[slot] for slot in line.slots]
+
+
 def check_idle(unit: Unit, call: str) -> None:
+    """Raises if ``call`` is made inside a forward or backward; cleans up after a step that raised."""
     root = unit.root
     if root.in_forward or (root.in_backward and inside_backward()):
         raise StateError(
@@ -91,123 +108,126 @@ def check_idle(unit: Unit, call: str) -> None:
             where=f"unit '{unit.name}', rank {unit.rank}, inside a forward or backward",
             fix=f"call {call} between steps",
         )
-    # A step that raised has ended all the same: what it left behind must not keep anybody from saving the model.
+    # After a step that raised it must still be possible to save the model.
     root.recover()
 
 
-def is_shown_whole(unit: Unit) -> bool:
-    return WHOLE_ATTRIBUTE in unit.modules[0].__dict__
+def is_summoned(unit: Unit) -> bool:
+    return SUMMONED_ATTRIBUTE in unit.modules[0].__dict__
 
 
 @contextmanager
-def one_shown_whole(
+def summoned_unit(
     unit: Unit,
     writeback: bool = False,
     offload_to_cpu: bool = False,
     with_grads: bool = False,
-    materializes: bool = True,
+    on_this_rank: bool = True,
 ) -> Iterator[dict[FlatSlot, torch.Tensor]]:
-    """Shows one unit whole. Every rank gathers; those that do not materialize go on showing shards."""
+    """Puts full parameters into one unit's modules; yields them by slot.
+
+    Every rank gathers. A rank with ``on_this_rank=False`` drops the full parameters and keeps its shards.
+    """
     unit.reshard(trace.IDLE)
-    wholes = gather_parameters(unit)
+    full = gather_parameters(unit)
     gradients = gather_gradients(unit) if with_grads else {}
-    if not materializes:
-        wholes, gradients = {}, {}
+    if not on_this_rank:
+        full, gradients = {}, {}
     if offload_to_cpu:
-        wholes = {slot: whole.cpu() for slot, whole in wholes.items()}
+        full = {slot: tensor.cpu() for slot, tensor in full.items()}
         gradients = {slot: gradient.cpu() for slot, gradient in gradients.items()}
-    params = {slot: nn.Parameter(whole, slot.sharded.requires_grad) for slot, whole in wholes.items()}
+    params = {slot: nn.Parameter(tensor, slot.sharded.requires_grad) for slot, tensor in full.items()}
     for slot, gradient in gradients.items():
         params[slot].grad_dtype = gradient.dtype
         params[slot].grad = gradient
-    marks = unit.modules[0].__dict__
-    marks[WHOLE_ATTRIBUTE] = materializes
-    _show(unit, params)
+    wrapper_attributes = unit.modules[0].__dict__
+    wrapper_attributes[SUMMONED_ATTRIBUTE] = on_this_rank
+    for slot, param in params.items():
+        for place in slot.places:
+            place.show_alone(param)
+    if params:
+        hide_flat_parameters(unit)
     try:
-        yield wholes
+        yield full
     finally:
-        left = {slot: _left_in(slot, param) for slot, param in params.items()}
-        del marks[WHOLE_ATTRIBUTE]
+        final = {slot: _final_parameter(slot, param) for slot, param in params.items()}
+        del wrapper_attributes[SUMMONED_ATTRIBUTE]
         unit.show_in_all_places()
-        show_flats(unit)
+        show_flat_parameters(unit)
         if writeback:
-            _write_back(unit, left)
+            _write_back(unit, final)
             if with_grads:
-                _write_back_gradients(unit, left)
+                _write_back_gradients(unit, final)
 
 
-def check_shows_whole(unit: Unit) -> None:
-    """Raises where a unit that is shown whole cannot run, because other ranks show it."""
-    if not unit.modules[0].__dict__[WHOLE_ATTRIBUTE]:
+def check_has_full_parameters(unit: Unit) -> None:
+    """Raises if only another rank has the full parameters of a summoned unit, so that it cannot run here."""
+    if not unit.modules[0].__dict__[SUMMONED_ATTRIBUTE]:
         raise StateError(
-            "a model was called that only the first rank shows whole",
+            "the model was called on a rank without full parameters: only the first rank has them",
             where=f"summon_full_params(rank0_only=True), unit '{unit.name}', rank {unit.rank}",
-            fix="call it on the first rank alone, or leave rank0_only out",
+            fix="call the model only on the first rank, or leave rank0_only out",
         )
 
 
-def _refuse_gradients(unit: Unit, writeback: bool) -> None:
-    """Has backward raise at a whole parameter whose gradient would end with it."""
+def _raise_at_lost_gradients(unit: Unit, writeback: bool) -> None:
+    """Makes backward raise at full parameters whose gradients would not be written back."""
     for slot in flat_slots(unit):
         place = slot.places[0]
         param = place.params[place.name]
         if param is None or param is slot.sharded or not param.requires_grad or param.is_inference():
             continue
         if param.grad is None or not writeback:
-            param.register_post_accumulate_grad_hook(partial(_refuse_gradient, unit, slot.name))
+            param.register_post_accumulate_grad_hook(partial(_raise_lost_gradient, unit, slot.name))
 
 
-def _refuse_gradient(unit: Unit, name: str, param: torch.Tensor) -> None:
+def _raise_lost_gradient(unit: Unit, name: str, param: torch.Tensor) -> None:
     param.grad = None
     raise StateError(
-        f"backward reached parameter '{name}' as summon_full_params shows it: its gradient would get to no shard",
+        f"backward computed a gradient of parameter '{name}' inside summon_full_params: it would be lost",
         where=f"unit '{unit.name}', rank {unit.rank}",
-        fix="run forward and backward outside of summon_full_params; within it, forward under torch.no_grad()",
+        fix="run forward and backward outside summon_full_params; inside it, run forward under torch.no_grad()",
     )
 
 
-def _show(unit: Unit, params: dict[FlatSlot, nn.Parameter]) -> None:
-    for slot, param in params.items():
-        for place in slot.places:
-            place.show_alone(param)
-    if params:
-        for line in flat_form(unit).lines:
-            if line.flat is not None:
-                del line.params[line.name]
+def hide_flat_parameters(unit: Unit) -> None:
+    """Removes flat parameters from the wrapper's own parameters."""
+    for line in flat_lines(unit):
+        line.params.pop(line.name, None)
 
 
-def show_flats(unit: Unit) -> None:
-    for line in flat_form(unit).lines:
-        if line.flat is not None:
-            line.params[line.name] = line.flat
+def show_flat_parameters(unit: Unit) -> None:
+    """Puts them back."""
+    for line in flat_lines(unit):
+        line.params[line.name] = line.flat
 
 
-def _left_in(slot: FlatSlot, param: nn.Parameter) -> torch.Tensor | None:
-    """What stands where a whole parameter was shown: that, or what somebody has put in its place."""
+def _final_parameter(slot: FlatSlot, param: nn.Parameter) -> torch.Tensor | None:
+    """The full parameter as the user leaves it: ``param``, or what a module has in its place."""
     found = [place.params.get(place.name) for place in slot.places]
     return next((each for each in found if each is not param), param)
 
 
-def _write_back(unit: Unit, left: dict[FlatSlot, torch.Tensor | None]) -> None:
-    fitting = {slot: whole for slot, whole in left.items() if whole is not None and whole.shape == slot.shape}
-    for slot, whole in left.items():
-        if slot not in fitting:
-            found = "nothing" if whole is None else f"a tensor of shape {tuple(whole.shape)}"
+def _write_back(unit: Unit, final: dict[FlatSlot, torch.Tensor | None]) -> None:
+    """Overwrites the shards with this rank's elements; raises before the first if a shape has changed."""
+    full = {slot: param for slot, param in final.items() if param is not None and param.shape == slot.shape}
+    for slot, param in final.items():
+        if slot not in full:
+            found = "missing" if param is None else f"a tensor of shape {tuple(param.shape)}"
             raise StateError(
-                f"{found} was left in the place of parameter '{slot.name}', whose shape is {slot.shape}",
+                f"parameter '{slot.name}' is {found} after summon_full_params, instead of shape {slot.shape}",
                 where=f"summon_full_params, unit '{unit.name}', rank {unit.rank}",
-                fix="write values of the parameter's shape; nothing of this unit was written back",
+                fix="keep the parameter's shape; nothing was written back to this unit",
             )
-    for slot, whole in fitting.items():
-        write_parameter(slot, whole.detach())
+    for slot, param in full.items():
+        write_parameter(slot, param.detach())
 
 
-def _write_back_gradients(unit: Unit, left: dict[FlatSlot, torch.Tensor | None]) -> None:
-    """Gives shards the gradients that the whole parameters have now: changed, set where none was, or dropped."""
-    gradients = {slot: whole.grad for slot, whole in left.items() if whole is not None}
+def _write_back_gradients(unit: Unit, final: dict[FlatSlot, torch.Tensor | None]) -> None:
+    """Copies this rank's elements of the full gradients, where there are any, into the gradients of shards."""
+    gradients = {slot: param.grad for slot, param in final.items() if param is not None}
     for line in flat_form(unit).lines:
-        shown = [line.slots] if line.flat is not None else [[slot] for slot in line.slots]
-        for slots in shown:
+        for slots in slots_by_parameter(line):
             param = slots[0].sharded
             if all(gradients.get(slot) is None for slot in slots):
                 param.grad = None

@@ -1,9 +1,9 @@
-"""Which modules ``FullyShardedDataParallel(auto_wrap_policy=...)`` wraps: torch's protocol, and policies for it.
+"""Policies for ``FullyShardedDataParallel(auto_wrap_policy=...)``: which modules are wrapped.
 
-Two kinds of policy are known. A *policy object* looks at the whole model at once (``_run_policy``) and may choose
-options for each module. A *callable* is asked on the way down whether to look into a module (``recurse=True``) and on
-the way up whether to wrap it (``recurse=False``), with the number of elements that no module inside it has taken.
-torch's own policies are of these kinds and work as they are.
+There are two kinds. A *policy object* gets the whole model (``_run_policy``) and may return options for each module. A
+*callable* is asked before a module's children whether to recurse into them (``recurse=True``), and after them whether
+to wrap the module (``recurse=False``), with the number of elements in it that are not wrapped yet. torch's own policies
+are of these kinds and work too.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ModuleWrapPolicy:
 
 
 class CustomPolicy:
-    """Wraps modules for which ``lambda_fn`` returns True, or a mapping of options that differ for them."""
+    """Wraps modules for which ``lambda_fn`` returns True, or a mapping of options for that module."""
 
     def __init__(self, lambda_fn: Callable[[nn.Module], bool | dict[str, Any]]) -> None:
         self._lambda_fn = lambda_fn
@@ -92,7 +92,7 @@ def transformer_auto_wrap_policy(
     nonwrapped_numel: int,
     transformer_layer_cls: set[type[nn.Module]],
 ) -> bool:
-    """Wraps modules of the given classes: a transformer's layers."""
+    """Wraps modules of the given classes, a transformer's layers."""
     return recurse or isinstance(module, tuple(transformer_layer_cls))
 
 
@@ -104,10 +104,10 @@ def size_based_auto_wrap_policy(
     force_leaf_modules: set[type[nn.Module]] | None = None,
     exclude_wrap_modules: set[type[nn.Module]] | None = None,
 ) -> bool:
-    """Wraps modules whose parameters, without those already wrapped inside, have at least ``min_num_params`` elements.
+    """Wraps modules with at least ``min_num_params`` elements in parameters that are not wrapped yet.
 
-    ``force_leaf_modules`` are not looked into (default: ``nn.MultiheadAttention``), ``exclude_wrap_modules`` not
-    wrapped themselves (default: ``nn.ModuleList`` and ``nn.ModuleDict``, which nothing calls).
+    It does not recurse into ``force_leaf_modules`` (default: ``nn.MultiheadAttention``), and does not wrap
+    ``exclude_wrap_modules`` (default: ``nn.ModuleList`` and ``nn.ModuleDict``, which are never called).
     """
     leaves = {nn.MultiheadAttention} if force_leaf_modules is None else force_leaf_modules
     excluded = {nn.ModuleList, nn.ModuleDict} if exclude_wrap_modules is None else exclude_wrap_modules
@@ -117,25 +117,25 @@ def size_based_auto_wrap_policy(
     return is_large and not isinstance(module, tuple(excluded))
 
 
-# What ``wrap`` does on this thread.
-_wraps_with: ContextVar[tuple[Callable[..., nn.Module], dict[str, Any]] | None] = ContextVar(
-    "wraps_with", default=None
+# The arguments of the innermost ``enable_wrap`` around this code.
+_enabled: ContextVar[tuple[Callable[..., nn.Module], dict[str, Any]] | None] = ContextVar(
+    "enabled", default=None
 )
 
 
 @contextmanager
 def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any) -> Iterator[None]:
-    """Within it, ``wrap(module)`` is ``wrapper_cls(module, **wrapper_kwargs)``."""
-    token = _wraps_with.set((wrapper_cls, wrapper_kwargs))
+    """A context manager in which ``wrap(module)`` returns ``wrapper_cls(module, **wrapper_kwargs)``."""
+    token = _enabled.set((wrapper_cls, wrapper_kwargs))
     try:
         yield
     finally:
-        _wraps_with.reset(token)
+        _enabled.reset(token)
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
-    """The module wrapped as the ``enable_wrap`` around the call says, but for ``wrap_overrides``; else as it is."""
-    chosen = _wraps_with.get()
+    """Wraps the module as ``enable_wrap`` says, with ``wrap_overrides``; outside it, returns the module unchanged."""
+    chosen = _enabled.get()
     if chosen is None:
         return module
     wrapper_cls, options = chosen
@@ -145,7 +145,7 @@ def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
 def choose(
     root: nn.Module, policy: Any, ignored: set[nn.Module], ignored_params: set[nn.Parameter], where: str
 ) -> list[tuple[nn.Module, dict[str, Any]]]:
-    """The modules below ``root`` to wrap, inner ones first, each with the options in which it differs."""
+    """The modules below ``root`` to wrap, inner ones first, each with the options that the policy set for it."""
     if hasattr(policy, "_run_policy"):
         chosen = dict(policy._run_policy(root, ignored, {}))
         chosen.pop(root, None)
@@ -159,30 +159,31 @@ def choose(
             fix="pass ModuleWrapPolicy({Block}), CustomPolicy(fn), or a callable that takes "
             "(module, recurse, nonwrapped_numel)",
         )
-    # A container has nothing to gather where all that it holds is wrapped.
+    # A container without forward is left out; that is an error if it has parameters outside the wrapped modules.
     containers = [module for module in chosen if not has_forward(module)]
     for module in containers:
         del chosen[module]
     for module in containers:
         if _has_parameters_outside(module, chosen, ignored_params):
             raise ConfigError(
-                f"auto_wrap_policy={policy!r} chooses a {type(module).__name__}, which only holds modules: nothing "
-                f"calls it, so nothing would gather its parameters",
+                f"auto_wrap_policy={policy!r} chooses a {type(module).__name__}, which has no forward: it is never "
+                f"called, so its parameters would never be gathered",
                 where=where,
                 fix=f"choose the modules inside the {type(module).__name__}",
             )
     if not chosen:
         raise ConfigError(
-            f"auto_wrap_policy={policy!r} chooses no module of {type(root).__name__}: it would be one unit",
+            f"auto_wrap_policy={policy!r} chooses no module of {type(root).__name__}",
             where=where,
-            fix="choose a class that the model contains or a smaller size, or leave auto_wrap_policy out",
+            fix="choose a class that the model contains, or a smaller size; to shard the model as one unit, leave "
+            "auto_wrap_policy out",
         )
     depth_first = list(root.modules())
     return [(module, chosen[module]) for module in reversed(depth_first) if module in chosen]
 
 
 def _has_parameters_outside(module: nn.Module, chosen: Chosen, ignored_params: set[nn.Parameter]) -> bool:
-    """Whether some parameters below ``module`` are in no chosen module."""
+    """Whether ``module`` has parameters that are in no chosen module."""
     if module in chosen:
         return False
     if any(param not in ignored_params for param in module.parameters(recurse=False)):
@@ -198,7 +199,7 @@ def _ask(
     chosen: Chosen,
     is_root: bool = False,
 ) -> int:
-    """Asks about ``module`` and what is below it; returns how many elements were taken by modules chosen there."""
+    """Asks the policy about ``module`` and its children; returns how many of its elements the chosen modules have."""
     numel = sum(param.numel() for param in module.parameters() if param not in ignored_params)
     if not policy(module=module, recurse=True, nonwrapped_numel=numel):
         return 0

@@ -54,7 +54,7 @@ REFUSALS: tuple[tuple[str, str], ...] = (
         "a parameter replaced while sums wait for the replicas",
         "were replaced while their unit's gradients still wait to be summed over replicas",
     ),
-    ("clipping gradients that are kept back", "the gradients to clip are kept back"),
+    ("clipping gradients that are kept back", "the gradients to clip have not been reduced yet"),
     ("a step without gradients that are kept back", "would step without the gradients that were kept back"),
     (
         "parameters tied while they are gathered",

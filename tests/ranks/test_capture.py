@@ -28,7 +28,7 @@ def test_the_optimizers_of_a_step_are_noticed_as_they_step():
     optimizers = [torch.optim.SGD([param], lr=0.5) for param in params]
     found = CapturableOptimizers()
     params[0].grad = torch.ones(2)
-    with found.noticed():
+    with found.collect():
         optimizers[0].step()
     optimizers[1].step()
     assert [(param is params[0], gradient is params[0].grad) for param, gradient in found.gradients()] == [
@@ -40,13 +40,13 @@ def test_a_change_of_an_optimizers_options_is_seen_and_one_of_a_rate_on_the_devi
     param = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.Adam([param], lr=torch.tensor(0.5), foreach=False)
     found = CapturableOptimizers()
-    with found.noticed():
+    with found.collect():
         optimizer.step()
     found.make_capturable()
     before = found.options()
     rate = optimizer.param_groups[0]["lr"]
     optimizer.param_groups[0]["lr"] = 0.25
-    found.take_over_rates()
+    found.update_learning_rates()
     assert optimizer.param_groups[0]["lr"] is rate
     assert rate.item() == 0.25
     assert found.options() == before

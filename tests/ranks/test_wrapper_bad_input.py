@@ -38,30 +38,30 @@ def refusals():
         ({"auto_wrap_policy": size_based_auto_wrap_policy}, "chooses no module of Layers"),
         (
             {"auto_wrap_policy": ModuleWrapPolicy({nn.ModuleList})},
-            "chooses a ModuleList, which only holds modules",
+            "chooses a ModuleList, which has no forward",
         ),
         ({"auto_wrap_policy": CustomPolicy(lambda m: 3)}, "returned 3 for a"),
         (
             {"auto_wrap_policy": CustomPolicy(lambda m: {"speed": 1} if isinstance(m, TwoLayers) else False)},
-            r"chose the options \['speed'\]",
+            r"unknown options \['speed'\]",
         ),
         ({"auto_wrap_policy": 17}, "auto_wrap_policy is 17"),
-        ({"sharding_strategy": "full"}, "'full' is no ShardingStrategy"),
-        ({"backward_prefetch": 1}, "1 is no BackwardPrefetch"),
-        ({"mixed_precision": torch.bfloat16}, "is no MixedPrecision"),
+        ({"sharding_strategy": "full"}, "'full' is not a ShardingStrategy"),
+        ({"backward_prefetch": 1}, "1 is not a BackwardPrefetch"),
+        ({"mixed_precision": torch.bfloat16}, "is not a MixedPrecision"),
         ({"mixed_precision": MixedPrecision(param_dtype=torch.int8)}, "not a floating-point dtype"),
-        ({"cpu_offload": True}, "True is no CPUOffload"),
+        ({"cpu_offload": True}, "True is not a CPUOffload"),
         ({"process_group": 3}, "process_group is a int"),
         ({"device_mesh": 3}, "int"),
         ({"device_mesh": mesh, "process_group": dist.group.WORLD}, "both process_group and device_mesh"),
-        ({"device_mesh": mesh, "sharding_strategy": ShardingStrategy.HYBRID_SHARD}, "a mesh of 1 axes"),
+        ({"device_mesh": mesh, "sharding_strategy": ShardingStrategy.HYBRID_SHARD}, "device mesh has 1 axes"),
         (
             {"process_group": dist.group.WORLD, "sharding_strategy": ShardingStrategy.HYBRID_SHARD},
             "needs two groups",
         ),
-        ({"ignored_modules": [3]}, "a int is to be ignored"),
+        ({"ignored_modules": [3]}, "a int cannot be ignored"),
         ({"ignored_modules": [], "ignored_states": []}, "both ignored_modules and ignored_states"),
-        ({"device_id": torch.device("meta")}, "names the meta device"),
+        ({"device_id": torch.device("meta")}, "is the meta device"),
     ]
 
 
@@ -78,7 +78,7 @@ def refused():
             assert torch.equal(param, before[name][1])
         assert not any(isinstance(module, FSDP) for module in model.modules())
     for model, message in [
-        (nn.ModuleList([nn.Linear(2, 2)]), "only holds modules"),
+        (nn.ModuleList([nn.Linear(2, 2)]), "has no forward"),
         ("model", "was given a str"),
         (fully_shard(nn.Linear(2, 2)), "sharded by fully_shard already"),
     ]:
@@ -124,7 +124,7 @@ def tied_in_two_dtypes():
         {"auto_wrap_policy": of_second, "use_orig_params": True},
     ):
         with pytest.raises(
-            ConfigError, match=r"computes in torch\.bfloat16; here it would be torch\.float32"
+            ConfigError, match=r"computes in torch\.bfloat16; this wrapper would compute in torch\.float32"
         ):
             FSDP(model, **options)
         assert not any(isinstance(module, FSDP) for module in model.modules())
@@ -150,13 +150,13 @@ def refused_later():
     for copying in (copy.deepcopy, pickle.dumps):
         with pytest.raises(StateError, match="cannot be copied"):
             copying(model)
-    with pytest.raises(ConfigTypeError, match=r"ShardedStateDictConfig\(.*\) is no FullStateDictConfig"):
+    with pytest.raises(ConfigTypeError, match=r"ShardedStateDictConfig\(.*\) is not a FullStateDictConfig"):
         FSDP.set_state_dict_type(model, StateDictType.FULL_STATE_DICT, ShardedStateDictConfig())
-    with pytest.raises(ConfigTypeError, match="is no LocalOptimStateDictConfig"):
+    with pytest.raises(ConfigTypeError, match="is not a LocalOptimStateDictConfig"):
         FSDP.set_state_dict_type(
             model, StateDictType.LOCAL_STATE_DICT, optim_state_dict_config=FullOptimStateDictConfig()
         )
-    with pytest.raises(ConfigTypeError, match="is no StateDictType"):
+    with pytest.raises(ConfigTypeError, match="is not a StateDictType"):
         FSDP.set_state_dict_type(model, "full")
     pair = nn.Sequential(FSDP(nn.Linear(2, 2)), FSDP(nn.Linear(2, 2)))
     FSDP.set_state_dict_type(pair[0], StateDictType.LOCAL_STATE_DICT)

@@ -90,10 +90,10 @@ def held_back():
         model(torch.ones(2, 4)).sum().backward()
         with model.no_sync():
             model(torch.ones(2, 4)).sum().backward()
-        with pytest.raises(StateError, match="the gradients to clip are kept back"):
+        with pytest.raises(StateError, match="the gradients to clip have not been reduced yet"):
             model.clip_grad_norm_(1.0)
         summoned = FSDP.summon_full_params(model, with_grads=True)
-        with pytest.raises(StateError, match="no whole ones to show"), summoned:
+        with pytest.raises(StateError, match="full gradients are not known"), summoned:
             pass
         with FSDP.summon_full_params(model):
             pass
