@@ -140,7 +140,13 @@ def test_all_that_the_host_profile_counts_is_where_it_says(load):
     kinds = [method.kind for method in host_profile.counted_methods("cuda")]
     assert set(kinds) == set(host_profile.METHODS)
     names = {f"{method.owner.__name__}.{method.name}" for method in host_profile.counted_methods("cuda")}
-    assert {"Tensor.copy_", "CopyPieces.run", "SplitRows.run", "FusedPack.fill", "LinePack.fill"} <= names
+    assert {
+        "Tensor.copy_",
+        "CopyBlocks.run",
+        "SplitRows.run",
+        "FusedPack.fill",
+        "ContiguousPack.fill",
+    } <= names
     assert host_profile.LANES not in {method.kind for method in host_profile.counted_methods("cpu")}
 
 
@@ -204,7 +210,7 @@ def test_a_still_model_sends_and_copies_nothing_and_keeps_its_memory(load):
         "GroupCollectives.issue_reduce_scatter",
         "ElasticBuffer.shrink",
     } <= names
-    assert {"LinePack.fill", "FusedPack.fill", "CopyPieces.run"} <= names
+    assert {"ContiguousPack.fill", "FusedPack.fill", "CopyBlocks.run"} <= names
     assert "ElasticBuffer.grow" not in names
 
 

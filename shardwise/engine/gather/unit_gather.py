@@ -13,8 +13,6 @@ gather in backward then runs over a smaller group, and yields the same rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -177,9 +175,8 @@ class UnitGather:
             self._part_row = self._part.tensor(torch.uint8, 0, (part_bytes,))
             self._part_source = self._rows.tensor(torch.uint8, part_calls.rank * part_bytes, (part_bytes,))
 
-        # What a gather from the shards does before its collective, in order.
-        self._prepare: list[Callable[[], object]] = [] if self._part is None else [self._part.shrink]
-        self._prepare.append(full.grow)
+        # How the shards become the row that is sent: (a buffer to grow, (target, source) of the copies into it).
+        self._row_copies: list[tuple[ElasticBuffer, list[tuple[torch.Tensor, torch.Tensor]]]] = []
         row = self._plan_own_row(layout, shards, stored_dtypes, sent_dtypes, device)
 
         self._in_place = None if self._part is not None else _plan_in_place(layout, full, row)
@@ -204,8 +201,7 @@ class UnitGather:
             # Shards are offloaded to the host: one transfer copies the row to the device, which casts it.
             row = device_row = ElasticBuffer(layout.stored_bytes, device)
             self._own = device_row.tensor(torch.uint8, 0, (layout.stored_bytes,))
-            transfer = partial(self._own.copy_, shards, non_blocking=True)
-            self._prepare += [device_row.grow, transfer]
+            self._row_copies.append((device_row, [(self._own, shards)]))
         if sent_dtypes != stored_dtypes:
             if self._rows is self._full and device.type == "cuda" and self._part is None:
                 # Cast to where this rank's row is received: NCCL then skips the copy of the own row.
@@ -213,9 +209,10 @@ class UnitGather:
             else:
                 row = cast_row = ElasticBuffer(layout.sent_bytes, device)
                 start = 0
-                self._prepare.append(cast_row.grow)
                 self._temporary.append(cast_row)
             self._own = cast_row.tensor(torch.uint8, start, (layout.sent_bytes,))
+            casts: list[tuple[torch.Tensor, torch.Tensor]] = []
+            self._row_copies.append((cast_row, casts))
             for segment in layout.segments:
                 stored_dtype, sent_dtype = stored_dtypes[segment.members[0]], sent_dtypes[segment.members[0]]
                 target = cast_row.tensor(sent_dtype, start + segment.sent_start_bytes, (segment.numel,))
@@ -224,7 +221,7 @@ class UnitGather:
                 else:
                     stop_bytes = segment.stored_start_bytes + segment.numel * segment.stored_itemsize
                     source = shards[segment.stored_start_bytes : stop_bytes].view(stored_dtype)
-                self._prepare.append(partial(target.copy_, source))
+                casts.append((target, source))
         if device_row is not None:
             self._temporary.append(device_row)
         return row
@@ -237,8 +234,14 @@ class UnitGather:
             self._rows.grow()
             self._work = self._part_calls.issue_all_gather(self._all_rows, self._part_row, code)
             return
-        for prepare in self._prepare:
-            prepare()
+        if self._part is not None:
+            self._part.shrink()
+        self._full.grow()
+        for buffer, copies in self._row_copies:
+            buffer.grow()
+            for target, source in copies:
+                # ``non_blocking`` only matters to the transfer from the host.
+                target.copy_(source, non_blocking=True)
         if self._in_place is not None and self.calls.gathers_each:
             self._work = self.calls.issue_all_gather_each(*self._in_place, code)
         elif self._copy_shared_rows is not None and self.calls.lends_rows:
