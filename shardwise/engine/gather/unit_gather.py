@@ -17,7 +17,7 @@ from typing import Protocol
 
 import torch
 
-from shardwise.comm.collectives.group import GroupCollectives, LentRows, Work, land
+from shardwise.comm.collectives.group import GroupCollectives, LentRows, Work, drain
 from shardwise.engine.buffers import ElasticBuffer
 from shardwise.engine.kernels import plan_copy_out_kernel
 from shardwise.plan.column_blocks import column_blocks_of_layout
@@ -273,7 +273,7 @@ class UnitGather:
     def abandon(self) -> bool:
         """Drops a gather that nobody waits for, once it has ended; False if its buffers may still be written to."""
         work, self._work, self._lent = self._work, None, None
-        if work is not None and not land(work):
+        if work is not None and not drain(work):
             return False
         self.drop_part()
         for buffer in (self._rows, *self._temporary):
