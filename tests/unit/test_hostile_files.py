@@ -436,7 +436,7 @@ BAD_SAFETENSORS = {
 def test_a_safetensors_file_that_breaks_a_rule_is_refused(safetensors, name):
     header, num_bytes = BAD_SAFETENSORS[name]
     write_safetensors(safetensors, header, bytes(num_bytes))
-    refused(safetensors, "no safetensors file, or a damaged one")
+    refused(safetensors, "not a safetensors file, or a damaged one")
 
 
 @pytest.mark.parametrize("length", [0, 7, 100_000_001, 2**63, 2**64 - 1])
@@ -444,7 +444,7 @@ def test_a_safetensors_header_is_no_longer_than_the_file_or_the_limit(safetensor
     safetensors.write_bytes(struct.pack("<Q", length)[: max(length, 7) if length == 7 else 8] + b"{" * 8)
     with safetensors.open("r+b") as file:
         file.truncate(1 << 28 if length > 100 else 15)
-    refused(safetensors, "no safetensors file, or a damaged one")
+    refused(safetensors, "not a safetensors file, or a damaged one")
 
 
 def test_safetensors_of_any_alignment_and_order_are_read(safetensors):
