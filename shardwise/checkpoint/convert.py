@@ -4,7 +4,7 @@
                ──▶ one .safetensors or .pt file
                ◀── any of these: a checkpoint of weights only, which a run can resume
 
-Tensors are copied in blocks of rows, so that no tensor is ever in memory as a whole. The target gets its name when it is
+Tensors are copied in blocks of rows: no tensor is ever in memory as a whole. The target gets its name when it is
 complete. Optimizer state is not converted.
 """
 

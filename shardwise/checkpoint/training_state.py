@@ -38,8 +38,8 @@ class TrainingState:
     """The tensors of a run on this rank: ``parts`` returns them to be saved, ``load`` loads them.
 
     Args:
-        module: with or without ``fully_shard``; wrapped by FullyShardedDataParallel only if that does not shard, and not
-            by DistributedDataParallel.
+        module: with or without ``fully_shard``; wrapped by FullyShardedDataParallel only if that does not shard, and
+            not by DistributedDataParallel.
         optimizer: any optimizer of its parameters; a ZeroRedundancyOptimizer must not be ``balanced``.
     """
 

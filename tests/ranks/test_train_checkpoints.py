@@ -185,7 +185,7 @@ def test_who_writes_what_is_planned_anew_exactly_when_some_rank_has_other_parts(
         # 2 goes by the plan of 1; whoever has nothing new follows those who have, and back again.
         assert planned == [1, 3, 4, 5, 6, 7]
         told = problems.pop(6)
-        assert "'model/odd' is of torch.float8_e4m3fnuz, which no checkpoint can hold" in told
+        assert "'model/odd' has dtype torch.float8_e4m3fnuz, which a checkpoint cannot hold" in told
         assert "(rank 2)" in told
         assert set(problems.values()) == {None}
     # Once it is known who writes a tensor that all have, nobody else copies it.
@@ -234,7 +234,7 @@ def cut_the_manifest(checkpoint):
 
 
 DAMAGES = {
-    truncate: "bytes, it was written with",
+    truncate: "bytes, but had",
     flip_a_bit: "the checksum of rank-00000.bin does not match",
     lose_a_file: "rank-00000.bin cannot be read",
     alter_the_manifest: "its checksum does not match",
@@ -324,8 +324,8 @@ def test_a_checkpoint_of_another_model_is_refused_by_its_first_mismatch(finished
     config, _, _, _ = finished
     before = sorted(path.name for path in (copied / "checkpoints").iterdir())
     for size, missing, extra in run_ranks(resume_as_others, 2, config, copied, kind="gloo"):
-        assert "'model.layers.0.mlp.gate_proj.weight' has shape (27, 20) in it and (29, 20)" in size
-        assert "it has no 'model.layers.2." in missing
+        assert "'model.layers.0.mlp.gate_proj.weight' has shape (27, 20) in the checkpoint and (29, 20)" in size
+        assert "it does not have 'model.layers.2." in missing
         assert "it has 'model.layers.1." in extra
         assert "which the model does not have" in extra
     assert sorted(path.name for path in (copied / "checkpoints").iterdir()) == before
