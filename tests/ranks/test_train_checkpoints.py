@@ -324,7 +324,9 @@ def test_a_checkpoint_of_another_model_is_refused_by_its_first_mismatch(finished
     config, _, _, _ = finished
     before = sorted(path.name for path in (copied / "checkpoints").iterdir())
     for size, missing, extra in run_ranks(resume_as_others, 2, config, copied, kind="gloo"):
-        assert "'model.layers.0.mlp.gate_proj.weight' has shape (27, 20) in the checkpoint and (29, 20)" in size
+        assert (
+            "'model.layers.0.mlp.gate_proj.weight' has shape (27, 20) in the checkpoint and (29, 20)" in size
+        )
         assert "it does not have 'model.layers.2." in missing
         assert "it has 'model.layers.1." in extra
         assert "which the model does not have" in extra
@@ -496,10 +498,10 @@ def test_what_holds_no_weights_or_damaged_ones_is_refused(finished, copied, tmp_
         weights.open_weights(copied)
     (path,) = convert.export_safetensors(weights.open_weights(run), tmp_path / "w.safetensors")
     path.write_bytes(path.read_bytes()[:-4])
-    with pytest.raises(CheckpointError, match="after the header"):
+    with pytest.raises(CheckpointError, match="file not fully covered"):
         weights.open_weights(path)
     path.write_bytes(b"\xff" * 20)
-    with pytest.raises(CheckpointError, match="longer than the file"):
+    with pytest.raises(CheckpointError, match=r"its header has .* bytes, the limit is"):
         weights.open_weights(path)
     (tmp_path / "noise.bin").write_bytes(b"\x80\x02" * 50)
     with pytest.raises(CheckpointError, match=r"not a file of torch\.save"):
