@@ -58,7 +58,7 @@ def flat(
         params = _sharded_parameters(model_or_params)
     made: Any = _flat_class(optimizer_class)(params, **options)  # type: ignore[arg-type]
     if in_backward:
-        made._early = BackwardSteps(made._step_early)
+        made._backward_steps = BackwardSteps(made._step_in_thread)
     flat_optimizer: Optimizer = made
     return flat_optimizer
 
@@ -81,7 +81,7 @@ class FlatOptimizer(Optimizer):
     _run_states: States
     _in_blocks: BlockedStep | None = None
     _may_step_in_blocks = False
-    _early: BackwardSteps | None = None
+    _backward_steps: BackwardSteps | None = None
     _runs_of_unit: dict[Unit, list[tuple[int, FlatRun]]]
 
     def step(self, closure: Callable[[], float] | None = None, **kwargs: Any) -> float | None:  # type: ignore[override]
@@ -90,7 +90,7 @@ class FlatOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
-            runs = self._runs_to_step(self._finish_early())
+            runs = self._runs_to_step(self._join_backward_steps())
             groups, states = self.param_groups, self.state
             params = [group["params"] for group in groups]
             self.state = self._run_states  # type: ignore[assignment]
@@ -169,7 +169,7 @@ class FlatOptimizer(Optimizer):
 
     def _register_listeners(self) -> None:
         """Registers with units, so that they report when their gradients are reduced."""
-        if self._early is None or self._runs is None:
+        if self._backward_steps is None or self._runs is None:
             return
         callback = weakref.WeakMethod(self._gradients_arrived)
         self._runs_of_unit = {}
@@ -182,7 +182,7 @@ class FlatOptimizer(Optimizer):
             unit.gradients.settings.listener = partial(_notify, callback, weakref.ref(unit))
 
     def _gradients_arrived(self, unit: Unit, wait: Callable[[], None]) -> None:
-        assert self._early is not None
+        assert self._backward_steps is not None
         ready: list[tuple[int, FlatRun, list[torch.Tensor]]] = []
         for number, run in self._runs_of_unit.get(unit, ()):
             gradients = [gradient for gradient in run.local_gradients() if gradient is not None]
@@ -192,9 +192,9 @@ class FlatOptimizer(Optimizer):
             options = [
                 {key: value for key, value in group.items() if key != "params"} for group in self.param_groups
             ]
-            self._early.submit(unit, ArrivedGradients(wait, ready, options))
+            self._backward_steps.submit(unit, ArrivedGradients(wait, ready, options))
 
-    def _step_early(self, arrived: ArrivedGradients) -> None:
+    def _step_in_thread(self, arrived: ArrivedGradients) -> None:
         """Steps runs, in the thread, with a copy of this optimizer that shares the runs' state."""
         for _, run, gradients in arrived.runs:
             run.set_gradient(gradients)
@@ -211,11 +211,11 @@ class FlatOptimizer(Optimizer):
             for _, run, _ in arrived.runs:
                 run.drop_gradient()
 
-    def _finish_early(self) -> set[FlatRun]:
+    def _join_backward_steps(self) -> set[FlatRun]:
         """Waits for the steps taken in backward, publishes them and returns their runs."""
-        if self._early is None:
+        if self._backward_steps is None:
             return set()
-        stepped = self._early.join()
+        stepped = self._backward_steps.join()
         self._publish(stepped)
         return stepped
 
@@ -249,7 +249,7 @@ class FlatOptimizer(Optimizer):
                     self.state[replacement] = self.state.pop(param)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        self._finish_early()
+        self._join_backward_steps()
         if set_to_none:
             super().zero_grad()
             return
@@ -269,8 +269,8 @@ class FlatOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The state dict of the class. Members of a run share step counts; here each parameter gets its own."""
-        if self._early is not None:
-            self._early.wait()
+        if self._backward_steps is not None:
+            self._backward_steps.wait()
         saved = super().state_dict()
         saved["state"] = {
             index: {
