@@ -1,7 +1,7 @@
-"""Checkpoints on torch's DCP: what is saved of a run, how it lies on disk, and the ways to other formats.
+"""Checkpoints of a run, built on torch's DCP, and conversion of weights from and to other formats.
 
-DCP plans who writes and who reads what; the bytes, the page that describes them and the folders are ours. Nothing
-that is read here can run code.
+DCP plans which rank writes and reads what; the file format, the manifest and the folders are ours. Reading a checkpoint
+never runs code from it.
 """
 
 from shardwise.checkpoint.manifest import Manifest, read_manifest

@@ -1,11 +1,11 @@
-"""A checkpoint's weights in other people's formats, and back.
+"""Converts a checkpoint's weights to other formats, and back (``shardwise convert``).
 
     checkpoint ──▶ folder of safetensors, in Hugging Face's layout, sharded by size
                ──▶ one .safetensors or .pt file
-               ◀── any of these: a checkpoint of weights alone, from which a run can go on
+               ◀── any of these: a checkpoint of weights only, which a run can resume
 
-Tensors go through in blocks of rows. What is written appears under its name when it is whole. Optimizer state stays
-behind.
+Tensors are copied in blocks of rows: no tensor is ever in memory as a whole. The target gets its name when it is
+complete. Optimizer state is not converted.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ _CALL = "shardwise convert"
 def export_safetensors(
     weights: Weights, target: str | Path, *, shard_bytes: int = 5 << 30, dtype: torch.dtype | None = None
 ) -> list[Path]:
-    """Writes a .safetensors file, or a folder in Hugging Face's layout; the files of weights.
+    """Writes a .safetensors file, or a folder in Hugging Face's layout; returns the files of weights.
 
     Args:
         weights: from ``open_weights``.
-        target: a name that ends in ``.safetensors``, or a folder to make.
-        shard_bytes: the most a file of a folder holds, unless a single tensor is larger.
-        dtype: what floating-point tensors become; None leaves them.
+        target: a name that ends in ``.safetensors``, or a folder to create.
+        shard_bytes: the maximum size of a file in a folder, unless a single tensor is larger.
+        dtype: the dtype to convert floating-point tensors to; None leaves them as they are.
     """
-    with _becoming(target) as unfinished:
+    with _unfinished(target) as unfinished:
         if unfinished.suffix == ".safetensors":
             _write_safetensors(unfinished, list(weights.tensors), dtype)
             names = [""]
@@ -57,14 +57,14 @@ def export_safetensors(
 
 
 @contextlib.contextmanager
-def _becoming(target: str | Path) -> Iterator[Path]:
-    """A name for what gets the target's own when it is whole on disk; nothing is left of it if it does not."""
+def _unfinished(target: str | Path) -> Iterator[Path]:
+    """Yields a temporary path, which is renamed to the target at the end, or deleted after an error."""
     path = Path(target).expanduser()
     if os.path.lexists(path):
-        raise ConfigError(f"'{path}' is there already", where=_CALL, fix="choose another name, or remove it")
+        raise ConfigError(f"'{path}' exists already", where=_CALL, fix="choose another name, or delete it")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Nobody else can have put anything under a name in a new folder.
+        # In a folder of its own, so that no other process uses the same name.
         with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=path.parent) as folder:
             unfinished = Path(folder) / path.name
             yield unfinished
@@ -72,7 +72,7 @@ def _becoming(target: str | Path) -> Iterator[Path]:
         sync_folder(path.parent)
     except OSError as error:
         raise CheckpointError(
-            f"'{path}' could not be written: {error}", where=_CALL, fix="make room there, or write elsewhere"
+            f"'{path}' could not be written: {error}", where=_CALL, fix="free disk space, or write elsewhere"
         ) from None
 
 
@@ -107,14 +107,14 @@ def _num_bytes(weight: Weight, dtype: torch.dtype | None) -> int:
 
 def _shards(weights: Weights, shard_bytes: int, dtype: torch.dtype | None) -> list[list[Weight]]:
     shards: list[list[Weight]] = [[]]
-    room = shard_bytes
+    free_bytes = shard_bytes
     for weight in weights.tensors:
         size = _num_bytes(weight, dtype)
-        if size > room and shards[-1]:
+        if size > free_bytes and shards[-1]:
             shards.append([])
-            room = shard_bytes
+            free_bytes = shard_bytes
         shards[-1].append(weight)
-        room -= size
+        free_bytes -= size
     return shards
 
 
@@ -126,7 +126,7 @@ def _write_safetensors(path: Path, weights: list[Weight], dtype: torch.dtype | N
         kind = DTYPE_NAMES.get(dtype_name(_target_dtype(weight, dtype)))
         if kind is None or weight.name in header:
             raise CheckpointError(
-                f"a safetensors file cannot hold '{weight.name}' of {_target_dtype(weight, dtype)}",
+                f"a safetensors file cannot hold '{weight.name}' with dtype {_target_dtype(weight, dtype)}",
                 where=_CALL,
                 fix="write a .pt file",
             )
@@ -148,35 +148,35 @@ def _write_rows(file: BinaryIO, weight: Weight, dtype: torch.dtype) -> None:
 
 
 def export_torch(weights: Weights, target: str | Path, *, dtype: torch.dtype | None = None) -> Path:
-    """Writes a plain state dict that ``torch.load`` takes."""
-    with _becoming(target) as unfinished:
+    """Writes a plain state dict for ``torch.load``; returns its path."""
+    with _unfinished(target) as unfinished:
         state = {}
         for number, weight in enumerate(weights.tensors):
             kind = _target_dtype(weight, dtype)
             if not weight.numel:
                 state[weight.name] = torch.empty(weight.shape, dtype=kind)
                 continue
-            # Laid out on disk and mapped from there: torch.save reads them one by one.
-            laid_out = unfinished.with_name(f"{number}.tensor")
-            with create_file(laid_out) as file:
+            # Written to a file and memory-mapped, so that torch.save reads one tensor after another.
+            temporary = unfinished.with_name(f"{number}.tensor")
+            with create_file(temporary) as file:
                 _write_rows(file, weight, kind)
-            mapped = torch.from_file(str(laid_out), shared=False, size=weight.numel, dtype=kind)
+            mapped = torch.from_file(str(temporary), shared=False, size=weight.numel, dtype=kind)
             state[weight.name] = mapped.view(weight.shape)
         try:
             torch.save(state, unfinished)
-        except RuntimeError as error:  # torch's word for a full disk
+        except RuntimeError as error:  # what torch raises if the disk is full
             raise OSError(str(error).splitlines()[0]) from error
         with unfinished.open("rb") as file:
             os.fsync(file.fileno())
     return Path(target).expanduser()
 
 
-# --- back ---------------------------------------------------------------------------------------------------------
+# --- import -------------------------------------------------------------------------------------------------------
 
 
 def import_weights(weights: Weights, run_folder: str | Path) -> Path:
-    """Makes a run's folder whose one checkpoint, of step 0, holds these weights; where that checkpoint is."""
-    with _becoming(run_folder) as unfinished:
+    """Creates a run's folder with one checkpoint, of step 0, of these weights; returns the checkpoint's path."""
+    with _unfinished(run_folder) as unfinished:
         store = Store(unfinished / "checkpoints")
         saving = store.saving_path(0)
         saving.mkdir(parents=True)
@@ -186,8 +186,8 @@ def import_weights(weights: Weights, run_folder: str | Path) -> Path:
             for weight in weights.tensors:
                 start = None
                 for block in weight.rows(weight.dtype):
-                    placed = file.append(block, aligned=start is None)
-                    start = placed if start is None else start
+                    offset = file.append(block, aligned=start is None)
+                    start = offset if start is None else start
                 chunk = Chunk((0,) * len(weight.shape), weight.shape, name, start or 0)
                 tensors[MODEL + weight.name] = TensorRecord(dtype_name(weight.dtype), weight.shape, (chunk,))
         run = {"step": 0, "samples": 0, "hugging_face": weights.config}

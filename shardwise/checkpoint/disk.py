@@ -1,7 +1,7 @@
-"""Bytes that are on disk when we say so, and how to tell later that none has changed.
+"""Reads and writes a checkpoint's files: written to disk with fsync, and with checksums.
 
-Every file of a checkpoint is opened here. What is opened to be read is a regular file: a pipe would block forever, a
-device never end. What is opened to be written is a new file: a link that lies in its place is removed, not followed.
+Every file of a checkpoint is opened here. Only regular files are opened for reading: a pipe would block forever, a
+device never end. Only new files are opened for writing: a link under the same name is removed, not followed.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ ALIGNMENT_BYTES = 64
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What a file held when it was written."""
+    """Size and checksum of a file when it was written."""
 
     num_bytes: int
     crc32: int
 
 
 class RawFile:
-    """A file of raw tensors that is written once, from start to end, with a checksum of all of it."""
+    """A file of raw tensors that is written once, from start to end, and checksummed on the way."""
 
     def __init__(self, path: Path) -> None:
         self._file = create_file(path, buffering=0)
@@ -52,7 +52,7 @@ class RawFile:
         return FileRecord(self._num_bytes, self._crc)
 
     def append(self, tensor: torch.Tensor, *, aligned: bool = True) -> int:
-        """Writes a tensor's elements, right after the last ones unless ``aligned``; the place of the first."""
+        """Appends a tensor's elements, after padding if ``aligned``; returns the offset of the first."""
         if aligned:
             self._write(b"\0" * (-self._num_bytes % ALIGNMENT_BYTES))
         start = self._num_bytes
@@ -63,7 +63,7 @@ class RawFile:
     def _write(self, data: bytes | memoryview) -> None:
         view = memoryview(data)
         while len(view):
-            # In blocks, so that the checksum finds what was just written in the cache.
+            # In blocks, so that the checksum reads from the cache what was just written.
             count = self._file.write(view[: 1 << 22])
             self._crc = zlib.crc32(view[:count], self._crc)
             self._num_bytes += count
@@ -81,7 +81,7 @@ class RawFile:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor, which must outlive the view."""
+    """Returns a view of a contiguous CPU tensor's memory; the tensor must outlive the view."""
     num_bytes = tensor.numel() * tensor.element_size()
     return memoryview((ctypes.c_char * num_bytes).from_address(tensor.data_ptr())).cast("B")
 
@@ -94,12 +94,12 @@ def checksum_of(file: BinaryIO) -> int:
 
 
 def open_file(path: Path, *, follow_links: bool = True) -> BinaryIO:
-    """Opens a regular file for reading, at once, whatever lies under its name.
+    """Opens a regular file for reading; never blocks, whatever has this name.
 
     Raises:
-        OSError: there is none, it is something else, or it is a link and ``follow_links`` is False.
+        OSError: there is no such file, it is not a regular file, or it is a link and ``follow_links`` is False.
     """
-    # Without O_NONBLOCK, opening a pipe waits for a writer.
+    # Without O_NONBLOCK, opening a pipe would wait for a writer.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     if not follow_links and path.is_symlink():
         raise OSError(errno.ELOOP, "it is a symbolic link", str(path))
@@ -111,9 +111,9 @@ def open_file(path: Path, *, follow_links: bool = True) -> BinaryIO:
 
 
 def read_file(path: Path, limit_bytes: int, *, follow_links: bool = True) -> bytes:
-    """All of a file; raises OSError if that is more than ``limit_bytes``."""
+    """Reads a whole file; raises OSError if it has more than ``limit_bytes``."""
     with open_file(path, follow_links=follow_links) as file:
-        # Files of some file systems are longer than they say, so the size alone does not tell.
+        # On some file systems (/proc) files are longer than their size says, so the content is checked too.
         is_short = os.fstat(file.fileno()).st_size <= limit_bytes
         content = file.read(limit_bytes + 1) if is_short else b""
     if not is_short or len(content) > limit_bytes:
@@ -122,13 +122,13 @@ def read_file(path: Path, limit_bytes: int, *, follow_links: bool = True) -> byt
 
 
 def create_file(path: Path, *, buffering: int = -1) -> BinaryIO:
-    """A new, empty file in place of whatever has its name."""
+    """Creates a new, empty file, and removes what had its name before."""
     path.unlink(missing_ok=True)
     return path.open("xb", buffering=buffering)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a file that is whole on disk when this returns."""
+    """Writes a text file; it is on disk when this returns."""
     with create_file(path) as file:
         file.write(text.encode())
         file.flush()
@@ -136,7 +136,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes names that came and went in a folder last through a crash of the machine."""
+    """Makes created, renamed and removed names in a folder survive a crash of the machine."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,13 +1,12 @@
-"""The page that describes a checkpoint: which tensors, where their bytes lie, and how to tell that none has changed.
+"""The manifest of a checkpoint: its tensors, where their bytes are on disk, and checksums.
 
     step-00000100/
       manifest.json     tensors: dtype, shape, chunks; files: size and checksum; run: step, samples, configuration
-      rank-00000.bin    chunks of tensors, end to end, raw
+      rank-00000.bin    raw chunks of tensors, one after another
 
-It is JSON, and nothing but text and numbers is ever made of it: reading a checkpoint cannot run code that someone
-put there. The page carries its own checksum; a page that is cut short or altered is refused, never half believed.
-The chunks of a tensor tile it, and the chunks in a file fill it: every element is on disk once, and every byte of a
-file belongs to one tensor or is padding in front of one. A page that says otherwise is refused too.
+It is JSON, from which only text and numbers are read: reading a checkpoint cannot run code. It has a checksum of its
+own; a truncated or changed manifest is refused. So is one whose chunks do not tile their tensor (every element is on
+disk once) or do not fill their file (every byte belongs to one tensor, or is padding in front of one).
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ MANIFEST = "manifest.json"
 FORMAT = 1
 LIMIT_BYTES = 1 << 29
 _MAX_TENSOR_BYTES = 1 << 50
-_MAX_CUT_DIMS = 6  # of a tensor: a chunk has two to this power corners to look at
+_MAX_CUT_DIMS = 6  # of a tensor: `_tile` looks at two to this power corners per chunk
 _PAGE = re.compile(r'\{"crc32": ([0-9]{1,10}), "body": (.*)\}\n', re.DOTALL)
 _FILE_NAME = re.compile(r"rank-[0-9]{5,}\.bin")
 ITEM_BYTES = {
@@ -63,12 +62,12 @@ ITEM_BYTES = {
     "complex64": 8,
     "complex128": 16,
 }
-"""Dtypes a checkpoint may hold, by the names torch gives them."""
+"""The dtypes that a checkpoint can hold, by torch's names."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A block of a tensor: where in the tensor, and where on disk."""
+    """A block of a tensor: its position in the tensor and on disk."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -97,7 +96,7 @@ class TensorRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything about a checkpoint but the bytes of its tensors; ``run`` is what the run keeps for itself."""
+    """Everything in a checkpoint but the tensors' data; ``run`` is the run's own record (step, samples, …)."""
 
     tensors: dict[str, TensorRecord]
     files: dict[str, FileRecord]
@@ -124,16 +123,16 @@ class Manifest:
 
     @staticmethod
     def from_text(text: str, where: str) -> Manifest:
-        """Raises CheckpointError unless the text is, to the last letter, what ``to_text`` writes of some checkpoint."""
+        """Parses a manifest; raises CheckpointError unless it is exactly as ``to_text`` writes it."""
         try:
             page = _PAGE.fullmatch(text)
             if page is None:
-                raise ValueError("it is cut short, or no manifest")
+                raise ValueError("it is truncated, or not a manifest")
             if zlib.crc32(page[2].encode()) != int(page[1]):
                 raise ValueError("its checksum does not match")
             body = strict_json.parse(page[2])
             if count(body.get("format")) != FORMAT:
-                raise ValueError(f"it is of format {body['format']}, known is {FORMAT}")
+                raise ValueError(f"it has format {body['format']}, this version reads format {FORMAT}")
             obj(body, ("format", "run", "files", "tensors"))
             files = {_file_name(name): _file(record) for name, record in obj(body["files"]).items()}
             tensors = {name: _tensor(name, record, files) for name, record in obj(body["tensors"]).items()}
@@ -148,7 +147,7 @@ class Manifest:
 
 
 def _file_name(name: str) -> str:
-    """As ranks name their files: no path may lead out of the folder."""
+    """Accepts only names that ranks give their files: no path may leave the folder."""
     if not _FILE_NAME.fullmatch(name):
         raise ValueError(f"{shown(name)} is not the name of a rank's file")
     return name
@@ -171,7 +170,7 @@ def _tensor(name: str, record: Any, files: dict[str, FileRecord]) -> TensorRecor
     obj(record, ("dtype", "shape", "chunks"))
     dtype, shape = strict_json.text(record["dtype"]), counts(record["shape"])
     if dtype not in ITEM_BYTES:
-        raise ValueError(f"there is no dtype {shown(dtype)}")
+        raise ValueError(f"'{name}' has the unknown dtype {shown(dtype)}")
     item_bytes = ITEM_BYTES[dtype]
     check_shape(shape, item_bytes)
     if type(record["chunks"]) is not list:
@@ -179,36 +178,30 @@ def _tensor(name: str, record: Any, files: dict[str, FileRecord]) -> TensorRecor
     chunks = []
     for entry in record["chunks"]:
         if type(entry) is not list or len(entry) != 4:
-            raise ValueError(f"{shown(entry)} is no chunk")
+            raise ValueError(f"'{name}' has the invalid chunk {shown(entry)}")
         offsets, sizes = counts(entry[0], len(shape)), counts(entry[1], len(shape))
         chunk = Chunk(offsets, sizes, strict_json.text(entry[2]), count(entry[3]))
-        if any(map(_sticks_out, offsets, sizes, shape)):
-            raise ValueError(f"a chunk does not lie inside its tensor '{name}'")
+        if any(offset + size > whole for offset, size, whole in zip(offsets, sizes, shape, strict=True)):
+            raise ValueError(f"a chunk is not inside its tensor '{name}'")
         if chunk.file not in files or chunk.start % item_bytes or (0 in sizes and 0 not in shape):
-            raise ValueError(f"a chunk of '{name}' cannot lie at {chunk.start} of {shown(chunk.file)}")
+            raise ValueError(f"a chunk of '{name}' cannot be at byte {chunk.start} of {shown(chunk.file)}")
         chunks.append(chunk)
     if not _tile(shape, chunks):
-        raise ValueError(
-            f"the chunks of '{name}' overlap or leave elements out: they do not make up the whole"
-        )
+        raise ValueError(f"the chunks of '{name}' overlap or leave elements out")
     return TensorRecord(dtype, shape, tuple(chunks))
 
 
-def _sticks_out(offset: int, size: int, whole: int) -> bool:
-    return offset + size > whole
-
-
 def check_shape(shape: tuple[int, ...], item_bytes: int) -> None:
-    """Refuses what no tensor has; a huge size beside a 0, too: the tensor is empty, but a loop over it has no end."""
+    """Raises ValueError for impossible shapes, and for a huge size beside a 0, which would make a loop endless."""
     if len(shape) > 64 or math.prod(max(size, 1) for size in shape) * item_bytes > _MAX_TENSOR_BYTES:
         raise ValueError(f"no tensor can have the shape {shown(list(shape))}")
 
 
 def _tile(shape: tuple[int, ...], chunks: list[Chunk]) -> bool:
-    """Is each element of a tensor in exactly one of these chunks?
+    """Whether each element of a tensor is in exactly one of these chunks.
 
-    How many chunks an element is in changes at the corners of chunks alone, so the corners, each with its sign,
-    tell the whole count. It is one everywhere if all corners cancel out but those of the tensor itself.
+    The number of chunks that an element is in changes only at corners of chunks, so the corners with their signs
+    determine it. It is one everywhere if all corners cancel out, except those of the tensor itself.
     """
     if not math.prod(shape):
         return True
@@ -224,12 +217,13 @@ def _tile(shape: tuple[int, ...], chunks: list[Chunk]) -> bool:
     for offsets, sizes, sign in boxes:
         edges = [((offsets[dim], 1), (offsets[dim] + sizes[dim], -1)) for dim in cut]
         for corner in itertools.product(*edges):
-            place = tuple(position for position, _ in corner)
-            corners[place] = corners.get(place, 0) + sign * math.prod(side for _, side in corner)
+            point = tuple(position for position, _ in corner)
+            corners[point] = corners.get(point, 0) + sign * math.prod(side for _, side in corner)
     return not any(corners.values())
 
 
 def _check_filled(files: dict[str, FileRecord], tensors: dict[str, TensorRecord]) -> None:
+    """Raises ValueError unless chunks fill each file, without overlaps, up to padding."""
     spans: dict[str, list[tuple[int, int]]] = {name: [] for name in files}
     for tensor in tensors.values():
         for chunk in tensor.chunks:
@@ -242,32 +236,32 @@ def _check_filled(files: dict[str, FileRecord], tensors: dict[str, TensorRecord]
                 raise ValueError(f"chunks in {name} overlap or leave bytes out, around byte {end}")
             end = stop
         if not end <= record.num_bytes <= end + -end % ALIGNMENT_BYTES:
-            raise ValueError(f"{name} has {record.num_bytes} bytes, its chunks end at {end}")
+            raise ValueError(f"{name} has {record.num_bytes} bytes, but its chunks end at {end}")
 
 
 def read_manifest(folder: str | Path) -> Manifest:
-    """The manifest of a checkpoint's folder; raises CheckpointError if it is missing or damaged."""
+    """Reads the manifest of a checkpoint's folder; raises CheckpointError if it is missing or damaged."""
     path = Path(folder) / MANIFEST
     try:
         text = read_file(path, LIMIT_BYTES, follow_links=False).decode()
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"there is no readable checkpoint: {error}",
+            f"not a checkpoint, or not readable: {error}",
             where=str(folder),
-            fix="pass a folder that holds manifest.json, such as runs/tiny/checkpoints/step-00000100",
+            fix="pass a folder that contains manifest.json, such as runs/tiny/checkpoints/step-00000100",
         ) from None
     return Manifest.from_text(text, str(path))
 
 
 def first_damage(folder: Path, manifest: Manifest, names: list[str] | None = None) -> str | None:
-    """What is wrong with the first damaged file of a checkpoint, or None; ``names`` picks files to look at."""
+    """Describes the first damaged file of a checkpoint, or returns None; checks only files in ``names`` if given."""
     for name in sorted(manifest.files) if names is None else names:
         record = manifest.files[name]
         try:
             with open_file(folder / name, follow_links=False) as file:
                 num_bytes = os.fstat(file.fileno()).st_size
                 if num_bytes != record.num_bytes:
-                    return f"{name} has {num_bytes} bytes, it was written with {record.num_bytes}"
+                    return f"{name} has {num_bytes} bytes, but had {record.num_bytes} when it was written"
                 if checksum_of(file) != record.crc32:
                     return f"the checksum of {name} does not match: its bytes have changed"
         except OSError as error:

@@ -1,6 +1,6 @@
-"""What a rank has of a tensor, whatever way the tensor is sharded: a *part*, a block of it and where the block lies.
+"""A *part*: what a rank has of a tensor, as a block and its offsets in the full tensor.
 
-So what was saved on some ranks in some sharding is loaded on any others in any other.
+It does not depend on how the tensor is sharded, so a checkpoint can be loaded with any sharding and number of ranks.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from shardwise.torch_internals import Spec, local_of, spec_of
 __all__ = ["Offsets", "Part", "dtype_name", "part_of"]
 
 Offsets = dict[Spec, tuple[int, ...]]
-"""Of this rank's shard, by the way a tensor is sharded: asking torch takes longer than all else about a part."""
+"""A cache of this rank's offsets by DTensor spec, because torch takes long to compute them."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """This rank's block of a tensor of ``shape``, at ``offsets``; DCP asks it for the methods below."""
+    """This rank's block, at ``offsets``, of a tensor of ``shape``; DCP calls the methods."""
 
     tensor: torch.Tensor
     offsets: tuple[int, ...]
@@ -30,17 +30,14 @@ class Part:
     def size(self) -> torch.Size:
         return torch.Size(self.shape)
 
-    def _chunk(self) -> ChunkStorageMetadata:
-        return ChunkStorageMetadata(torch.Size(self.offsets), self.tensor.shape)
-
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [self._chunk()]
+        return [ChunkStorageMetadata(torch.Size(self.offsets), self.tensor.shape)]
 
 
 def part_of(tensor: torch.Tensor, known: Offsets | None = None) -> Part:
-    """What this rank has of a tensor: all of a plain one, its shard of a DTensor. Shares its memory.
+    """Returns this rank's part of a tensor: a plain tensor as a whole, the local shard of a DTensor; no copy.
 
-    ``known`` remembers where shards begin; it is for this rank alone.
+    ``known`` caches offsets of this rank's shards.
     """
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):

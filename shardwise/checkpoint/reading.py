@@ -1,6 +1,6 @@
-"""Tensors from a checkpoint's folder.
+"""Loads a checkpoint's tensors, with any sharding, into a rank's parts.
 
-manifest.json ──every file's checksum──▶ ──DCP: which blocks meet mine──▶ read from mapped files, copied into parts
+manifest.json ──check every file's checksum──▶ ──DCP: which chunks overlap my parts──▶ copied from memory-mapped files
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def load_parts(
     *,
     verify: bool = True,
 ) -> None:
-    """Fills parts, in place, with what a checkpoint holds under their names; on every rank of the group.
+    """Loads a checkpoint's tensors into the parts with their names, in place. Called on every rank of the group.
 
-    ``verify=False`` is for files whose checksums have just been looked at.
+    ``verify=False`` skips checksums, if they have just been checked.
 
     Raises:
-        CheckpointError: a file is damaged, and nothing has changed; or the checkpoint does not hold the parts.
+        CheckpointError: a file is damaged, and nothing has changed; or the checkpoint does not have the parts.
     """
     if verify:
         check_files(folder, manifest, group)
@@ -64,23 +64,23 @@ def load_parts(
 
 
 def check_files(folder: Path, manifest: Manifest, group: dist.ProcessGroup | None = None) -> None:
-    """Compares every file with its checksum, shared out over the ranks of the group; raises CheckpointError on all."""
+    """Checks every file's checksum, each file on one rank of the group; raises CheckpointError on all ranks."""
     alone = not dist.is_initialized()
     rank, world_size = (0, 1) if alone else (dist.get_rank(group), dist.get_world_size(group))
-    found: list[str | None] = [None] * world_size
-    found[rank] = first_damage(folder, manifest, sorted(manifest.files)[rank::world_size])
+    by_rank: list[str | None] = [None] * world_size
+    by_rank[rank] = first_damage(folder, manifest, sorted(manifest.files)[rank::world_size])
     if not alone:
-        dist.all_gather_object(found, found[rank], group)
-    if damage := next(filter(None, found), None):
+        dist.all_gather_object(by_rank, by_rank[rank], group)
+    if damage := next(filter(None, by_rank), None):
         raise CheckpointError(
             f"the checkpoint is damaged: {damage}",
             where=str(folder),
-            fix="take another checkpoint of the run",
+            fix="load another checkpoint of the run",
         )
 
 
 class MappedFiles:
-    """Chunks of a checkpoint as tensors that are read from disk when they are used."""
+    """Memory-maps a checkpoint's files: chunks are tensors that are read from disk when they are used."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._folder, self._manifest = folder, manifest
@@ -103,17 +103,17 @@ class MappedFiles:
     def _map(self, name: str) -> torch.Tensor:
         path, num_bytes = self._folder / name, self._manifest.files[name].num_bytes
         try:
-            # Reading beyond the end of a mapped file ends the process.
+            # Reading beyond the end of a mapped file would kill the process (SIGBUS).
             with open_file(path, follow_links=False) as file:
                 found_bytes = os.fstat(file.fileno()).st_size
             if found_bytes != num_bytes:
-                raise OSError(f"it has {found_bytes} bytes, it was written with {num_bytes}")
+                raise OSError(f"it has {found_bytes} bytes, but had {num_bytes} when it was written")
             return torch.from_file(str(path), shared=False, size=num_bytes, dtype=torch.uint8)
         except OSError as error:
             raise CheckpointError(
-                f"{name} of a checkpoint cannot be read: {error}",
+                f"the checkpoint's file {name} cannot be read: {error}",
                 where=str(self._folder),
-                fix="take another checkpoint of the run",
+                fix="load another checkpoint of the run",
             ) from None
 
 
@@ -121,7 +121,7 @@ class _LoadPlanner(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        # torch's would walk through the state dict for tensors on the meta device, and knows no parts.
+        # torch's method would search the state dict for meta tensors, and does not know parts.
         self.state_dict = self.original_state_dict = state_dict
         self.metadata, self.is_coordinator = metadata, is_coordinator
 

@@ -1,14 +1,13 @@
-"""Saving while training goes on: the step waits for a copy to host memory, a thread does the rest.
+"""Saves checkpoints while training goes on: the step waits for a copy to host memory, a thread does the rest.
 
     step    ─stage─┬── next steps …
     thread         └─ write ─ fsync ─ manifest ─ rename ─ latest ─ prune
 
-Who writes what is planned in the first save's thread, and again when a rank comes with other parts than before; as
-long as all have the same, ranks stage no more than they will write.
+Which rank writes what is planned by the thread of the first save, and again when parts have changed on any rank. With
+a plan, ranks stage only what they will write.
 
-The thread talks to its peers over a group of its own, so that its messages never meet the steps'. A save that fails
-(a full disk, no memory for the copy) leaves no trace on disk and is told to whoever asks for outcomes; training goes
-on, and the next save starts afresh.
+The thread uses a process group of its own, so that its messages cannot mix with those of training steps. A failed save
+(disk full, no memory for the copy) leaves nothing on disk and is reported by ``outcomes()``; training goes on.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _LOWEST_PRIORITY = 19
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one save, the same on every rank."""
+    """The result of one save, the same on every rank; ``problem`` is None if it succeeded."""
 
     step: int
     path: Path
@@ -51,10 +50,10 @@ class Saver:
     """Saves a run's checkpoints, one at a time.
 
     Args:
-        store: where to. Its folder is made if need be; the one that it lies in must be there.
-        group: a gloo group of all ranks for the saver alone.
-        keep: how many to keep, 0 for all.
-        asynchronous: ``False`` makes ``save`` return when everything is on disk.
+        store: the folder to save to; it is created if its parent exists.
+        group: a gloo group of all ranks that only the saver uses.
+        keep: how many checkpoints to keep, 0 for all.
+        asynchronous: if False, ``save`` returns when everything is on disk.
     """
 
     def __init__(
@@ -74,7 +73,7 @@ class Saver:
         return self._thread is not None and self._thread.is_alive()
 
     def save(self, step: int, parts: dict[str, Part], run: dict[str, Any]) -> None:
-        """Saves a rank's parts as they are now; called on every rank, at the same step."""
+        """Saves this rank's parts as they are now. Called on every rank, at the same step."""
         self.wait()
         outlines = {name: Outline.of(part) for name, part in parts.items()}
         if not self._on_all(self._plan is not None and outlines == self._outlines):
@@ -83,14 +82,14 @@ class Saver:
         problem = None
         try:
             self._image.stage(parts, layout)
-        except Exception as error:  # noqa: BLE001  the other ranks wait to hear of it, and training goes on
+        except Exception as error:  # noqa: BLE001  reported to the other ranks, and training goes on
             problem = CheckpointError(f"the copy in host memory failed: {type(error).__name__}: {error}")
         thread = threading.Thread(
-            target=self._save_aside, args=(step, run, problem), name=f"save step {step}", daemon=True
+            target=self._save_in_thread, args=(step, run, problem), name=f"save step {step}", daemon=True
         )
         try:
             thread.start()
-        except RuntimeError:  # no more threads: the step waits instead
+        except RuntimeError:  # no thread can be started: save synchronously
             self._save(step, run, problem)
             return
         self._thread = thread
@@ -98,38 +97,38 @@ class Saver:
             self.wait()
 
     def wait(self) -> None:
-        """Returns when no save is under way."""
+        """Waits until no save is running."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
     def outcomes(self) -> list[Outcome]:
-        """What has ended since this was last asked."""
+        """Returns the results of the saves that have ended since the last call."""
         ended, self._outcomes = self._outcomes, []
         return ended
 
     def _on_all(self, holds: bool) -> bool:
-        """A plan is all ranks' together: who writes what depends on what the others have."""
+        """Whether a condition holds on all ranks."""
         flag = torch.tensor([holds], dtype=torch.uint8)
         dist.all_reduce(flag, dist.ReduceOp.MIN, self._group)
         return bool(flag)
 
-    def _save_aside(self, step: int, run: dict[str, Any], unstaged: CheckpointError | None) -> None:
+    def _save_in_thread(self, step: int, run: dict[str, Any], staging_error: CheckpointError | None) -> None:
         if self._asynchronous:
-            # Steps go first where cores are few; on Linux this is the priority of the thread alone.
+            # Training goes first if there are few cores. On Linux this sets the priority of this thread only.
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
-        self._save(step, run, unstaged)
+        self._save(step, run, staging_error)
 
-    def _save(self, step: int, run: dict[str, Any], unstaged: CheckpointError | None) -> None:
+    def _save(self, step: int, run: dict[str, Any], staging_error: CheckpointError | None) -> None:
         begin = time.perf_counter()
         problem = None
         try:
             if self._plan is None:
                 self._plan = plan_writes(self._outlines, self._group)
             saving, commit = self._store.saving_path(step), partial(self._commit, step)
-            write_checkpoint(self._image, self._plan, saving, run, self._group, commit, unstaged)
-        except Exception as error:  # noqa: BLE001  whatever it is, it must not end the training
+            write_checkpoint(self._image, self._plan, saving, run, self._group, commit, staging_error)
+        except Exception as error:  # noqa: BLE001  no error may end the training
             problem = error.what if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
             if self._is_first:
                 with contextlib.suppress(OSError):

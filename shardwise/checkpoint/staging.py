@@ -1,8 +1,8 @@
-"""A rank's file as it lies in host memory before it is written: all that a step waits for is to fill it.
+"""Staging: copies a rank's parts to host memory, laid out like its file. A training step waits only for these copies.
 
     parts ──one copy each──▶ image: the bytes of the file, in their order ──few large writes──▶ rank-00000.bin
 
-The memory is kept from one save to the next, and so are the places in it.
+The memory and its layout are reused from one save to the next.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["FileLayout", "Outline", "StagedFile", "lay_out"]
 
 @dataclass(frozen=True)
 class Outline:
-    """All there is to know of a part but its values."""
+    """A part without its values: dtype, sizes, offsets, and the shape of the full tensor."""
 
     dtype: torch.dtype
     sizes: tuple[int, ...]
@@ -39,7 +39,7 @@ class Outline:
 
 @dataclass(frozen=True)
 class FileLayout:
-    """Where each part begins in a file, and what is there."""
+    """Where each part starts in a file, and what it is."""
 
     starts: dict[str, int]
     outlines: dict[str, Outline]
@@ -47,7 +47,7 @@ class FileLayout:
 
 
 def lay_out(outlines: Iterable[tuple[str, Outline]]) -> FileLayout:
-    """By name: the same state is the same bytes, whichever way it came about."""
+    """Lays parts out in a file, sorted by name: the same state always gives the same bytes."""
     ordered = dict(sorted(outlines))
     starts, end = {}, 0
     for name, outline in ordered.items():
@@ -57,19 +57,21 @@ def lay_out(outlines: Iterable[tuple[str, Outline]]) -> FileLayout:
 
 
 class StagedFile:
+    """The host memory into which parts are copied, and the views of it that they are copied to."""
+
     def __init__(self) -> None:
         self._layout: FileLayout | None = None
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self._rooms: dict[str, torch.Tensor] = {}
+        self._views: dict[str, torch.Tensor] = {}
 
     def stage(self, parts: Mapping[str, Part], layout: FileLayout) -> None:
-        """Copies the parts that a layout names to their places in it."""
+        """Copies the parts of a layout to the host."""
         if layout is not self._layout:
             self._arrange(layout, pinned=any(part.tensor.is_cuda for part in parts.values()))
         devices = set()
-        for name, room in self._rooms.items():
+        for name, view in self._views.items():
             tensor = parts[name].tensor
-            room.copy_(tensor, non_blocking=True)
+            view.copy_(tensor, non_blocking=True)
             if tensor.is_cuda:
                 devices.add(tensor.device)
         for device in devices:
@@ -77,17 +79,17 @@ class StagedFile:
             torch.cuda.current_stream(device).synchronize()
 
     def pieces(self, layout: FileLayout) -> list[torch.Tensor]:
-        """What a file of a layout holds, of what is staged: everything at once, or part by part."""
+        """Returns the staged contents of a file with this layout: one tensor if it is as staged, else its parts."""
         if layout is self._layout:
             return [self._memory[: layout.num_bytes]]
-        return [self._rooms[name] for name in layout.starts]
+        return [self._views[name] for name in layout.starts]
 
     def _arrange(self, layout: FileLayout, *, pinned: bool) -> None:
         if layout.num_bytes <= self._memory.numel() <= 2 * layout.num_bytes:
             self._memory.zero_()
         else:
             self._memory = _host_memory(layout.num_bytes, pinned=pinned)
-        self._rooms = {
+        self._views = {
             name: self._memory[start : start + outline.num_bytes].view(outline.dtype).view(outline.sizes)
             for (name, start), outline in zip(layout.starts.items(), layout.outlines.values(), strict=True)
         }
@@ -95,7 +97,7 @@ class StagedFile:
 
 
 def _host_memory(num_bytes: int, *, pinned: bool) -> torch.Tensor:
-    """Zeros; page-locked for a GPU, so that all its copies run at once, plain where there is too little of that."""
+    """Allocates zeros; pinned for copies from a GPU, or pageable if that fails."""
     try:
         return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pinned)
     except RuntimeError:

@@ -1,12 +1,11 @@
-"""The folder that holds a run's checkpoints, and why a crash at any moment leaves the last good one.
+"""The folder of a run's checkpoints. A crash at any moment leaves the last complete checkpoint intact.
 
-    step-00000100/         whole: it got its name, by one rename, after every byte of it was on disk
-    latest                 the name of the one saved last; replaced in one step, after the folder has its name
-    .saving-00000150/      being written; whatever a crash leaves of it is swept away at the next start
-    damaged-step-00000125  found altered when a run resumed; kept for whoever wants to look
+    step-00000100/         complete: renamed to this after every byte of it was on disk
+    latest                 the name of the one saved last; replaced atomically, after the folder was renamed
+    .saving-00000150/      being written; what a crash leaves of it is deleted at the next start
+    damaged-step-00000125  found damaged when a run resumed; kept for inspection
 
-One rank writes here (`rank 0` of the run); all of them read. Links are not followed: what is read, replaced and
-removed lies in this folder.
+Only rank 0 writes here; all ranks read. Links are not followed: what is read, replaced and removed is in this folder.
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ class Store:
         return self.folder / f".saving-{step:08d}"
 
     def checkpoints(self) -> list[Path]:
-        """Those that were finished, newest first: a folder has its name only once it is whole."""
+        """Returns the complete checkpoints, newest first."""
         if not self.folder.is_dir():
             return []
         found = [path for path in self.folder.iterdir() if _is_checkpoint(path)]
         return sorted(found, key=self.step_of, reverse=True)
 
     def latest(self) -> Path | None:
-        """The one saved last, or None."""
+        """Returns the checkpoint saved last, or None."""
         try:
             name = read_file(self.folder / "latest", 1000, follow_links=False).decode().strip()
         except (OSError, UnicodeDecodeError):
@@ -59,22 +58,22 @@ class Store:
         assert match is not None
         return int(match[1])
 
-    # --- what one rank does -------------------------------------------------------------------------------------
+    # --- rank 0 only --------------------------------------------------------------------------------------------
 
     def sweep(self) -> None:
-        """Removes what is half written, or half removed; while no rank saves."""
+        """Deletes what is partly written or partly deleted. Must not run during a save."""
         if self.folder.is_dir():
             for path in (*self.folder.glob(".saving-*"), self.folder / ".latest"):
                 _delete(path)
 
     def commit(self, step: int) -> None:
-        """Gives a checkpoint that is whole on disk its name, and makes it the latest.
+        """Gives a complete checkpoint its final name, and makes it the latest.
 
-        All that needs room on disk comes first; if a rename fails all the same, the old checkpoint has its name back.
+        Everything that needs disk space comes first. If the rename fails, a replaced checkpoint gets its name back.
         """
         path, pointer = self.path_of(step), self._new_pointer(self.path_of(step))
-        # A run that went back has come to this step again.
-        replaced = self._put_off(path) if os.path.lexists(path) else None
+        # The step may exist already, if the run resumed from an earlier one.
+        replaced = self._rename_to_delete(path) if os.path.lexists(path) else None
         try:
             os.rename(self.saving_path(step), path)
         except BaseException:
@@ -87,15 +86,15 @@ class Store:
             _delete(replaced)
 
     def prune(self, keep: int) -> None:
-        """Keeps the newest ``keep``, all if it is 0. What cannot be removed now is tried again the next time."""
+        """Deletes all but the newest ``keep`` checkpoints, none if 0; failures are retried the next time."""
         with contextlib.suppress(OSError):
             for path in self.checkpoints()[keep:] if keep else []:
-                self._put_off(path)
+                self._rename_to_delete(path)
         with contextlib.suppress(OSError):
             self.sweep()
 
     def put_aside(self, path: Path) -> Path:
-        """Takes a damaged checkpoint out of the way without losing it; where it went."""
+        """Renames a damaged checkpoint, so that it is not used any more; returns its new path."""
         aside, number = self.folder / f"damaged-{path.name}", 2
         while aside.exists():
             aside, number = self.folder / f"damaged-{path.name}.{number}", number + 1
@@ -103,23 +102,23 @@ class Store:
             os.rename(path, aside)
         except OSError as error:
             raise CheckpointError(
-                f"a damaged checkpoint cannot be put aside: {error.strerror}",
+                f"a damaged checkpoint cannot be renamed: {error.strerror}",
                 where=str(path),
-                fix="make the folder writable, or remove the checkpoint",
+                fix="make the folder writable, or delete the checkpoint",
             ) from None
-        with contextlib.suppress(OSError):  # a full disk: the next save points at itself
+        with contextlib.suppress(OSError):  # disk full: the next save sets the pointer
             if remaining := self.checkpoints():
                 self._point_at(remaining[0])
             else:
                 (self.folder / "latest").unlink(missing_ok=True)
         return aside
 
-    def _put_off(self, path: Path) -> Path:
-        """Renames what is to be removed: a folder that is half removed must not look like a checkpoint."""
-        doomed = self.folder / f".saving-{path.name}"
-        _delete(doomed)
-        os.rename(path, doomed)
-        return doomed
+    def _rename_to_delete(self, path: Path) -> Path:
+        """Renames a checkpoint before it is deleted: if partly deleted, it must not look complete."""
+        renamed = self.folder / f".saving-{path.name}"
+        _delete(renamed)
+        os.rename(path, renamed)
+        return renamed
 
     def _point_at(self, path: Path) -> None:
         self._set_pointer(self._new_pointer(path))
@@ -139,7 +138,7 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def _delete(path: Path) -> None:
-    """Removes a folder and what is in it, or a file or link, as far as that can be done."""
+    """Deletes a folder with its contents, a file or a link; ignores errors."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

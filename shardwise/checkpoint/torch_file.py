@@ -1,6 +1,6 @@
-"""State dicts in files of ``torch.save``: every checksum is compared, and nothing in them can run code or grow.
+"""Reads state dicts from files of ``torch.save``, safely: checks every checksum, runs no code, and bounds memory.
 
-``torch.load`` maps such a file, and then looks neither at checksums nor at how long a record is; so this does.
+``torch.load`` with ``mmap=True`` checks neither checksums nor the sizes of records, so this module does.
 """
 
 from __future__ import annotations
@@ -25,34 +25,28 @@ from shardwise.errors import CheckpointError
 
 __all__ = ["read_torch_file"]
 
-MOST_BYTES_PER_BYTE = 64  # of a file: layers may share weights, which are in it once
+MAX_EXPANSION = 64  # bytes of tensors per byte of the file, in which tied weights are stored once
 PICKLE_LIMIT_BYTES = 1 << 28
-_GROWS = (
-    "APPEND",
-    "APPENDS",
-    "SETITEM",
-    "SETITEMS",
-    "ADDITEMS",
-    "BUILD",
-)  # opcodes that leave the object they change
+# Opcodes that change an object on the stack, and leave it there.
+_MUTATING_OPCODES = ("APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD")
 _LOCAL_HEADER = struct.Struct("<26x2H")
 
 Span = tuple[int, int]
-"""First byte, and how many."""
+"""The offset of the first byte, and the number of bytes."""
 
 
 def read_torch_file(path: Path) -> dict[str, Tensor]:
-    """The tensors of a state dict by name, mapped: they are read from disk when they are used.
+    """Returns a state dict's tensors by name, memory-mapped: their data is read from disk when it is used.
 
     Raises:
-        CheckpointError: it is damaged, or holds something else.
+        CheckpointError: the file is damaged, or does not contain a state dict.
     """
     with open_file(path) as file:
         num_bytes = os.fstat(file.fileno()).st_size
         records = _checked_records(file, str(path))
     try:
         loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except Exception as error:  # noqa: BLE001  of any kind: the file decides which
+    except Exception as error:  # noqa: BLE001  the file's content decides which
         first = (str(error).splitlines() or [type(error).__name__])[0]
         raise CheckpointError(
             f"torch cannot load it without running code: {first}",
@@ -63,13 +57,13 @@ def read_torch_file(path: Path) -> dict[str, Tensor]:
         if isinstance(loaded, dict) and isinstance(loaded.get(key), dict):
             loaded = loaded[key]
     if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):
-        raise CheckpointError("it holds no state dict", where=str(path), fix="save model.state_dict()")
+        raise CheckpointError("it contains no state dict", where=str(path), fix="save model.state_dict()")
     try:
         _check_plain(loaded)
         _check_storages(loaded, records)
         total_bytes = sum(value.nbytes for value in loaded.values())
-        if total_bytes > MOST_BYTES_PER_BYTE * max(num_bytes, 1 << 20):
-            raise ValueError(f"it makes {total_bytes} bytes of a file of {num_bytes}: tensors are expanded")
+        if total_bytes > MAX_EXPANSION * max(num_bytes, 1 << 20):
+            raise ValueError(f"{total_bytes} bytes of tensors in a file of {num_bytes}: tensors are expanded")
     except ValueError as error:
         raise CheckpointError(
             f"its state dict cannot be converted: {error}",
@@ -80,12 +74,12 @@ def read_torch_file(path: Path) -> dict[str, Tensor]:
 
 
 def _checked_records(file: BinaryIO, where: str) -> set[Span]:
-    """Where records lie in a file; raises CheckpointError unless each holds what was written."""
+    """Returns the spans of a file's records; raises CheckpointError unless all checksums match."""
     try:
         with zipfile.ZipFile(file) as archive:
             records = sorted(archive.infolist(), key=lambda record: record.header_offset)
             if len({record.filename for record in records}) != len(records):
-                raise ValueError("two of its records have one name")
+                raise ValueError("two of its records have the same name")
             spans, end = set(), 0
             for record in records:
                 if record.compress_type != zipfile.ZIP_STORED or record.compress_size != record.file_size:
@@ -97,7 +91,7 @@ def _checked_records(file: BinaryIO, where: str) -> set[Span]:
                     raise ValueError(f"its record {shown(record.filename)} overlaps another")
                 end = start + record.file_size
                 spans.add((start, record.file_size))
-            # Only now: what was checked so far is what keeps this from reading more than the file has.
+            # Only after the checks above, without which this could read more than the file has.
             for record in records:
                 with archive.open(record) as content:
                     while content.read(1 << 22):
@@ -107,22 +101,22 @@ def _checked_records(file: BinaryIO, where: str) -> set[Span]:
                         raise ValueError(f"its pickle has {record.file_size} bytes")
                     _check_pickle(archive.read(record))
             return spans
-    except Exception as error:  # noqa: BLE001  zipfile has no error of its own for much of what can be wrong
+    except Exception as error:  # noqa: BLE001  zipfile raises errors of many kinds
         raise CheckpointError(
-            f"it is no file that torch.save has written in the last years, or a damaged one: {error}",
+            f"not a file of torch.save in its current (zip) format, or a damaged one: {error}",
             where=where,
-            fix="get the file again; if it is older, or was saved without checksums "
-            "(torch.serialization.set_crc32_options(False)), load and save it anew with torch",
+            fix="download or copy the file again; if it is in the old format, or was saved without checksums "
+            "(torch.serialization.set_crc32_options(False)), load it and save it again with torch",
         ) from None
 
 
 def _check_pickle(content: bytes) -> None:
-    """Refuses objects that a few bytes make huge: a pair of one pair twice, of one pair twice, and so on.
+    """Refuses objects that are huge although their pickle is short: a pair of the same pair, of the same pair, ...
 
-    Loading them is quick, but a dict that has one for a key walks through all of it, and so does an error message.
-    Each object is its size here, in a list of one element: it grows when something is put into it.
+    They load quickly, but hashing one as a dict's key, or printing it, visits every element. Runs the pickle with sizes
+    instead of objects. A size is a list of one int, so that it can grow when something is added to the object.
     """
-    limit = MOST_BYTES_PER_BYTE * max(len(content), 1 << 16)
+    limit = MAX_EXPANSION * max(len(content), 1 << 16)
     stack: list[list[int]] = []
     marks: list[int] = []
     memo: dict[Any, list[int]] = {}
@@ -140,14 +134,14 @@ def _check_pickle(content: bytes) -> None:
             bottom -= before.index(pickletools.markobject) if has_mark else len(before)
             if bottom < 0:
                 raise ValueError("its pickle is damaged")
-            taken = stack[bottom:]
+            popped = stack[bottom:]
             del stack[bottom:]
-            size = 1 + sum(inner for (inner,) in taken)
+            size = 1 + sum(inner for (inner,) in popped)
             if size > limit:
                 raise ValueError("its pickle makes a huge object of a few bytes")
-            if taken and code.name in _GROWS:
-                taken[0][0] = size
-                stack.append(taken[0])
+            if popped and code.name in _MUTATING_OPCODES:
+                popped[0][0] = size
+                stack.append(popped[0])
             else:
                 stack.extend([size] for _ in after)
 
@@ -158,15 +152,15 @@ def _check_plain(state: dict[Any, Tensor]) -> None:
         if type(value) not in (Tensor, torch.nn.Parameter) or value.layout != torch.strided:
             raise ValueError(f"'{name}' is a {type(value).__name__}, {value.layout}")
         if value.device.type != "cpu" or dtype_name(value.dtype) not in ITEM_BYTES:
-            raise ValueError(f"'{name}' is of {value.dtype} on {value.device}")
+            raise ValueError(f"'{name}' has dtype {value.dtype} on {value.device}")
         check_shape(tuple(value.shape), value.itemsize)
 
 
 def _check_storages(state: dict[Any, Tensor], records: set[Span]) -> None:
-    """Refuses a storage that is not one of the file's records, from its first byte to its last.
+    """Refuses a storage that is not exactly one of the file's records.
 
-    All are views of one mapping of the file. Where that begins, torch does not tell; so a beginning is looked for that
-    every storage agrees with.
+    All storages are views of one mapping of the file. torch does not tell its address, so this searches for an address
+    that is consistent with all storages.
     """
     storages = [value.untyped_storage() for value in state.values() if value.numel()]
     found = {(storage.data_ptr(), storage.nbytes()) for storage in storages}
@@ -175,6 +169,6 @@ def _check_storages(state: dict[Any, Tensor], records: set[Span]) -> None:
     address, num_bytes = min(found)
     bases = {address - start for start, size in records if size == num_bytes}
     for base in bases:
-        if base % mmap.PAGESIZE == 0 and all((place - base, size) in records for place, size in found):
+        if base % mmap.PAGESIZE == 0 and all((start - base, size) in records for start, size in found):
             return
     raise ValueError("a tensor has more or fewer bytes than the file holds for it")

@@ -1,9 +1,9 @@
-"""What is saved of a model and its optimizer: one name for each tensor, the same in every sharding.
+"""The state of a model and its optimizer in a checkpoint: named tensors, the same for every sharding.
 
-    model/<parameter or buffer>                    model/layers.0.up.weight
-    optimizer/<parameter>/<what the optimizer keeps>   optimizer/layers.0.up.weight/exp_avg
+    model/<parameter or buffer>             model/layers.0.up.weight
+    optimizer/<parameter>/<state>           optimizer/layers.0.up.weight/exp_avg
 
-Plain parameters, shards, and ZeRO's owners all show up as parts of the same tensors. What is a plain function of the
+Plain parameters, shards, and state owned by a ZeRO rank are all parts of the same tensors. What follows from the
 configuration and the step (learning rates, the order of the data, random seeds) is not saved but computed again.
 """
 
@@ -36,20 +36,20 @@ OPTIMIZER = "optimizer/"
 
 
 class TrainingState:
-    """The tensors of a run on this rank; ``parts`` to save, ``load`` to bring them back.
+    """The tensors of a run on this rank: ``parts`` returns them to be saved, ``load`` loads them.
 
     Args:
-        module: sharded in any way or not at all, wrapped by FullyShardedDataParallel if that shards nothing; not by
-            DistributedDataParallel.
-        optimizer: of its parameters; a ZeroRedundancyOptimizer that owns whole parameters, or any other.
+        module: with or without ``fully_shard``; wrapped by FullyShardedDataParallel only if that does not shard, and
+            not by DistributedDataParallel.
+        optimizer: any optimizer of its parameters; a ZeroRedundancyOptimizer must not be ``balanced``.
     """
 
     def __init__(self, module: nn.Module, optimizer: Optimizer | None = None) -> None:
         for unit in (unit for child in module.modules() for unit in units_of(child)):
             if isinstance(unit.form, FlatForm) and unit.mesh.shard.world > 1:
                 raise ConfigError(
-                    f"unit '{unit.name}' is sharded by FullyShardedDataParallel, whose flat shards a checkpoint cannot "
-                    "tell from whole parameters",
+                    f"unit '{unit.name}' is sharded by FullyShardedDataParallel, and a checkpoint cannot tell its flat "
+                    "shards from full parameters",
                     where=f"TrainingState({type(module).__name__}), rank {unit.rank}",
                     fix="save its sharded state dict with torch.distributed.checkpoint, or shard with fully_shard",
                 )
@@ -60,7 +60,7 @@ class TrainingState:
         }
 
     def parts(self) -> dict[str, Part]:
-        """This rank's part of everything, in place: nothing is copied or communicated."""
+        """Returns this rank's part of every tensor; nothing is copied or communicated."""
         parts = {MODEL + name: part_of(value, self._offsets) for name, value in self._model_entries()}
         if self._optimizer is not None:
             for param, name in self._names.items():
@@ -72,12 +72,12 @@ class TrainingState:
     def load(
         self, folder: Path, manifest: Manifest, group: dist.ProcessGroup | None, *, verify: bool = True
     ) -> bool:
-        """Brings back model and optimizer; on every rank. False if there is no optimizer state to bring back.
+        """Loads model and optimizer, on every rank; returns False if the checkpoint has no optimizer state.
 
-        ``verify=False`` is for a checkpoint whose checksums have just been looked at.
+        ``verify=False`` skips checksums, if they have just been checked.
 
         Raises:
-            CheckpointError: it is damaged or of another model; what is wrong first is named and nothing has changed.
+            CheckpointError: the checkpoint is damaged or of another model; nothing has changed.
         """
         self._check_fits(folder, manifest)
         if verify:
@@ -95,7 +95,7 @@ class TrainingState:
         return has_state
 
     def _model_entries(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Parameters and the buffers that state dicts hold, each tied one once."""
+        """Yields parameters and persistent buffers by name; a tied parameter comes once."""
         for param, name in self._names.items():
             yield name, param
         for path, module in self._module.named_modules():
@@ -114,34 +114,34 @@ class TrainingState:
             if name.startswith(MODEL)
         }
         names = set(self._names.values())
-        strangers = [
+        unknown = [
             name for name in manifest.tensors if name.startswith(OPTIMIZER) and _split(name)[0] not in names
         ]
-        # In the model's own order: the first that differs is the one to look at.
-        for name in [*ours, *theirs, *strangers]:
+        # In the model's order, so that the first difference is reported.
+        for name in [*ours, *theirs, *unknown]:
             mine, saved = ours.get(name), theirs.get(name)
             tensor = name.removeprefix(MODEL)
             if name.startswith(OPTIMIZER):
-                what = f"it has '{name}', and the model has no parameter '{_split(name)[0]}'"
+                what = f"it has '{name}', but the model has no parameter '{_split(name)[0]}'"
             elif mine == saved:
                 continue
             elif saved is None:
-                what = f"it has no '{tensor}', which the model has with shape {mine and mine[0]}"
+                what = f"it does not have '{tensor}', which has shape {mine and mine[0]} in the model"
             elif mine is None:
-                what = f"it has '{tensor}' of shape {saved[0]}, which the model has not"
+                what = f"it has '{tensor}' of shape {saved[0]}, which the model does not have"
             elif mine[0] != saved[0]:
-                what = f"'{tensor}' has shape {saved[0]} in it and {mine[0]} in the model"
+                what = f"'{tensor}' has shape {saved[0]} in the checkpoint and {mine[0]} in the model"
             else:
-                what = f"'{tensor}' is {saved[1]} in it and {mine[1]} in the model"
+                what = f"'{tensor}' is {saved[1]} in the checkpoint and {mine[1]} in the model"
             raise CheckpointError(
                 f"the checkpoint is of another model: {what}",
                 where=str(folder),
-                fix="resume with the recipe and settings it was saved with, as --resume FOLDER alone does, "
+                fix="resume with the recipe and settings it was saved with (--resume FOLDER without others uses them), "
                 "or train into another folder",
             )
 
     def _stepped(self) -> list[torch.Tensor]:
-        """The parameters whose state this rank keeps."""
+        """Returns the parameters whose optimizer state is on this rank."""
         optimizer = self._optimizer
         if optimizer is None:
             return []
@@ -149,7 +149,7 @@ class TrainingState:
         return [param for group in local.param_groups for param in group["params"] if param in self._names]
 
     def _state_templates(self, manifest: Manifest) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
-        """Room for the optimizer state that the checkpoint holds for this rank's parameters."""
+        """Returns empty tensors for the optimizer state that the checkpoint has of this rank's parameters."""
         keys: dict[str, list[str]] = {}
         for name in manifest.tensors:
             if name.startswith(OPTIMIZER):
@@ -162,14 +162,14 @@ class TrainingState:
                 record = manifest.tensors[f"{OPTIMIZER}{name}/{key}"]
                 dtype: torch.dtype = getattr(torch, record.dtype)
                 if record.shape == tuple(param.shape) and record.shape:
-                    room = torch.empty_like(param.detach(), dtype=dtype)
+                    empty = torch.empty_like(param.detach(), dtype=dtype)
                 else:
-                    room = torch.empty(record.shape, dtype=dtype)
-                templates.setdefault(param, {})[key] = room
+                    empty = torch.empty(record.shape, dtype=dtype)
+                templates.setdefault(param, {})[key] = empty
         return templates
 
     def _set_state(self, states: dict[torch.Tensor, dict[str, torch.Tensor]]) -> None:
-        """Through the optimizer's own door, which places step counts and the like where it wants them."""
+        """Sets state with the optimizer's own ``load_state_dict``, which knows where step counts and the like go."""
         optimizer = self._optimizer
         assert optimizer is not None
         params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -186,6 +186,6 @@ class TrainingState:
 
 
 def _split(name: str) -> tuple[str, str]:
-    """The parameter that an optimizer's tensor belongs to, and what the optimizer calls it."""
+    """Splits the name of an optimizer's tensor into the parameter's name and the state's key."""
     param_name, _, key = name.removeprefix(OPTIMIZER).rpartition("/")
     return param_name, key

@@ -1,8 +1,8 @@
-"""Weights, wherever they lie: a run, a checkpoint, a Hugging Face folder, a file. Opened, not yet read.
+"""Opens weights for conversion: of a run, a checkpoint, a Hugging Face folder or a single file.
 
-Each tensor is read in blocks of rows, from files that are mapped: a model is never in memory, not even its largest
-tensor. Nothing that is opened here can run code. Formats are read as strictly as they are specified, and checksums are
-compared where a format has them: what cannot be right is refused, whoever wrote it.
+Tensors are read in blocks of rows from memory-mapped files: neither the model nor its largest tensor is ever in memory.
+Opening a file never runs code from it. Formats are read as strictly as they are specified, checksums are compared where
+a format has them, and invalid files are refused.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class Weight:
     shape: tuple[int, ...]
     dtype: torch.dtype
     blocks: tuple[tuple[tuple[int, ...], Tensor], ...]
-    """Mapped parts, each with its offsets."""
+    """Memory-mapped chunks, each with its offsets."""
 
     @staticmethod
     def of(name: str, tensor: Tensor) -> Weight:
-        """A tensor that is mapped whole."""
+        """Returns the weight of a tensor that is memory-mapped as a whole."""
         return Weight(name, tuple(tensor.shape), tensor.dtype, (((0,) * tensor.dim(), tensor),))
 
     @property
@@ -55,7 +55,7 @@ class Weight:
         return torch.Size(self.shape).numel()
 
     def rows(self, dtype: torch.dtype, block_bytes: int | None = None) -> Iterator[Tensor]:
-        """The tensor from its first row to its last, a block at a time, contiguous."""
+        """Yields the tensor in contiguous blocks of rows, converted to ``dtype``."""
         if not self.numel:
             return
         shape = self.shape or (1,)
@@ -83,28 +83,30 @@ def _copy_overlap(part: Tensor, offsets: tuple[int, ...], block: Tensor, start: 
 class Weights:
     tensors: tuple[Weight, ...]
     config: dict[str, Any] | None
-    """Hugging Face's, where it is known."""
+    """Hugging Face's config.json, if there is one."""
     is_checkpoint: bool = False
 
 
 def open_weights(source: str | Path) -> Weights:
-    """Weights of a run, a checkpoint, a Hugging Face folder, or a .safetensors or .pt file; nothing is read yet.
+    """Opens the weights of a run, a checkpoint, a Hugging Face folder, or a .safetensors or .pt file.
 
     Raises:
-        CheckpointError: it is damaged, or none of these.
+        CheckpointError: the source is damaged, or none of these.
     """
     path = Path(source).expanduser()
     try:
         found = _weights_in(path)
     except OSError as error:
         raise CheckpointError(
-            f"it cannot be read: {error}", where=str(source), fix="pass a folder and files that can be read"
+            f"the weights cannot be read: {error}",
+            where=str(source),
+            fix="make the folder and its files readable",
         ) from None
     if found is None:
         raise CheckpointError(
             f"there are no weights in '{source}'",
             where=str(source),
-            fix="pass a run's folder, a checkpoint's, a folder of .safetensors, or a .safetensors or .pt file",
+            fix="pass the folder of a run or checkpoint, a folder of .safetensors, or a .safetensors or .pt file",
         )
     return found
 
@@ -157,7 +159,7 @@ def _of_checkpoint(folder: Path) -> Weights:
     config = manifest.run.get("hugging_face")
     if config is not None and not isinstance(config, dict):
         raise CheckpointError(
-            f"its configuration for Hugging Face is {shown(config)}, no object",
+            f"its configuration for Hugging Face is {shown(config)}, not an object",
             where=str(folder),
             fix="convert another checkpoint of the run",
         )
@@ -165,12 +167,14 @@ def _of_checkpoint(folder: Path) -> Weights:
 
 
 def _of_folder(folder: Path) -> Weights | None:
-    """A folder in Hugging Face's layout: the files its index names, or all there are; links are followed, as its
-    cache is made of them."""
-    homes: dict[str, str] | None = None
+    """Opens a folder in Hugging Face's layout: the files in its index, or all .safetensors if it has none.
+
+    Links are followed, because Hugging Face's cache consists of them.
+    """
+    file_of: dict[str, str] | None = None
     if os.path.lexists(folder / INDEX):
-        homes = _weight_map(folder / INDEX)
-        files = [folder / name for name in sorted(set(homes.values()))]
+        file_of = _weight_map(folder / INDEX)
+        files = [folder / name for name in sorted(set(file_of.values()))]
     else:
         files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -178,18 +182,18 @@ def _of_folder(folder: Path) -> Weights | None:
     found: dict[str, Tensor] = {}
     for file in files:
         for name, tensor in read_safetensors(file).items():
-            if name in found or (homes is not None and homes.get(name) != file.name):
+            if name in found or (file_of is not None and file_of.get(name) != file.name):
                 raise CheckpointError(
                     f"'{name}' is in {file.name}, where it does not belong",
                     where=str(folder),
-                    fix=f"leave the files of one model in the folder, as {INDEX} lists them",
+                    fix=f"keep only the files of one model in the folder, those that {INDEX} lists",
                 )
             found[name] = tensor
-    if missing := sorted(set(homes or ()) - set(found)):
+    if missing := sorted(set(file_of or ()) - set(found)):
         raise CheckpointError(
-            f"'{missing[0]}' is not in {(homes or {})[missing[0]]}, where {INDEX} has it",
+            f"'{missing[0]}' is not in {(file_of or {})[missing[0]]}, where it should be by {INDEX}",
             where=str(folder),
-            fix="get the folder again",
+            fix="download or copy the folder again",
         )
     config = folder / "config.json"
     return _of_tensors(found, _config(config) if os.path.lexists(config) else None)
@@ -197,15 +201,15 @@ def _of_folder(folder: Path) -> Weights | None:
 
 def _weight_map(path: Path) -> dict[str, str]:
     try:
-        homes = obj(strict_json.parse(read_file(path, INDEX_LIMIT_BYTES)).get("weight_map"))
-        for name in homes.values():
+        file_of = obj(strict_json.parse(read_file(path, INDEX_LIMIT_BYTES)).get("weight_map"))
+        for name in file_of.values():
             if strict_json.text(name) != os.path.basename(name) or not name.endswith(".safetensors"):
-                raise ValueError(f"{shown(name)} is not the name of a safetensors file in its folder")
+                raise ValueError(f"{shown(name)} is not the name of a .safetensors file in the folder")
     except ValueError as error:
         raise CheckpointError(
-            f"it lists no files of weights: {error}", where=str(path), fix="get the file again"
+            f"not an index of weights: {error}", where=str(path), fix="download or copy the file again"
         ) from None
-    return homes
+    return file_of
 
 
 def _config(path: Path) -> dict[str, Any]:
@@ -214,6 +218,8 @@ def _config(path: Path) -> dict[str, Any]:
         strict_json.check_nesting(config)
     except ValueError as error:
         raise CheckpointError(
-            f"it is no configuration: {error}", where=str(path), fix="get the file again, or remove it"
+            f"not a configuration: {error}",
+            where=str(path),
+            fix="download or copy the file again, or remove it",
         ) from None
     return config

@@ -1,10 +1,10 @@
-"""A checkpoint's files: planned once with DCP, written at every save.
+"""Writes a checkpoint's files: planned once with DCP, written at every save.
 
     plan    outlines of all ranks ──DCP: who writes what, each block once──▶ each rank's file layout, all chunks
     write   image ──▶ rank-*.bin ──sizes, checksums──▶ first rank: manifest.json, commit
 
-As long as no rank has other parts than before, a plan stands. Then all that is left to do in Python is to tell the
-first rank two numbers: the rest is a few long writes and checksums, which leave the interpreter to the steps.
+A plan is valid as long as no rank's parts change. With a plan, a save is a few long writes and checksums, which release
+the GIL, and one message of two numbers from each rank to the first.
 """
 
 from __future__ import annotations
@@ -28,38 +28,38 @@ from shardwise.errors import CheckpointError
 
 __all__ = ["WritePlan", "plan_writes", "write_checkpoint"]
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
 class WritePlan:
-    """What this rank writes of what it has."""
+    """What this rank writes."""
 
     layout: FileLayout
     tensors: dict[str, TensorRecord] | None
-    """Where every rank's chunks go; on the first rank, which writes the manifest."""
+    """All ranks' chunks; only on the first rank, which writes the manifest."""
 
 
 # --- planning -----------------------------------------------------------------------------------------------------
 
 
 def plan_writes(outlines: Mapping[str, Outline], group: dist.ProcessGroup) -> WritePlan:
-    """Shares the writing out; on every rank of the group."""
-    return _work_then_conclude(group, lambda: _offer(outlines), _share_out)
+    """Plans which rank writes what. Called on every rank of the group."""
+    return _work_then_conclude(group, lambda: _local_plan(outlines), _global_plan)
 
 
-def _offer(outlines: Mapping[str, Outline]) -> SavePlan:
-    """What a rank could write."""
+def _local_plan(outlines: Mapping[str, Outline]) -> SavePlan:
+    """Returns what this rank could write."""
     items = []
     for name, outline in outlines.items():
         if dtype_name(outline.dtype) not in ITEM_BYTES:
             raise CheckpointError(
-                f"'{name}' is of {outline.dtype}, which no checkpoint can hold",
-                fix="keep it in another dtype, or leave it out of the state dict: register_buffer(persistent=False)",
+                f"'{name}' has dtype {outline.dtype}, which a checkpoint cannot hold",
+                fix="use another dtype, or keep it out of the state dict: register_buffer(persistent=False)",
             )
         if 0 in outline.sizes and 0 not in outline.shape:
-            continue  # a rank without a share of a short tensor
+            continue  # this rank's shard is empty
         chunk = ChunkStorageMetadata(torch.Size(outline.offsets), torch.Size(outline.sizes))
         data = TensorWriteData(chunk, TensorProperties(outline.dtype), torch.Size(outline.shape))
         index = MetadataIndex(name, outline.offsets)
@@ -67,10 +67,11 @@ def _offer(outlines: Mapping[str, Outline]) -> SavePlan:
     return SavePlan(items)
 
 
-def _share_out(offers: list[SavePlan]) -> list[WritePlan]:
+def _global_plan(local_plans: list[SavePlan]) -> list[WritePlan]:
+    """Returns each rank's plan: every block is written by one rank."""
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    shares, _ = planner.create_global_plan(offers)
-    layouts = [lay_out(_outline(item) for item in share.items) for share in shares]
+    plans, _ = planner.create_global_plan(local_plans)
+    layouts = [lay_out(_outline(item) for item in plan.items) for plan in plans]
     chunks: dict[str, list[Chunk]] = {}
     outlines: dict[str, Outline] = {}
     for rank, layout in enumerate(layouts):
@@ -79,8 +80,8 @@ def _share_out(offers: list[SavePlan]) -> list[WritePlan]:
             chunk = Chunk(outline.offsets, outline.sizes, _file_name(rank), layout.starts[name])
             chunks.setdefault(name, []).append(chunk)
     tensors = {
-        name: TensorRecord(dtype_name(outlines[name].dtype), outlines[name].shape, tuple(found))
-        for name, found in chunks.items()
+        name: TensorRecord(dtype_name(outlines[name].dtype), outlines[name].shape, tuple(of_tensor))
+        for name, of_tensor in chunks.items()
     }
     return [WritePlan(layout, None if rank else tensors) for rank, layout in enumerate(layouts)]
 
@@ -106,18 +107,18 @@ def write_checkpoint(
     run: dict[str, Any],
     group: dist.ProcessGroup,
     commit: Callable[[], None],
-    unstaged: CheckpointError | None = None,
+    staging_error: CheckpointError | None = None,
 ) -> None:
-    """Writes what ranks staged into ``folder``; on every rank of the group.
+    """Writes what ranks have staged into ``folder``. Called on every rank of the group.
 
-    Once all of it is on disk, the first rank calls ``commit``. Whatever goes wrong on any rank is raised on all, and so
-    is ``unstaged``, why this rank could not stage.
+    When everything is on disk, the first rank calls ``commit``. An error on any rank, ``staging_error`` included, is
+    raised on all.
     """
 
     def write_file() -> FileRecord | None:
-        if unstaged is not None:
-            raise unstaged
-        # Not the folder above: what was removed or moved while a run goes on must not come back as half of it.
+        if staging_error is not None:
+            raise staging_error
+        # Does not create the run's folder: one removed or moved during the run must not come back half empty.
         folder.parent.mkdir(exist_ok=True)
         folder.mkdir(exist_ok=True)
         if not plan.layout.starts:
@@ -139,23 +140,23 @@ def write_checkpoint(
 
 
 def _work_then_conclude(
-    group: dist.ProcessGroup, work: Callable[[], Found], conclude: Callable[[list[Found]], list[Answer]]
+    group: dist.ProcessGroup, work: Callable[[], Result], conclude: Callable[[list[Result]], list[Answer]]
 ) -> Answer:
-    """Works on every rank, concludes on the first from what all found; that rank's answer to each.
+    """Calls ``work`` on every rank, then ``conclude`` on the first with all results; returns this rank's answer.
 
     Raises:
-        CheckpointError: it failed on some rank; raised on all, and nothing was concluded.
+        CheckpointError: either failed on some rank; raised on all.
     """
     rank, world_size, first = dist.get_rank(group), dist.get_world_size(group), dist.get_global_rank(group, 0)
-    found: list[Any] | None = None if rank else [None] * world_size
-    dist.gather_object(_attempt(work, rank), found, dst=first, group=group)
+    results: list[Any] | None = None if rank else [None] * world_size
+    dist.gather_object(_attempt(work, rank), results, dst=first, group=group)
     answers: list[Any] | None = None
-    if found is not None:
-        problem = next((problem for _, problem in found if problem is not None), None)
-        told = None
+    if results is not None:
+        problem = next((problem for _, problem in results if problem is not None), None)
+        concluded = None
         if problem is None:
-            told, problem = _attempt(lambda: conclude([value for value, _ in found]), rank)
-        answers = [(None if told is None else told[peer], problem) for peer in range(world_size)]
+            concluded, problem = _attempt(lambda: conclude([value for value, _ in results]), rank)
+        answers = [(None if concluded is None else concluded[peer], problem) for peer in range(world_size)]
     received: list[Any] = [None]
     dist.scatter_object_list(received, answers, src=first, group=group)
     ((answer, problem),) = received
@@ -164,9 +165,10 @@ def _work_then_conclude(
     return answer  # type: ignore[no-any-return]
 
 
-def _attempt(work: Callable[[], Found], rank: int) -> tuple[Found | None, str | None]:
+def _attempt(work: Callable[[], Result], rank: int) -> tuple[Result | None, str | None]:
+    """Returns the result and None, or None and a description of the error."""
     try:
         return work(), None
-    except Exception as error:  # noqa: BLE001  whatever it is, the other ranks wait to hear of it
+    except Exception as error:  # noqa: BLE001  sent to the other ranks, which wait for this one
         what = error.what if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
         return None, f"{what} (rank {rank})"

@@ -1,4 +1,4 @@
-"""Optimizers that step a unit's shards as one tensor."""
+"""Optimizer steps in fewer or faster kernel calls: several tensors as one, or one tensor in cache-sized blocks."""
 
 from shardwise.optim.elementwise_classes import elementwise
 from shardwise.optim.flat_optimizer import flat

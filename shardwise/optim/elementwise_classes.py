@@ -1,4 +1,4 @@
-"""Which optimizers may step parameters end to end as one tensor: those that treat every element by itself."""
+"""Element-wise optimizer classes: only those can step several parameters as one tensor, or part of one."""
 
 from __future__ import annotations
 
@@ -30,37 +30,37 @@ _ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
 
 _WHY_NOT = {
     "Adafactor": "it keeps sums over rows and columns of each matrix",
-    "LBFGS": "it searches along directions of all parameters together",
+    "LBFGS": "it searches along a direction of all parameters together",
     "Muon": "it makes each matrix orthogonal",
-    "SparseAdam": "it steps sparse gradients, and those of shards are dense",
+    "SparseAdam": "it needs sparse gradients, and those of shards are dense",
 }
 
 
 def elementwise(optimizer_class: OptimizerClass) -> OptimizerClass:
-    """Vouches for an optimizer class: each element's step depends on that element's own gradients and state alone.
+    """Declares an optimizer class element-wise: an element's update depends only on its own gradient and state.
 
-    Numbers it keeps for a parameter (a count of steps) may depend on how often the parameter was stepped, not on its
-    elements. Usable as a decorator; ``elementwise = True`` in the class's own body says the same.
+    State that is kept once per parameter, such as a step count, may depend on how often the parameter was stepped, not
+    on its elements. Usable as a decorator; ``elementwise = True`` in the class's own body does the same.
     """
     optimizer_class.elementwise = True  # type: ignore[attr-defined]
     return optimizer_class
 
 
 def is_elementwise(optimizer_class: type[Optimizer]) -> bool:
-    """Whether a class is known, or says by ``elementwise = True``, to update every element by itself."""
-    # Asked of the class's own body: a subclass may do something else with what it inherits.
+    """Whether a class is known, or declared by ``elementwise = True``, to be element-wise."""
+    # Only the class's own body counts: a subclass may not be element-wise any more.
     return optimizer_class in _ELEMENTWISE or bool(vars(optimizer_class).get("elementwise", False))
 
 
 def is_torchs_own(optimizer_class: type[Optimizer]) -> bool:
-    """Whether it is one of torch's element-wise classes, whose ``step`` is known to ask nothing else of a tensor."""
+    """Whether it is one of torch's element-wise classes, whose ``step`` we know in detail."""
     return optimizer_class in _ELEMENTWISE
 
 
 def check_elementwise(optimizer_class: type[Optimizer]) -> None:
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         raise ConfigTypeError(
-            f"the optimizer class is {optimizer_class!r}, which is no class of torch.optim.Optimizer",
+            f"the optimizer class is {optimizer_class!r}, which is not a subclass of torch.optim.Optimizer",
             where="shardwise.optim.flat",
             fix="pass the class itself and its arguments after it: flat(model, torch.optim.AdamW, lr=1e-3)",
         )
@@ -69,12 +69,12 @@ def check_elementwise(optimizer_class: type[Optimizer]) -> None:
     name = optimizer_class.__name__
     if optimizer_class.__module__.startswith("torch.optim") and name in _WHY_NOT:
         raise ConfigError(
-            f"{name} cannot step shards end to end: {_WHY_NOT[name]}",
+            f"{name} cannot step shards as one tensor: {_WHY_NOT[name]}",
             where=f"shardwise.optim.flat(..., {name})",
             fix=f"use torch.optim.{name} without flat, or an element-wise optimizer such as AdamW",
         )
     raise ConfigError(
-        f"{name} is not known to treat every element by itself",
+        f"{name} is not known to be element-wise",
         where=f"shardwise.optim.flat(..., {name})",
-        fix=f"if it does, say so once: shardwise.optim.elementwise({name}); if not, use it without flat",
+        fix=f"if it is, declare it: shardwise.optim.elementwise({name}); if not, use it without flat",
     )

@@ -1,7 +1,7 @@
 """``flat``: a torch optimizer that steps a unit's shards as one tensor.
 
-It *is* an optimizer of the given class, over the very parameters it was given: groups, schedulers, scalers, hooks and
-state dicts see nothing else. Only while it steps are parameters and their state exchanged for runs of them.
+It is a subclass of the given class, over the parameters it was given: groups, schedulers, scalers, hooks and state
+dicts work as usual. Only inside ``step()`` are parameters and their state replaced by flat runs (`flat_runs`).
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ def flat(
     in_backward: bool = False,
     **options: Any,
 ) -> Optimizer:
-    """An optimizer of ``optimizer_class`` that steps each unit's shards as one tensor.
+    """Returns an optimizer of ``optimizer_class`` that steps each unit's shards as one tensor.
 
-    Results are those of ``optimizer_class(params, **options)``: to the bit for torch's classes, but for roundings at a
-    parameter's end by CPU kernels that are fused or for floats shorter than float32. So is the state dict: per
-    parameter, for ``torch.save``, for ``get_optimizer_state_dict``, and for loading into either kind.
+    Results equal those of ``optimizer_class(params, **options)``, bitwise for torch's classes, except that fused CPU
+    kernels, and CPU kernels for floats shorter than float32, may round differently at a parameter's end. The state dict
+    is the same too: per parameter, for ``torch.save`` and ``get_optimizer_state_dict``, loadable into either kind.
 
     Args:
-        model_or_params: a model, all of whose parameters are taken, or what any torch optimizer takes: parameters,
-            or dicts of parameters with options of their own. What shardwise did not shard is stepped one by one.
-        optimizer_class: an optimizer that treats every element by itself, such as ``torch.optim.AdamW``.
-        in_backward: step units whose shards are on the host as soon as their gradients have arrived, in a thread,
-            while backward goes on; ``step()`` waits for them and takes the rest. From the second step on. Nothing may
+        model_or_params: a model, for all its parameters, or what any torch optimizer accepts: parameters, or dicts of
+            parameters with options of their own. Parameters that shardwise did not shard are stepped one by one.
+        optimizer_class: an element-wise optimizer, such as ``torch.optim.AdamW``.
+        in_backward: from the second step on, step units whose shards are on the host in a thread, as soon as their
+            gradients have arrived, while backward goes on; ``step()`` waits for them and steps the rest. Nothing may
             change gradients between backward and ``step()``: no clipping, no scaler.
-        options: its arguments, e.g. ``lr=1e-3, fused=True``.
+        options: arguments of the class, e.g. ``lr=1e-3, fused=True``.
     """
     check_elementwise(optimizer_class)
     params: Any = model_or_params
@@ -58,13 +58,13 @@ def flat(
         params = _sharded_parameters(model_or_params)
     made: Any = _flat_class(optimizer_class)(params, **options)  # type: ignore[arg-type]
     if in_backward:
-        made._early = BackwardSteps(made._step_early)
+        made._backward_steps = BackwardSteps(made._step_in_thread)
     flat_optimizer: Optimizer = made
     return flat_optimizer
 
 
 def _sharded_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The model's parameters in their sharded form, also where the full ones are shown at the moment."""
+    """Returns the model's parameters in sharded form, even while the model is unsharded."""
     sharded = {
         slot.unsharded: slot.sharded
         for module in model.modules()
@@ -75,13 +75,13 @@ def _sharded_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 class FlatOptimizer(Optimizer):
-    """The part of a flat optimizer that is the same whatever its class."""
+    """The base of all flat optimizers; `_flat_class` combines it with the user's class."""
 
     _runs: list[list[FlatRun]] | None = None
     _run_states: States
     _in_blocks: BlockedStep | None = None
     _may_step_in_blocks = False
-    _early: BackwardSteps | None = None
+    _backward_steps: BackwardSteps | None = None
     _runs_of_unit: dict[Unit, list[tuple[int, FlatRun]]]
 
     def step(self, closure: Callable[[], float] | None = None, **kwargs: Any) -> float | None:  # type: ignore[override]
@@ -90,7 +90,7 @@ class FlatOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
-            runs = self._runs_to_step(self._finish_early())
+            runs = self._runs_to_step(self._join_backward_steps())
             groups, states = self.param_groups, self.state
             params = [group["params"] for group in groups]
             self.state = self._run_states  # type: ignore[assignment]
@@ -105,28 +105,28 @@ class FlatOptimizer(Optimizer):
                 for of_group in runs:
                     for run in of_group:
                         run.drop_gradient()
-            self._show(run for of_group in runs for run in of_group)
+            self._publish(run for of_group in runs for run in of_group)
         return loss
 
-    def _show(self, stepped: Iterable[FlatRun]) -> None:
-        """Lets everybody see what a step has done to runs."""
+    def _publish(self, stepped: Iterable[FlatRun]) -> None:
+        """Puts new state of stepped runs into ``state``, and marks their parameters as modified."""
         params = []
         for run in stepped:
-            run.show_state(self.state, self._run_states)
+            run.publish_state(self.state, self._run_states)
             params += [member.param for member in run.members]
-        # A run is other tensors over the parameters' memory: to whoever asks, the parameters have changed.
+        # The step wrote through other tensors over the same memory, which autograd does not see.
         increment_version(params)
 
     def _step_of_class(self, **kwargs: Any) -> None:
         step = super().step
         if getattr(step, "hooked", False):
-            # torch has put step hooks around it; those of this optimizer run around its own step.
+            # torch wrapped it to run step hooks; this optimizer's own step runs them already.
             step.__func__.__wrapped__(self, **kwargs)  # type: ignore[attr-defined]
         else:
             step(**kwargs)
 
     def _runs_to_step(self, stepped_already: set[FlatRun]) -> list[list[FlatRun]]:
-        """The runs that have a gradient, which lies in its place, and were not stepped with it."""
+        """Gives runs their gradients and returns, for each group, those that have one and were not stepped yet."""
         if self._runs is None or not all(run.holds(self.state) for runs in self._runs for run in runs):
             if stepped_already:
                 raise StateError(
@@ -139,39 +139,39 @@ class FlatOptimizer(Optimizer):
         ready: list[list[FlatRun]] = []
         for number, runs in enumerate(self._runs):
             with_gradients = [(run, run.local_gradients()) for run in runs if run not in stepped_already]
-            if any(_some_are_missing(gradients) for _, gradients in with_gradients):
+            if any(_is_partial(gradients) for _, gradients in with_gradients):
                 split = self._split(with_gradients)
                 self._runs[number] = [run for run in runs if run in stepped_already] + split
                 with_gradients = [(run, run.local_gradients()) for run in split]
-                self._listen()
+                self._register_listeners()
             ready.append([])
             for run, gradients in with_gradients:
                 if gradients[0] is not None:
-                    run.take(gradients)  # type: ignore[arg-type]
+                    run.set_gradient(gradients)  # type: ignore[arg-type]
                     ready[-1].append(run)
         return ready
 
     def _make_runs(self) -> None:
-        """Makes runs anew, out of the state as it is per parameter."""
-        self._follow_replaced_parameters()
+        """Makes all runs from the per-parameter state."""
+        self._adopt_replaced_parameters()
         self._run_states = defaultdict(dict)
         self._runs = []
         self._in_blocks = BlockedStep(self, self._step_of_class) if self._may_step_in_blocks else None
         for group in self.param_groups:
-            # Without eps an optimizer divides zero by zero where there is padding.
+            # Without eps, an optimizer would divide zero by zero in the padding.
             runs = make_runs(group["params"], self.state, bridges_padding=group.get("eps", 1.0) != 0)
             for run in runs:
                 run.adopt_state(self.state, self._run_states)
             self._runs.append(runs)
-        self._listen()
+        self._register_listeners()
 
     # --- in backward ----------------------------------------------------------------------------------------------
 
-    def _listen(self) -> None:
-        """Has units tell when their gradients are in place."""
-        if self._early is None or self._runs is None:
+    def _register_listeners(self) -> None:
+        """Registers with units, so that they report when their gradients are reduced."""
+        if self._backward_steps is None or self._runs is None:
             return
-        told = weakref.WeakMethod(self._gradients_arrived)
+        callback = weakref.WeakMethod(self._gradients_arrived)
         self._runs_of_unit = {}
         for number, runs in enumerate(self._runs):
             for run in runs:
@@ -179,10 +179,10 @@ class FlatOptimizer(Optimizer):
                 if unit is not None and run.tensor.device.type == "cpu":
                     self._runs_of_unit.setdefault(unit, []).append((number, run))
         for unit in self._runs_of_unit:
-            unit.gradients.settings.listener = partial(_tell, told, weakref.ref(unit))
+            unit.gradients.settings.listener = partial(_notify, callback, weakref.ref(unit))
 
     def _gradients_arrived(self, unit: Unit, wait: Callable[[], None]) -> None:
-        assert self._early is not None
+        assert self._backward_steps is not None
         ready: list[tuple[int, FlatRun, list[torch.Tensor]]] = []
         for number, run in self._runs_of_unit.get(unit, ()):
             gradients = [gradient for gradient in run.local_gradients() if gradient is not None]
@@ -192,12 +192,12 @@ class FlatOptimizer(Optimizer):
             options = [
                 {key: value for key, value in group.items() if key != "params"} for group in self.param_groups
             ]
-            self._early.hand_over(unit, ArrivedGradients(wait, ready, options))
+            self._backward_steps.submit(unit, ArrivedGradients(wait, ready, options))
 
-    def _step_early(self, arrived: ArrivedGradients) -> None:
-        """Steps runs in the thread for that: with an optimizer of its own that shares the runs' state."""
+    def _step_in_thread(self, arrived: ArrivedGradients) -> None:
+        """Steps runs, in the thread, with a copy of this optimizer that shares the runs' state."""
         for _, run, gradients in arrived.runs:
-            run.take(gradients)
+            run.set_gradient(gradients)
         twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__)
         twin.state = self._run_states  # type: ignore[assignment]
@@ -211,21 +211,21 @@ class FlatOptimizer(Optimizer):
             for _, run, _ in arrived.runs:
                 run.drop_gradient()
 
-    def _finish_early(self) -> set[FlatRun]:
-        """Waits for what is being stepped in backward, and shows it."""
-        if self._early is None:
+    def _join_backward_steps(self) -> set[FlatRun]:
+        """Waits for the steps taken in backward, publishes them and returns their runs."""
+        if self._backward_steps is None:
             return set()
-        stepped = self._early.join()
-        self._show(stepped)
+        stepped = self._backward_steps.join()
+        self._publish(stepped)
         return stepped
 
     # --- the rest of an optimizer ---------------------------------------------------------------------------------
 
     def _split(self, with_gradients: list[tuple[FlatRun, list[torch.Tensor | None]]]) -> list[FlatRun]:
-        """Runs that are all there or not at all in this step; parameters without a gradient must not move."""
+        """Splits runs of which some members have no gradient: those must not be stepped."""
         runs: list[FlatRun] = []
         for run, gradients in with_gradients:
-            if not _some_are_missing(gradients):
+            if not _is_partial(gradients):
                 runs.append(run)
                 continue
             parts = run.split([gradient is not None for gradient in gradients])
@@ -235,25 +235,25 @@ class FlatOptimizer(Optimizer):
             runs += parts
         return runs
 
-    def _follow_replaced_parameters(self) -> None:
-        """Goes on with the parameters that took the place of ours: ``load_state_dict(assign=True)`` brings new ones."""
+    def _adopt_replaced_parameters(self) -> None:
+        """Switches to parameters that replaced ours in their unit, as ``load_state_dict(assign=True)`` does."""
         held = {param for group in self.param_groups for param in group["params"]}
         for group in self.param_groups:
             for index, param in enumerate(group["params"]):
                 found = membership(param)
                 if found is None or found[1].sharded in held or not isinstance(found[1].sharded, DTensor):
                     continue
-                follower = found[1].sharded
-                group["params"][index] = follower
+                replacement = found[1].sharded
+                group["params"][index] = replacement
                 if param in self.state:
-                    self.state[follower] = self.state.pop(param)
+                    self.state[replacement] = self.state.pop(param)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        self._finish_early()
+        self._join_backward_steps()
         if set_to_none:
             super().zero_grad()
             return
-        # torch would fill DTensors one by one, and refuses to fill those and others together.
+        # torch would zero DTensors one by one, and refuses to zero them together with plain tensors.
         by_dtype: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         for group in self.param_groups:
             for param in group["params"]:
@@ -268,9 +268,9 @@ class FlatOptimizer(Optimizer):
         optimizer_zeroed(self, set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """Per parameter, with counts of its own for each: whoever loads it may step parameters one by one."""
-        if self._early is not None:
-            self._early.wait()
+        """The state dict of the class. Members of a run share step counts; here each parameter gets its own."""
+        if self._backward_steps is not None:
+            self._backward_steps.wait()
         saved = super().state_dict()
         saved["state"] = {
             index: {
@@ -281,7 +281,7 @@ class FlatOptimizer(Optimizer):
         }
         return saved
 
-    # What changes parameters or their state from outside goes through one of these.
+    # Parameters and state are changed from outside through these; load_state_dict() calls __setstate__.
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self._runs = None
@@ -292,16 +292,18 @@ class FlatOptimizer(Optimizer):
         super().__setstate__(state)
 
 
-def _tell(
-    told: weakref.WeakMethod[Callable[..., None]], unit: weakref.ref[Unit], wait: Callable[[], None]
+def _notify(
+    callback: weakref.WeakMethod[Callable[..., None]],
+    unit_ref: weakref.ref[Unit],
+    wait: Callable[[], None],
 ) -> None:
-    """A unit's listener, which keeps nobody's optimizer alive."""
-    gradients_arrived, itself = told(), unit()
-    if gradients_arrived is not None and itself is not None:
-        gradients_arrived(itself, wait)
+    """A unit's listener; it does not keep the optimizer alive."""
+    gradients_arrived, unit = callback(), unit_ref()
+    if gradients_arrived is not None and unit is not None:
+        gradients_arrived(unit, wait)
 
 
-def _some_are_missing(gradients: list[torch.Tensor | None]) -> bool:
+def _is_partial(gradients: list[torch.Tensor | None]) -> bool:
     num_missing = sum(gradient is None for gradient in gradients)
     return 0 < num_missing < len(gradients)
 
@@ -310,7 +312,7 @@ def _some_are_missing(gradients: list[torch.Tensor | None]) -> bool:
 def _flat_class(optimizer_class: type[Optimizer]) -> type[Optimizer]:
     made = type(f"Flat{optimizer_class.__name__}", (FlatOptimizer, optimizer_class), {"__module__": __name__})
     made._may_step_in_blocks = is_torchs_own(optimizer_class)  # type: ignore[attr-defined]
-    # torch does this when the first one is made, which ranks that are threads might do at the same time.
+    # torch does this in the first constructor call, where ranks that are threads would race.
     made.step = Optimizer.profile_hook_step(FlatOptimizer.step)  # type: ignore[attr-defined]
     made.step.hooked = True  # type: ignore[attr-defined]
     return made

@@ -1,12 +1,11 @@
-"""Steps taken while backward still runs: a unit's runs, as soon as its gradients have arrived on the host.
+"""Steps a unit's flat runs during backward, in a thread, as soon as its gradients have arrived on the host.
 
     backward    | unit 3 | unit 2 | unit 1 | unit 0 |
     transfers             ▼ 3      ▼ 2      ▼ 1      ▼ 0        gradients, to the host
-    this thread           | step 3 | step 2 | step 1 | step 0 |  step() waits for the last, and takes what is left
+    this thread           | step 3 | step 2 | step 1 | step 0 |  step() waits for the last, and steps what is left
 
-A thread waits for the transfer and steps, so that the thread of backward need not. It goes by what the optimizer's
-options were when backward came by. Gradients that are stepped here cannot be changed between backward and ``step()``:
-no clipping, no scaler.
+The thread waits for the transfer, so that backward does not have to. It uses the optimizer's options as they were when
+the gradients were reduced. The gradients cannot be changed between backward and ``step()``: no clipping, no scaler.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class ArrivedGradients(NamedTuple):
-    """Runs, each with the number of its group and its gradients, which are there once ``wait`` has returned."""
+    """Runs, each with its group's number and its gradients, which are complete once ``wait`` has returned."""
 
     wait: Callable[[], None]
     runs: list[tuple[int, FlatRun, list[torch.Tensor]]]
@@ -35,7 +34,7 @@ class ArrivedGradients(NamedTuple):
 
 
 class BackwardSteps:
-    """What is stepped early, since the optimizer's last step, by a thread that ends with this."""
+    """The thread and its queue, and the runs it has stepped since the optimizer's last ``step()``."""
 
     def __init__(self, take_step: Callable[[ArrivedGradients], None]) -> None:
         self._take_step = take_step
@@ -46,13 +45,13 @@ class BackwardSteps:
         self._has_thread = False
         self.stepped: set[FlatRun] = set()
 
-    def hand_over(self, unit: Unit, arrived: ArrivedGradients) -> None:
+    def submit(self, unit: Unit, arrived: ArrivedGradients) -> None:
         if any(run in self.stepped for _, run, _ in arrived.runs):
             raise StateError(
-                f"gradients of unit '{unit.name}' came again after they were stepped in backward",
+                f"unit '{unit.name}' got more gradients after it was stepped in backward",
                 where=f"flat(..., in_backward=True), rank {unit.rank}",
-                fix="call model.set_is_last_backward(False) before all backwards of a step but the last; where a "
-                "module runs several times in a forward, use flat without in_backward",
+                fix="call model.set_is_last_backward(False) before every backward of a step but the last; if a module "
+                "runs several times in a forward, use flat without in_backward",
             )
         self.stepped.update(run for _, run, _ in arrived.runs)
         if not self._has_thread:
@@ -60,14 +59,14 @@ class BackwardSteps:
             threading.Thread(target=_work, args=(self._jobs,), name="shardwise-early", daemon=True).start()
         with self._idle:
             self._num_waiting += 1
-        self._jobs.put(partial(self._do, arrived))
+        self._jobs.put(partial(self._run_job, arrived))
 
     def wait(self) -> None:
         with self._idle:
             self._idle.wait_for(lambda: self._num_waiting == 0)
 
     def join(self) -> set[FlatRun]:
-        """Waits until all that was handed over is stepped; returns it, and begins anew."""
+        """Waits for all submitted steps and returns their runs, or raises the first error; then starts over."""
         self.wait()
         stepped, self.stepped = self.stepped, set()
         error, self._error = self._error, None
@@ -75,16 +74,16 @@ class BackwardSteps:
             raise error
         return stepped
 
-    def _do(self, arrived: ArrivedGradients) -> None:
+    def _run_job(self, arrived: ArrivedGradients) -> None:
         try:
             if self._error is None:
                 arrived.wait()
                 with torch.no_grad():
                     self._take_step(arrived)
-        except BaseException as error:  # noqa: BLE001 - raised where the optimizer is stepped
+        except BaseException as error:  # noqa: BLE001 - raised by the optimizer's step()
             self._error = error
         finally:
-            arrived.runs.clear()  # The gradients in there are not ours to keep.
+            arrived.runs.clear()  # so that this queue does not keep gradients alive
             with self._idle:
                 self._num_waiting -= 1
                 self._idle.notify_all()

@@ -1,4 +1,4 @@
-"""ZeRO: an optimizer whose state is shared out over the ranks, and its overlap with DistributedDataParallel."""
+"""ZeRO: an optimizer whose state is sharded over the ranks, and its overlap with DistributedDataParallel."""
 
 from shardwise.zero.optimizer import ZeroRedundancyOptimizer
 from shardwise.zero.overlap import hook_with_zero_step, hook_with_zero_step_interleaved

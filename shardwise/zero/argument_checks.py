@@ -1,4 +1,4 @@
-"""What a ZeRO optimizer takes in: a class and parameters it can share out, and only if all ranks bring the same."""
+"""Checks the arguments of a ZeRO optimizer: its class, its parameters, and that all ranks pass the same."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = [
     "check_ranks_agree",
     "group_or_world",
     "list_parameters",
-    "telling_the_others",
+    "reporting_to_peers",
 ]
 
 
@@ -35,7 +35,7 @@ def group_or_world(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     if group is None:
         if not dist.is_initialized():
             raise StateError(
-                "there is no process group to share the parameters over",
+                "there is no process group to shard over",
                 where="ZeroRedundancyOptimizer()",
                 fix="call torch.distributed.init_process_group() first, or pass process_group=",
             )
@@ -45,7 +45,7 @@ def group_or_world(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def list_parameters(params: Any) -> list[Any]:
-    """The argument as a list of tensors, of named ones, or of group dicts, whichever iterable it came as."""
+    """Returns the argument, which may be any iterable, as a list of tensors, of named tensors, or of group dicts."""
     where = "ZeroRedundancyOptimizer(params=…)"
     fix = "pass tensors, such as model.parameters() or model.named_parameters(), or dicts with a 'params' key"
     if isinstance(params, Tensor):
@@ -79,30 +79,30 @@ def _kind(item: Any) -> str:
 
 
 def check_parameters(params: Sequence[Tensor], *, first: int = 0) -> None:
-    """Raises unless every parameter is there once, as a tensor that is whole on every rank and dense in memory."""
-    places: dict[Tensor, int] = {}
+    """Raises unless every parameter occurs once, is not sharded, and is dense in memory."""
+    positions: dict[Tensor, int] = {}
     for index, param in enumerate(params, first):
         where = f"ZeroRedundancyOptimizer(), parameter {index}"
-        if places.setdefault(param, index) != index:
+        if positions.setdefault(param, index) != index:
             raise ConfigError(
-                f"a parameter of shape {tuple(param.shape)} comes twice, as {places[param]} and {index}: it would have "
-                "two owners",
+                f"a parameter of shape {tuple(param.shape)} comes twice, as {positions[param]} and {index}: it would "
+                "have two owners",
                 where=where,
                 fix="pass each parameter once; a shared one is listed once by model.parameters()",
             )
         if isinstance(param, DTensor):
             raise ConfigError(
-                f"a parameter of shape {tuple(param.shape)} is a DTensor, placed as {param.placements}: each rank has "
-                "its own shard of it, and of its state",
+                f"a parameter of shape {tuple(param.shape)} is a DTensor with placements {param.placements}: it and "
+                "its state are sharded already",
                 where=where,
-                fix="give sharded parameters to the optimizer class itself, without ZeroRedundancyOptimizer",
+                fix="pass sharded parameters to the optimizer class itself, without ZeroRedundancyOptimizer",
             )
         if param.is_meta:
             raise ConfigError(
-                f"a parameter of shape {tuple(param.shape)} is on the meta device, and will be another one when it has "
-                "memory",
+                f"a parameter of shape {tuple(param.shape)} is on the meta device, and will be replaced by another "
+                "tensor when it gets memory",
                 where=where,
-                fix="build the optimizer after model.to_empty(device=…)",
+                fix="create the optimizer after model.to_empty(device=…)",
             )
         if param.layout is not torch.strided:
             raise ConfigError(
@@ -119,19 +119,19 @@ def check_parameters(params: Sequence[Tensor], *, first: int = 0) -> None:
 
 
 def check_class(optimizer_class: type[Optimizer], world: int, *, balanced: bool, overlap: bool) -> None:
-    """Raises unless it is an optimizer class that can be shared out in this way."""
+    """Raises unless it is an optimizer class that can be used with these options."""
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         raise ConfigTypeError(
-            f"the optimizer class is {optimizer_class!r}, which is no class of torch.optim.Optimizer",
+            f"the optimizer class is {optimizer_class!r}, which is not a subclass of torch.optim.Optimizer",
             where="ZeroRedundancyOptimizer()",
-            fix="pass the class itself and its options by name: (params, torch.optim.AdamW, lr=1e-3)",
+            fix="pass the class itself, and its options by name: (params, torch.optim.AdamW, lr=1e-3)",
         )
     name = optimizer_class.__name__
     if balanced and not is_elementwise(optimizer_class):
         raise ConfigError(
-            f"balanced=True splits parameters, and {name} is not known to update each element by itself",
+            f"balanced=True splits parameters, and {name} is not known to be element-wise",
             where="ZeroRedundancyOptimizer()",
-            fix=f"use balanced=False, or set {name}.elementwise = True if it does",
+            fix=f"use balanced=False, or set {name}.elementwise = True if it updates each element by itself",
         )
     if overlap and _needs_closure(optimizer_class):
         raise ConfigError(
@@ -141,8 +141,8 @@ def check_class(optimizer_class: type[Optimizer], world: int, *, balanced: bool,
         )
     if issubclass(optimizer_class, LBFGS) and world > 1:
         warnings.warn(
-            f"{name} searches along directions of all parameters together, and a rank of a ZeroRedundancyOptimizer has "
-            "its own alone: the steps are not those of one optimizer for all",
+            f"{name} searches along directions of all parameters together, but each rank of a ZeroRedundancyOptimizer "
+            "steps only its own parameters: the result differs from that of one optimizer",
             stacklevel=3,
         )
 
@@ -153,21 +153,21 @@ def _needs_closure(optimizer_class: type[Optimizer]) -> bool:
 
 
 @contextmanager
-def telling_the_others(process_group: dist.ProcessGroup) -> Iterator[None]:
-    """Around what a rank refuses by itself, before ``check_ranks_agree``: the others would wait for it there."""
+def reporting_to_peers(process_group: dist.ProcessGroup) -> Iterator[None]:
+    """Sends this rank's error to the other ranks, which otherwise would wait for it in ``check_ranks_agree``."""
     try:
         yield
     except Exception as error:
-        refusal = str(error).splitlines()[:1] or [""]
+        first_line = str(error).splitlines()[:1] or [""]
         with suppress(RankDisagreement):
-            _check_same([f"a {type(error).__name__}: {refusal[0]}"], process_group)
+            _check_same([f"a {type(error).__name__}: {first_line[0]}"], process_group)
         raise
 
 
 def check_ranks_agree(
     groups: Sequence[Mapping[str, Any]], options: str, process_group: dist.ProcessGroup, *, first: int = 0
 ) -> None:
-    """Raises on every rank, with the first difference, unless all ranks bring the same parameters and options."""
+    """Raises on every rank, with the first difference, unless all ranks pass the same parameters and options."""
     lines = [options]
     index = first
     for number, group in enumerate(groups):
@@ -189,20 +189,22 @@ def _check_same(lines: Sequence[str], process_group: dist.ProcessGroup) -> None:
     text = "\n".join(lines).encode()
     if len(set(all_gather_bytes(hashlib.sha256(text).digest(), process_group))) == 1:
         return
-    # All ranks have seen the same digests, so all of them come here.
+    # All ranks have seen the same digests, so all of them get here.
     by_rank = [gathered.decode().split("\n") for gathered in all_gather_bytes(text, process_group)]
-    rank, other, mine, theirs = _first_difference(by_rank)
+    other, lines = next((rank, lines) for rank, lines in enumerate(by_rank) if lines != by_rank[0])
+    pairs = zip_longest(by_rank[0], lines, fillvalue="nothing more")
+    first, theirs = next((first, theirs) for first, theirs in pairs if first != theirs)
     raise RankDisagreement(
-        f"ranks bring different parameters: rank {rank} has {mine}; rank {other} has {theirs}",
+        f"ranks pass different parameters: rank 0 has {first}; rank {other} has {theirs}",
         where=f"ZeroRedundancyOptimizer, found on every rank; this is rank {process_group.rank()}",
-        fix="build the same model and the same parameter groups, in the same order, on every rank",
+        fix="create the same model and the same parameter groups, in the same order, on every rank",
     )
 
 
 def _check_same_order(params: Sequence[Tensor], process_group: dist.ProcessGroup, first: int) -> None:
-    """Raises on every rank if ranks bring the same values in different orders.
+    """Raises on every rank if ranks pass the same values in different orders.
 
-    A parameter goes by its number. Ranks whose models were not made equal yet have other values, and nothing is said.
+    Parameters are identified by their position. Different values are no error: models may be synchronised later.
     """
     own = b"".join(map(_fingerprint, params))
     by_rank = all_gather_bytes(own, process_group)
@@ -214,7 +216,7 @@ def _check_same_order(params: Sequence[Tensor], process_group: dist.ProcessGroup
                 at for at, (one, other) in enumerate(zip(theirs, prints[0], strict=True)) if one != other
             )
             raise RankDisagreement(
-                f"ranks bring their parameters in different orders: parameter {first + number} of rank 0 is parameter "
+                f"ranks pass their parameters in different orders: parameter {first + number} of rank 0 is parameter "
                 f"{first + theirs.index(prints[0][number])} of rank {rank}",
                 where=f"ZeroRedundancyOptimizer, found on every rank; this is rank {process_group.rank()}",
                 fix="pass the parameters in the same order on every rank",
@@ -222,7 +224,7 @@ def _check_same_order(params: Sequence[Tensor], process_group: dist.ProcessGroup
 
 
 def _fingerprint(param: Tensor) -> bytes:
-    """A few bytes that tell parameters of one shape apart, as long as their values differ."""
+    """Returns a short hash of a parameter's first values, to tell parameters of the same shape apart."""
     if param.layout is not torch.strided or param.is_meta or isinstance(param, DTensor) or not param.numel():
         return bytes(8)
     row = param.detach()
@@ -234,17 +236,8 @@ def _fingerprint(param: Tensor) -> bytes:
 def _description(index: int, name: str, param: Tensor) -> str:
     trainable = "" if param.requires_grad else ", frozen"
     layout = f"strides {param.stride()}" if param.layout is torch.strided else "sparse"
-    called = f" '{name}'" if name else ""
+    quoted = f" '{name}'" if name else ""
     return (
-        f"parameter {index}{called}: {str(param.dtype).removeprefix('torch.')} {tuple(param.shape)} "
+        f"parameter {index}{quoted}: {str(param.dtype).removeprefix('torch.')} {tuple(param.shape)} "
         f"{layout} on {param.device.type}{trainable}"
     )
-
-
-def _first_difference(by_rank: Sequence[Sequence[str]]) -> tuple[int, int, str, str]:
-    """Rank 0, the first rank that differs from it, and what each of them has there."""
-    other, lines = next((rank, lines) for rank, lines in enumerate(by_rank) if lines != by_rank[0])
-    for ours, theirs in zip_longest(by_rank[0], lines, fillvalue="nothing more"):
-        if ours != theirs:
-            return 0, other, ours, theirs
-    raise AssertionError("lists that differ have a first difference")

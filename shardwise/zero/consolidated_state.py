@@ -1,11 +1,11 @@
-"""Optimizer state as an unsharded optimizer saves it: on one rank, by parameter number.
+"""Converts state between the local optimizer and the format of an unsharded optimizer's ``state_dict()``.
 
-    local         on the owner, by stepped tensor: what the local optimizer works with
-    consolidated  on one rank, by parameter number: what an unsharded optimizer's state_dict() looks like
+    local         on the owner, by stepped tensor: the local optimizer's state
+    consolidated  on one rank, by parameter number: the state of an unsharded optimizer's state_dict()
 
-State that has an element for each element of its piece is cut and joined like the piece; anything else (a step
-count) is the same for every piece of a parameter and is taken from the first. A value may be a list or a dict of
-tensors, in which each is treated so. What an optimizer keeps for no parameter is *loose*: the same on every rank.
+State with an element for each element of its piece is split and joined like the piece. Anything else, such as a step
+count, is the same for every piece of a parameter and is taken from the first. A value may be a list or dict of tensors;
+each tensor is treated this way. *Global* state belongs to no parameter, and is the same on every rank.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ __all__ = [
     "PieceState",
     "check_fits",
     "consolidate",
+    "global_state",
     "is_per_element",
-    "loose_part",
-    "loose_state",
     "owned_state",
+    "saved_global_state",
     "saved_positions",
     "state_of_own_pieces",
 ]
@@ -40,13 +40,13 @@ State = dict[str, Any]
 
 @dataclass(frozen=True)
 class PieceState:
-    """The state of one piece, on the CPU, ready to travel."""
+    """The state of one piece, on the CPU, ready to be sent."""
 
     piece: OwnedPiece
     is_whole: bool
     values: State
     off_cpu: frozenset[str]
-    """Names of what was beside the parameter on its device; step counts often stay on the CPU."""
+    """Names of values that were on the parameter's device; step counts are often on the CPU."""
 
     def values_for(self, device: torch.device) -> State:
         return {
@@ -61,41 +61,42 @@ class PieceState:
 def owned_state(
     partition: Partition, local: Mapping[Tensor, State], *, only: Iterable[int] | None = None
 ) -> list[PieceState]:
-    """The state of this rank's pieces, copied to the CPU."""
+    """Returns the state of this rank's pieces, or of those of the parameters ``only``, copied to the CPU."""
     chosen = None if only is None else set(only)
     return [
-        _travelling(piece, partition.is_whole(piece), values)
+        _piece_state(piece, partition.is_whole(piece), values)
         for piece in partition.owned
-        if (chosen is None or piece.param in chosen) and (values := local.get(partition.stepped(piece)))
+        if (chosen is None or piece.param in chosen)
+        and (values := local.get(partition.stepped_tensor(piece)))
     ]
 
 
-def _travelling(piece: OwnedPiece, is_whole: bool, values: State) -> PieceState:
+def _piece_state(piece: OwnedPiece, is_whole: bool, values: State) -> PieceState:
     off_cpu: set[str] = set()
 
     def to_cpu(name: str, tensor: Tensor) -> Tensor:
         if tensor.device.type != "cpu":
             off_cpu.add(name)
-        return _copy_on_cpu(tensor)
+        return _copy_to_cpu(tensor)
 
     copied = {name: map_tree(partial(to_cpu, name), value) for name, value in values.items()}
     return PieceState(piece, is_whole, copied, frozenset(off_cpu))
 
 
-def loose_state(local: Mapping[Any, Any]) -> State:
-    """What the local optimizer keeps under names of its own, such as a count of all steps; on the CPU."""
-    return {name: map_tree(_copy_on_cpu, value) for name, value in local.items() if isinstance(name, str)}
+def global_state(local: Mapping[Any, Any]) -> State:
+    """Returns what the local optimizer keeps by name instead of by parameter, copied to the CPU."""
+    return {name: map_tree(_copy_to_cpu, value) for name, value in local.items() if isinstance(name, str)}
 
 
 def consolidate(
     by_rank: Sequence[tuple[list[PieceState], State]], params: Sequence[Tensor]
 ) -> dict[int | str, Any]:
-    """Puts the owned and the loose state of all ranks together, by parameter number or name."""
+    """Combines the owned and the global state of all ranks, by parameter number or name."""
     consolidated: dict[int | str, Any] = {}
     by_param: dict[int, list[PieceState]] = {}
-    # The first rank's loose state is the one that stays.
-    for states, loose in reversed(by_rank):
-        consolidated.update(loose)
+    # In reverse, so that the first rank's global state wins.
+    for states, of_no_param in reversed(by_rank):
+        consolidated.update(of_no_param)
         for state in states:
             by_param.setdefault(state.piece.param, []).append(state)
     for index, parts in sorted(by_param.items()):
@@ -123,7 +124,7 @@ def _join(parts: Sequence[PieceState], param: Tensor) -> State:
 def check_fits(
     state_dict: Mapping[str, Any], groups: Sequence[Sequence[Tensor]], *, element_wise: bool
 ) -> None:
-    """Raises unless a consolidated state dict can be of this model; touches nothing."""
+    """Raises unless a consolidated state dict fits these parameter groups; changes nothing."""
     where = "ZeroRedundancyOptimizer.load_state_dict()"
     fix = "load a state dict that was saved for the same model with the same parameter groups"
     missing = {"state", "param_groups"} - set(state_dict)
@@ -141,13 +142,15 @@ def check_fits(
         )
     positions = saved_positions(state_dict)
     params = [param for group in groups for param in group]
-    loose = loose_part(state_dict)
+    of_no_param = saved_global_state(state_dict)
     for number, values in state_dict["state"].items():
-        if number in loose:
+        if number in of_no_param:
             continue
         if number not in positions:
             raise ConfigError(
-                f"the state dict has state of a parameter {number!r} of no group", where=where, fix=fix
+                f"the state dict has state of parameter {number!r}, which is in none of its groups",
+                where=where,
+                fix=fix,
             )
         if values is None or not element_wise:
             continue
@@ -155,21 +158,21 @@ def check_fits(
         for name, value in values.items():
             if isinstance(value, Tensor) and value.dim() and value.shape != shape:
                 raise ConfigError(
-                    f"{name!r} of parameter {number} has shape {tuple(value.shape)} in the state dict, and the "
-                    f"parameter {tuple(shape)}",
+                    f"{name!r} of parameter {number} has shape {tuple(value.shape)} in the state dict, but the "
+                    f"parameter has shape {tuple(shape)}",
                     where=where,
                     fix=fix,
                 )
 
 
 def saved_positions(state_dict: Mapping[str, Any]) -> dict[Any, int]:
-    """A state dict numbers parameters as it likes; their order in its groups says which is which."""
+    """Maps a state dict's parameter numbers, which are arbitrary, to positions in the order of its groups."""
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     return {number: position for position, number in enumerate(numbers)}
 
 
-def loose_part(state_dict: Mapping[str, Any]) -> State:
-    """What a state dict has under names that are no parameter's."""
+def saved_global_state(state_dict: Mapping[str, Any]) -> State:
+    """Returns the state in a state dict that belongs to no parameter."""
     positions = saved_positions(state_dict)
     if any(isinstance(number, str) for number in positions):
         return {}
@@ -177,15 +180,15 @@ def loose_part(state_dict: Mapping[str, Any]) -> State:
 
 
 def state_of_own_pieces(partition: Partition, by_param: Mapping[int, State]) -> dict[OwnedPiece, State]:
-    """This rank's part of a consolidated state, in memory of its own."""
+    """Returns a copy of this rank's part of a consolidated state."""
     return {
-        piece: map_tree(partial(_cut, piece, partition), values)
+        piece: map_tree(partial(_part_of, piece, partition), values)
         for piece in partition.owned
         if (values := by_param.get(piece.param))
     }
 
 
-def _cut(piece: OwnedPiece, partition: Partition, value: Tensor) -> Tensor:
+def _part_of(piece: OwnedPiece, partition: Partition, value: Tensor) -> Tensor:
     param = partition.params[piece.param]
     if partition.is_whole(piece) or value.shape != param.shape or value.dim() == 0:
         return value.clone()
@@ -197,5 +200,5 @@ def is_per_element(value: Any, shape: Sequence[int]) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0 and value.shape == torch.Size(shape)
 
 
-def _copy_on_cpu(tensor: Tensor) -> Tensor:
+def _copy_to_cpu(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True)

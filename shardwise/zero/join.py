@@ -1,7 +1,7 @@
-"""Uneven inputs: what a rank that has run out does while the others still step.
+"""Uneven inputs: how a rank that has run out of inputs ("joined", in torch's terms) keeps stepping.
 
-A joined rank still owns its pieces, so it has to step them, and it has no gradients of its own for that. All ranks
-that still run hold the same reduced gradients; the first of them gives the joined ranks what they need.
+A joined rank still owns pieces and has to step them, but has no gradients. All ranks that still run hold the same
+reduced gradients; the first of them sends the joined ranks what they need.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ class ZeroJoinHook(JoinHook):
 
 
 def share_gradients(partition: Partition, group: dist.ProcessGroup, *, joined: bool) -> None:
-    """Gives joined ranks the gradients of what they own. Called by every rank, before its step."""
-    note = bytes([joined, *(param.grad is not None for param in partition.params)])
-    notes = all_gather_bytes(note, group)
-    is_joined = [bool(note[0]) for note in notes]
+    """Sends joined ranks the gradients of the pieces they own. Called by every rank, before its step."""
+    flags = bytes([joined, *(param.grad is not None for param in partition.params)])
+    flags_by_rank = all_gather_bytes(flags, group)
+    is_joined = [bool(flags[0]) for flags in flags_by_rank]
     if not any(is_joined) or all(is_joined):
         return
     source = is_joined.index(False)
-    has_gradient = notes[source][1:]
+    has_gradient = flags_by_rank[source][1:]
     if joined:
-        _make_room(partition, has_gradient)
+        _allocate_gradients(partition, has_gradient)
     sections: dict[torch.device, list[list[Tensor]]] = defaultdict(lambda: [[] for _ in range(group.size())])
     for pieces in partition.pieces:
         for piece in pieces:
@@ -60,8 +60,8 @@ def share_gradients(partition: Partition, group: dist.ProcessGroup, *, joined: b
         plan_exchange(by_source, group).issue().wait()
 
 
-def _make_room(partition: Partition, has_gradient: bytes) -> None:
-    """Gradients of owned parameters where the source has them; no leftovers of earlier steps where it has none."""
+def _allocate_gradients(partition: Partition, has_gradient: bytes) -> None:
+    """Gives owned parameters a gradient where the source has one, and drops old gradients where it has none."""
     for piece in partition.owned:
         param = partition.params[piece.param]
         if not has_gradient[piece.param]:

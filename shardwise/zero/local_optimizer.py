@@ -1,10 +1,10 @@
-"""What this rank steps: an optimizer of the user's class, over this rank's pieces of each group.
+"""The local optimizer: an optimizer of the user's class over the pieces that this rank owns.
 
     the user's groups    [ w0 w1 w2 w3 ] lr …    [ b0 b1 ] lr …      every parameter, on every rank
-    those of this rank   [    w1    w3 ] lr …    [       ] lr …      the pieces it owns, which may be none
+    the local groups     [    w1    w3 ] lr …    [       ] lr …      the pieces this rank owns, which may be none
 
-Options such as learning rates go there before each step, and what the local optimizer made of them comes back after
-it. Nothing here communicates.
+Options such as learning rates are copied to the local groups before each step, and back after it. Nothing here
+communicates.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ __all__ = ["LocalOptimizer"]
 
 Groups = list[dict[str, Any]]
 
-# What a group says of each parameter, in their order; all else are options.
+# A group's lists with one entry per parameter; everything else in a group is an option.
 _MEMBERS = ("params", "param_names")
 
 
 class LocalOptimizer:
-    """Keeps an optimizer of its own in step with groups of which it owns a part."""
+    """Owns the local optimizer (``optim``), and keeps its groups in line with the user's."""
 
     def __init__(
         self,
@@ -46,26 +46,26 @@ class LocalOptimizer:
         self._partition = partition
         self.optim = optimizer_class(self._own_groups(), **defaults)
         self._joined = JoinedStep(self.optim) if is_torchs_own(optimizer_class) else None
-        self.show_options()
+        self.push_options()
 
     @property
     def runs_torch_alone(self) -> bool:
-        """Whether a step without a closure runs nothing but torch's own code."""
+        """Whether a step without a closure runs only torch's code: a class of torch's, and no hooks of the user's."""
         return self._joined is not None and all(map(OPTIMIZER_HOOKS.is_own, step_hooks(self.optim)))
 
     # --- groups --------------------------------------------------------------------------------------------------
 
     def add_group(self) -> None:
-        """Takes this rank's pieces of the group that came last."""
+        """Adds this rank's pieces of the group that was added last."""
         self.optim.add_param_group(self._own_groups()[-1])
-        self.show_options()
+        self.push_options()
 
-    def take_options(self) -> None:
-        """What the user, or a scheduler, set in the groups holds here too."""
+    def pull_options(self) -> None:
+        """Copies options from the user's groups, where a scheduler may have changed them, to the local groups."""
         _copy_options(self._groups, self.optim.param_groups)
 
-    def show_options(self) -> None:
-        """What the local optimizer set by itself (defaults, keys of its own) shows in the user's groups too."""
+    def push_options(self) -> None:
+        """Copies options that the local optimizer set (defaults, keys of its own) to the user's groups."""
         _copy_options(self.optim.param_groups, self._groups)
 
     def _own_groups(self) -> Groups:
@@ -76,7 +76,7 @@ class LocalOptimizer:
         ]
         for piece in partition.owned:
             number = partition.group_of[piece.param]
-            own[number]["params"].append(partition.stepped(piece))
+            own[number]["params"].append(partition.stepped_tensor(piece))
             if names[number]:
                 own[number]["param_names"].append(names[number][partition.params[piece.param]])
         return own
@@ -84,28 +84,28 @@ class LocalOptimizer:
     # --- steps ---------------------------------------------------------------------------------------------------
 
     def step(self, closure: Any, kwargs: dict[str, Any], buffers: Sequence[Tensor]) -> Any:
-        """Steps this rank's pieces; ``buffers`` are those in which they lie, if there are any."""
-        self.take_options()
+        """Steps this rank's pieces; ``buffers`` is their memory if they are bucket views."""
+        self.pull_options()
         self._partition.bind_gradients()
         if closure is not None:
             if callable(closure):
-                closure = self._partition.with_gradients(closure)
+                closure = self._partition.wrap_closure(closure)
             loss = self.optim.step(closure=closure, **kwargs)
         elif self._joined is not None and self.runs_torch_alone:
             loss = self._joined(buffers, **kwargs)
         else:
             loss = self.optim.step(**kwargs)
         self._partition.release_gradients()
-        self.show_options()
+        self.push_options()
         return loss
 
     def step_pieces(self, gradients: Mapping[OwnedPiece, Tensor]) -> None:
-        """Steps these owned pieces by these gradients, and nothing else."""
+        """Steps only these owned pieces, with these gradients."""
         if not gradients:
             return
-        self.take_options()
-        chosen = {self._partition.stepped(piece): grad for piece, grad in gradients.items()}
-        held = [(tensor, tensor.grad) for tensor in chosen]
+        self.pull_options()
+        chosen = {self._partition.stepped_tensor(piece): grad for piece, grad in gradients.items()}
+        previous = [(tensor, tensor.grad) for tensor in chosen]
         all_members = [_members(group) for group in self.optim.param_groups]
         try:
             for tensor, grad in chosen.items():
@@ -116,39 +116,42 @@ class LocalOptimizer:
         finally:
             for group, members in zip(self.optim.param_groups, all_members, strict=True):
                 group.update(members)
-            for tensor, own_grad in held:
-                tensor.grad = own_grad
-        self.show_options()
+            for tensor, previous_grad in previous:
+                tensor.grad = previous_grad
+        self.push_options()
 
-    # --- other owners --------------------------------------------------------------------------------------------
+    # --- changes of owner ----------------------------------------------------------------------------------------
 
-    def give_up(self, indices: list[int], owner: int) -> list[PieceState]:
-        """Makes another rank the owner of whole parameters; the state this rank had of them."""
-        given = owned_state(self._partition, self.optim.state, only=indices)
+    def transfer_to(self, owner: int, indices: list[int]) -> list[PieceState]:
+        """Makes a rank the owner of whole parameters; returns the state that this rank has of them."""
+        states = owned_state(self._partition, self.optim.state, only=indices)
         for index in indices:
             self.optim.state.pop(self._partition.params[index], None)
-            self._partition.give(index, owner)
+            self._partition.set_owner(index, owner)
         for group, own in zip(self.optim.param_groups, self._own_groups(), strict=True):
             group.update(_members(own))
-        return given
+        return states
 
-    def take_over(self, given: list[PieceState]) -> None:
-        """Takes the state of parameters that this rank owns from now on."""
-        for piece_state in given:
+    def receive(self, states: list[PieceState]) -> None:
+        """Sets the state of parameters that were transferred to this rank."""
+        for piece_state in states:
             param = self._partition.params[piece_state.piece.param]
             self.optim.state[param] = piece_state.values_for(param.device)
 
     # --- saving and loading --------------------------------------------------------------------------------------
 
     def saved_groups(self) -> Groups:
-        """The user's groups with numbers in place of parameters, as a state dict has them."""
+        """Returns the user's groups with numbers instead of parameters, as in a state dict."""
         index_of = self._partition.index_of
         return [{**group, "params": [index_of[param] for param in group["params"]]} for group in self._groups]
 
     def load(
-        self, states: Mapping[OwnedPiece, dict[str, Any]], loose: Mapping[str, Any], saved_groups: Groups
+        self,
+        states: Mapping[OwnedPiece, dict[str, Any]],
+        global_state: Mapping[str, Any],
+        saved_groups: Groups,
     ) -> None:
-        """Hands the local optimizer a state dict of its own, so that it casts and places as it always does."""
+        """Loads state through the local optimizer's ``load_state_dict``, which casts it and moves it to its device."""
         numbers = {piece: number for number, piece in enumerate(self._pieces_in_local_order())}
         own_groups = []
         for group_number, saved in enumerate(saved_groups):
@@ -159,22 +162,22 @@ class LocalOptimizer:
         self.optim.load_state_dict(
             {
                 "state": {
-                    **copy.deepcopy(dict(loose)),
+                    **copy.deepcopy(dict(global_state)),
                     **{numbers[piece]: values for piece, values in states.items()},
                 },
                 "param_groups": own_groups,
             }
         )
-        self.show_options()
+        self.push_options()
 
     def _pieces_in_local_order(self) -> list[OwnedPiece]:
-        """The order in which a state dict of the local optimizer numbers its tensors: group by group."""
+        """Sorts the owned pieces group by group, as a state dict of the local optimizer numbers them."""
         partition = self._partition
         return sorted(partition.owned, key=lambda piece: (partition.group_of[piece.param], piece))
 
 
 def _copy_options(source: Groups, target: Groups) -> None:
-    """Everything in the groups but the parameters: learning rates, what a scheduler or an optimizer added."""
+    """Copies everything but the parameters and their names."""
     for source_group, target_group in zip(source, target, strict=True):
         target_group.update(_options(source_group))
 
@@ -188,6 +191,6 @@ def _members(group: Mapping[str, Any]) -> dict[str, list[Any]]:
 
 
 def _chosen_members(group: Mapping[str, Any], chosen: Container[Tensor]) -> dict[str, list[Any]]:
-    # Tensors hash by identity, so this finds the chosen ones without comparing elements.
+    # Tensors hash by identity, so `in` does not compare elements.
     kept = [number for number, tensor in enumerate(group["params"]) if tensor in chosen]
     return {key: [values[number] for number in kept] for key, values in _members(group).items()}

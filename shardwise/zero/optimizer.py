@@ -4,8 +4,8 @@
     local step     rank r's optimizer steps rank r's pieces            state: 1/world a rank
     sync           every rank's pieces to every other rank             one exchange a device
 
-Sharing out is `partition`'s work, stepping `local`'s, sending `sync`'s; `consolidated` and `sharded` know the forms in
-which state is saved. Here they meet torch's Optimizer.
+`partition` assigns owners, `local_optimizer` steps, `sync` sends; `consolidated_state` and `sharded_state` convert
+state to the two forms in which it is saved. This module combines them behind torch's Optimizer interface.
 """
 
 from __future__ import annotations
@@ -47,16 +47,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     Args:
         params: tensors, or dicts with a ``params`` key, as for any optimizer; dtypes and devices may be mixed. All
-            ranks pass the same ones, in the same order.
-        optimizer_class: the class each rank makes its local optimizer of, found at ``.optim``.
-        process_group: the ranks to share over; the default group if None.
-        parameters_as_bucket_view: keep parameters in buffers from which they travel without copies. Their
-            ``.data`` moves there; it saves a copy or many small messages a step.
-        overlap_with_ddp: step inside DistributedDataParallel's backward, by a hook of ``hook_with_zero_step`` or
+            ranks pass the same parameters, in the same order.
+        optimizer_class: the class of each rank's local optimizer, which is the attribute ``optim``.
+        process_group: the ranks to shard over; the default group if None.
+        parameters_as_bucket_view: make parameters views of buffers that are sent without copies. Moves their
+            ``.data``; saves a copy or many small messages per step.
+        overlap_with_ddp: step inside DistributedDataParallel's backward, with a hook from ``hook_with_zero_step`` or
             ``hook_with_zero_step_interleaved``; ``step()`` then does nothing.
-        balanced: cut parameters where a fair share ends, so that state a rank is total/world even if one
-            parameter dominates. For element-wise optimizers; a class of your own says so by
-            ``elementwise = True``.
+        balanced: split parameters so that every rank has total/world of the state, even if one parameter dominates.
+            For element-wise optimizers; declare a class of your own with ``elementwise = True``.
         **defaults: passed on to ``optimizer_class``.
     """
 
@@ -78,28 +77,28 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.parameters_as_bucket_view = parameters_as_bucket_view
         self.overlap_with_ddp = overlap_with_ddp
         self.initialized = False
-        with argument_checks.telling_the_others(self.process_group):
+        with argument_checks.reporting_to_peers(self.process_group):
             listed = argument_checks.list_parameters(params)
             argument_checks.check_class(
                 optimizer_class, self.world_size, balanced=balanced, overlap=overlap_with_ddp
             )
-            # torch's constructor adds the groups one by one, when there is nobody yet to share them out.
+            # torch's constructor calls add_param_group, which must not partition anything yet.
             Optimizer.__init__(self, listed, defaults)
         Joinable.__init__(self)
         self._element_wise = is_elementwise(optimizer_class)
         groups = [group["params"] for group in self.param_groups]
         options = f"{optimizer_class.__qualname__}, balanced={balanced}, views={parameters_as_bucket_view}"
-        # Agreement comes first: what is refused after it is refused on every rank.
+        # Agreement first: what is refused after it is refused on every rank.
         argument_checks.check_ranks_agree(self.param_groups, options, self.process_group)
         argument_checks.check_parameters([param for group in groups for param in group])
 
         self.partition = Partition(self.rank, self.world_size, balanced=balanced)
         self.partition.add_groups(groups)
-        # The class may refuse its options: before anything has moved.
+        # Before parameters move: the class may refuse its options.
         self.local = LocalOptimizer(optimizer_class, defaults, self.param_groups, self.partition)
         self.optim = self.local.optim
         self.state = self.optim.state
-        # Those of the class too: schedulers look here for a momentum that they can change.
+        # Including the class's own defaults: schedulers look here for a momentum to change.
         self.defaults = self.optim.defaults
         self._sync = ParameterSync(
             self.partition,
@@ -124,11 +123,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     # --- groups ----------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, on every rank; its parameters go to the ranks that have the least."""
+        """Adds a group, on every rank; its parameters are assigned to the ranks that own the least."""
         if not self.initialized:
             super().add_param_group(param_group)
             return
-        with argument_checks.telling_the_others(self.process_group):
+        with argument_checks.reporting_to_peers(self.process_group):
             super().add_param_group(param_group)
         added = self.param_groups[-1]["params"]
         first = len(self.partition.params)
@@ -147,11 +146,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     # --- step ------------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Steps what this rank owns, then brings all parameters up to date on all ranks.
+        """Steps the pieces that this rank owns, then exchanges them, so that all ranks have all updates.
 
         Args:
-            closure: handed to the local optimizer, if given.
-            **kwargs: handed to the local optimizer.
+            closure: passed on to the local optimizer, if given.
+            **kwargs: passed on to the local optimizer.
         """
         if self.overlap_with_ddp:
             return self._skip_step()
@@ -160,7 +159,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _step(self, closure: Callable[[], Any] | None, kwargs: dict[str, Any], *, joined: bool) -> Any:
         if not joined:
             Join.notify_join_context(self)
-        # A closure brings the gradients; ranks that have run out of inputs have none.
+        # A closure computes the gradients later; ranks that have run out of inputs have none.
         self.agreement.agree(has_gradients=closure is None and not self._under_join)
         if self._under_join and is_inside_join(self):
             share_gradients(self.partition, self.process_group, joined=joined)
@@ -169,10 +168,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         try:
             loss = self.local.step(closure, kwargs, self._sync.buffers)
         except BaseException as error:
-            self._tear(error, has_closure=closure is not None)
+            self._finish_torn_step(error, has_closure=closure is not None)
             raise
         if closure is not None or not self.local.runs_torch_alone:
-            # Others' code may have replaced a parameter's memory, or stepped a frozen one by a gradient of theirs.
+            # User code may have replaced a parameter's memory, or given a frozen one a gradient and stepped it.
             self._sync.refresh()
         self._exchange()
         return loss
@@ -181,19 +180,19 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         with self.agreement.exchanging(polls_failure=self._sync.polls_failure):
             self._sync.run()
 
-    def _tear(self, error: BaseException, *, has_closure: bool) -> None:
-        """This rank's step raised: peers are not left waiting for its pieces, and are told."""
+    def _finish_torn_step(self, error: BaseException, *, has_closure: bool) -> None:
+        """After this rank's step raised: still takes part in the exchange, and tells the other ranks."""
         if not has_closure:
-            # All of them come to the exchange; inside a closure they may be anywhere.
+            # All other ranks reach the exchange; with a closure they may be inside it.
             with contextlib.suppress(Exception):
                 self._sync.refresh()
                 self._exchange()
-        self.agreement.tear(error)
+        self.agreement.report_torn_step(error)
 
     def _skip_step(self) -> None:
         if not self.is_stepped_in_backward:
             raise StateError(
-                "overlap_with_ddp=True, but no hook steps this optimizer, so nothing would ever be updated",
+                "overlap_with_ddp=True, but no hook steps this optimizer, so no parameter is ever updated",
                 where=f"ZeroRedundancyOptimizer.step(), rank {self.rank}",
                 fix="ddp.register_comm_hook(state, hook_with_zero_step(hook, ddp, optimizer)), "
                 "or overlap_with_ddp=False",
@@ -208,7 +207,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     # --- uneven inputs ---------------------------------------------------------------------------------------
 
     def join_hook(self, **_kwargs: Any) -> ZeroJoinHook:
-        """The hook with which a rank that has run out of inputs steps along; for torch's ``Join``."""
+        """Returns the hook for torch's ``Join`` with which a rank that has run out of inputs keeps stepping."""
         self._under_join = True
         return ZeroJoinHook(step=lambda: self._step(None, {}, joined=True), leave=self._leave_join)
 
@@ -226,18 +225,18 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     # --- state on one rank -----------------------------------------------------------------------------------
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Collects the whole state on rank ``to`` of the group, on the CPU. Called on every rank."""
+        """Gathers the full state on rank ``to`` of the group, on the CPU. Call it on every rank."""
         if not 0 <= to < self.world_size:
             raise ConfigError(
                 f"there is no rank {to} to consolidate to: the group has {self.world_size}",
                 where=f"consolidate_state_dict(to={to}), rank {self.rank}",
                 fix=f"use a rank of the group, 0 to {self.world_size - 1}",
             )
-        self.local.take_options()
+        self.local.pull_options()
         gathered: list[Any] | None = [None] * self.world_size if self.rank == to else None
         own = (
             consolidated_state.owned_state(self.partition, self.optim.state),
-            consolidated_state.loose_state(self.optim.state),
+            consolidated_state.global_state(self.optim.state),
         )
         code = collective_code(f"consolidate the state of a ZeroRedundancyOptimizer on rank {to}")
         self.agreement.channel.agree(code)
@@ -248,7 +247,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self._consolidated = consolidated_state.consolidate(gathered, self.partition.params)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as last consolidated on this rank, in the form of an unsharded optimizer's."""
+        """Returns the state that was last consolidated on this rank, in the format of an unsharded optimizer."""
         if self._consolidated is None:
             raise StateError(
                 f"the state has not been consolidated on rank {self.rank}",
@@ -261,7 +260,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return run_after_state_dict(self, saved)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes this rank's part of a consolidated state dict; each rank passes the whole of it."""
+        """Loads this rank's part of a consolidated state dict; every rank passes the full state dict."""
         state_dict = run_before_load_state_dict(self, state_dict)
         groups = [group["params"] for group in self.param_groups]
         consolidated_state.check_fits(state_dict, groups, element_wise=self._element_wise)
@@ -273,7 +272,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         }
         self._load(
             consolidated_state.state_of_own_pieces(self.partition, by_param),
-            consolidated_state.loose_part(state_dict),
+            consolidated_state.saved_global_state(state_dict),
             state_dict["param_groups"],
         )
         run_after_load_state_dict(self)
@@ -281,24 +280,26 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     # --- state on all ranks ----------------------------------------------------------------------------------
 
     def sharded_state_dict(self, *, like: Metadata | None = None, prefix: str = "") -> dict[str, Any]:
-        """This rank's part of the state, for ``torch.distributed.checkpoint`` to save or to load into.
+        """Returns this rank's part of the state, for ``torch.distributed.checkpoint`` to save or to load into.
 
-        Nothing is communicated or copied. What one world size saved, any other loads, balanced or not.
+        Nothing is communicated or copied. A checkpoint can be loaded with any world size, balanced or not.
 
         Args:
-            like: a checkpoint's metadata (``FileSystemReader(path).read_metadata()``); gives room for what that
-                checkpoint holds, instead of the present state.
-            prefix: what comes before these keys in the checkpoint, such as ``"optimizer."``.
+            like: a checkpoint's metadata (``FileSystemReader(path).read_metadata()``); returns empty tensors for what
+                that checkpoint holds, instead of the current state.
+            prefix: the prefix of these keys in the checkpoint, such as ``"optimizer."``.
         """
         if like is None:
             entries = sharded_state.sharded_entries(self.partition, self.optim.state)
         else:
-            entries = sharded_state.templates(self.partition, like, prefix, element_wise=self._element_wise)
+            entries = sharded_state.load_templates(
+                self.partition, like, prefix, element_wise=self._element_wise
+            )
         orders = sharded_state.memory_orders(self.partition.params)
         return {"param_groups": self.local.saved_groups(), "memory_orders": orders, **entries}
 
     def load_sharded_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes what a checkpoint was loaded into: a ``sharded_state_dict()`` of this optimizer."""
+        """Loads a ``sharded_state_dict()`` of this optimizer into which a checkpoint was read."""
         saved = state_dict["param_groups"]
         groups = [group["params"] for group in self.param_groups]
         consolidated_state.check_fits(
@@ -306,16 +307,16 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         )
         sharded_state.check_memory_orders(state_dict["memory_orders"], self.partition.params)
         self._load(
-            sharded_state.state_of_sharded(self.partition, state_dict),
-            sharded_state.loose_part(state_dict),
+            sharded_state.state_of_own_pieces(self.partition, state_dict),
+            sharded_state.saved_global_state(state_dict),
             saved,
         )
 
     def _load(
         self,
         states: Mapping[OwnedPiece, dict[str, Any]],
-        loose: Mapping[str, Any],
+        global_state: Mapping[str, Any],
         saved_groups: list[dict[str, Any]],
     ) -> None:
-        self.local.load(states, loose, saved_groups)
+        self.local.load(states, global_state, saved_groups)
         self.state = self.optim.state

@@ -1,23 +1,23 @@
 """Stepping inside DistributedDataParallel's backward, bucket by bucket.
 
-DDP reduces gradients in buckets and calls a hook for each, in order. Here the hook also steps what this rank owns of
-a bucket as soon as its gradients are reduced, and sends it while later buckets are still under way:
+DDP reduces gradients in buckets and calls a hook for each, in order. The hook made here also steps the pieces of a
+bucket that this rank owns as soon as its gradients are reduced, and sends them while later buckets are in flight:
 
     interleaved       hook 0       hook 1       hook 2 (last)
                       reduce 0     reduce 1     reduce 2
                                    step 0       step 1, step 2
                                    send 0       send 1, send 2, wait for all
 
-    not interleaved   everything but the reductions happens in the last hook, so backward is never held up
+    not interleaved   everything but the reduces happens in the last hook, so backward never waits
 
-A parameter may be written once its bucket's hook was called: by then backward has read it for the last time.
+Parameters may be written once their bucket's hook was called: backward does not read them any more.
 
 Ownership does not depend on DDP's buckets, so the first backward already steps. The exception is
-``shard_buckets=False``, which gives a bucket to one rank: when DDP rearranges its buckets, after the first backward,
+``shard_buckets=False``, where one rank owns a whole bucket: when DDP rebuilds its buckets, after the first backward,
 state moves to the new owners.
 """
 
-# DDP reads the annotations of a hook as objects, so this file must not turn them into strings.
+# No `from __future__ import annotations`: DDP checks a hook's annotations, which must be objects, not strings.
 import pickle
 import weakref
 from collections import deque
@@ -45,7 +45,7 @@ __all__ = ["hook_with_zero_step", "hook_with_zero_step_interleaved"]
 if TYPE_CHECKING:
 
     class GradBucket(Protocol):
-        """torch's bucket of gradients, which its annotations leave out."""
+        """torch's class, as torch has no annotations for it."""
 
         def index(self) -> int: ...
         def is_last(self) -> bool: ...
@@ -64,16 +64,16 @@ def hook_with_zero_step(
     zero: ZeroRedundancyOptimizer,
     shard_buckets: bool = False,
 ) -> CommHook:
-    """A communication hook for ``ddp`` that reduces by ``hook`` and steps ``zero`` when the last bucket is ready.
+    """Returns a communication hook for ``ddp`` that reduces with ``hook`` and steps ``zero`` after the last bucket.
 
     Args:
-        hook: how gradients are reduced, such as torch's ``allreduce_hook``.
-        ddp: the model; register the result with ``ddp.register_comm_hook(state, …)``, ``state`` being the hook's.
-        zero: the optimizer, built with ``overlap_with_ddp=True``.
-        shard_buckets: share each bucket out over ranks, which balances memory; if False a bucket belongs to one
-            rank, which makes fewer messages. With ``balanced=True`` buckets are always shared.
+        hook: reduces gradients, such as torch's ``allreduce_hook``.
+        ddp: the model; register the returned hook with ``ddp.register_comm_hook(state, …)``, with ``hook``'s state.
+        zero: the optimizer, created with ``overlap_with_ddp=True``.
+        shard_buckets: shard each bucket over the ranks, which balances memory; if False, one rank owns a bucket, which
+            needs fewer messages. With ``balanced=True`` buckets are always sharded.
     """
-    return _overlapping(hook, ddp, zero, shard_buckets=shard_buckets, interleaved=False)
+    return _hook_that_steps(hook, ddp, zero, shard_buckets=shard_buckets, interleaved=False)
 
 
 def hook_with_zero_step_interleaved(
@@ -83,10 +83,10 @@ def hook_with_zero_step_interleaved(
     shard_buckets: bool = False,
 ) -> CommHook:
     """Like ``hook_with_zero_step``, but steps buckets while backward still runs: for fast networks."""
-    return _overlapping(hook, ddp, zero, shard_buckets=shard_buckets, interleaved=True)
+    return _hook_that_steps(hook, ddp, zero, shard_buckets=shard_buckets, interleaved=True)
 
 
-def _overlapping(
+def _hook_that_steps(
     hook: CommHook,
     ddp: DistributedDataParallel,
     zero: ZeroRedundancyOptimizer,
@@ -100,7 +100,7 @@ def _overlapping(
     zero.is_stepped_in_backward = True
 
     def reduce_and_step(state: Any, bucket: GradBucket) -> Future[Tensor]:
-        return backward.take(state, bucket)
+        return backward.reduce_and_step(state, bucket)
 
     return reduce_and_step
 
@@ -109,17 +109,17 @@ def _check_match(ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer) ->
     where = f"hook_with_zero_step(), rank {zero.rank}"
     if not zero.overlap_with_ddp:
         raise ConfigError(
-            "the optimizer was built to step after backward, not in it",
+            "the optimizer was created to step after backward, not in it",
             where=where,
-            fix="build it with ZeroRedundancyOptimizer(…, overlap_with_ddp=True)",
+            fix="create it with ZeroRedundancyOptimizer(…, overlap_with_ddp=True)",
         )
     ranks = dist.get_process_group_ranks(ddp.process_group)
     owners = dist.get_process_group_ranks(zero.process_group)
     if ranks != owners:
         raise ConfigError(
-            f"the model is replicated over ranks {ranks}, the optimizer shared out over ranks {owners}",
+            f"the model is replicated over ranks {ranks}, the optimizer sharded over ranks {owners}",
             where=where,
-            fix="give both the same process_group",
+            fix="pass the same process_group to both",
         )
     reduced = set(ddp.parameters())
     for index, param in enumerate(zero.partition.params):
@@ -127,13 +127,13 @@ def _check_match(ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer) ->
             raise ConfigError(
                 f"parameter {index}, of shape {tuple(param.shape)}, is not in the model, so no backward would step it",
                 where=where,
-                fix="build the optimizer from the parameters of the model that DDP wraps",
+                fix="create the optimizer with the parameters of the model that DDP wraps",
             )
 
 
 @dataclass
 class _BucketPlan:
-    """What there is to do for a bucket, as long as DDP puts the same parameters in it."""
+    """How to step and send a bucket; valid as long as DDP puts the same parameters in it."""
 
     params: list[Tensor]
     owned: list[tuple[int, OwnedPiece]]
@@ -152,7 +152,7 @@ class _WaitingBucket:
 
 
 class _SteppingBackward:
-    """Buckets between their reduction and their step; lives as long as the hook."""
+    """Reduces and steps buckets, and keeps them between the two; lives as long as the hook."""
 
     def __init__(
         self,
@@ -164,7 +164,7 @@ class _SteppingBackward:
         interleaved: bool,
     ) -> None:
         self._hook = hook
-        # DDP owns the hook through C++, where no garbage collector would see a way back.
+        # A weak reference: DDP owns the hook through C++, where the garbage collector cannot see a cycle.
         self._ddp = weakref.ref(ddp)
         self._zero = zero
         self._whole_buckets = whole_buckets
@@ -175,12 +175,12 @@ class _SteppingBackward:
         self._sending: list[Pending] = []
         device = zero.partition.params[0].device
         self._streams = side_streams_for(device)
-        # Several optimizers may step in one backward, and what is ready first differs between ranks.
+        # Several optimizers may step in one backward, in an order that differs between ranks: their tags must differ.
         zero.agreement.channel.num_models += 1
         self._tag_offset = zero.agreement.channel.num_models
 
     @torch.no_grad()
-    def take(self, state: Any, bucket: GradBucket) -> Future[Tensor]:
+    def reduce_and_step(self, state: Any, bucket: GradBucket) -> Future[Tensor]:
         if bucket.index() == 0:
             self._begin()
         reduced = self._hook(state, bucket)
@@ -191,37 +191,36 @@ class _SteppingBackward:
                 _gradients_in(bucket),
                 bucket.buffer(),
                 reduced,
-                self._ask_for_usage(plan),
-                # order: the last use of these parameters in backward before their step, on a lane of its own
+                self._issue_usage(plan),
+                # order: the last use of these parameters in backward before their step, on a side stream
                 self._streams.record_compute(),
             )
         )
         if bucket.is_last():
             self._finish()
         elif self._interleaved:
-            self._step_what_is_ready()
+            self._step_ready_buckets()
         return reduced
 
     def _begin(self) -> None:
-        # What an earlier backward left behind when it raised.
+        # Left over from a backward that raised.
         self._waiting.clear()
         self._sending.clear()
         partition = self._zero.partition
         self._zero.agreement.channel.num_moves += 1
-        partition.follow()
+        partition.detect_moves()
         if partition.revision != self._planned_revision:
             self._plans.clear()
             self._planned_revision = partition.revision
 
-    def _step_what_is_ready(self) -> None:
-        """Steps the buckets whose turn it is, in order."""
+    def _step_ready_buckets(self) -> None:
         while self._waiting and self._is_ready(self._waiting[0]):
             self._step(self._waiting.popleft())
 
     def _is_ready(self, first: _WaitingBucket) -> bool:
         if any(exchange.in_lockstep for exchange in first.plan.exchanges):
-            # Every rank must come to the same answer. All but the newest bucket: so the next reduction is on its
-            # way before anything waits for the last.
+            # Every rank must get the same answer. All buckets but the newest are ready: the next reduce is then in
+            # flight before anything waits for the one before.
             return len(self._waiting) > 1
         return first.reduced.done()
 
@@ -241,7 +240,7 @@ class _SteppingBackward:
         stream = self._streams.reduce
         stream.wait_event(bucket.last_read)
         with stream:
-            _put_in_place(bucket.reduced.wait(), bucket.buffer)
+            _copy_into_bucket(bucket.reduced.wait(), bucket.buffer)
             used = bucket.plan.used if bucket.usage is None else bucket.usage.of_all_ranks()
             bucket.plan.used = used
             self._step_owned(bucket, used)
@@ -258,7 +257,7 @@ class _SteppingBackward:
                 }
             )
         except BaseException as error:
-            self._zero.agreement.tear(error)
+            self._zero.agreement.report_torn_step(error)
             raise
 
     # --- plans -----------------------------------------------------------------------------------------------
@@ -269,10 +268,10 @@ class _SteppingBackward:
         if known is not None and len(known.params) == len(params) and all(map(_is, known.params, params)):
             return known
         partition = self._zero.partition
-        # A model may have parameters that another optimizer steps.
+        # Another optimizer may step some of the model's parameters.
         positions = {partition.index_of[p]: at for at, p in enumerate(params) if p in partition.index_of}
         if self._whole_buckets:
-            self._hand_over(list(positions), bucket.index() % partition.world)
+            self._transfer(list(positions), bucket.index() % partition.world)
         owned = [
             (at, piece)
             for index, at in positions.items()
@@ -285,20 +284,20 @@ class _SteppingBackward:
         plan = self._plans[bucket.index()] = _BucketPlan(params, owned, exchanges)
         return plan
 
-    def _hand_over(self, indices: list[int], owner: int) -> None:
-        """Makes one rank the owner of these parameters, and gives it their state. All ranks come here together."""
+    def _transfer(self, indices: list[int], owner: int) -> None:
+        """Makes one rank the owner of these parameters, and sends it their state. Called on all ranks together."""
         partition, group = self._zero.partition, self._zero.process_group
         moving = [index for index in indices if partition.pieces[index][0].owner != owner]
         if moving:
-            given = all_gather_bytes(pickle.dumps(self._zero.local.give_up(moving, owner)), group)
+            by_rank = all_gather_bytes(pickle.dumps(self._zero.local.transfer_to(owner, moving)), group)
             if partition.rank == owner:
-                for states in given:
-                    self._zero.local.take_over(pickle.loads(states))
+                for states in by_rank:
+                    self._zero.local.receive(pickle.loads(states))
 
-    # --- parameters nobody used ------------------------------------------------------------------------------
+    # --- unused parameters -----------------------------------------------------------------------------------
 
-    def _ask_for_usage(self, plan: _BucketPlan) -> "_Usage | None":
-        """DDP fills unused parameters' gradients with zeros, by which the optimizer must not step."""
+    def _issue_usage(self, plan: _BucketPlan) -> "_Usage | None":
+        """Finds out which parameters are unused: DDP gives them zero gradients, but they must not be stepped."""
         ddp = self._ddp()
         if ddp is None or not (ddp.find_unused_parameters or ddp.static_graph):
             return None
@@ -308,11 +307,13 @@ class _SteppingBackward:
 
 
 class _Usage:
-    """Which parameters got a gradient on any rank; asked for along with the reduction."""
+    """Which parameters got a gradient on any rank; all-reduced while the bucket is reduced."""
 
     def __init__(self, params: list[Tensor], group: dist.ProcessGroup) -> None:
-        here = [param.grad is not None for param in params]
-        self._flags = torch.tensor(here, dtype=torch.uint8, device=transport_device(group, params[0].device))
+        has_grad = [param.grad is not None for param in params]
+        self._flags = torch.tensor(
+            has_grad, dtype=torch.uint8, device=transport_device(group, params[0].device)
+        )
         self._work = dist.all_reduce(self._flags, dist.ReduceOp.MAX, group=group, async_op=True)
 
     def of_all_ranks(self) -> list[bool]:
@@ -322,7 +323,7 @@ class _Usage:
 
 
 def _gradients_in(bucket: GradBucket) -> list[Tensor]:
-    """A bucket's gradients. DDP packs complex ones as pairs of real numbers, and then gives out only half of them."""
+    """Returns a bucket's gradients. For complex ones, packed as pairs of reals, DDP's own method returns half."""
     params = bucket.parameters()
     if not params[0].is_complex():
         return bucket.gradients()
@@ -331,8 +332,8 @@ def _gradients_in(bucket: GradBucket) -> list[Tensor]:
     return [part.as_strided(param.shape, param.stride()) for part, param in zip(parts, params, strict=True)]
 
 
-def _put_in_place(reduced: Tensor, buffer: Tensor) -> None:
-    """A hook may give its result in another tensor than the bucket's."""
+def _copy_into_bucket(reduced: Tensor, buffer: Tensor) -> None:
+    """Copies a hook's result into the bucket, if it is another tensor."""
     if reduced.data_ptr() != buffer.data_ptr():
         buffer.copy_(reduced)
 

@@ -1,10 +1,10 @@
-"""The parameters of a ZeRO optimizer, shared out: which pieces this rank steps, and as which tensors.
+"""Partitions a ZeRO optimizer's parameters over the ranks: which pieces this rank steps, and as which tensors.
 
 A piece that is a whole parameter is stepped as that parameter. A piece of a split parameter is stepped as a
-*slice*: a tensor of its own over the same memory, which the local optimizer takes for a parameter.
+*slice*: a separate tensor over the same memory, which is a parameter for the local optimizer.
 
     parameter   [ 0 1 2 3 4 5 6 7 8 9 ]     .grad   [ . . . . . . . . . . ]
-    slice                 [ 5 6 7 8 9 ]     .grad             [ . . . . . ]     bound for each step
+    slice                 [ 5 6 7 8 9 ]     .grad             [ . . . . . ]     set in each step
 
 Nothing here communicates.
 """
@@ -35,7 +35,7 @@ __all__ = ["Partition", "SharedBuffer", "in_memory_order", "is_dense"]
 
 @dataclass(frozen=True)
 class SharedBuffer:
-    """Parameters that can share one buffer: on one device, and all trainable or all frozen when they came."""
+    """Parameters that can share one buffer: on one device, and all trainable or all frozen when they were added."""
 
     params: tuple[int, ...]
     layout: BufferLayout
@@ -52,11 +52,11 @@ class Partition:
         self.group_of: list[int] = []
         self.num_groups = 0
         self.pieces: list[list[OwnedPiece]] = []
-        self.runs: list[SharedBuffer] = []
+        self.shared_buffers: list[SharedBuffer] = []
         self.index_of: dict[Tensor, int] = {}
         self.revision = 0
-        """Grows when parameters are added or move in memory: whatever was planned for them is out of date."""
-        self._cut: list[int] = []
+        """Incremented when parameters are added or move in memory, which makes plans for them out of date."""
+        self._split_params: list[int] = []
         self._slices: dict[OwnedPiece, Tensor] = {}
         self._addresses: list[int] = []
         self._kinds: list[tuple[torch.dtype, torch.device]] = []
@@ -64,7 +64,7 @@ class Partition:
     # --- who owns what ---------------------------------------------------------------------------------------
 
     def add_groups(self, groups: Sequence[Sequence[Tensor]]) -> None:
-        """Takes in new parameter groups; those taken in before keep their owners."""
+        """Adds parameter groups; parameters added before keep their owners."""
         first = len(self.params)
         for group in groups:
             self.params.extend(group)
@@ -74,13 +74,13 @@ class Partition:
         self.index_of.update((self.params[index], index) for index in added)
         self.pieces.extend([] for _ in added)
         if self.balanced:
-            self._share_out_evenly(added)
+            self._assign_evenly(added)
         else:
-            self._share_out_whole(added)
-        self._slice_split_parameters(added)
-        self.follow()
+            self._assign_whole(added)
+        self._make_slices(added)
+        self.detect_moves()
 
-    def _share_out_whole(self, added: Iterable[int]) -> None:
+    def _assign_whole(self, added: Iterable[int]) -> None:
         by_group: dict[int, list[int]] = defaultdict(list)
         for index in added:
             by_group[self.group_of[index]].append(index)
@@ -89,18 +89,18 @@ class Partition:
             for piece in whole_pieces([self.params[index].numel() for index in indices], loads):
                 index = indices[piece.param]
                 self.pieces[index] = [piece._replace(param=index)]
-        self.runs += [self._run_of(indices) for indices in self._by_run(added)]
+        self.shared_buffers += [self._shared_buffer(indices) for indices in self._by_buffer(added)]
 
-    def _share_out_evenly(self, added: Iterable[int]) -> None:
-        for indices in self._by_run(added):
+    def _assign_evenly(self, added: Iterable[int]) -> None:
+        for indices in self._by_buffer(added):
             pieces, layout = even_pieces([self._extent(index) for index in indices], self.world)
             for piece in pieces:
                 index = indices[piece.param]
                 self.pieces[index].append(piece._replace(param=index))
-            self.runs.append(SharedBuffer(tuple(indices), layout))
+            self.shared_buffers.append(SharedBuffer(tuple(indices), layout))
 
-    def _by_run(self, added: Iterable[int]) -> Iterable[list[int]]:
-        """Frozen parameters have no state, so they must not count when state is shared out evenly."""
+    def _by_buffer(self, added: Iterable[int]) -> Iterable[list[int]]:
+        """Groups parameters by device, and frozen ones apart: those have no state to balance."""
         members: dict[tuple[torch.device, bool], list[int]] = defaultdict(list)
         for index in added:
             members[self.params[index].device, self.params[index].requires_grad].append(index)
@@ -110,8 +110,8 @@ class Partition:
         param = self.params[index]
         return ParamSize(param.numel(), param.element_size())
 
-    def _run_of(self, indices: Sequence[int]) -> SharedBuffer:
-        """Parameters in one buffer, laid out for the owners they have."""
+    def _shared_buffer(self, indices: Sequence[int]) -> SharedBuffer:
+        """Lays parameters out in one buffer, by their owners."""
         pieces = [
             piece._replace(param=position)
             for position, index in enumerate(indices)
@@ -120,8 +120,8 @@ class Partition:
         sizes = [self._extent(index) for index in indices]
         return SharedBuffer(tuple(indices), owned_layout(sizes, pieces, self.world))
 
-    def give(self, index: int, owner: int) -> None:
-        """Makes one rank the owner of a whole parameter, whoever owned it before."""
+    def set_owner(self, index: int, owner: int) -> None:
+        """Makes one rank the owner of a whole parameter."""
         self.pieces[index] = [OwnedPiece(index, 0, self.params[index].numel(), owner)]
 
     @property
@@ -134,33 +134,33 @@ class Partition:
 
     # --- the tensors the local optimizer steps ---------------------------------------------------------------
 
-    def stepped(self, piece: OwnedPiece) -> Tensor:
-        """The tensor that stands for an owned piece in the local optimizer."""
+    def stepped_tensor(self, piece: OwnedPiece) -> Tensor:
+        """The tensor as which the local optimizer steps an owned piece."""
         return self.params[piece.param] if self.is_whole(piece) else self._slices[piece]
 
     def memory_of(self, piece: OwnedPiece) -> Tensor:
         """The memory of any piece, flat."""
         return in_memory_order(self.params[piece.param])[piece.start : piece.stop]
 
-    def _slice_split_parameters(self, added: Iterable[int]) -> None:
+    def _make_slices(self, added: Iterable[int]) -> None:
         for index in added:
             if len(self.pieces[index]) > 1:
-                self._cut.append(index)
+                self._split_params.append(index)
             for piece in self.pieces[index]:
                 if piece.owner == self.rank and not self.is_whole(piece):
                     tensor = self._slices[piece] = self.memory_of(piece)
-                    # Whatever gradient the parameter may have, the slice may.
+                    # The parameter's gradient may have any dtype, so the slice's may too.
                     tensor.grad_dtype = None
 
     def bind_gradients(self) -> None:
-        """Shows each slice its part of the parameter's gradient."""
+        """Sets each slice's gradient to its part of the parameter's gradient."""
         for piece, tensor in self._slices.items():
             grad = self.params[piece.param].grad
             tensor.grad = None if grad is None else self.gradient_of(piece, grad)
 
     def check_gradients(self) -> None:
-        """Raises if a parameter that is cut has a gradient that cannot be: on every rank, whoever owns its pieces."""
-        for index in self._cut:
+        """Raises if a split parameter has a sparse gradient; on every rank, not only on owners of its pieces."""
+        for index in self._split_params:
             grad = self.params[index].grad
             if grad is not None:
                 self._check_dense(index, grad)
@@ -168,13 +168,13 @@ class Partition:
     def _check_dense(self, index: int, grad: Tensor) -> None:
         if grad.layout is not torch.strided:
             raise StateError(
-                f"parameter {index} has a sparse gradient, which cannot be cut or handed on",
+                f"parameter {index} has a sparse gradient, which cannot be split",
                 where=f"ZeroRedundancyOptimizer(balanced=True).step(), rank {self.rank}",
                 fix="build the optimizer with balanced=False, or make the gradient dense",
             )
 
     def gradient_of(self, piece: OwnedPiece, grad: Tensor) -> Tensor:
-        """A piece's part of its parameter's gradient, flat."""
+        """Returns a piece's part of its parameter's gradient, flat."""
         param = self.params[piece.param]
         self._check_dense(piece.param, grad)
         if grad.stride() != param.stride():
@@ -185,8 +185,8 @@ class Partition:
         for tensor in self._slices.values():
             tensor.grad = None
 
-    def with_gradients(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """The closure, after which slices see the gradients it made."""
+    def wrap_closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Returns a closure that also sets the slices' gradients."""
         if not self._slices:
             return closure
 
@@ -199,8 +199,8 @@ class Partition:
 
     # --- parameters that move --------------------------------------------------------------------------------
 
-    def follow(self) -> None:
-        """Notices parameters that are new, or whose memory was replaced (``.to()``, ``param.data = …``)."""
+    def detect_moves(self) -> None:
+        """Detects parameters that are new or have new memory (``.to()``, ``param.data = …``); moves their slices."""
         addresses = list(map(Tensor.data_ptr, self.params))
         if addresses == self._addresses:
             return
@@ -216,15 +216,19 @@ class Partition:
         self.revision += 1
         kinds = [(param.dtype, param.device) for param in self.params]
         if kinds[: len(self._kinds)] != self._kinds:
-            # Elements of other sizes do not fit where these lay, nor do those of another device.
-            self.runs = [self._run_of(indices) for run in self.runs for indices in self._by_run(run.params)]
+            # With another dtype or device, parameters no longer fit into their shared buffers.
+            self.shared_buffers = [
+                self._shared_buffer(indices)
+                for shared in self.shared_buffers
+                for indices in self._by_buffer(shared.params)
+            ]
         self._kinds = kinds
         for piece, tensor in self._slices.items():
             tensor.data = self.memory_of(piece)
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill one stretch of memory, in whatever order of dims."""
+    """Whether the elements fill one range of memory without gaps, in any order of dims."""
     if not tensor.numel():
         return True
     expected = 1
@@ -237,5 +241,5 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def in_memory_order(tensor: Tensor) -> Tensor:
-    """A dense tensor's elements as one flat tensor over the same memory."""
+    """Returns a dense tensor's elements as a flat tensor over the same memory."""
     return tensor.detach().as_strided((tensor.numel(),), (1,))

@@ -1,10 +1,10 @@
-"""Optimizer state as every rank saves its own part of it, through ``torch.distributed.checkpoint``.
+"""Converts state between the local optimizer and the entries that ``torch.distributed.checkpoint`` saves per rank.
 
-    local     on the owner, by stepped tensor: what the local optimizer works with
-    sharded   the same memory, under keys that mean the same on every rank and in every world size
+    local     on the owner, by stepped tensor: the local optimizer's state
+    sharded   the same memory, under keys that are the same on every rank and for every world size
 
-State that has an element for each element of its piece is saved as a span of the parameter's, end to end; anything
-else (a step count) as it is. Values may be lists and dicts of tensors. Nothing here communicates.
+State with an element for each element of its piece is saved as a span of the flattened parameter; anything else, such
+as a step count, as it is. Values may be lists and dicts of tensors. Nothing here communicates.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from shardwise.zero.partition import Partition, in_memory_order
 __all__ = [
     "CheckpointSpan",
     "check_memory_orders",
-    "loose_part",
+    "load_templates",
     "memory_orders",
+    "saved_global_state",
     "sharded_entries",
-    "state_of_sharded",
-    "templates",
+    "state_of_own_pieces",
 ]
 
 State = dict[str, Any]
 Path = tuple[str | int, ...]
 
-_LOOSE = "loose"
-_OF_NO_PIECE = ("param_groups", "memory_orders", _LOOSE)
-# Stands between a name and a tensor that would be taken for a span by its size.
+_GLOBAL = "loose"
+_GLOBAL_KEYS = ("param_groups", "memory_orders", _GLOBAL)
+# The key around a tensor that is not a span but has the size of one.
 _NO_SPAN = "__no_span__"
 
 
 def sharded_entries(partition: Partition, local: Mapping[Any, Any]) -> dict[str, Any]:
-    """This rank's state under keys that mean the same on every rank; no copies, no communication."""
+    """Returns this rank's state under keys that are the same on every rank, without copies."""
     entries: dict[str, Any] = {}
     for piece in partition.owned:
-        for name, value in local.get(partition.stepped(piece), {}).items():
+        for name, value in local.get(partition.stepped_tensor(piece), {}).items():
             entries[f"state.{piece.param}.{name}"] = map_tree(partial(_saved, piece, partition), value)
-    loose = {name: value for name, value in local.items() if isinstance(name, str)}
-    return entries | ({_LOOSE: loose} if loose else {})
+    of_no_param = {name: value for name, value in local.items() if isinstance(name, str)}
+    return entries | ({_GLOBAL: of_no_param} if of_no_param else {})
 
 
 def _saved(piece: OwnedPiece, partition: Partition, value: Tensor) -> Any:
@@ -58,7 +58,6 @@ def _saved(piece: OwnedPiece, partition: Partition, value: Tensor) -> Any:
     shape = param.shape if partition.is_whole(piece) else (piece.numel,)
     if is_per_element(value, shape):
         return _span_of(value, piece, partition)
-    # Of the size of a span, and none.
     return {_NO_SPAN: value} if value.shape == (param.numel(),) else value
 
 
@@ -70,7 +69,7 @@ def _span_of(value: Tensor, piece: OwnedPiece, partition: Partition) -> Checkpoi
 
 
 def memory_orders(params: Sequence[Tensor]) -> list[list[int]]:
-    """The order in which each parameter's dims lie in memory: that of its spans."""
+    """Returns the order of each parameter's dims in memory, which is the order of elements in its spans."""
     return [
         sorted(
             (dim for dim in range(param.dim()) if param.size(dim) > 1), key=lambda dim: -param.stride()[dim]
@@ -80,27 +79,29 @@ def memory_orders(params: Sequence[Tensor]) -> list[list[int]]:
 
 
 def check_memory_orders(saved: Sequence[list[int]], params: Sequence[Tensor]) -> None:
-    """Raises if a checkpoint's spans are of parameters that lay otherwise in memory; touches nothing."""
+    """Raises if a checkpoint was saved with another order of dims in memory; changes nothing."""
     for index, (theirs, ours) in enumerate(zip(saved, memory_orders(params), strict=True)):
         if theirs != ours:
             raise CheckpointError(
-                f"parameter {index} lies in memory with its dims in order {ours}, and in the checkpoint {theirs}",
+                f"parameter {index} has its dims in memory in the order {ours}, and in the checkpoint {theirs}",
                 where="ZeroRedundancyOptimizer.load_sharded_state_dict()",
-                fix="give the model the memory format it was saved in, such as torch.channels_last",
+                fix="give the model the memory format it was saved with, such as torch.channels_last",
             )
 
 
-def templates(partition: Partition, metadata: Metadata, prefix: str, *, element_wise: bool) -> dict[str, Any]:
-    """Room for what a checkpoint holds of this rank's pieces, and of the groups, in the form it was saved in."""
+def load_templates(
+    partition: Partition, metadata: Metadata, prefix: str, *, element_wise: bool
+) -> dict[str, Any]:
+    """Returns empty entries for what a checkpoint holds of this rank's pieces and of the groups, to load into."""
     pieces = {piece.param: piece for piece in partition.owned}
     entries: dict[str, Any] = {}
     for key, saved in metadata.state_dict_metadata.items():
         if not key.startswith(prefix):
             continue
-        path = _path_below(prefix, _path_of(key, metadata))
+        path = _strip_prefix(prefix, _path_of(key, metadata))
         name = str(path[0])
-        room: Tensor | None = None
-        if not name.startswith("state.") and name not in _OF_NO_PIECE:
+        empty: Tensor | None = None
+        if not name.startswith("state.") and name not in _GLOBAL_KEYS:
             continue
         if name.startswith("state."):
             index = int(name.split(".", 2)[1])
@@ -109,30 +110,30 @@ def templates(partition: Partition, metadata: Metadata, prefix: str, *, element_
                 continue
             if isinstance(saved, TensorStorageMetadata):
                 is_span = path[-1] != _NO_SPAN
-                room = _template(saved, pieces[index], partition, element_wise=element_wise, is_span=is_span)
+                empty = _template(saved, pieces[index], partition, element_wise=element_wise, is_span=is_span)
         elif isinstance(saved, TensorStorageMetadata):
-            room = torch.empty(saved.size, dtype=saved.properties.dtype)
-        _place(entries, path, room)
+            empty = torch.empty(saved.size, dtype=saved.properties.dtype)
+        _insert(entries, path, empty)
     return entries
 
 
 def _path_of(key: str, metadata: Metadata) -> Path:
-    """The keys, one inside the other, under which a value was when it was saved; checkpoints know no more than one."""
+    """Returns the nested keys under which a value was saved; a checkpoint's own keys are flat."""
     paths: Mapping[str, Path] = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
     return paths.get(key, (key,))
 
 
-def _path_below(prefix: str, path: Path) -> Path:
-    """What is left of a path behind a prefix, which may be several of its keys, or part of one."""
+def _strip_prefix(prefix: str, path: Path) -> Path:
+    """Removes a prefix from a path; the prefix may be several keys of it, or part of one."""
     for number, key in enumerate(path):
         if not prefix.startswith(f"{key}."):
             return (str(key).removeprefix(prefix), *path[number + 1 :]) if prefix else path[number:]
         prefix = prefix.removeprefix(f"{key}.")
-    raise AssertionError("a key that begins with the prefix goes on behind it")
+    raise AssertionError("the path ends within the prefix")
 
 
-def _place(tree: Any, path: Path, value: Any) -> None:
-    """Puts a value into dicts and lists, which are made where they are missing."""
+def _insert(tree: Any, path: Path, value: Any) -> None:
+    """Inserts a value into nested dicts and lists, which are created as needed."""
     key: Any = path[0]
     if isinstance(tree, list):
         tree.extend([None] * (key + 1 - len(tree)))
@@ -142,7 +143,7 @@ def _place(tree: Any, path: Path, value: Any) -> None:
     inner = tree[key] if isinstance(tree, list) else tree.get(key)
     if inner is None:
         inner = tree[key] = [] if isinstance(path[1], int) else {}
-    _place(inner, path[1:], value)
+    _insert(inner, path[1:], value)
 
 
 def _check_known(index: int, partition: Partition) -> None:
@@ -165,8 +166,8 @@ def _template(
     param = partition.params[piece.param]
     dtype = saved.properties.dtype
     if is_span and saved.size == (param.numel(),):
-        room = torch.empty(piece.numel, dtype=dtype, device=param.device)
-        return CheckpointSpan.of(room, piece.start, param.numel())
+        empty = torch.empty(piece.numel, dtype=dtype, device=param.device)
+        return CheckpointSpan.of(empty, piece.start, param.numel())
     if element_wise and len(saved.size) > 0:
         raise CheckpointError(
             f"the checkpoint has state of {saved.size.numel()} elements for parameter {piece.param}, which has "
@@ -177,8 +178,8 @@ def _template(
     return torch.empty(saved.size, dtype=dtype)
 
 
-def state_of_sharded(partition: Partition, entries: Mapping[str, Any]) -> dict[OwnedPiece, State]:
-    """This rank's pieces' state from entries that were loaded."""
+def state_of_own_pieces(partition: Partition, entries: Mapping[str, Any]) -> dict[OwnedPiece, State]:
+    """Returns the state of this rank's pieces from loaded entries."""
     by_param: dict[int, State] = {}
     for key, value in entries.items():
         if key.startswith("state."):
@@ -191,10 +192,10 @@ def state_of_sharded(partition: Partition, entries: Mapping[str, Any]) -> dict[O
     }
 
 
-def loose_part(entries: Mapping[str, Any]) -> State:
-    """What was saved under names that are no parameter's."""
-    loose: State = entries.get(_LOOSE, {})
-    return loose
+def saved_global_state(entries: Mapping[str, Any]) -> State:
+    """Returns the state that belongs to no parameter."""
+    found: State = entries.get(_GLOBAL, {})
+    return found
 
 
 def _loaded(piece: OwnedPiece, partition: Partition, value: Any) -> Any:

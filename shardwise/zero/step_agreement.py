@@ -1,4 +1,4 @@
-"""The ranks of an optimizer on its steps: none begins one alone, and none is left waiting when one breaks off."""
+"""Agreement on an optimizer's steps: no rank starts one alone, and no rank is left waiting when one raises."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ _EXCHANGE = collective_code("exchange the parameters that a ZeroRedundancyOptimi
 
 
 class OptimizerAgreement:
-    """What this rank tells the others about its steps, over the group's wire."""
+    """Reports this rank's steps to the other ranks, over the group's channel."""
 
     def __init__(self, partition: Partition, group: dist.ProcessGroup) -> None:
         self._partition = partition
         self._group = group
-        # Watched from here on: ranks that wait in their first step can see where this one is.
-        self._known_wire = self._find_channel()
+        # Created now, so that ranks that wait in their first step can already see where this one is.
+        self._channel = self._find_channel()
         self._codes: dict[tuple[int, ...] | None, int] = {}
 
     @property
     def channel(self) -> Channel:
-        if self._known_wire.device.type != self._partition.params[0].device.type:
-            self._known_wire = self._find_channel()
-        return self._known_wire
+        if self._channel.device.type != self._partition.params[0].device.type:
+            self._channel = self._find_channel()
+        return self._channel
 
     def _find_channel(self) -> Channel:
         return channel_of(self._group, self._partition.params[0].device)
 
     def agree(self, *, has_gradients: bool) -> None:
-        """Lets no rank step before all have come here, with gradients of the same parameters if it has any yet."""
+        """Waits until all ranks are about to step; raises if they have gradients of different parameters."""
         params = self._partition.params
         absent = None
         if has_gradients:
@@ -53,11 +53,11 @@ class OptimizerAgreement:
         self.channel.agree(code)
 
     def exchanging(self, *, polls_failure: bool = False) -> AbstractContextManager[None]:
-        """Around the exchange of what was stepped: a wait for a rank that does not come ends with the reason."""
+        """Returns a context for the exchange of stepped pieces, in which the watchdog ends waits for lost ranks."""
         return self.channel.watched(_EXCHANGE, polls_failure=polls_failure)
 
-    def tear(self, error: BaseException) -> None:
-        """Tells peers that this rank's step raised."""
+    def report_torn_step(self, error: BaseException) -> None:
+        """Tells the other ranks that this rank's step raised."""
         checkpoint = f" ({last_checkpoint()})" if last_checkpoint() else ""
         self.channel.abort_step(
             f"{type(error).__name__} in the step of a ZeroRedundancyOptimizer, which is torn: some parameters are "

@@ -1,7 +1,7 @@
-"""After the step: every rank's stepped pieces to every other rank.
+"""After a step: sends every rank's stepped pieces to every other rank.
 
-Without views, pieces travel from the parameters and into them. With views, the parameters of a run live in one
-buffer, a section for each owner, and sections travel as they lie: no copies.
+Without bucket views, pieces are sent from the parameters and received into them. With bucket views, parameters are
+views of a shared buffer that has a section for each owner; whole sections are sent, without copies.
 
     buffer   [ section of rank 0        | section of rank 1        ]
                ▲ weight  ▲ bias           ▲ embedding
@@ -27,82 +27,80 @@ __all__ = ["ParameterSync", "plan_piece_exchanges"]
 
 
 class ParameterSync:
-    """Keeps planned exchanges for the parameters that can change, and runs them."""
+    """Plans the exchanges for the parameters that can change, and runs them."""
 
     def __init__(self, partition: Partition, group: dist.ProcessGroup, *, as_views: bool) -> None:
         self._partition = partition
         self._group = group
         self._as_views = as_views
-        self._neighbours = process_vm_peers_of(group, channel_of(group, partition.params[0].device))
-        self._runs = partition.runs
-        self._resting: list[SharedBuffer] = []
+        self._peers = process_vm_peers_of(group, channel_of(group, partition.params[0].device))
+        self._known = partition.shared_buffers
+        self._num_known = 0
+        self._frozen: list[SharedBuffer] = []
         self._active: list[SharedBuffer] = []
-        self._num_runs_seen = 0
         self._planned_revision = -1
         self._exchanges: list[Exchange] = []
         self.buffers: list[Tensor] = []
-        """Where parameters lie, with views; another list once they have moved."""
+        """With bucket views, the memory of the parameters; a new list when they have moved."""
         self.refresh()
 
     def refresh(self) -> None:
-        """Plans again, if what travels is not what was planned: parameters were added, moved, or unfrozen."""
+        """Plans the exchanges again if parameters were added, moved or unfrozen."""
         partition = self._partition
-        partition.follow()
-        if partition.runs is not self._runs:
-            self._runs, self._num_runs_seen = partition.runs, 0
-            self._resting, self._active = [], []
-        self._resting += self._runs[self._num_runs_seen :]
-        self._num_runs_seen = len(self._runs)
-        woken = [run for run in self._resting if self._takes_part(run)]
-        if not woken and partition.revision == self._planned_revision:
+        partition.detect_moves()
+        if partition.shared_buffers is not self._known:
+            self._known, self._num_known = partition.shared_buffers, 0
+            self._frozen, self._active = [], []
+        self._frozen += self._known[self._num_known :]
+        self._num_known = len(self._known)
+        unfrozen = [shared for shared in self._frozen if self._can_change(shared)]
+        if not unfrozen and partition.revision == self._planned_revision:
             return
-        self._resting = [run for run in self._resting if run not in woken]
-        self._active += woken
+        self._frozen = [shared for shared in self._frozen if shared not in unfrozen]
+        self._active += unfrozen
         if self._as_views:
             self.buffers = []
-            self._exchanges = [self._plan_buffer(run) for run in self._active]
-            partition.follow()
+            self._exchanges = [self._plan_buffer(shared) for shared in self._active]
+            partition.detect_moves()
         else:
-            travelling = [index for run in self._active for index in run.params]
-            self._exchanges = plan_piece_exchanges(
-                partition, self._group, travelling, neighbours=self._neighbours
-            )
+            indices = [index for shared in self._active for index in shared.params]
+            self._exchanges = plan_piece_exchanges(partition, self._group, indices, neighbours=self._peers)
         self._planned_revision = partition.revision
 
     @property
     def polls_failure(self) -> bool:
-        """Whether waits for peers end by themselves when the watch has given up on one."""
+        """Whether all waits poll the watchdog, and so end by themselves after a failure."""
         return all(isinstance(exchange, DirectReads) for exchange in self._exchanges)
 
     def run(self) -> None:
-        """Brings all parameters up to date on all ranks, as last planned."""
+        """Runs the planned exchanges: afterwards all ranks have all stepped parameters."""
         for pending in [exchange.issue() for exchange in self._exchanges]:
             pending.wait()
 
-    def _takes_part(self, run: SharedBuffer) -> bool:
+    def _can_change(self, shared: SharedBuffer) -> bool:
         params = self._partition.params
-        return any(params[index].requires_grad or params[index].grad is not None for index in run.params)
+        return any(params[index].requires_grad or params[index].grad is not None for index in shared.params)
 
-    def _plan_buffer(self, run: SharedBuffer) -> Exchange:
-        """Moves a run's parameters into a buffer of their own and plans its sections' way to the other ranks."""
-        layout = run.layout
-        device = self._partition.params[run.params[0]].device
-        if self._neighbours is not None and device.type == "cpu":
+    def _plan_buffer(self, shared: SharedBuffer) -> Exchange:
+        """Moves parameters into a newly allocated shared buffer, and plans the exchange of its sections."""
+        layout = shared.layout
+        device = self._partition.params[shared.params[0]].device
+        if self._peers is not None and device.type == "cpu":
             buffer = zeros_in_huge_pages(layout.total_bytes)
         else:
             buffer = torch.zeros(layout.total_bytes, dtype=torch.uint8, device=device)
-        for index, start in zip(run.params, layout.starts, strict=True):
+        for index, start in zip(shared.params, layout.starts, strict=True):
             param = self._partition.params[index]
             memory = buffer[start : start + param.numel() * param.element_size()].view(param.dtype)
             # Each parameter gets a storage of its own over the buffer's memory: with a plain view, saving one
-            # parameter would write the whole buffer, and tools that forbid shared storage would refuse the model.
+            # parameter would save the whole buffer, and tools that forbid shared storage would refuse the model.
             alias = from_dlpack(memory).as_strided(param.size(), param.stride())
             alias.copy_(param.detach())
             param.data = alias
         self.buffers.append(buffer)
         sections = [[buffer[span.start : span.stop]] for span in layout.spans]
         return plan_exchange(
-            sections, self._group, buffer=buffer if layout.is_even else None, neighbours=self._neighbours
+            sections, self._group, buffer=buffer if layout.is_even else None, neighbours=self._peers
         )
 
 
@@ -114,7 +112,7 @@ def plan_piece_exchanges(
     neighbours: ProcessVMPeers | None = None,
     tag_offset: int = 0,
 ) -> list[Exchange]:
-    """The exchanges, one a device, that send some parameters' pieces from their owners, as they lie."""
+    """Plans one exchange per device, which sends the parameters' pieces from their owners to all other ranks."""
     sections: dict[torch.device, list[list[Tensor]]] = defaultdict(lambda: [[] for _ in range(group.size())])
     for index in indices:
         for piece in partition.pieces[index]:

@@ -61,6 +61,8 @@ if __name__ == "__main__":
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
         print("train", main(["train", "tiny", "--out", "run"]))
+        open("w.safetensors", "w").close()
+        print("convert", main(["convert", "w.safetensors", "converted"]))
     print(said.getvalue().replace("\\n", "|"))
     (found,) = [each for each in [doctor._package("numpy", "shardwise train needs it", is_needed=True)]]
     print("doctor", found)
@@ -81,13 +83,16 @@ def test_sharding_and_ranks_need_torch_alone_and_training_names_what_it_needs_be
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    steps, parity, train, error, doctor, has_numpy = done.stdout.splitlines()
+    steps, parity, train, convert, error, doctor, has_numpy = done.stdout.splitlines()
     assert steps == "steps 1", "threads and processes computed different weights"
     assert parity == "parity ['None', 'None']"
     assert train == "train 1"
+    assert convert == "convert 1"
     assert error == (
         "error: shardwise train needs the package 'numpy', which is not installed"
         "|  where: this Python environment|  fix:   pip install numpy|"
+        "error: reading .safetensors files needs the package 'safetensors', which is not installed"
+        "|  where: w.safetensors|  fix:   pip install safetensors|"
     )
     assert "good=False" in doctor
     assert "pip install numpy" in doctor
@@ -101,5 +106,5 @@ def test_what_training_needs_is_declared():
         for line in (REPOSITORY / "pyproject.toml").read_text().splitlines()
         if re.match(r"train = \[", line)
     ]
-    for package in ("numpy", "rich", "matplotlib"):
-        assert f'"{package}"' in declared
+    for package in ("numpy", "rich", "matplotlib", "safetensors"):
+        assert f'"{package}' in declared

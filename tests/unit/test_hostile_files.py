@@ -125,7 +125,7 @@ def test_chunks_that_tile_a_tensor_are_read(checkpoint, name):
 @pytest.mark.parametrize("name", BAD_GRIDS)
 def test_chunks_that_do_not_tile_a_tensor_are_refused(checkpoint, name):
     in_chunks(checkpoint, *BAD_GRIDS[name])
-    with pytest.raises(CheckpointError, match=r"overlap|inside its tensor|cannot lie"):
+    with pytest.raises(CheckpointError, match=r"overlap|inside its tensor|cannot be at byte"):
         read_manifest(checkpoint)
 
 
@@ -203,7 +203,7 @@ def test_an_empty_tensor_with_a_huge_size_is_refused(checkpoint, safetensors, to
     forge(checkpoint, body)
     refused(checkpoint, "no tensor can have the shape")
     write_safetensors(safetensors, {"none": entry("F32", [2**62, 0], 0, 0)}, b"")
-    refused(safetensors, "in place of a whole number|no tensor can have the shape")
+    refused(safetensors, "expected a whole number|no tensor can have the shape")
     write_safetensors(safetensors, {"none": entry("F32", [2**61, 0], 0, 0)}, b"")
     refused(safetensors, "no tensor can have the shape")
     torch.save({"none": torch.empty(2**61, 0)}, torch_file)
@@ -227,7 +227,7 @@ def test_json_that_is_nested_deeply_is_refused(checkpoint, safetensors, tmp_path
     forge(checkpoint, body.replace('"step": 0', f'"step": 0, "x": {nested}'))
     refused(checkpoint, "nested too deeply")
     write_safetensors(safetensors, f'{{"a": {nested}}}'.encode(), b"")
-    refused(safetensors, "nested too deeply|in place of an object")
+    refused(safetensors, "nested too deeply|expected an object")
     folder = tmp_path / "hf"
     convert.export_safetensors(weights(TENSORS), folder)
     (folder / "config.json").write_text(f'{{"a": {nested}}}')
@@ -436,7 +436,7 @@ BAD_SAFETENSORS = {
 def test_a_safetensors_file_that_breaks_a_rule_is_refused(safetensors, name):
     header, num_bytes = BAD_SAFETENSORS[name]
     write_safetensors(safetensors, header, bytes(num_bytes))
-    refused(safetensors, "no safetensors file, or a damaged one")
+    refused(safetensors, "not a safetensors file, or a damaged one")
 
 
 @pytest.mark.parametrize("length", [0, 7, 100_000_001, 2**63, 2**64 - 1])
@@ -444,7 +444,7 @@ def test_a_safetensors_header_is_no_longer_than_the_file_or_the_limit(safetensor
     safetensors.write_bytes(struct.pack("<Q", length)[: max(length, 7) if length == 7 else 8] + b"{" * 8)
     with safetensors.open("r+b") as file:
         file.truncate(1 << 28 if length > 100 else 15)
-    refused(safetensors, "no safetensors file, or a damaged one")
+    refused(safetensors, "not a safetensors file, or a damaged one")
 
 
 def test_safetensors_of_any_alignment_and_order_are_read(safetensors):
@@ -472,7 +472,7 @@ def test_a_folder_of_safetensors_holds_what_its_index_lists(tmp_path):
         index.write_text(json.dumps({"weight_map": {**good["weight_map"], **change}}))
         refused(folder)
     index.write_text("[]")
-    refused(folder, "lists no files")
+    refused(folder, "not an index of weights")
     index.write_text(json.dumps(good))
     convert.export_safetensors(weights({"old": torch.ones(3)}), folder / "model-old.safetensors")
     assert len(open_weights(folder).tensors) == 2  # a file that is not listed is no part of the model

@@ -272,7 +272,7 @@ def tells_the_local_optimizer_the_names_of_what_it_steps() -> None:
     assert sorted(stepped) == sorted(wanted.items())
     # As in backward: some pieces alone.
     piece = optimizer.partition.owned[-1]
-    tensor = optimizer.partition.stepped(piece)
+    tensor = optimizer.partition.stepped_tensor(piece)
     optimizer.local.step_pieces({piece: torch.ones_like(tensor)})
     ((name, numel),) = optimizer.optim.stepped  # type: ignore[attr-defined]
     assert wanted[name] == numel == tensor.numel()
