@@ -117,7 +117,7 @@ def write_checkpoint(
     def write_file() -> FileRecord | None:
         if unstaged is not None:
             raise unstaged
-        # Not the folder above: what was removed or moved while a run goes on must not come back as half of it.
+        # Not the folder above: where a run lives is for the run to look after.
         folder.parent.mkdir(exist_ok=True)
         folder.mkdir(exist_ok=True)
         if not plan.layout.starts:
@@ -130,12 +130,24 @@ def write_checkpoint(
     def write_manifest(records: list[FileRecord | None]) -> list[None]:
         assert plan.tensors is not None
         files = {_file_name(rank): record for rank, record in enumerate(records) if record is not None}
+        _check_are_there(folder, files)
         write_text(folder / MANIFEST, Manifest(plan.tensors, files, run).to_text())
         sync_folder(folder)
         commit()
         return [None] * len(records)
 
     _settle(group, write_file, write_manifest)
+
+
+def _check_are_there(folder: Path, files: dict[str, FileRecord]) -> None:
+    """Raises CheckpointError if somebody has removed or moved what was written, or the folder that it was in."""
+    for name, record in files.items():
+        try:
+            is_whole = (folder / name).stat().st_size == record.num_bytes
+        except FileNotFoundError:
+            is_whole = False
+        if not is_whole:
+            raise CheckpointError(f"{name} was removed or changed while the checkpoint was written")
 
 
 def _settle(
