@@ -131,12 +131,24 @@ def write_checkpoint(
     def write_manifest(records: list[FileRecord | None]) -> list[None]:
         assert plan.tensors is not None
         files = {_file_name(rank): record for rank, record in enumerate(records) if record is not None}
+        _check_are_there(folder, files)
         write_text(folder / MANIFEST, Manifest(plan.tensors, files, run).to_text())
         sync_folder(folder)
         commit()
         return [None] * len(records)
 
     _work_then_conclude(group, write_file, write_manifest)
+
+
+def _check_are_there(folder: Path, files: dict[str, FileRecord]) -> None:
+    """Raises CheckpointError if somebody has removed or moved what was written, or the folder that it was in."""
+    for name, record in files.items():
+        try:
+            is_whole = (folder / name).stat().st_size == record.num_bytes
+        except FileNotFoundError:
+            is_whole = False
+        if not is_whole:
+            raise CheckpointError(f"{name} was removed or changed while the checkpoint was written")
 
 
 def _work_then_conclude(

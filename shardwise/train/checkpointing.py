@@ -33,7 +33,7 @@ class RunCheckpoints:
         team: the ranks.
         display: told what becomes of saves.
         page: more to keep on the page of each checkpoint.
-        taken_by: says on rank 0 which other run has begun in the folder, if one has.
+        look_after_folder: called on rank 0 before a save; says which other run has taken the folder, if one has.
     """
 
     def __init__(
@@ -44,10 +44,10 @@ class RunCheckpoints:
         team: Team,
         display: Display,
         page: dict[str, Any],
-        taken_by: Callable[[], str | None],
+        look_after_folder: Callable[[], str | None],
     ) -> None:
         self._store, self._state, self._team, self._display = store, state, team, display
-        self._taken_by = taken_by
+        self._look_after_folder = look_after_folder
         self._saver = Saver(
             store,
             team.new_group(),
@@ -72,7 +72,9 @@ class RunCheckpoints:
 
         Returns why it was not even tried, if it was not.
         """
-        if (other := self._team.from_first(self._taken_by)) is not None:
+        # What becomes of the folder must not reach into a save that is under way.
+        self._saver.wait()
+        if (other := self._team.from_first(self._look_after_folder)) is not None:
             self._warn(progress.step, problem := f"another run has taken the folder: {other}")
             return problem
         progress.saved_step = progress.step

@@ -10,7 +10,9 @@ see `step` and `keeping`.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -82,7 +84,7 @@ class Trainer:
         page = {"corpus": self._corpus.fingerprint(), **self._origin}
         self._holder = holder_of(folder)
         self._keeper = RunCheckpoints(
-            self._store, self.state, config, team, self.display, page, self._taken_by
+            self._store, self.state, config, team, self.display, page, self._look_after_folder
         )
         self.progress = Progress()
 
@@ -109,6 +111,21 @@ class Trainer:
         """Another run that has begun in the folder, which somebody has emptied, or put in the place of this run's."""
         holder = holder_of(self.folder)
         return holder if holder and holder != self._holder else None
+
+    def _look_after_folder(self) -> str | None:
+        """Before a save, on rank 0: what somebody has removed or moved is made anew, so that it can be resumed.
+
+        Returns the other run that has taken the folder, if one has.
+        """
+        if not os.path.lexists(self.folder):
+            problem = OSError(errno.ENOENT, "it was removed or moved, and is made anew")
+            if self._unwritten.note("the run's folder", problem):
+                self.display.warn(f"the run's folder {self.folder}: {problem.strerror}")
+            # Where that cannot be done, the save will say so.
+            with contextlib.suppress(OSError):
+                self.folder.mkdir(parents=True)
+                replace_file(self.folder / CONFIG, self._config_text())
+        return self._taken_by()
 
     def resume(self) -> None:
         """Goes on from the newest good checkpoint."""
@@ -206,7 +223,7 @@ class Trainer:
         """Without it nobody can resume the run: a new one does not begin before it is on disk."""
         path = self.folder / CONFIG
         try:
-            replace_file(path, json.dumps({**self._origin, "config": as_json(self.config)}, indent=2) + "\n")
+            replace_file(path, self._config_text())
         except OSError as error:
             if not path.exists():
                 raise ConfigError(
@@ -218,6 +235,9 @@ class Trainer:
             self.display.warn(
                 f"{CONFIG} keeps the settings of before, it cannot be written: {error.strerror}"
             )
+
+    def _config_text(self) -> str:
+        return json.dumps({**self._origin, "config": as_json(self.config)}, indent=2) + "\n"
 
     def _not_shown(self, error: OSError) -> None:
         # Where standard output cannot be written to, standard error may lead to the same place.

@@ -12,7 +12,7 @@ Each run is small, on CPU ranks, and saves every second step. A fault is drawn f
     late, stop             a rank sleeps; a rank gets SIGSTOP and, later, SIGCONT: the run goes on
     files, disk            a rank can open no more files, or write none, for a while or to the end
     interrupt, terminate   Ctrl-C, SIGTERM
-    folder                 the run's folder is moved away
+    folder                 the run's folder is moved away, and the run makes another
     same folder            a second run in the folder of one that goes on
     two at once            two new runs, started in the same moment, without a folder
 
@@ -64,8 +64,7 @@ FIRST_WORDS = {
     "thread": "error: thread 'loader' of rank {rank} failed\nTraceback",
     "disk": r"error: (the last checkpoint could not be written|the run finished .* not all of it was)",
     "files": r"error: (the last checkpoint could not be written|the run finished .* not all of it was)",
-    "folder": r"error: (the last checkpoint could not be written|the run finished .* not all of it was|"
-    r".*config.json cannot be written)",
+    "folder": r"error: (the run finished .* not all of it was|.*config.json cannot be written)",
 }
 
 
@@ -232,21 +231,26 @@ def disturb(kind, chance, folder, ranks, seconds):
     elif kind == "stop":
         assert (status, said) == (0, ""), f"a rank that was stopped for a while ended the run: {said}"
     elif kind == "folder":
-        check_was_not_made_anew(folder, status, said, sent.is_set())
+        check_went_on_elsewhere(folder, status, said, sent.is_set())
     else:
         check_stopped(kind, status, said, sent.is_set())
     return "ended" if status else "went on"
 
 
-def check_was_not_made_anew(folder, status, said, was_moved):
+def check_went_on_elsewhere(folder, status, said, was_moved):
+    """A run whose folder is moved away makes another for what it saves from then on, and says so."""
     if not was_moved:
         assert (status, said) == (0, ""), said
         return
-    assert not folder.exists()
     moved = folder.with_name(f"{folder.name}-moved")
     check_readable(moved)
-    # Or it was moved when all was done.
-    assert status == 1 or (steps_done(moved), said) == (STEPS, ""), said
+    saved = [
+        Store.step_of(path) for each in (folder, moved) for path in Store(each / "checkpoints").checkpoints()
+    ]
+    # Or it was moved before there was anything to save, or when all was done.
+    has_begun, is_over = (moved / "config.json").exists(), (status, said) == (0, "")
+    assert not has_begun or max(saved, default=0) == STEPS, said
+    assert is_over or status == 1, said
 
 
 def check_stopped(kind, status, said, was_sent):
@@ -371,7 +375,7 @@ def run_all(kinds, runs, seed, ranks, temporary, verbose=False):
         try:
             outcome = disturb(kind, own, folder, ranks, seconds)
             check_readable(folder)
-            if kind not in ("files", "disk"):
+            if kind not in ("files", "disk", "folder"):
                 check_little_is_lost(folder)
             finish(folder, ranks, expected)
         except BaseException:

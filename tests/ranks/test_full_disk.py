@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import threading
+import time
 from functools import partial
 
 import pytest
@@ -210,6 +212,42 @@ def test_a_rank_that_cannot_start_a_thread_saves_all_the_same(tmp_path):
     for problems, saved in run_ranks(save_without, 2, tmp_path, "thread", kind="gloo"):
         assert problems == [None, None, None]
         assert saved == [3, 2, 1]
+
+
+def save_while_it_is_removed(folder):
+    """Somebody removes the checkpoints when one rank has written its file, and the other has not begun."""
+    rank, store = dist.get_rank(), Store(folder)
+    saver = Saver(store, Team.new_group(), keep=0)
+    problems, create = [], disk.create_file
+
+    def create_late(path, **options):
+        while not (path.parent / "rank-00000.bin").exists():
+            time.sleep(0.01)
+        shutil.rmtree(folder)
+        path.parent.mkdir(parents=True)
+        return create(path, **options)
+
+    for step in (1, 2):
+        if (step, rank) == (1, 1):
+            disk.create_file = create_late
+        try:
+            saver.save(step, parts_at(step, rank), {"step": step})
+            saver.wait()
+        finally:
+            disk.create_file = create
+        (outcome,) = saver.outcomes()
+        problems.append(outcome.problem)
+    dist.barrier()
+    return problems, [store.step_of(path) for path in store.checkpoints()]
+
+
+def test_what_is_removed_while_it_is_written_is_no_checkpoint(tmp_path):
+    for problems, saved in run_ranks(save_while_it_is_removed, 2, tmp_path / "kept", kind="gloo"):
+        assert problems == [
+            "rank-00000.bin was removed or changed while the checkpoint was written (rank 0)",
+            None,
+        ]
+        assert saved == [2]
 
 
 def save_without_a_group(folder):

@@ -91,7 +91,10 @@ def test_sigterm_saves_and_ends_well_and_the_run_goes_on_in_one_process(tmp_path
     assert (tmp_path / "run" / "loss.png").exists()
 
 
-FAULTS = ("kill at any time", "crash", "raise", "thread", "disk", "files", "launcher", "same folder")
+FAULTS = (
+    *("kill at any time", "crash", "raise", "thread", "exit"),
+    *("disk", "files", "folder", "launcher", "same folder"),
+)
 
 
 @pytest.mark.slow

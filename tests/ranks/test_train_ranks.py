@@ -22,7 +22,7 @@ from shardwise.testing import run_ranks
 from shardwise.train.command import Request, train
 from shardwise.train.interrupt import Interrupt
 from shardwise.train.launch import run_own_ranks
-from shardwise.train.records import read_metrics
+from shardwise.train.records import CONFIG, read_metrics
 from shardwise.train.run_folder import LOCK, FolderLock
 from tests.fuzz import faulty
 from tests.ranks.training import STEPS, Noted, checkpoint_at, run_part, small_config, write_text
@@ -147,15 +147,35 @@ def train_while(config, folder, work):
     return error, display.lines
 
 
-def test_a_folder_that_was_moved_is_not_made_anew_and_that_is_told(tmp_path):
+def test_a_run_whose_folder_is_moved_goes_on_in_a_new_one_and_that_is_told(tmp_path):
     config = small_config(write_text(tmp_path), "checkpoint.every=2", "checkpoint.asynchronous=false")
     folder, moved = tmp_path / "run", tmp_path / "moved"
     (error, lines), _ = run_ranks(
         train_while, 2, config, folder, partial(os.rename, folder, moved), kind="gloo"
     )
-    assert error.startswith("the last checkpoint could not be written: FileNotFoundError"), error
-    assert "warning: metrics.jsonl cannot be written, training goes on: No such file or directory" in lines
-    assert not folder.exists()
+    reason = "it was removed or moved, and is made anew"
+    assert error.startswith(f"the run finished at step {STEPS} and its checkpoint is whole"), error
+    assert f"    the run's folder: {reason}" in error
+    assert f"warning: the run's folder {folder}: {reason}" in lines
+    assert [record.step for record in read_metrics(moved)] == [1, 2]
+    assert [record.step for record in read_metrics(folder)] == [3, 4, 5, 6]
+    assert checkpoint_at(folder, STEPS).is_dir()
+    assert (folder / CONFIG).read_bytes() == (moved / CONFIG).read_bytes()
+
+
+def put_a_file_there(folder):
+    shutil.rmtree(folder)
+    folder.write_text("not a folder")
+
+
+def test_a_folder_that_cannot_be_made_anew_is_told(tmp_path):
+    config = small_config(write_text(tmp_path), "checkpoint.every=2", "checkpoint.asynchronous=false")
+    folder = tmp_path / "run"
+    (error, lines), _ = run_ranks(
+        train_while, 2, config, folder, partial(put_a_file_there, folder), kind="gloo"
+    )
+    assert error.startswith("the last checkpoint could not be written: NotADirectoryError"), error
+    assert "warning: metrics.jsonl cannot be written, training goes on: Not a directory" in lines
 
 
 def take(folder):
