@@ -40,6 +40,22 @@ def test_a_figure_without_a_target_is_told_and_not_judged(monkeypatch):
     assert "asked" not in report.plot()
 
 
+def test_the_plot_cuts_no_label_and_marks_every_bar_that_it_breaks(monkeypatch):
+    report = load_report()
+    plotted = [each for each in report.QUESTIONS if each.target is not None]
+    # At this size a letter of a wide font takes 7.5 points, a bold one 8.5.
+    assert all(len(each.where) * 7.5 < report.LABELS - 12 for each in plotted)
+    assert all(len(each.asked) * 8.5 < report.LABELS + report.BAR for each in plotted)
+    for value, breaks in ((0.05, 0), (0.15, 0), (0.25, 2)):
+        monkeypatch.setattr(report, "QUESTIONS", [report.Question("asked", "where", 0.1, "file", ())])
+        monkeypatch.setattr(report, "answer", lambda _, value=value: report.Answer(value, [], "a CPU"))
+        drawn = report.plot()
+        assert drawn.count("<path") == 2 + breaks  # the legend has two
+        widths = [float(width) for width in re.findall(r'<rect x="330" y="\d+" width="([\d.]+)"', drawn)]
+        assert widths == [round(min(value / 0.1, 2) * 210, 1)]
+        assert ("2.5 ×" in drawn) == bool(breaks)
+
+
 def test_every_benchmark_is_on_the_page():
     page = (BENCHMARKS / "README.md").read_text()
     shared = {"models.py", "measuring.py", "report.py"}
