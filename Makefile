@@ -110,8 +110,9 @@ $(VENV)/.docs: $(STAMP)
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	@touch $@
 
+# Not --quiet: that hides the warnings from --strict, too.
 docs: reference $(VENV)/.docs
-	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 	@echo "build/site/index.html"
 
 # The size of the package in numbers; ARGS=--details shows what was counted.

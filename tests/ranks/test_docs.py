@@ -176,6 +176,16 @@ def test_links_between_pages_lead_somewhere():
         assert not anchor or anchor in anchors_of(path), f"{page.name}: {target}#{anchor}"
 
 
+def test_every_page_is_in_the_sites_navigation():
+    listed = set(
+        re.findall(
+            r"^ +- (?:[^:\n]+: )?([\w./]+\.md)$", (REPOSITORY / "mkdocs.yml").read_text(), re.MULTILINE
+        )
+    )
+    listed = {name for name in listed if not name.startswith("api/")}
+    assert listed == {str(page.relative_to(REPOSITORY)) for page in pages()}
+
+
 def test_paragraphs_are_wrapped():
     long = [
         f"{page.name}: {line}"
