@@ -12,11 +12,11 @@ STAMP  := $(VENV)/.installed
 PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test test-all test-slow test-arithmetic test-gpu fuzz demo lint format typecheck bench bench-gpu reference shape clean
+.PHONY: help venv test test-all test-slow test-arithmetic test-gpu fuzz demo lint format typecheck bench bench-gpu reference docs shape dist clean
 
 help:
 	@sed -n '1,4s/^# \{0,1\}//p' Makefile
-	@echo "also: venv test-all test-slow test-arithmetic test-gpu fuzz lint format typecheck bench bench-gpu reference shape clean"
+	@echo "also: venv test-all test-slow test-arithmetic test-gpu fuzz lint format typecheck bench bench-gpu reference docs shape dist clean"
 
 venv: $(STAMP)
 
@@ -105,9 +105,24 @@ bench-gpu:
 reference: $(STAMP)
 	$(PY) docs/make_reference.py
 
-# How large and how tangled the package is.
+# The documentation as a site in build/site, from the same files; a broken link ends it with an error.
+$(VENV)/.docs: $(STAMP)
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@touch $@
+
+# Not --quiet: that hides the warnings from --strict, too.
+docs: reference $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+	@echo "build/site/index.html"
+
+# The size of the package in numbers; ARGS=--details shows what was counted.
 shape: $(STAMP)
-	PYTHONPATH=. $(PY) benchmarks/shape.py
+	PYTHONPATH=. $(PY) benchmarks/shape.py $(ARGS)
+
+# A wheel and a source distribution, in dist.
+dist: $(STAMP)
+	$(PY) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+	$(PY) -c "from setuptools import build_meta; print(build_meta.build_sdist('dist'))"
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -8,6 +8,7 @@ A question that no results file answers yet says so.
 
 from __future__ import annotations
 
+import html
 import json
 import sys
 import textwrap
@@ -228,36 +229,113 @@ def table() -> str:
     return "\n".join([*lines, "", measured_on]) + "\n"
 
 
+# --- the plot ---------------------------------------------------------------------------------------------------------
+
+MET, MISSED, INK, FAINT = "#2b6ca3", "#d97f2a", "#222222", "#777777"
+# The axis ends at twice the target; a longer bar is broken there, and says how long it is.
+AXIS_END = 2.0
+LABELS, BAR, NUMBERS, ROW = 330, 420, 250, 22
+WIDTH = LABELS + BAR + NUMBERS
+
+
 def plot() -> str:
-    """Each figure as a part of its target: a bar that stays left of the line has met it."""
-    answered = [
-        (question, question.target, found)
-        for question in QUESTIONS
-        if question.target is not None and (found := answer(question)) is not None
+    """Each figure as a bar, as a part of its target: one that ends left of the line has met it."""
+    groups: dict[str, list[tuple[Question, float, Answer]]] = {}
+    for question in QUESTIONS:
+        if question.target is not None and (found := answer(question)) is not None:
+            groups.setdefault(question.asked, []).append((question, question.target, found))
+    rows: list[str] = []
+    y = 112
+    for asked, group in groups.items():
+        rows.append(_text(16, y + 15, asked, weight="bold"))
+        y += ROW
+        for question, target, found in group:
+            rows += _bar(y, question.where, found.value, target)
+            y += ROW
+        y += 8
+    line = LABELS + BAR / AXIS_END
+    scale = [
+        f'<line x1="{LABELS + BAR * at / AXIS_END:.0f}" y1="106" x2="{LABELS + BAR * at / AXIS_END:.0f}" y2="{y}" '
+        'stroke="#dddddd"/>'
+        for at in (0, 0.5, 1.5, 2)
     ]
-    row, left, unit = 22, 420, 220
-    width, height = left + 3 * unit, row * (len(answered) + 2)
-    font = 'font-family="sans-serif" font-size="12"'
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" {font}>',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-        f'<text x="{left + unit}" y="14" text-anchor="middle">target</text>',
+    head = [
+        _text(16, 28, "shardwise: what was measured, beside its targets", size=18, weight="bold"),
+        _text(
+            16,
+            48,
+            "Each bar is measured / target. Shorter is better; a bar that ends left of the line met it.",
+            FAINT,
+        ),
+        f'<rect x="16" y="62" width="14" height="12" fill="{MET}"/>',
+        _text(36, 73, "target met"),
+        f'<rect x="120" y="62" width="14" height="12" fill="{MISSED}"/>',
+        _text(140, 73, "target missed"),
+        f'<rect x="240" y="62" width="34" height="12" fill="{MISSED}"/>{_break(262, 62, 12)}',
+        _text(280, 73, "longer than the axis: its length beside it"),
+        *(
+            _text(LABELS + BAR * at / AXIS_END, 100, label, FAINT, anchor="middle")
+            for at, label in ((0, "0"), (0.5, "0.5 ×"), (1, "target"), (1.5, "1.5 ×"), (2, "2 ×"))
+        ),
+        _text(WIDTH - 90, 100, "measured", FAINT, anchor="end"),
+        _text(WIDTH - 16, 100, "target", FAINT, anchor="end"),
     ]
-    for number, (question, target, found) in enumerate(answered):
-        y = row * (number + 1)
-        part = found.value / target
-        length = max(1.0, min(part, 2.6) * unit)
-        colour = "#2a7f4f" if part <= 1 else "#b5532b"
-        parts += [
-            f'<text x="{left - 8}" y="{y + 15}" text-anchor="end">{question.asked} ({question.where})</text>',
-            f'<rect x="{left}" y="{y + 4}" width="{length:.1f}" height="{row - 8}" fill="{colour}"/>',
-            f'<text x="{left + length + 5:.1f}" y="{y + 15}">{found.value:.3f}</text>',
+    foot = "fake 8: torch's fake process group as 8 ranks. NCCL 2: two ranks on one GPU. tiny, 1B, 8B: the model."
+    height = y + 34
+    font = 'font-family="DejaVu Sans, Verdana, Helvetica, Arial, sans-serif" font-size="12"'
+    size = f'viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
+    ends = f'x1="{line:.0f}" y1="106" x2="{line:.0f}" y2="{y}"'
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" {size} {font} role="img">',
+            "<title>shardwise: measured figures as parts of their targets</title>",
+            f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
+            *head,
+            *scale,
+            *rows,
+            f'<line {ends} stroke="{INK}" stroke-width="1.5" stroke-dasharray="5 3"/>',
+            _text(16, y + 20, foot, FAINT),
+            "</svg>",
+            "",
         ]
-    x = left + unit
-    parts.append(
-        f'<line x1="{x}" y1="18" x2="{x}" y2="{height - row}" stroke="black" stroke-dasharray="4 3"/>'
     )
-    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _bar(y: int, where: str, value: float, target: float) -> list[str]:
+    part = value / target
+    colour = MET if part <= 1 else MISSED
+    length = max(1.0, min(part, AXIS_END) * BAR / AXIS_END)
+    parts = [
+        _text(LABELS - 12, y + 15, where.replace("`", ""), anchor="end"),
+        f'<rect x="{LABELS}" y="{y + 4}" width="{length:.1f}" height="{ROW - 8}" fill="{colour}"/>',
+        _text(WIDTH - 90, y + 15, f"{value:.3f}", anchor="end", weight="bold" if part <= 1 else "normal"),
+        _text(WIDTH - 16, y + 15, f"≤ {target:g}", FAINT, anchor="end"),
+    ]
+    if part > AXIS_END:
+        parts += [_break(LABELS + BAR - 24, y + 4, ROW - 8), _text(LABELS + BAR + 6, y + 15, f"{part:.1f} ×")]
+    return parts
+
+
+def _break(x: float, y: float, height: float) -> str:
+    """Two slanted white lines through a bar that goes on."""
+    return "".join(
+        f'<path d="M{x + shift:.0f} {y + height + 1:.0f} l6 {-height - 2:.0f}" stroke="white" stroke-width="2.5"/>'
+        for shift in (0, 7)
+    )
+
+
+def _text(
+    x: float,
+    y: float,
+    text: str,
+    colour: str = INK,
+    *,
+    size: int = 12,
+    weight: str = "normal",
+    anchor: str = "start",
+) -> str:
+    style = f'fill="{colour}" font-size="{size}" font-weight="{weight}" text-anchor="{anchor}"'
+    return f'<text x="{x:.0f}" y="{y:.0f}" {style}>{html.escape(text)}</text>'
 
 
 # --- profiles ---------------------------------------------------------------------------------------------------------

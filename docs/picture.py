@@ -25,6 +25,7 @@ from shardwise.train.records import RunFacts, Summary
 from shardwise.train.team import Team
 
 TARGET = Path(__file__).resolve().parent / "run.svg"
+FONTS = "DejaVu Sans Mono, Menlo, Consolas, Liberation Mono, monospace"
 
 
 class Drawn(Live):
@@ -49,8 +50,9 @@ def train_and_draw(folder: Path, device: torch.device) -> None:
         assert summary.last_loss is not None
         assert summary.last_loss < summary.first_loss
         svg = console.export_svg(title="shardwise", clear=False)
-        # The reader's own fonts will do.
-        TARGET.write_text(re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL))
+        # The reader's own fonts: nothing is fetched, and each system has one of these.
+        svg = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)
+        TARGET.write_text(svg.replace("Fira Code, monospace", FONTS).replace("arial;", "Arial, sans-serif;"))
 
 
 def main() -> int:

@@ -148,6 +148,10 @@ def test_the_readmes_test_passes(tmp_path, monkeypatch):
     module.test_every_rank_computes_the_same()
 
 
+def pages():
+    return [path for place in ("*.md", "docs/**/*.md", "benchmarks/*.md") for path in REPOSITORY.glob(place)]
+
+
 def prose_of(page):
     return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
 
@@ -159,10 +163,9 @@ def anchors_of(page):
 
 
 def test_links_between_pages_lead_somewhere():
-    pages = [path for place in ("*.md", "docs/**/*.md", "benchmarks/*.md") for path in REPOSITORY.glob(place)]
     links = [
         (page, *target.partition("#")[::2])
-        for page in pages
+        for page in pages()
         for target in re.findall(r"\]\(([^)]+)\)", prose_of(page))
         if not target.startswith(("http:", "https:"))
     ]
@@ -173,29 +176,39 @@ def test_links_between_pages_lead_somewhere():
         assert not anchor or anchor in anchors_of(path), f"{page.name}: {target}#{anchor}"
 
 
+def test_every_page_is_in_the_sites_navigation():
+    listed = set(
+        re.findall(
+            r"^ +- (?:[^:\n]+: )?([\w./]+\.md)$", (REPOSITORY / "mkdocs.yml").read_text(), re.MULTILINE
+        )
+    )
+    listed = {name for name in listed if not name.startswith("api/")}
+    assert listed == {str(page.relative_to(REPOSITORY)) for page in pages()}
+
+
 def test_paragraphs_are_wrapped():
-    pages = [path for place in ("*.md", "docs/**/*.md", "benchmarks/*.md") for path in REPOSITORY.glob(place)]
     long = [
         f"{page.name}: {line}"
-        for page in pages
+        for page in pages()
         for line in prose_of(page).split("\n")
         if len(line) > 120 and not line.startswith(("|", "!["))
     ]
     assert not long, long
 
 
-def test_files_that_the_architecture_names_exist():
+def test_the_architecture_is_short_and_drawn():
     text = (REPOSITORY / "ARCHITECTURE.md").read_text()
-    rooms = set(
-        re.findall(
-            r"`((?:plan|comm|engine|training_step|composable|wrapper|zero|optim|checkpoint|train|testing)/[\w/]+\.py)",
-            text,
-        )
-    )
+    assert text.count("\n") <= 250, "move what is too much to docs/design"
+    assert text.count("\n```text\n") == 3
+
+
+def test_files_that_the_design_names_exist():
+    text = design()
+    files = set(re.findall(rf"`((?:{'|'.join(packages())})/[\w/]*(?:\.py)?)`", text))
     tests = set(re.findall(r"`(test_\w+\.py|tests/\w+/\w+\.py)`", text))
-    assert len(rooms) > 20
-    assert len(tests) > 20
-    missing = [room for room in rooms if not (REPOSITORY / "shardwise" / room).exists()]
+    assert len(files) > 50
+    assert len(tests) > 50
+    missing = [name for name in files if not (REPOSITORY / "shardwise" / name).exists()]
     for test in tests:
         where = REPOSITORY / test if "/" in test else REPOSITORY / "tests" / "ranks" / test
         if not where.exists():
@@ -203,22 +216,37 @@ def test_files_that_the_architecture_names_exist():
     assert not missing, missing
 
 
-def test_the_house_is_drawn_as_it_is():
-    text = (REPOSITORY / "ARCHITECTURE.md").read_text()
-    drawn, folders = set(), []
-    for line in text.split("```")[1].split("\n")[2:-1]:
-        match = re.match(r"((?:  )+)(\w+)(/|\.py)(?: |$)", line)
-        assert match, line
-        depth = len(match[1]) // 2 - 1
-        if match[3] == "/":
-            folders[depth:] = [match[2]]
-        elif match[2] != "__init__":
-            drawn.add("/".join([*folders[:depth], match[2] + ".py"]))
-    package = REPOSITORY / "shardwise"
-    real = {
-        str(path.relative_to(package)) for path in package.rglob("*.py") if not path.name.startswith("__")
-    }
-    assert drawn == real
+def packages():
+    return [path.parent.name for path in (REPOSITORY / "shardwise").glob("*/__init__.py")]
+
+
+def design():
+    """ARCHITECTURE.md and the pages of docs/design, but for the one that is generated."""
+    pages = sorted(path for path in (REPOSITORY / "docs" / "design").glob("*.md") if path.name != "files.md")
+    return "".join(path.read_text() for path in [REPOSITORY / "ARCHITECTURE.md", *pages])
+
+
+def test_the_packages_are_drawn_as_they_are():
+    picture = (REPOSITORY / "ARCHITECTURE.md").read_text().split("## The packages")[1].split("```")[1]
+    for name in packages():
+        assert re.search(rf"\b{name}\b", picture), name
+
+
+def test_every_file_is_on_the_page_of_files():
+    listed, folder = set(), ""
+    for line in (REPOSITORY / "docs" / "design" / "files.md").read_text().split("\n"):
+        if line.startswith("## "):
+            folder = line[3:]
+        elif found := re.match(r"\| `(\w+\.py)` \| .+ \|$", line):
+            listed.add(f"{folder}/{found[1]}")
+    paths = (REPOSITORY / "shardwise").rglob("*.py")
+    real = {str(path.relative_to(REPOSITORY)) for path in paths if not path.name.startswith("__")}
+    assert listed == real, "run: make reference"
+
+
+def test_no_page_uses_codes_that_only_a_specification_explains():
+    for page in pages():
+        assert not re.findall(r"\b(?:FS|WR|ZO|BY)\d+\b", page.read_text()), page.name
 
 
 def defined_names(package):
@@ -241,26 +269,27 @@ def members_of(cls):
             yield node.attr
 
 
-def test_names_that_the_architecture_uses_are_defined():
+def test_names_that_the_design_uses_are_defined():
     names = defined_names(REPOSITORY / "shardwise")
-    quoted = re.findall(r"`([\w.]+)`", (REPOSITORY / "ARCHITECTURE.md").read_text())
-    used = {name for name in quoted if re.match(r"[A-Z]\w+\.\w+$", name)}
-    assert len(used) > 30
+    quoted = re.findall(r"`([\w.]+)`", design())
+    used = {name for name in quoted if re.match(r"[A-Z]\w+\.\w+$", name) and name != "ARCHITECTURE.md"}
+    assert len(used) > 15
     assert not used - names, used - names
 
 
-def test_rooms_hold_what_the_architecture_says_they_hold():
-    quoted = re.findall(
-        r"`(?:[\w/]+/)?([a-z_]+)\.(?!py`)(\w+)`", (REPOSITORY / "ARCHITECTURE.md").read_text()
-    )
-    rooms = {}
-    for path in (REPOSITORY / "shardwise").rglob("*.py"):
-        rooms[path.stem] = rooms.get(path.stem, "") + path.read_text()
-    named = {(room, name) for room, name in quoted if room in rooms}
-    assert len(named) > 20
-    missing = {
-        f"{room}.{name}"
-        for room, name in named
-        if not re.search(rf"^\s*(?:def|class) {name}\b|^{name}\b", rooms[room], re.MULTILINE)
-    }
-    assert not missing, missing
+def test_objects_are_defined_in_the_files_that_the_picture_names():
+    picture = (REPOSITORY / "ARCHITECTURE.md").read_text().split("## The objects")[1].split("```")[1]
+    drawn = re.findall(r"^\W*([A-Z]\w+)\b.* ([\w/]+\.py)$", picture, re.MULTILINE)
+    assert len(drawn) > 10
+    for name, file in drawn:
+        source = (REPOSITORY / "shardwise" / file).read_text()
+        assert re.search(rf"^class {name}\b", source, re.MULTILINE), f"{name} is not in {file}"
+
+
+def test_the_files_to_read_first_are_as_long_as_it_says():
+    text = (REPOSITORY / "ARCHITECTURE.md").read_text().split("## Reading order")[1].split("\n## ")[0]
+    files = re.findall(r"^\d\. `([\w/]+\.py)`", text, re.MULTILINE)
+    assert len(files) == 8
+    (said,) = re.findall(r"([\d,]+) lines", text)
+    real = sum((REPOSITORY / "shardwise" / file).read_text().count("\n") for file in files)
+    assert abs(real - int(said.replace(",", ""))) < 300, real

@@ -1,4 +1,4 @@
-"""The tutorial and the guides run as they are printed: Python on two ranks, commands by the command line's own parser.
+"""The tutorial, the guides and the commands of all pages run as printed, on two ranks.
 
 Blocks of a page run one after the other, in one folder and one namespace. A Python block that begins with the name of
 a file is also written to it. Training commands run on the ranks that are there, with fewer steps; what needs other
@@ -11,8 +11,11 @@ import contextlib
 import dataclasses
 import importlib.util
 import inspect
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,6 +31,11 @@ from shardwise.train.team import Team
 
 REPOSITORY = Path(__file__).parents[2]
 PAGES = [REPOSITORY / "docs" / "tutorial.md", *sorted((REPOSITORY / "docs" / "guides").glob("*.md"))]
+# Pages whose Python is run by test_docs.py; their commands are run here.
+OTHERS = [
+    REPOSITORY / "README.md",
+    *(REPOSITORY / "docs" / f"{name}.md" for name in ("fully_shard", "trust", "wrapper", "zero")),
+]
 NOT_RUN = "<!-- not run:"
 FEWER = (
     "train.steps=3",
@@ -106,15 +114,19 @@ def run_command(words):
     dist.barrier()
 
 
-def run_pages(pages, folder):
+def run_pages(pages, others, folder):
     with pytest.MonkeyPatch.context() as patch:
         for path in pages:
             run_page(blocks_of(path), Path(folder) / path.stem, patch)
+        for path in others:
+            commands = [block for block in blocks_of(path) if block.language == "sh"]
+            run_page(commands, Path(folder) / path.stem, patch)
 
 
-def test_the_tutorial_and_the_guides_run(tmp_path):
-    run_ranks(run_pages, 2, PAGES, str(tmp_path), kind="gloo")
+def test_the_tutorial_the_guides_and_all_commands_run(tmp_path):
+    run_ranks(run_pages, 2, PAGES, OTHERS, str(tmp_path), kind="gloo")
     assert (tmp_path / "tutorial" / "exported" / "model.safetensors").exists()
+    assert (tmp_path / "README" / "exported" / "model.safetensors").exists()
     assert (tmp_path / "own_model" / "runs" / "mine" / "checkpoints" / "latest").exists()
 
 
@@ -127,7 +139,7 @@ def test_what_does_not_run_is_python_all_the_same():
 
 def test_every_command_of_every_page_is_one_that_exists(monkeypatch):
     seen = 0
-    for path in [*PAGES, REPOSITORY / "README.md"]:
+    for path in [*PAGES, *OTHERS]:
         for block in blocks_of(path):
             for words in commands_of(block) if block.language == "sh" else ():
                 options = command_line().parse_args(words)
@@ -139,6 +151,76 @@ def test_every_command_of_every_page_is_one_that_exists(monkeypatch):
                 ):
                     resolve(request_of(options))
     assert seen > 15
+
+
+def all_blocks():
+    pages = [path for place in ("*.md", "docs/**/*.md", "benchmarks/*.md") for path in REPOSITORY.glob(place)]
+    return [(path, block) for path in pages for block in blocks_of(path)]
+
+
+def test_no_block_of_code_is_left_out():
+    for path, block in all_blocks():
+        where = f"{block.page}:{block.line}"
+        assert block.language in ("python", "sh", "diff", "text"), f"{where}: what is it?"
+        if block.language == "python":
+            assert path in [*PAGES, *OTHERS], f"{where}: no test runs it"
+        if block.language == "text" and path.name != "reference.md":
+            commands = re.findall(
+                r"^(?:\$ )?(?:shardwise|make|pip|python|torchrun) .*", block.text, re.MULTILINE
+            )
+            assert not commands, f"{where}: {commands} are commands, mark them sh"
+
+
+def test_what_a_diff_adds_is_python_and_its_imports_work():
+    seen = 0
+    for _, block in all_blocks():
+        if block.language == "diff":
+            added = "\n".join(line[1:] for line in block.text.split("\n") if not line.startswith("-"))
+            compile(added, block.page, "exec")
+            imports = [line for line in added.split("\n") if line.startswith("from ")]
+            exec("\n".join(imports), {})
+            seen += len(imports)
+    assert seen >= 3
+
+
+def test_make_pip_and_python_are_given_what_exists():
+    targets = set(re.findall(r"^([\w-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE))
+    project = (REPOSITORY / "pyproject.toml").read_text()
+    extras = set(
+        re.findall(r"^(\w+) = \[", project.split("optional-dependencies]")[1].split("\n[")[0], re.MULTILINE)
+    )
+    pages = [path for place in ("*.md", "docs/**/*.md", "benchmarks/*.md") for path in REPOSITORY.glob(place)]
+    text = "\n".join(path.read_text() for path in pages if path.name != "CHANGELOG.md")
+    code = re.findall(r"`([^`\n]+)`", text) + [
+        line for _, block in all_blocks() for line in block.text.split("\n")
+    ]
+    made, wanted, scripts = set(), set(), set()
+    for line in code:
+        if found := re.match(r"make ((?:[a-z-]+ ?)+)", line):
+            made.update(found[1].split())
+        wanted.update(re.findall(r"\.\[([\w,]+)\]", line))
+        scripts.update(re.findall(r"python (?:-m )?((?:tests|benchmarks|examples)[\w./]+)", line))
+    assert made <= targets, made - targets
+    assert len(made) > 8
+    assert {name for names in wanted for name in names.split(",")} <= extras
+    for script in scripts:
+        path = REPOSITORY / (script if script.endswith(".py") else script.replace(".", "/") + ".py")
+        assert path.exists(), script
+
+
+@pytest.mark.slow
+def test_the_readmes_program_runs_under_torchrun(tmp_path):
+    (program,) = [
+        block.text for block in blocks_of(REPOSITORY / "README.md") if "init_process_group" in block.text
+    ]
+    (tmp_path / "train.py").write_text(program)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py"]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    losses = [float(loss) for loss in re.findall(r"^step \d+  loss (.+)$", done.stdout, re.MULTILINE)]
+    assert len(losses) == 40
+    assert losses[-1] < losses[0] / 2
 
 
 def load_generator():
