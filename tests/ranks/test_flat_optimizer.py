@@ -546,7 +546,7 @@ def stepped_in_backward():
                     model.set_is_last_backward(True)
                 backward(model, step, uses=step % 3 != 1)
                 if optimizer is ours:
-                    num_early += len(ours._early.stepped)
+                    num_early += len(ours._backward_steps.stepped)
                 optimizer.step()
                 optimizer.zero_grad()
                 scheduler.step()
@@ -573,8 +573,8 @@ def stepped_in_backward_and_again():
     assert "set_is_last_backward" in caught.value.fix
     # As after any step that broke off: gradients are dropped, and the next step is a step again.
     optimizer.zero_grad()
-    step = optimizer._early._take_step
-    optimizer._early._take_step = lambda arrived: (time.sleep(0.05), step(arrived))
+    step = optimizer._backward_steps._take_step
+    optimizer._backward_steps._take_step = lambda arrived: (time.sleep(0.05), step(arrived))
     model.set_reshard_after_backward(False)
     losses = []
     for _ in range(3):
@@ -589,7 +589,7 @@ def stepped_in_backward_and_again():
     def broken(*args):
         raise OSError("no such kernel")
 
-    optimizer._early._take_step = broken
+    optimizer._backward_steps._take_step = broken
     optimizer.zero_grad()
     once()
     with pytest.raises(OSError, match="no such kernel"):
