@@ -145,6 +145,7 @@ class Root:
         take_workspaces(self.top.mesh.device)
 
     def update_joint_units(self) -> None:
+        """Reads again which units are joint."""
         if self.joint_units is not None:
             self.joint_units.end_backward()
         joint = [unit for unit in self.units if unit.settings.is_joint]
@@ -168,6 +169,7 @@ class Root:
     # --- forward --------------------------------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
+        """Begins a step: recovers from one that raised, adopts units, and orders gathers after the optimizer."""
         self.recover()
         self.agreement.check_not_torn()
         self.adopt_units()
@@ -192,6 +194,7 @@ class Root:
             self.recover()
 
     def end_forward(self) -> None:
+        """Ends the model's forward: frees prefetched units that did not run."""
         for unit in self.units:
             if unit.hooks.has_several:
                 unit.hooks.end_partial_forward()
@@ -239,6 +242,7 @@ class Root:
     # --- backward -------------------------------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
+        """Begins a backward, and queues ``end_backward`` to run when autograd is done."""
         self.in_backward = True
         self.agreement.begin_backward()
         queue_end_of_backward(_EndOfBackward(self))

@@ -201,18 +201,18 @@ class Slot:
         """Rises with every in-place write to the parameter, whether through the DTensor or its local tensor."""
         return self.sharded._version + self.local._version
 
-    def add_to_stash(self, gradient: torch.Tensor | None, dtype: torch.dtype | None) -> torch.Tensor | None:
+    def pop_stash(self, gradient: torch.Tensor | None, dtype: torch.dtype | None) -> torch.Tensor | None:
         """Returns the sum of the stash and ``gradient``, in the dtype of the stash, and empties the stash."""
         if self.stash is None:
             return None if gradient is None else _in_wider(gradient, dtype)
-        held, self.stash = self.stash, None
-        return held if gradient is None else held.add_(gradient)
+        stash, self.stash = self.stash, None
+        return stash if gradient is None else stash.add_(gradient)
 
     def stash_gradient(self, dtype: torch.dtype | None) -> None:
-        """Puts the gradient by, without sync; in ``dtype`` if that is wider, so that many micro-batches round less.
+        """Moves the gradient to the stash; in ``dtype`` if that is wider, so that many micro-batches round less.
 
-        Put by, it cannot be taken for one that came in later: a unit that is passed twice in a backward has a first
-        signal before its gradients are there.
+        In the stash it cannot be mistaken for one of a later backward: where a backward visits a unit twice, the first
+        signal comes before there are new gradients.
         """
         gradient = self.plain_gradient()
         if gradient is None:

@@ -314,6 +314,7 @@ class UnitHooks:
             root.break_off_forward(error)
 
     def _release_after_error(self, visit: Visit) -> None:
+        """Releases what a visit held after its forward raised; watches for gradients of what it had computed."""
         if is_grad_enabled():
             self.unit.gradients.watch(self.on_gradient)
         self._release(visit, has_raised=True)

@@ -180,7 +180,7 @@ class UnitGradients:
         self._started.add(plan)
         if self.has_stash:
             gradients = [
-                slot.add_to_stash(gradient, unit.settings.precision.reduce_dtype)
+                slot.pop_stash(gradient, unit.settings.precision.reduce_dtype)
                 for slot, gradient in zip(plan.slots, gradients, strict=True)
             ]
             self.has_stash = False
