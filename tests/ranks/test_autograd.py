@@ -1,4 +1,4 @@
-"""FS3: gradients are right whatever a model does with its modules, outputs and inputs."""
+"""Gradients are right whatever a model does with its modules, outputs and inputs."""
 
 from __future__ import annotations
 

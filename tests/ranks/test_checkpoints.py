@@ -1,4 +1,4 @@
-"""FS16: torch's distributed checkpoints and its full, sharded and offloaded state dicts, of models and optimizers."""
+"""Torch's distributed checkpoints and its full, sharded and offloaded state dicts, of models and optimizers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FS7: how many collectives a step takes, as torch's `CommDebugMode` counts them."""
+"""How many collectives a step takes, as torch's `CommDebugMode` counts them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FS5 and FS6: one unit's gather and reduce among 128 ranks, seen through the public face."""
+"""One unit's gather and reduce among 128 ranks, seen through the public API."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FS16: what `.to()` and its like do to a sharded model, and the tools of a training loop that look at gradients."""
+"""What `.to()` and its like do to a sharded model, and the tools of a training loop that look at gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FS14 with torchao's float8 training, whose weights decide what is sent: fp8 values and one scale for all ranks.
+"""Torchao's float8 training, whose weights decide what is sent: fp8 values and one scale for all ranks.
 
 Runs where torchao is installed; it is not among the development dependencies.
 """

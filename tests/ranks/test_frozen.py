@@ -1,4 +1,4 @@
-"""FS13: frozen parameters beside trained ones, and parameters of several dtypes in one unit."""
+"""Frozen parameters beside trained ones, and parameters of several dtypes in one unit."""
 
 from __future__ import annotations
 

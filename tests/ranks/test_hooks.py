@@ -1,4 +1,4 @@
-"""FS4: post-accumulate hooks on the sharded parameters."""
+"""Post-accumulate hooks on the sharded parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FS11: shards in one axis of a mesh, replicas of them in another."""
+"""Shards in one axis of a mesh, replicas of them in another."""
 
 from __future__ import annotations
 

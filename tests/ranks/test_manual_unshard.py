@@ -1,4 +1,4 @@
-"""FS8: `unshard` and `reshard` by hand."""
+"""`unshard` and `reshard` by hand."""
 
 from __future__ import annotations
 

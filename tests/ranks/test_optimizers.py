@@ -1,4 +1,4 @@
-"""FS16: torch's optimizers step shards as they step the whole, shards without elements included."""
+"""Torch's optimizers step shards as they step the whole, shards without elements included."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FS12: what a unit computes and reduces in, and where its shards live."""
+"""What a unit computes and reduces in, and where its shards live."""
 
 from __future__ import annotations
 

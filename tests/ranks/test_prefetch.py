@@ -1,4 +1,4 @@
-"""FS9 and BY2: the order in which units are gathered and finished, as the trace shows it."""
+"""The order in which units are gathered and finished, as the trace shows it."""
 
 from __future__ import annotations
 

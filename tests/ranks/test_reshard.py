@@ -1,4 +1,4 @@
-"""FS2: what happens to a unit's full parameters after its forward."""
+"""What happens to a unit's full parameters after its forward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FS10: everything a user can set on a sharded module, seen through what it changes."""
+"""Everything a user can set on a sharded module, seen through what it changes."""
 
 from __future__ import annotations
 

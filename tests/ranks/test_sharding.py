@@ -1,4 +1,4 @@
-"""FS1: what `fully_shard` turns a module and its parameters into."""
+"""What `fully_shard` turns a module and its parameters into."""
 
 from __future__ import annotations
 

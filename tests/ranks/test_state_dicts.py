@@ -1,4 +1,4 @@
-"""FS16: state dicts in any sharding state, loading them, and what refuses to be copied."""
+"""State dicts in any sharding state, loading them, and what refuses to be copied."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""WR1, WR2: a wrapped model trains as the plain one does, whatever is wrapped, sharded, frozen, moved or ignored."""
+"""A wrapped model trains as the plain one does, whatever is wrapped, sharded, frozen, moved or ignored."""
 
 from __future__ import annotations
 

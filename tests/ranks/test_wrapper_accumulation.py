@@ -1,4 +1,4 @@
-"""WR3, WR4, BY1: many micro-batches, within `no_sync()` and without it, add up to one big batch."""
+"""Many micro-batches, within `no_sync()` and without it, add up to one big batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""WR5: at `DebugLevel.DETAIL`, ranks that run units in different orders are told so, and none hangs."""
+"""At `DebugLevel.DETAIL`, ranks that run units in different orders are told so, and none hangs."""
 
 from __future__ import annotations
 

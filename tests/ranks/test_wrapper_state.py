@@ -1,4 +1,4 @@
-"""WR6: whole parameters, clipping, and state of models and optimizers, of any kind, from and to any face."""
+"""Whole parameters, clipping, and state of models and optimizers, of any kind, from and to any API."""
 
 from __future__ import annotations
 
