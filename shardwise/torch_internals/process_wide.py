@@ -1,0 +1,147 @@
+"""The three changes that shardwise makes to torch for the whole process, each in a function that is called once:
+
+in-place foreach kernels raise the versions of DTensors; ``param.data = value`` writes to shards; ``zero_grad`` reports.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._pytree import tree_map_only
+
+from shardwise.errors import ConfigError
+from shardwise.torch_internals.dtensor import local_of
+
+
+def count_foreach_writes(is_counted: Callable[[torch.Tensor], bool]) -> None:
+    """Has in-place foreach and fused kernels raise the versions of the DTensors they write to, as others do.
+
+    For DTensors that are ``is_counted``. To be called once in a process.
+    """
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    for name in dir(torch.ops.aten):
+        if name.startswith(("_foreach_", "_fused_")) and name.endswith("_"):
+            packet = getattr(torch.ops.aten, name)
+            for overload in packet.overloads():
+                handlers.setdefault(getattr(packet, overload), partial(_counting_writes, is_counted))
+
+
+def _counting_writes(
+    is_counted: Callable[[torch.Tensor], bool], op: Any, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
+    targets = args[0]
+    if all(isinstance(target, DTensor) for target in targets):
+        torch.autograd.graph.increment_version([target for target in targets if is_counted(target)])
+        if all(_can_be_sharded_like(targets, operand) for operand in (*args, *kwargs.values())):
+            # Element by element, so each rank computes its own shards.
+            args = [_sharded_like(targets, operand) for operand in args]
+            kwargs = {name: _sharded_like(targets, operand) for name, operand in kwargs.items()}
+            local_args, local_kwargs = tree_map_only(DTensor, local_of, (args, kwargs))
+            return op(*local_args, **local_kwargs)
+    with _without_handler(op):
+        return op(*args, **kwargs)
+
+
+def _can_be_sharded_like(targets: Sequence[Any], operand: Any) -> bool:
+    if isinstance(operand, DTensor):
+        return operand.ndim == 0
+    if not isinstance(operand, (list, tuple)):
+        return True
+    return all(
+        tensor.device_mesh == target.device_mesh
+        and tensor.shape == target.shape
+        and not any(placement.is_partial() for placement in target.placements)
+        for target, tensor in zip(targets, operand, strict=False)
+        if isinstance(tensor, DTensor)
+    )
+
+
+def _sharded_like(targets: Sequence[Any], operand: Any) -> Any:
+    """An operand of an element-wise kernel: a list as its targets are sharded, one number for all of them whole."""
+    if isinstance(operand, DTensor):
+        return operand.full_tensor()
+    if not isinstance(operand, (list, tuple)):
+        return operand
+    return [
+        tensor.redistribute(target.device_mesh, target.placements)
+        if isinstance(tensor, DTensor) and tensor.placements != target.placements
+        else tensor
+        for target, tensor in zip(targets, operand, strict=False)
+    ]
+
+
+_bypass_lock = threading.Lock()
+# Handlers that are out of use, and by how many threads.
+_bypassed: dict[Any, tuple[Any, int]] = {}
+
+
+@contextmanager
+def _without_handler(op: Any) -> Iterator[None]:
+    """An operator as torch itself does it; several threads may ask for that at once."""
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    with _bypass_lock:
+        handler, num_threads = _bypassed.get(op) or (handlers.pop(op), 0)
+        _bypassed[op] = handler, num_threads + 1
+    try:
+        yield
+    finally:
+        with _bypass_lock:
+            num_threads = _bypassed.pop(op)[1] - 1
+            if num_threads:
+                _bypassed[op] = handler, num_threads
+            else:
+                handlers[op] = handler
+
+
+def take_data(is_taken: Callable[[torch.Tensor], bool]) -> None:
+    """Makes ``param.data = value`` write to the shards of DTensors that are ``is_taken``; once in a process.
+
+    Otherwise it does nothing at all: it gives another tensor to the DTensor's outside, which has no elements.
+    """
+
+    def set_data(param: Any, value: torch.Tensor) -> None:
+        if not is_taken(param):
+            torch.Tensor.data.__set__(param, value)  # type: ignore[attr-defined]
+            return
+        if value.shape != param.shape or value.dtype != param.dtype:
+            raise ConfigError(
+                f"a sharded parameter of shape {tuple(param.shape)} and {param.dtype} was given data of shape "
+                f"{tuple(value.shape)} and {value.dtype}",
+                where="param.data = ...",
+                fix="give it data of its own shape and dtype; model.to(dtype) changes the dtype of a whole model",
+            )
+        with torch.no_grad():
+            if not isinstance(value, DTensor):
+                value = distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None)
+            param.copy_(value)
+
+    DTensor.data = property(torch.Tensor.data.__get__, set_data)  # type: ignore[assignment, attr-defined]
+
+
+def hear_zero_grad(
+    of_optimizer: Callable[[torch.optim.Optimizer, bool], None], of_module: Callable[[nn.Module, bool], None]
+) -> None:
+    """Calls back after each ``zero_grad`` of an optimizer or module, with its ``set_to_none``; once in a process.
+
+    torch has no hook for it, and not every gradient is where it looks.
+    """
+    _call_after(torch.optim.Optimizer, of_optimizer)
+    _call_after(nn.Module, of_module)
+
+
+def _call_after(cls: Any, heard: Callable[[Any, bool], None]) -> None:
+    zero_grad = cls.zero_grad
+
+    @wraps(zero_grad)
+    def zero_grad_and_tell(self: Any, set_to_none: bool = True) -> None:
+        zero_grad(self, set_to_none)
+        heard(self, set_to_none)
+
+    cls.zero_grad = zero_grad_and_tell

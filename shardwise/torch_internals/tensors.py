@@ -1,0 +1,106 @@
+"""Tensors: storages, kernels over lists of tensors, trees of tensors, and CUDA streams."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
+
+
+def storage_uses(storage: torch.UntypedStorage) -> int:
+    """How many owners a storage has."""
+    return int(torch._C._storage_Use_Count(storage._cdata))
+
+
+def tensor_over(
+    storage: torch.UntypedStorage,
+    dtype: torch.dtype,
+    offset: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+) -> torch.Tensor:
+    """A tensor of its own over a storage that may be too small for it yet; ``offset`` is in elements.
+
+    ``set_`` would make the storage large enough, and take memory for that.
+    """
+    nothing = torch.empty(0, dtype=dtype, device=storage.device)
+    nothing.set_(storage, 0, (0,), (1,))
+    made: torch.Tensor = torch.ops.inductor._reinterpret_tensor(nothing, shape, strides, offset)
+    return made
+
+
+copy_all: Callable[[list[torch.Tensor], list[torch.Tensor]], object] = torch._foreach_copy_
+add_all: Callable[[list[torch.Tensor], list[torch.Tensor]], object] = torch._foreach_add_
+
+
+def chunk_cat(tensors: list[torch.Tensor], num_chunks: int, rows: torch.Tensor) -> None:
+    """Cuts each tensor along dim 0 into ``num_chunks``, padded with zero rows, and lays chunk i of all into row i."""
+    torch._chunk_cat(tensors, 0, num_chunks, out=rows)
+
+
+zero_all: Callable[[list[torch.Tensor]], object] = torch._foreach_zero_
+
+
+def multiply_all(targets: list[torch.Tensor], factor: torch.Tensor) -> None:
+    torch._foreach_mul_(targets, factor)
+
+
+def norms_of(tensors: list[torch.Tensor], order: float, together: bool) -> list[torch.Tensor]:
+    """The norm of each tensor, all of one device and dtype and none empty, in float32 or wider."""
+    dtype = torch.promote_types(tensors[0].dtype, torch.float32)
+    if together:
+        return list(torch._foreach_norm(tensors, order, dtype=dtype))
+    return [torch.linalg.vector_norm(tensor, order, dtype=dtype) for tensor in tensors]
+
+
+StreamKey = tuple[int, int, int]
+
+
+def current_cuda_stream(device_index: int) -> StreamKey:
+    """What tells the current stream from others, a tenth of the price of the stream as an object."""
+    return torch._C._cuda_getCurrentStream(device_index)
+
+
+def set_cuda_stream(key: StreamKey) -> None:
+    """``torch.cuda.set_stream`` without its checks."""
+    torch._C._cuda_setStream(*key)
+
+
+def cuda_stream(key: StreamKey) -> torch.cuda.Stream:
+    stream_id, device_index, device_type = key
+    return torch.cuda.Stream(stream_id=stream_id, device_index=device_index, device_type=device_type)
+
+
+def cuda_mark() -> torch.cuda.Event:
+    """An event that a host may sleep on. Of the class below ``torch.cuda.Event``, whose methods only pass on."""
+    return cast(torch.cuda.Event, torch._C._CudaEventBase(blocking=True))
+
+
+def raw_cuda_stream(device_index: int) -> int:
+    """The current stream as CUDA itself knows it."""
+    return torch._C._cuda_getCurrentRawStream(device_index)
+
+
+def same_structure(one: Any, other: Any) -> bool:
+    """Whether two values are the same containers around tensors, and equal wherever there are none."""
+    leaves, shape = tree_flatten(one)
+    other_leaves, other_shape = tree_flatten(other)
+    return shape == other_shape and all(
+        isinstance(a, torch.Tensor) == isinstance(b, torch.Tensor) and (isinstance(a, torch.Tensor) or a == b)
+        for a, b in zip(leaves, other_leaves, strict=True)
+    )
+
+
+def map_tree(change: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
+    """``tree`` with every tensor changed, as torch itself walks containers."""
+    return tree_map_only(torch.Tensor, change, tree)
+
+
+def join_trees(join: Callable[[list[torch.Tensor]], torch.Tensor], trees: Sequence[Any]) -> Any:
+    """One tree out of several alike: tensors in one place become one, anything else is taken from the first."""
+    first, *others = trees
+    return tree_map(
+        lambda leaf, *same: join([leaf, *same]) if isinstance(leaf, torch.Tensor) else leaf, first, *others
+    )
