@@ -246,9 +246,9 @@ def _measured(
         values.append(_measured_on(mesh, placed, measure, operation).to(device))
     for calls, shards in found.by_group.items():
         value = measure(shards, calls.device)
-        calls.channel.admit(_CLIP)
+        calls.channel.before_backend_collective(_CLIP)
         dist.all_reduce(value, operation, group=calls.group)
-        calls.channel.follow()
+        calls.channel.after_backend_collective()
         values.append(value.to(device))
     return values
 
@@ -268,9 +268,9 @@ def _measured_on(mesh: DeviceMesh, placed: list[_Placed], measure: Measure, oper
     value = measure(counted, torch.device(mesh.device_type))
     for group in groups:
         channel = channel_of(group, value.device)
-        channel.admit(_CLIP)
+        channel.before_backend_collective(_CLIP)
         dist.all_reduce(value, operation, group=group)
-        channel.follow()
+        channel.after_backend_collective()
     return value
 
 

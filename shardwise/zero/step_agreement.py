@@ -59,7 +59,7 @@ class OptimizerAgreement:
     def tear(self, error: BaseException) -> None:
         """Tells peers that this rank's step raised."""
         checkpoint = f" ({last_checkpoint()})" if last_checkpoint() else ""
-        self.channel.break_off(
+        self.channel.abort_step(
             f"{type(error).__name__} in the step of a ZeroRedundancyOptimizer, which is torn: some parameters are "
             f"updated and some are not; load the last checkpoint{checkpoint}"
         )

@@ -183,7 +183,7 @@ def late_on_a_path_that_was_left():
         seen = None
         if rank == 0:
             calls.issue_all_gather(gathered, own)
-            channel.break_off("it does not like this path")
+            channel.abort_step("it does not like this path")
             own.zero_()
             store.set("left", "1")
         else:
@@ -205,7 +205,7 @@ def late_on_a_path_that_was_left():
 def test_who_comes_late_to_a_path_that_was_left_reads_what_was_sent_there_and_is_told():
     _, (seen, told) = run_ranks(late_on_a_path_that_was_left, 2, kind="gloo")
     assert seen in (None, {1.0, 2.0})
-    assert "rank 0 broke off its step: it does not like this path" in told
+    assert "rank 0 aborted its step: it does not like this path" in told
 
 
 def say_much():

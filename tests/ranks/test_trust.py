@@ -90,7 +90,7 @@ def check(world_size, who, face, kind):
                 assert name == OWN.get(case.__name__, "Boom"), what
             else:
                 assert name == "PeerFailure", what
-                assert f"rank {who} broke off its step" in text, what
+                assert f"rank {who} aborted its step" in text, what
 
 
 # Each face with two and four ranks, the first and the last of which errs; in turn as threads and as processes.
@@ -205,10 +205,14 @@ def failing_collectives():
     calls._all_gather = calls._reduce_scatter = lost
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(channels, "_WATCHDOG_KNOWS_SECONDS", 0.1)
-        with pytest.raises(PeerFailure, match="is lost: remote process exited: recv failed\n"):
+        with pytest.raises(
+            PeerFailure, match="lost the connection to another rank: remote process exited: recv failed\n"
+        ):
             calls.issue_all_gather(torch.empty(2), torch.ones(1))
         patch.setattr(type(calls.group), "alltoall_base", lost)
-        with pytest.raises(PeerFailure, match="is lost: remote process exited: recv failed\n"):
+        with pytest.raises(
+            PeerFailure, match="lost the connection to another rank: remote process exited: recv failed\n"
+        ):
             calls.issue_exchange(torch.empty(2), torch.ones(2))
 
         # What is not the end of another rank is raised as it is.
@@ -312,7 +316,7 @@ def test_what_fails_on_one_rank_is_raised_there_as_it_is_and_told_to_the_others(
         "KeyboardInterrupt",
     ]
     for (name, text), (_, of_peer) in zip(own, others, strict=True):
-        assert f"rank 1 broke off its step: {name}" in of_peer, of_peer
+        assert f"rank 1 aborted its step: {name}" in of_peer, of_peer
         assert text.splitlines()[0] in of_peer
 
 
@@ -337,9 +341,9 @@ def deadlock_on_two_groups():
 @pytest.mark.parametrize("kind", ["threads", "gloo"])
 def test_ranks_that_wait_for_each_other_in_two_groups_are_told_though_both_are_alive(kind):
     told = run_ranks(deadlock_on_two_groups, 2, kind=kind)
-    assert any(name == "RankDisagreement" and "ranks wait for each other" in text for name, text in told), (
-        told
-    )
+    assert any(
+        name == "RankDisagreement" and "ranks are waiting for each other" in text for name, text in told
+    ), told
 
 
 def a_barrier_on_one():
@@ -362,7 +366,7 @@ def a_barrier_on_one():
 
 def test_a_rank_that_sits_in_a_collective_of_its_own_is_told_with_its_stack():
     told, _ = run_ranks(a_barrier_on_one, 2, kind="gloo")
-    assert "ranks wait for each other: rank 1 did not come to communicate for no unit" in told
+    assert 'ranks are waiting for each other: rank 1 did not reach "communicate for no unit"' in told
     assert "in barrier" in told
 
 

@@ -25,7 +25,7 @@ def test_a_path_is_told_whole_while_it_goes_on():
     try:
         for _ in range(3000):
             story = path.excerpt()
-            assert story.words == [f"event {number}" for number in range(1, story.num_events + 1)]
+            assert story.names == [f"event {number}" for number in range(1, story.num_events + 1)]
     finally:
         is_over.set()
         walker.join()
@@ -39,7 +39,7 @@ def test_a_path_that_is_merely_shorter_does_not_part():
 
 def test_a_verdict_on_an_epoch_that_a_rank_has_left_is_none():
     channel = WatchedChannel.__new__(WatchedChannel)
-    channel.log, channel.own_rank, channel.waiting, channel._epoch_failure = CollectiveLog(), 0, None, None
+    channel.log, channel.world_rank, channel.waiting, channel._epoch_failure = CollectiveLog(), 0, None, None
     epoch = channel.log.epoch
     channel.set_failure(EpochFailure(PeerFailure, "in time", "").as_entry(), epoch)
     assert channel.failure is not None

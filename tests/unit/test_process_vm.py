@@ -78,6 +78,6 @@ def test_ranks_that_come_by_the_same_path_have_the_same_numbers_and_none_comes_a
         seen.update(left for left, _ in numbers)
     assert len(seen) == 300
     for neighbours in (zero, one):
-        neighbours._channel.break_off("something is wrong")
+        neighbours._channel.abort_step("something is wrong")
     assert zero.number() == one.number()
     assert zero.number() not in seen

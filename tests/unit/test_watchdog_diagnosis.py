@@ -21,10 +21,10 @@ LATE_SECONDS = 1800.0
 
 
 def channel_of(homes=None, world=3):
-    store = SimpleNamespace(processes="this table", home=(homes or {}).get)
+    store = SimpleNamespace(namespace="this table", home=(homes or {}).get)
     return SimpleNamespace(
         rank=0,
-        own_rank=0,
+        world_rank=0,
         world=world,
         ranks=list(range(world)),
         is_whole_world=True,
@@ -50,7 +50,7 @@ def note_of(**changes):
 
 
 def here(**changes):
-    return note_of(num_events=3, events=OWN.words, waiting="gather 'a' in forward", bytes=8, **changes)
+    return note_of(num_events=3, events=OWN.names, waiting="gather 'a' in forward", bytes=8, **changes)
 
 
 def failure(state, seconds, silent=1.0, note=None, others=None, witness_silent=1.0):
@@ -60,18 +60,16 @@ def failure(state, seconds, silent=1.0, note=None, others=None, witness_silent=1
     return diagnose(channel_of(), WAITING, evidence)
 
 
-@pytest.mark.parametrize(
-    ("state", "silent"), [("alive", 1.0), ("alive", 700.0), ("out of sight on there", 4.0)]
-)
+@pytest.mark.parametrize(("state", "silent"), [("alive", 1.0), ("alive", 700.0), ("on host there", 4.0)])
 def test_a_rank_that_runs_is_waited_for_as_long_as_the_group_waits(state, silent):
     assert failure(state, 25.0, silent) is None
     assert failure(state, 1700.0, silent) is None
     given_up = failure(state, 1810.0, silent)
     assert given_up.error is PeerFailure
-    assert "rank 1 did not come to gather 'a' in forward within 1810.0 s" in given_up.what
+    assert "rank 1 did not reach \"gather 'a' in forward\" within 1810.0 s" in given_up.what
 
 
-@pytest.mark.parametrize("state", ["stopped", "out of sight on there"])
+@pytest.mark.parametrize("state", ["stopped", "on host there"])
 def test_a_rank_that_gives_no_sign_of_life_is_given_up_in_seconds(state):
     assert failure(state, 19.0, 19.0) is None
     # A debugger that looked at it for a moment stopped it, too; and beats come a few seconds apart.
@@ -81,8 +79,8 @@ def test_a_rank_that_gives_no_sign_of_life_is_given_up_in_seconds(state):
 
 def test_ranks_of_its_host_vouch_for_one_whose_watch_cannot_speak():
     sees_it = here(sees=[1])
-    assert failure("out of sight on there", 500.0, 100.0, others=sees_it) is None
-    assert failure("out of sight on there", 500.0, 100.0, others=sees_it, witness_silent=30.0) is not None
+    assert failure("on host there", 500.0, 100.0, others=sees_it) is None
+    assert failure("on host there", 500.0, 100.0, others=sees_it, witness_silent=30.0) is not None
     assert failure("stopped", 500.0, 100.0, others=sees_it) is not None
 
 
@@ -104,7 +102,7 @@ def test_ranks_that_wait_for_each_other_on_two_groups_are_told_in_seconds():
     assert failure("alive", 19.0, note=blocked) is None
     told = failure("alive", 21.0, note=blocked)
     assert told.error is RankDisagreement
-    assert "ranks wait for each other" in told.what
+    assert "ranks are waiting for each other" in told.what
     assert failure("alive", 25.0, silent=24.0, note=blocked) is None, "it may have been said long ago"
     assert failure("alive", 25.0, note=note_of(blocked_on=[7])) is None, (
         "it waits for somebody else, who may run"
@@ -128,10 +126,10 @@ def test_of_those_who_wait_the_first_tells_who_is_late():
     statuses = {1: note_of(stack=["  File 'x'"]), 2: here()}
     evidence = Evidence(OWN, statuses, dict.fromkeys(range(3), 1.0), {1: "alive"}, 25.0)
     said = describe_late_ranks(channel_of(), WAITING, evidence)
-    assert "rank 1 is alive, the last it did was to y" in said
-    assert "rank 1 is at\n  File 'x'" in said
+    assert 'rank 1 is alive, its last event was "y"' in said
+    assert "stack of rank 1:\n  File 'x'" in said
     other = channel_of()
-    other.rank = other.own_rank = 2
+    other.rank = other.world_rank = 2
     assert describe_late_ranks(other, WAITING, evidence) is None
 
 

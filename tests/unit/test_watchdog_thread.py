@@ -17,25 +17,25 @@ from shardwise.comm.watchdog import thread as watchdog_thread
 
 def test_stacks_are_read_late():
     channel = SimpleNamespace(log=CollectiveLog(), thread=threading.get_ident(), group=lambda: None)
-    timeout_seconds, sight = policies.trust().timeout_seconds, watchdog_thread._Observation()
-    assert watchdog_thread._status(channel, None, sight, timeout_seconds / 10)["stack"] == []
+    timeout_seconds, observed = policies.trust().timeout_seconds, watchdog_thread._Observation()
+    assert watchdog_thread._status(channel, None, observed, timeout_seconds / 10)["stack"] == []
     assert any(
         "in _status" in line
-        for line in watchdog_thread._status(channel, None, sight, timeout_seconds / 2)["stack"]
+        for line in watchdog_thread._status(channel, None, observed, timeout_seconds / 2)["stack"]
     )
 
 
 def test_a_rank_that_gets_on_without_collectives_is_not_still():
-    sight = watchdog_thread._Observation()
-    sight.still_seconds((0, 5, 1, 0), now=10.0)
-    assert sight.still_seconds((0, 5, 1, 0), now=13.0) == 3.0
-    assert sight.still_seconds((0, 5, 2, 0), now=14.0) == 0.0
+    observed = watchdog_thread._Observation()
+    observed.still_seconds((0, 5, 1, 0), now=10.0)
+    assert observed.still_seconds((0, 5, 1, 0), now=13.0) == 3.0
+    assert observed.still_seconds((0, 5, 2, 0), now=14.0) == 0.0
 
 
 class Board:
     """Of a group of two, with what the other rank says; it may fail."""
 
-    processes = "here"
+    namespace = "here"
 
     def __init__(self, error=None):
         self.error, self.posted, self.failures = error, [], []
@@ -58,7 +58,7 @@ class WaitingChannel(WatchedChannel):
     """A rank that waits, without a group."""
 
     def __init__(self, store):
-        self.log, self.store, self.rank, self.own_rank, self.world, self.ranks = (
+        self.log, self.store, self.rank, self.world_rank, self.world, self.ranks = (
             CollectiveLog(),
             store,
             0,
@@ -95,20 +95,20 @@ def clock(monkeypatch):
 def watched(channel, clock, until_seconds):
     """Looks at a rank that waits, a few times a second, for so long; as the watch's thread does."""
     seen = watchdog_thread.Watchdog()
-    seen._sights[channel] = sight = watchdog_thread._Observation()
+    seen._observed[channel] = observed = watchdog_thread._Observation()
     while clock.now < 1000.0 + until_seconds and channel.failure is None:
-        seen._look_once(channel, sight)
+        seen._check_channel(channel, observed)
         clock.now += 0.1
-    return sight
+    return observed
 
 
 def test_a_rank_that_moves_gives_a_sign_of_life_every_few_seconds(clock):
     channel = WaitingChannel(Board())
     channel.waiting = None
-    seen, sight = watchdog_thread.Watchdog(), watchdog_thread._Observation(last_status=1000.0)
+    seen, observed = watchdog_thread.Watchdog(), watchdog_thread._Observation(last_status=1000.0)
     for _ in range(200):
         channel.num_moves += 1
-        seen._look_once(channel, sight)
+        seen._check_channel(channel, observed)
         clock.now += 0.1
     assert 3 <= len(channel.store.posted) <= 5
     beats = [note["beat"] for note in channel.store.posted]
@@ -132,17 +132,17 @@ def test_a_store_that_has_gone_ends_waits_in_seconds(error, clock):
     channel = WaitingChannel(Board(error))
     watched(channel, clock, 100.0)
     assert clock.now < 1030.0
-    assert "the store cannot be asked" in str(channel.failure)
+    assert "store does not answer" in str(channel.failure)
 
 
 def test_a_store_that_fails_for_a_moment_ends_no_wait_however_long_that_has_been(clock):
     channel = WaitingChannel(Board())
     channel.store.statuses = lambda: {1: {**OTHER, "beat": int(clock.now)}}
-    seen, sight = watchdog_thread.Watchdog(), watchdog_thread._Observation()
-    seen._sights[channel] = sight
+    seen, observed = watchdog_thread.Watchdog(), watchdog_thread._Observation()
+    seen._observed[channel] = observed
     for tick in range(3000):
         channel.store.error = dist.DistNetworkError("Broken pipe") if 1000 < tick < 1150 else None
-        seen._look_once(channel, sight)
+        seen._check_channel(channel, observed)
         clock.now += 0.1
     assert channel.failure is None
     assert not channel.ended
@@ -167,17 +167,17 @@ def test_a_rank_on_another_host_is_waited_for_while_it_gives_signs_of_life(clock
     channel = WaitingChannel(Board())
     silent_from = 1400.0
     channel.store.statuses = lambda: {1: {**OTHER, "beat": int(min(clock.now, silent_from) / 5)}}
-    seen, sight = watchdog_thread.Watchdog(), watchdog_thread._Observation()
-    seen._sights[channel] = sight
+    seen, observed = watchdog_thread.Watchdog(), watchdog_thread._Observation()
+    seen._observed[channel] = observed
     while clock.now < 1700.0 and not channel.ended:
-        seen._look_once(channel, sight)
+        seen._check_channel(channel, observed)
         clock.now += 0.1
     assert silent_from + 15.0 < clock.now < silent_from + 30.0
     assert channel.ended[0].error is PeerFailure
     said = [
         record.message
         for record in caplog.records
-        if "goes on waiting: rank 1 did not come" in record.message
+        if "is still waiting: rank 1 did not reach" in record.message
     ]
     assert 4 <= len(said) <= 6, "after 20, 40, 80, 160 and 320 s"
 
@@ -186,16 +186,16 @@ def test_a_rank_on_another_host_is_waited_for_while_it_gives_signs_of_life(clock
     ("function", "sits"), [("barrier", True), ("all_reduce", True), ("send", False), ("step", False)]
 )
 def test_a_rank_that_does_not_leave_a_collective_of_torchs_sits_there(function, sits):
-    sight = watchdog_thread._Observation()
+    observed = watchdog_thread._Observation()
     file = "/x/torch/distributed/distributed_c10d.py" if function != "step" else "/x/mine.py"
     stack = [
         '  File "/x/mine.py", line 1, in main',
         f'  File "{file}", line 7, in {function}\n    work.wait()',
     ]
-    sight.sits_seconds(stack, 5, 100.0)
-    assert sight.sits_seconds(stack, 5, 130.0) == (30.0 if sits else 0.0)
-    assert sight.sits_seconds(stack, 6, 140.0) == 0.0, "it has left one and is in the next"
-    assert sight.sits_seconds(stack, None, 150.0) == 0.0, "what it has issued is not known"
+    observed.seconds_inside(stack, 5, 100.0)
+    assert observed.seconds_inside(stack, 5, 130.0) == (30.0 if sits else 0.0)
+    assert observed.seconds_inside(stack, 6, 140.0) == 0.0, "it has left one and is in the next"
+    assert observed.seconds_inside(stack, None, 150.0) == 0.0, "what it has issued is not known"
 
 
 def test_how_long_a_rank_has_waited_is_not_held_against_those_it_waits_for_next(clock):
@@ -207,12 +207,12 @@ def test_how_long_a_rank_has_waited_is_not_held_against_those_it_waits_for_next(
         channel.log.record(collective_code("gather 'c' in forward"))
         return {}
 
-    seen, sight = watchdog_thread.Watchdog(), watchdog_thread._Observation()
-    seen._sights[channel] = sight
-    seen._look_once(channel, sight)
+    seen, observed = watchdog_thread.Watchdog(), watchdog_thread._Observation()
+    seen._observed[channel] = observed
+    seen._check_channel(channel, observed)
     clock.now += 2000.0
     note = channel.store.post_status
     channel.store.post_status = lambda status: (note(status), move_on())
-    seen._look_once(channel, sight)
+    seen._check_channel(channel, observed)
     assert channel.store.posted
     assert not channel.ended

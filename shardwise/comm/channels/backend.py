@@ -60,8 +60,8 @@ class BackendChannel(WatchedChannel):
             self._meet(code)
         return digest
 
-    def follow(self) -> None:
-        if self._followed is not None and not self.is_recorded:
+    def after_backend_collective(self) -> None:
+        if self._followed is not None and not self.is_capturing:
             self._followed.record()
             self.last_event = self._followed
 
@@ -109,7 +109,7 @@ class BackendChannel(WatchedChannel):
 
     def _is_reached(self, event: Any) -> bool:
         # An event that is being recorded in a graph cannot be asked for.
-        return event is None or self._followed is None or self.is_recorded or event.query()
+        return event is None or self._followed is None or self.is_capturing or event.query()
 
     def release_wait(self, waiting: Waiting, seconds_since_failure: float) -> None:
         # A rank that waits for others to agree looks for the verdict itself.
@@ -117,7 +117,7 @@ class BackendChannel(WatchedChannel):
         if not polls_failure and not isinstance(waiting, _AgreementWait):
             self._abort()
 
-    def release_wait_alone(self, waiting: Waiting) -> None:
+    def release_wait_without_store(self, waiting: Waiting) -> None:
         self.release_wait(waiting, 0.0)
 
     def help_peers(self) -> None:

@@ -1,15 +1,15 @@
-"""A wire: one group as this rank's collectives see it, with the path they take and what becomes of it.
+"""A channel: how the data of one group travels from this rank, with the log of its collectives and its failures.
 
-All talk of the engine on a group goes over the group's one wire, whoever asks. The wire notes each collective on its
-path. How a difference between the paths of ranks shows depends on what carries the data:
+Everything that shardwise sends over a group goes through the group's one channel, which records each collective in its
+log. How ranks notice that their logs differ depends on what carries the data:
 
-    tagged    gloo: messages carry a tag made of the path; ranks that part wait, and no data is mixed
-    meeting   ranks as threads: the same, by a table in memory
-    native    all others: the group's own collectives carry the data, and paths are compared before an optimizer
-              uses a step
+    gloo      messages carry a tag made from the log: ranks that diverge wait, and no data is mixed
+    threads   the same, with a table in memory
+    backend   all others: the group's own collectives carry the data, and logs are compared before an optimizer uses
+              a step
 
-A rank that waits is watched (``comm/watchdog/thread``): the watch finds out why, and ends the epoch with a *verdict*
-that all ranks raise. Then they begin a new path, and the group can be used again if no rank was lost.
+The watchdog (``comm/watchdog/thread``) finds out why a rank waits, and may end the epoch with a failure that all ranks
+raise. Then they start new logs, and the group is usable again unless a rank was lost.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _ERRORS: dict[str, type[ShardwiseError]] = {
 }
 _WATCHDOG_KNOWS_SECONDS = 8.0
 _LONGEST_REASON = 500
-# How gloo, NCCL and sockets say that nobody is at the other end any more.
-_LOSSES = (
+# How gloo, NCCL and sockets say that the peer is gone.
+_LOST_CONNECTION_TEXTS = (
     "Connection closed by peer",
     "Connection reset by peer",
     "Connection refused",
@@ -56,16 +56,16 @@ _LOSSES = (
 
 
 class LostConnection(RuntimeError):
-    """Nobody is at the other end any more."""
+    """The peer is gone."""
 
 
 def is_lost_connection(error: BaseException) -> bool:
-    """Whether an error is what a rank sees of the end of another."""
+    """Returns whether an error shows that another rank has gone."""
     if isinstance(error, (LostConnection, dist.DistNetworkError)):
         return True
-    # Backends raise this very class for all that can go wrong.
+    # Backends raise plain RuntimeError for everything.
     is_of_a_backend = type(error) is RuntimeError or isinstance(error, dist.DistError)
-    return is_of_a_backend and any(sign in str(error) for sign in _LOSSES)
+    return is_of_a_backend and any(sign in str(error) for sign in _LOST_CONNECTION_TEXTS)
 
 
 def _no_group() -> None:
@@ -73,30 +73,30 @@ def _no_group() -> None:
 
 
 class EpochFailure(NamedTuple):
-    """How an epoch ended."""
+    """The error that ended an epoch."""
 
     error: type[ShardwiseError]
     what: str
     fix: str
     details: str = ""
-    # The event in which others were waited for in vain. If they come at the last moment, and all ranks get past it
-    # before any of them has raised, there is nothing to raise.
+    # The number of the event in which this rank waited in vain. If all ranks get past it after all, before any of them
+    # has raised, the failure is void.
     place: int | None = None
 
     def as_entry(self) -> Entry:
-        """As it is put on the board."""
+        """Returns the failure as JSON for the store."""
         return {**self._asdict(), "error": self.error.__name__}
 
 
 class Waiting(Protocol):
-    """What a training thread waits on."""
+    """What a training thread is waiting in."""
 
     @property
     def code(self) -> int: ...
 
 
 class BackendWait:
-    """A wait for collectives that are not the wire's; one that looks for the verdict itself need not be let out."""
+    """A wait for the group's own collectives. One that polls for a failure needs no help to end."""
 
     def __init__(self, code: int, *, polls_failure: bool) -> None:
         self.code = code
@@ -104,54 +104,54 @@ class BackendWait:
 
 
 class Channel:
-    """One group's collectives on this rank. This one checks nothing: for groups of one, or with trust off."""
+    """One group's collectives on this rank. This class checks nothing: for groups of one, or with trust off."""
 
-    # Whether data travels over the wire itself; otherwise the group's own collectives carry it.
+    # Whether the channel itself carries the data; otherwise the group's own collectives do.
     carries = False
 
-    # How long whoever waits on it waits; None where the watch ends waits.
+    # How long a wait may take; None where the watchdog ends waits.
     patience_seconds: float | None = None
 
-    # Whether all ranks can read what others send where it lies, at the moment.
+    # Whether all ranks can currently read each other's rows in shared memory.
     lends_rows = False
 
-    # While a CUDA graph is recorded: nothing runs that one could wait for.
-    is_recorded = False
+    # Whether a CUDA graph is being captured: then nothing runs that one could wait for.
+    is_capturing = False
 
-    # A mark behind the collective issued last: a device that does not reach it is stuck, and its host may be, too.
-    # The engine's lanes mark their collectives anyway, and leave the mark here.
+    # An event behind the collective issued last: a device that does not reach it is stuck, and perhaps its host too.
+    # The engine's side streams record such events anyway, and leave the last one here.
     last_event: Any = None
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        # Weak: a wire lives as long as its group, and must not keep it.
+        # Weak: a channel lives as long as its group, and must not keep it alive.
         self.group = weakref.ref(group) if group is not None else _no_group
         self.device = device
         self.world = group.size() if group is not None else 1
         self.rank = group.rank() if group is not None else 0
         self.log = CollectiveLog()
         self.num_models = 0
-        # Counts what shows that this rank is getting on, though it takes no place in the path.
+        # Counts progress of this rank that is not an event in the log.
         self.num_moves = 0
 
     def record(self, code: int) -> int:
-        """Adds an event to the path."""
+        """Adds an event to the log and returns the new digest."""
         return self.log.record(code)
 
     def agree(self, code: int) -> None:
-        """Returns when all ranks have come here by the same path; otherwise all of them raise."""
+        """Returns once all ranks are here with equal logs; otherwise all of them raise."""
 
-    def follow(self) -> None:
-        """Marks what was issued last on the current stream, where no lane does."""
+    def after_backend_collective(self) -> None:
+        """Records an event behind what was issued last on the current stream, where no side stream does."""
 
-    def admit(self, code: int) -> None:
-        """Comes before a collective of the group's own, which must not meet another of other sizes."""
+    def before_backend_collective(self, code: int) -> None:
+        """Is called before one of the group's own collectives, which must not meet one of another size."""
         self.record(code)
 
     @contextlib.contextmanager
     def watched(self, code: int, *, polls_failure: bool = False) -> Iterator[None]:
-        """Around waits for the group's own collectives: those that lead nowhere end with what the watch found out.
+        """Watches a wait for the group's own collectives: one that would never end raises what the watchdog found.
 
-        Waits that look for a verdict themselves leave the group's connections as they are.
+        A wait with ``polls_failure`` looks for the failure itself, so the group's connections are left alone.
         """
         self.record(code)
         yield
@@ -160,7 +160,7 @@ class Channel:
         raise NotImplementedError
 
     def gather_lent(self, output: torch.Tensor, own: torch.Tensor, code: int) -> Any:
-        """Lets every rank read every rank's ``own``; ``output`` only stands for all of them."""
+        """Lets every rank read every rank's ``own`` in shared memory; ``output`` only has the shape of the result."""
         raise NotImplementedError
 
     def reduce_scatter(self, output: torch.Tensor, rows: torch.Tensor, code: int) -> Any:
@@ -170,50 +170,50 @@ class Channel:
         raise NotImplementedError
 
     def lend(self, num_bytes: int) -> torch.Tensor | None:
-        """Memory that other ranks can read, to write there what is reduced or exchanged next; None if there is none."""
+        """Returns shared memory for what this rank reduces or exchanges next, or None if there is none."""
         return None
 
     def land(self, work: Any) -> bool:
-        """Whether a collective of this wire that nobody will wait for is over, so that nothing more lands."""
+        """Returns whether an abandoned collective is over, so that it will write to no more memory."""
         raise NotImplementedError
 
-    def break_off(self, what: str) -> None:
-        """Tells peers that this rank has left the path, and begins a new one."""
+    def abort_step(self, what: str) -> None:
+        """Tells peers that this rank has abandoned its step, and starts a new log."""
         self.log.restart()
 
     def fail(self, error: BaseException) -> NoReturn:
-        """Raises the reason why a collective failed, which may be more than the error says."""
+        """Raises why a collective failed, which may say more than its error."""
         raise error
 
 
 class WatchedChannel(Channel):
-    """A wire on which ranks notice that they part, or that one of them does not come."""
+    """A channel on which ranks notice that they have diverged, or that one of them is missing."""
 
-    # How much earlier than the group itself its ranks give up waiting.
+    # How much earlier than the group's own timeout its ranks give up waiting.
     margin_seconds = 0.0
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group, device)
         self.ranks = dist.get_process_group_ranks(group)
-        self.own_rank = self.ranks[self.rank]
+        self.world_rank = self.ranks[self.rank]
         self.is_whole_world = self.world == dist.get_world_size()
         self.thread = threading.get_ident()
         self.checks = policies.trust().checks != "off"
         self.store = WatchdogStore(store_of(group, "shardwise"), self.rank, self.world)
-        # Set by the training thread, read by the watch.
+        # Written by the training thread, read by the watchdog.
         self.waiting: Waiting | None = None
-        # Set by the watch, taken by the training thread: an epoch, and what it ended with.
+        # Written by the watchdog, read by the training thread: an epoch, and the error it ended with.
         self._epoch_failure: tuple[int, ShardwiseError] | None = None
-        # Set by the watch when the store does not answer: whoever asked it would wait with it.
-        self.is_alone = False
-        # When this rank last began a new path; peers may need its help to leave the old one.
+        # Set by the watchdog while the store does not answer: a call to it would block.
+        self.is_store_silent = False
+        # When this rank last started a new log; peers may need its help to leave the old one.
         self.restarted_at = -math.inf
 
     @property
     def failure(self) -> ShardwiseError | None:
-        """How this epoch ended, if it has. The watch may be late with that of one which this rank has left already."""
-        sentence = self._epoch_failure
-        return sentence[1] if sentence is not None and sentence[0] == self.log.epoch else None
+        """The error that ended this epoch, if any. The watchdog may be late, with one of an epoch already left."""
+        ended = self._epoch_failure
+        return ended[1] if ended is not None and ended[0] == self.log.epoch else None
 
     @contextlib.contextmanager
     def watched(self, code: int, *, polls_failure: bool = False) -> Iterator[None]:
@@ -225,23 +225,23 @@ class WatchedChannel(Channel):
         except BaseException as error:
             if self.log.epoch == epoch:
                 self.fail(error)
-            # This rank has broken off by itself, and told its peers: the error is its own.
+            # This rank has aborted its step and told its peers: the error is its own.
             raise
         finally:
             self.waiting = None
-        self.follow()
+        self.after_backend_collective()
         if self.failure is not None:
             self.raise_failure()
 
-    # --- what the watch asks of it --------------------------------------------------------------------------------
+    # --- for the watchdog -----------------------------------------------------------------------------------------
 
     def is_over(self) -> bool:
-        """Whether the group has ended: nobody is there to be watched, and its store may be gone."""
+        """Returns whether the group has been destroyed: there is nobody left to watch, and maybe no store."""
         group = self.group()
         return group is None or is_destroyed(group)
 
     def late_seconds(self) -> float:
-        """How long a rank that is alive and running is waited for."""
+        """Returns how long to wait for a rank that is alive and running."""
         policy = policies.trust()
         late_seconds = policy.late_seconds
         if late_seconds is None:
@@ -252,85 +252,87 @@ class WatchedChannel(Channel):
         return max(policy.timeout_seconds, late_seconds)
 
     def current_wait(self) -> Waiting | None:
-        """What this rank waits on, if it does."""
+        """Returns what this rank is waiting in, or None."""
         return self.waiting
 
     def release_wait(self, waiting: Waiting, seconds_since_failure: float) -> None:
-        """Makes the training thread return from a wait that a verdict has ended."""
+        """Makes the training thread return from a wait after a failure."""
 
-    def release_wait_alone(self, waiting: Waiting) -> None:
-        """The same when no peer can be asked for help."""
+    def release_wait_without_store(self, waiting: Waiting) -> None:
+        """Does the same when peers cannot be asked for help."""
 
     def help_peers(self) -> None:
-        """Helps peers out of collectives that a verdict has ended."""
+        """Helps peers out of collectives that a failure has ended."""
 
     def set_failure(self, failure: Entry, epoch: int) -> None:
-        """Notes how an epoch ended, for the training thread to raise; it may be leaving that epoch at this moment."""
+        """Keeps an epoch's failure for the training thread, which may be leaving that epoch at this moment."""
         error = _ERRORS[failure["error"]](failure["what"], where=self._where(), fix=failure["fix"])
         if failure["details"]:
             error.what = f"{error.what}\n{failure['details']}"
         self._epoch_failure = (epoch, error)
 
     def end_epoch(self, epoch: int, failure: EpochFailure, void: Entry | None = None) -> None:
-        """Ends an epoch for all ranks, unless another rank has done so already."""
+        """Posts the failure that ends an epoch for all ranks, unless another rank has posted one."""
         self.store.end_epoch(epoch, failure.as_entry(), void)
 
     def is_void(self, failure: Entry, epoch: int) -> bool:
-        """Whether what a verdict is about has passed, and no rank has raised it."""
+        """Returns whether this rank has got past the wait that the failure is about, and no rank has raised it."""
         place = failure["place"]
-        return place is not None and self.log.num_events > place and not self.store.is_taken(epoch)
+        return place is not None and self.log.num_events > place and not self.store.is_raised(epoch)
 
-    # --- failing --------------------------------------------------------------------------------------------------
+    # --- failures -------------------------------------------------------------------------------------------------
 
     def raise_failure(self) -> None:
-        """Raises the verdict, if there is one, and begins a new path."""
+        """Raises the epoch's failure, if there is one, and starts a new log."""
         error = self.failure
         if error is not None:
-            # It will hold on to whatever the frames that it passes hold.
+            # The error keeps alive whatever is held by the frames it passes through.
             self._epoch_failure = None
             self._save_events(error)
-            self.tell_peers(self.store.take, self.log.epoch)
+            self.tell_peers(self.store.mark_raised, self.log.epoch)
             self._restart_log()
             raise error
 
-    def break_off(self, what: str) -> None:
+    def abort_step(self, what: str) -> None:
         failure = EpochFailure(
             PeerFailure,
-            f"rank {self.own_rank} broke off its step: {what}",
-            "read that rank's own error; ranks that catch theirs can go on with the next step together",
+            f"rank {self.world_rank} aborted its step: {what}",
+            "read that rank's own error; ranks that catch the error can go on with the next step together",
         )
         self.tell_peers(self.end_epoch, self.log.epoch, failure)
         self._restart_log()
 
     def tell_peers(self, tell: Callable[..., None], *what: Any) -> None:
-        """Leaves a note for peers. Whether that works or not, what this rank has to raise stands."""
-        if self.is_alone:
+        """Posts something for the peers. If that fails, this rank still raises what it has to raise."""
+        if self.is_store_silent:
             return
         try:
             tell(*what)
-        except Exception as error:  # noqa: BLE001  the store may be gone, with the rank that kept it
-            _LOGGER.info("rank %d could not tell its peers why it stops: %s", self.own_rank, _in_short(error))
+        except Exception as error:  # noqa: BLE001  the store may have died with the rank that hosts it
+            _LOGGER.info(
+                "rank %d could not tell its peers why it stops: %s", self.world_rank, _summary(error)
+            )
 
     def _restart_log(self) -> None:
         self.log.restart()
         self.restarted_at = time.monotonic()
 
     def fail(self, error: BaseException) -> NoReturn:
-        """Raises the verdict, if there is one; else the loss of a peer, if it is that; else the error as it is."""
+        """Raises the epoch's failure if there is one, else a PeerFailure if a connection was lost, else ``error``."""
         is_lost = is_lost_connection(error)
         deadline = time.monotonic() + _WATCHDOG_KNOWS_SECONDS
         while is_lost and self.checks and self.failure is None and time.monotonic() < deadline:
-            # The watch finds out more than a closed connection tells.
+            # The watchdog finds out more than a closed connection tells.
             time.sleep(0.05)
         if isinstance(error, Exception):
             self.raise_failure()
         if not is_lost:
             waiting = self.current_wait()
-            place = f" when it was to {collective_name(waiting.code)}" if waiting else ""
-            self.break_off(f"{type(error).__name__}{place}: {_in_short(error)}"[:_LONGEST_REASON])
+            place = f' in "{collective_name(waiting.code)}"' if waiting else ""
+            self.abort_step(f"{type(error).__name__}{place}: {_summary(error)}"[:_LONGEST_REASON])
             raise error
         lost = PeerFailure(
-            f"the connection to another rank is lost: {_in_short(error)}",
+            f"lost the connection to another rank: {_summary(error)}",
             where=self._where(),
             fix="look for the rank that died in the job's logs; restart from the last checkpoint",
         )
@@ -340,14 +342,16 @@ class WatchedChannel(Channel):
 
     def _where(self) -> str:
         waiting = self.current_wait()
-        return f"rank {self.own_rank}" + (f", waiting to {collective_name(waiting.code)}" if waiting else "")
+        return f"rank {self.world_rank}" + (
+            f', waiting in "{collective_name(waiting.code)}"' if waiting else ""
+        )
 
     def _save_events(self, error: ShardwiseError) -> None:
         now = time.perf_counter_ns()
         file = trace.save_failure(
             policies.trust().trace_dir,
             trace.Failure(
-                rank=self.own_rank,
+                rank=self.world_rank,
                 ranks=self.ranks,
                 error=f"{type(error).__name__}: {error}",
                 stack=stack_of(self.thread),
@@ -361,8 +365,8 @@ class WatchedChannel(Channel):
             error.where = f"{error.where}; its last events are in {file}"
 
 
-def _in_short(error: BaseException) -> str:
-    """The first line of a backend's error; NCCL says what went wrong further down."""
+def _summary(error: BaseException) -> str:
+    """Returns the first line of a backend's error; NCCL names the cause further down."""
     first, _, rest = str(error).partition("\n")
     cause = rest.partition("Last error:")[2].strip().partition("\n")[0]
     return f"{first}: {cause}" if cause else first

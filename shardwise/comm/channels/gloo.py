@@ -100,7 +100,7 @@ class GlooChannel(WatchedChannel):
 
     # --- collectives ----------------------------------------------------------------------------------------------
 
-    def admit(self, code: int) -> None:
+    def before_backend_collective(self, code: int) -> None:
         self.agree(code)
 
     def gather(self, output: torch.Tensor, own: torch.Tensor, code: int) -> GlooWork:
@@ -268,7 +268,7 @@ class GlooChannel(WatchedChannel):
         elif seconds_since_failure > _PEERS_ANSWER_SECONDS:
             self._close_connections()
 
-    def release_wait_alone(self, waiting: Waiting) -> None:
+    def release_wait_without_store(self, waiting: Waiting) -> None:
         if isinstance(waiting, GlooWork) and waiting.polls_failure:
             return
         self._close_connections()

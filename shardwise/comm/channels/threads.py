@@ -87,7 +87,7 @@ class ThreadChannel(WatchedChannel):
         # Which groups are alive only the rank's own thread knows.
         return self.group() is None
 
-    def admit(self, code: int) -> None:
+    def before_backend_collective(self, code: int) -> None:
         self.agree(code)
 
     def gather(self, output: torch.Tensor, own: torch.Tensor, code: int) -> ThreadWork:

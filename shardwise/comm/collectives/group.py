@@ -184,11 +184,11 @@ class GroupCollectives:
         return self._issue(self.group.alltoall_base, output, rows, [], [], self._exchange_options)
 
     def issue_all_reduce(self, tensor: torch.Tensor, average: bool, code: int = UNNAMED) -> Work:
-        self.channel.admit(code)
+        self.channel.before_backend_collective(code)
         options = AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if average else dist.ReduceOp.SUM)
         work = self._issue(self.group.allreduce, [tensor], options)
-        self.channel.follow()
+        self.channel.after_backend_collective()
         return work
 
     def _issue(self, call: Callable[..., Any], *args: Any) -> Work:

@@ -105,7 +105,7 @@ def find_local_peers(channel: WatchedChannel, swap: Swap) -> LocalPeers:
     """Tries out which ranks of a group are near. Called by all of them."""
     # Each rank begins with the one after it, so that not all of them read from the same one.
     peers = [(channel.rank + step) % channel.world for step in range(1, channel.world)]
-    table = hashlib.blake2b(channel.store.processes.encode(), digest_size=_DIGEST_BYTES).digest()
+    table = hashlib.blake2b(channel.store.namespace.encode(), digest_size=_DIGEST_BYTES).digest()
     with unseen_by_modes(), contextlib.ExitStack() as until_all_have_tried:
         arena, pipes = _open(channel.world, peers)
         if arena is not None:

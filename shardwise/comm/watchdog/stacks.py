@@ -1,13 +1,13 @@
-"""Where a thread is, told while it runs or waits.
+"""Reads the stack of another thread of this process while it runs or waits.
 
-Not by its frames as objects: the thread goes on, and has crashed the interpreter by leaving a frame that was just
-looked at. Nor by a dump of all threads, which follows them without a lock: threads of torch's own that begin and end
-meanwhile have crashed it, too. Here the thread itself is interrupted and writes down where it is. It cannot move while
-it does, and it needs no lock and no memory for it, so it can do so wherever it waits.
+Reading frame objects from outside is not safe: the interpreter has crashed when the thread left such a frame. Nor is
+faulthandler's dump of all threads, which takes no lock: it has crashed when one of torch's threads started or ended
+meanwhile. So the thread itself is interrupted by a signal and writes its stack to a file. It cannot move meanwhile, and
+needs neither a lock nor memory, so this works wherever it waits.
 
-The signal is one that hardly anybody uses, and ignored where nothing handles it: one that arrives late does no harm.
-System calls that it interrupts are taken up again, and ``errno`` stays what it was: code that is about to read it, as
-NCCL's does whenever it looks for what other ranks have sent, must not find a failure without a reason.
+The signal is SIGURG, which hardly anybody uses and which is ignored by default, so a late one does no harm.
+Interrupted system calls are restarted, and ``errno`` is restored: code that is about to read it, such as NCCL polling
+its sockets, must not see an error that is not there.
 """
 
 from __future__ import annotations
@@ -23,40 +23,40 @@ import time
 
 _SIGNAL = getattr(signal, "SIGURG", None)
 _LONGEST_SECONDS = 1.0
-_LOOKS_SECONDS = 0.001
+_POLL_SECONDS = 0.001
 _HEADER = "Stack (most recent call first):\n"
 _CALL = re.compile(r'  File "(.*)", line (\d+) in (.*)')
-# The outermost calls of threads; what is deeper than can be told ends in dots.
-_ENDS = (" in <module>\n", " in _run_module_as_main\n", " in _bootstrap\n", "  ...\n")
-UNKNOWN = "  a place that cannot be told"
+# Outermost calls of threads; faulthandler ends a stack that is too deep with dots.
+_OUTERMOST_CALLS = (" in <module>\n", " in _run_module_as_main\n", " in _bootstrap\n", "  ...\n")
+UNKNOWN = "  its stack cannot be read"
 
 
-class _Notebook:
-    """The file that threads of one process write to. It stays open: one that was late would write to another's."""
+class _StackFile:
+    """The file that threads write their stacks to. It stays open: a late one must not write to a reused descriptor."""
 
     def __init__(self) -> None:
         assert _SIGNAL is not None
         self.process = os.getpid()
         self._file = tempfile.TemporaryFile("a+")  # noqa: SIM115
-        # ``chain``: only then does the handler put ``errno`` back.
+        # With ``chain`` the handler restores ``errno``.
         faulthandler.register(_SIGNAL, self._file, all_threads=False, chain=True)
 
     def ask(self, thread: int) -> str:
-        """What the thread writes down, or nothing if it does not come to it."""
+        """Returns what the thread writes, or "" if it does not get round to it."""
         assert _SIGNAL is not None
         os.ftruncate(self._file.fileno(), 0)
-        # For this once: when it chains, the handler registers itself anew, to interrupt system calls.
+        # Every time: when the handler chains, it registers itself again, and then interrupts system calls.
         signal.siginterrupt(_SIGNAL, False)
         signal.pthread_kill(thread, _SIGNAL)
         until = time.monotonic() + _LONGEST_SECONDS
-        seen = ""
+        last = ""
         while time.monotonic() < until:
             text = self._read()
-            if text.endswith(_ENDS) and text == seen:
+            if text.endswith(_OUTERMOST_CALLS) and text == last:
                 break
-            seen = text
-            time.sleep(_LOOKS_SECONDS)
-        return seen.rpartition(_HEADER)[2]
+            last = text
+            time.sleep(_POLL_SECONDS)
+        return last.rpartition(_HEADER)[2]
 
     def _read(self) -> str:
         size = os.fstat(self._file.fileno()).st_size
@@ -64,21 +64,21 @@ class _Notebook:
 
 
 _lock = threading.Lock()
-_notebook: _Notebook | None = None
+_stack_file: _StackFile | None = None
 
 
 def stack_of(thread: int) -> list[str]:
-    """Where a thread is, innermost call last."""
-    global _notebook
+    """Returns the calls of a thread, innermost last."""
+    global _stack_file
     if _SIGNAL is None or not any(alive.ident == thread for alive in threading.enumerate()):
         return [UNKNOWN]
     with _lock:
         try:
-            if _notebook is None or _notebook.process != os.getpid():
-                _notebook = _Notebook()
-            written = _notebook.ask(thread)
+            if _stack_file is None or _stack_file.process != os.getpid():
+                _stack_file = _StackFile()
+            written = _stack_file.ask(thread)
         except OSError as error:
-            # No room for a file, or no descriptor for one; or the thread has ended just now.
+            # No space or descriptor for the file; or the thread has just ended.
             return [f"{UNKNOWN}: {error.strerror}"]
     calls: list[str] = []
     for path, number, function in _CALL.findall(written):

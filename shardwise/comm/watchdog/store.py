@@ -1,14 +1,13 @@
-"""A board: where ranks of one group leave each other notes, beside their collectives.
+"""What the ranks of a group post for each other's watchdogs, in the group's own store.
 
-It is the group's own store (a TCP server, a file or a table in memory), so it works when collectives do not. Nothing
-here waits: a note is there or it is not. While all is well, ranks leave a sign of life every few seconds, and nobody
-reads.
+The store (a TCP server, a file, or a table in memory) works while collectives do not. Nothing here waits: an entry is
+there or it is not. While all is well, ranks post a heartbeat every few seconds and nobody reads it.
 
-    home        host and process of each rank, once
-    status      a sign of life, and what a rank that has not moved for a while is doing
-    verdict     how an epoch ended; the first one counts, and all ranks raise it
-    taken       a rank has raised it
-    release     a rank asks to be let out of a collective that will never complete
+    home        host and process of each rank, posted once
+    status      a heartbeat, and what a rank that has made no progress for a while is doing
+    verdict     the failure that ended an epoch; the first one counts, and all ranks raise it
+    taken       a rank has raised that failure
+    release     a rank asks for help out of a collective that will never complete
 """
 
 from __future__ import annotations
@@ -21,22 +20,22 @@ from pathlib import Path
 from typing import Any
 
 Entry = dict[str, Any]
-# When a process began, among the fields of its stat that follow its state.
+# Index of a process's start time among the fields of /proc/PID/stat that follow its state.
 START_TIME_FIELD = 18
 
 
-def _process_table() -> str:
-    """Which table of processes this one is in: machines may share a name, and containers a machine."""
+def _process_namespace() -> str:
+    """Identifies this process's PID namespace: host names are not unique, and containers share a host."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except (FileNotFoundError, PermissionError):
-        # There is no /proc to look at: no other process is in this one's table.
+        # Without /proc, no other process is visible.
         return str(uuid.uuid4())
 
 
 def _start_time() -> str | None:
-    """When this process began, as /proc tells it: another one with its number did so later."""
+    """Returns when this process started, which tells it from a later process with the same PID."""
     try:
         return Path("/proc/self/stat").read_text().rpartition(")")[2].split()[1:][START_TIME_FIELD]
     except (FileNotFoundError, PermissionError):
@@ -44,30 +43,30 @@ def _start_time() -> str | None:
 
 
 class WatchdogStore:
-    """The notes of one group."""
+    """The entries of one group."""
 
     def __init__(self, store: Any, rank: int, world: int) -> None:
         self._store = store
         self._rank = rank
         self._world = world
-        self.processes = _process_table()
+        self.namespace = _process_namespace()
         self._homes: dict[int, Entry] = {}
         home = {
             "host": socket.gethostname(),
-            "processes": self.processes,
+            "processes": self.namespace,
             "pid": os.getpid(),
             "began": _start_time(),
         }
         self._write(f"home/{rank}", home)
 
-    def _write(self, key: str, note: Entry) -> None:
-        self._store.set(key, json.dumps(note))
+    def _write(self, key: str, entry: Entry) -> None:
+        self._store.set(key, json.dumps(entry))
 
     def _read(self, key: str) -> Entry | None:
         if not self._store.check([key]):
             return None
-        note: Entry = json.loads(self._store.get(key))
-        return note
+        entry: Entry = json.loads(self._store.get(key))
+        return entry
 
     def home(self, rank: int) -> Entry | None:
         if rank not in self._homes:
@@ -77,32 +76,32 @@ class WatchdogStore:
             self._homes[rank] = home
         return self._homes[rank]
 
-    def post_status(self, note: Entry) -> None:
-        self._write(f"status/{self._rank}", note)
+    def post_status(self, entry: Entry) -> None:
+        self._write(f"status/{self._rank}", entry)
 
     def statuses(self) -> dict[int, Entry]:
-        """What ranks last said of themselves."""
+        """Returns the last status of each rank that has posted one."""
         read = {rank: self._read(f"status/{rank}") for rank in range(self._world)}
-        return {rank: note for rank, note in read.items() if note is not None}
+        return {rank: entry for rank, entry in read.items() if entry is not None}
 
     def end_epoch(self, epoch: int, failure: Entry, void: Entry | None = None) -> None:
-        """Says how an epoch ended, unless somebody has said so already; ``void`` is what counts for nothing by now."""
+        """Posts the failure that ended an epoch, unless there is one already; ``void`` is one that no longer counts."""
         known = "" if void is None else json.dumps(void)
         self._store.compare_set(f"verdict/{epoch}", known, json.dumps(failure))
 
-    def take(self, epoch: int) -> None:
-        """Says that a rank has left the epoch for its verdict."""
+    def mark_raised(self, epoch: int) -> None:
+        """Records that a rank has raised the epoch's failure."""
         self._store.set(f"taken/{epoch}", "1")
 
-    def is_taken(self, epoch: int) -> bool:
+    def is_raised(self, epoch: int) -> bool:
         return bool(self._store.check([f"taken/{epoch}"]))
 
     def failure(self, epoch: int) -> Entry | None:
         return self._read(f"verdict/{epoch}")
 
-    def ask_for_release(self, note: Entry) -> None:
-        self._write(f"release/{self._rank}", note)
+    def ask_for_release(self, entry: Entry) -> None:
+        self._write(f"release/{self._rank}", entry)
 
     def releases(self) -> dict[int, Entry]:
         read = {rank: self._read(f"release/{rank}") for rank in range(self._world) if rank != self._rank}
-        return {rank: note for rank, note in read.items() if note is not None}
+        return {rank: entry for rank, entry in read.items() if entry is not None}

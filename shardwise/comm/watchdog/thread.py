@@ -1,9 +1,9 @@
-"""The watch: a thread that finds out why a rank waits, and ends a wait that leads nowhere.
+"""The watchdog's thread: finds out why this rank is waiting, and ends a wait that would never end.
 
-It looks a few times a second and, as long as ranks move, does nothing but leave a sign of life now and then. A rank
-that has not moved for a moment says on the board what it is doing. A rank that waits reads there what the others do;
-what that means is ``diagnose``'s business. Who waits long for a rank that is merely late logs where that is. The first
-verdict counts; every rank that waits, or comes to wait later, raises it.
+It checks every channel a few times a second. While ranks make progress it only posts a heartbeat now and then. A rank
+that has made no progress for a moment posts its status to the store; a rank that waits reads the statuses of the
+others and passes them to ``diagnose``. A peer that is alive and merely late is logged, with its stack. The first
+failure posted for an epoch counts: every rank that waits, now or later, raises it.
 """
 
 from __future__ import annotations
@@ -32,362 +32,379 @@ from shardwise.torch_internals import num_issued
 
 _LOGGER = logging.getLogger("shardwise")
 _TICK_SECONDS = 0.05
-# How long a rank may stand still before it says so, and before one that waits asks why; less where little time is set.
-_MOMENT_SECONDS = 0.4
-_MOMENTS_IN_TIMEOUT = 20.0
-_LONGEST_SILENCE_SECONDS = 5.0
-# The longer a rank has stood still, the less often is it looked at.
-_LONGEST_NAP_SECONDS = 1.0
-_STILL_IN_NAPS = 40.0
-# How often at least it is said again that a rank is late.
-_LONGEST_UNTOLD_SECONDS = 300.0
-# The part of the time that others wait for it after which a rank tells where it is.
-_LATE = 4.0
-# How long peers are helped out after a verdict.
-_AFTERMATH_SECONDS = 15.0
-_LAST_LOOK_SECONDS = 1.0
-# How long a store may take to answer before ranks are on their own; and when one that failed is asked again.
-_STORE_ANSWERS_SECONDS = 5.0
-_STORE_IS_ASKED_AGAIN_SECONDS = 1.0
-_OVERSEE_SECONDS = 1.0
-_EVENTS_TOLD = 64
-_JUDGES = 16
-# Collectives of torch's that no rank leaves long before the others.
-_FOREIGN = re.compile(
+# How long a rank may make no progress before it posts its status and, if it waits, asks why; less for short timeouts.
+_IDLE_SECONDS = 0.4
+_IDLES_IN_TIMEOUT = 20.0
+# A rank posts its status at least this often, as a heartbeat.
+_LONGEST_HEARTBEAT_SECONDS = 5.0
+# The longer a rank has made no progress, the less often it is checked.
+_LONGEST_BETWEEN_CHECKS_SECONDS = 1.0
+_CHECKS_IN_STILL = 40.0
+# How often, at least, the warning about a late rank is repeated.
+_LONGEST_BETWEEN_WARNINGS_SECONDS = 300.0
+# A rank posts its stack after this fraction of the timeout (and heartbeats are at least as frequent).
+_STACKS_IN_TIMEOUT = 4.0
+# For how long after a failure this rank helps its peers out of their collectives.
+_HELP_PEERS_SECONDS = 15.0
+_JOIN_SECONDS = 1.0
+# How long the store may take to answer before this rank decides by itself; and when a store that failed is tried again.
+_STORE_TIMEOUT_SECONDS = 5.0
+_STORE_RETRY_SECONDS = 1.0
+_SILENT_STORE_CHECK_SECONDS = 1.0
+_NUM_EVENTS_POSTED = 64
+# About how many ranks of a group read all statuses in each round.
+_NUM_READERS = 16
+# torch's collectives that no rank leaves long before the others.
+_TORCH_COLLECTIVE = re.compile(
     r'File ".*torch/distributed/distributed_c10d\.py", line \d+, in '
     r"(barrier|monitored_barrier|all_reduce|all_gather|all_to_all|reduce_scatter)"
 )
-# What this rank is out of when a store fails for want of it: the store itself has not gone.
-_NO_STORE = "the store cannot be asked"
-_WANTS = tuple(map(os.strerror, (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC)))
+_STORE_SILENT = "the process group's store does not answer"
+# Errors of the store for which this process is to blame: the store itself is still there.
+_OUT_OF_RESOURCES = tuple(map(os.strerror, (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC)))
 _DEBUGGERS = ("pdb.py", "bdb.py", "pydevd", "debugpy", "ipdb")
 
 
 @dataclass
 class _Observation:
-    """What the watch saw of one wire."""
+    """What the watchdog has seen on one channel."""
 
     position: tuple[int, ...] = ()
     still_since: float = 0.0
     last_status: float = 0.0
     num_statuses: int = 0
     num_beats: int = 0
-    last_look: float = 0.0
-    last_judged: float = 0.0
-    num_judged: int = 0
+    last_check: float = 0.0
+    last_diagnosis: float = 0.0
+    num_diagnoses: int = 0
     failed_at: float | None = None
-    # After how long a wait it is next said who is late.
-    tells_after: float = 0.0
-    aftermath_until: float = 0.0
+    # After how long a wait the next warning about late ranks is due.
+    warns_after: float = 0.0
+    helps_peers_until: float = 0.0
     is_gone: bool = False
-    # Each peer's sign of life as this wait found it; when another one came; and since when this rank listens.
+    # Per peer: its last heartbeat, and when that changed during this wait; and since when this rank has been listening.
     beats: dict[int, int] = field(default_factory=dict)
     heard_at: dict[int, float] = field(default_factory=dict)
-    listens_since: float = 0.0
-    # Whom this rank waits for, directly or through others, by their numbers in the world; and whom it sees alive.
+    listening_since: float = 0.0
+    # World ranks that this rank waits for, directly or through others; and group ranks whose processes it sees alive.
     blocked_on: set[int] = field(default_factory=set)
     sees: list[int] = field(default_factory=list)
-    # The collective of torch's that this rank was last found in, what it had issued then, and since when.
-    sits_in: tuple[str, int] | None = None
-    sits_since: float = 0.0
-    # Since when the store cannot be asked, until when it is left alone, whether it has gone, and if not, why.
-    alone_since: float | None = None
-    alone_until: float = 0.0
+    # The torch collective in which this rank was last found, with how many it had issued by then; and since when.
+    inside: tuple[str, int] | None = None
+    inside_since: float = 0.0
+    # Since when the store fails, when it is tried again, whether it is gone for good, and its error if not.
+    no_store_since: float | None = None
+    retries_store_at: float = 0.0
     is_store_gone: bool = False
-    trouble: str = ""
+    store_error: str = ""
     last_error: str = ""
 
     def still_seconds(self, position: tuple[int, ...], now: float) -> float:
-        """For how long the rank has been where it is."""
+        """Returns for how long the rank has made no progress."""
         if position != self.position:
             self.position, self.still_since = position, now
-            self.num_statuses, self.failed_at, self.tells_after = 0, None, 0.0
-            self.listens_since = now
-            for seen in (self.beats, self.heard_at, self.blocked_on, self.sees):
-                seen.clear()
+            self.num_statuses, self.failed_at, self.warns_after = 0, None, 0.0
+            self.listening_since = now
+            for per_wait in (self.beats, self.heard_at, self.blocked_on, self.sees):
+                per_wait.clear()
         return now - self.still_since
 
-    def sits_seconds(self, stack: list[str], num_issued: int | None, now: float) -> float:
-        """For how long the rank has been in one and the same collective of torch's."""
-        found = _FOREIGN.search(stack[-1]) if stack else None
-        sits_in = (stack[-1], num_issued) if found and num_issued is not None else None
-        if sits_in is None or sits_in != self.sits_in:
-            self.sits_in, self.sits_since = sits_in, now
-        return now - self.sits_since
+    def seconds_inside(self, stack: list[str], num_issued: int | None, now: float) -> float:
+        """Returns for how long the rank has been inside the same call of a torch collective."""
+        found = _TORCH_COLLECTIVE.search(stack[-1]) if stack else None
+        inside = (stack[-1], num_issued) if found and num_issued is not None else None
+        if inside is None or inside != self.inside:
+            self.inside, self.inside_since = inside, now
+        return now - self.inside_since
 
 
 class Watchdog:
-    """The one watch of a process, over all its wires."""
+    """The watchdog of this process, over all its channels."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._sights: weakref.WeakKeyDictionary[WatchedChannel, _Observation] = weakref.WeakKeyDictionary()
+        self._observed: weakref.WeakKeyDictionary[WatchedChannel, _Observation] = weakref.WeakKeyDictionary()
         self._thread: threading.Thread | None = None
-        # Since when the watch is looking at a wire, and may be waiting for its store.
-        self._looks_since: float | None = None
-        self._is_over = threading.Event()
-        # A thread that talks to a store while the interpreter takes it down would take the process down with it.
-        atexit.register(self._end)
+        # Since when a channel is being checked: the thread may be waiting for its store.
+        self._checking_since: float | None = None
+        self._is_stopping = threading.Event()
+        # A thread that uses a store while the interpreter shuts down would crash the process.
+        atexit.register(self._stop)
 
-    def over(self, channel: WatchedChannel) -> None:
+    def watch(self, channel: WatchedChannel) -> None:
         with self._lock:
-            self._sights[channel] = _Observation()
+            self._observed[channel] = _Observation()
             if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._run, name="shardwise watch", daemon=True)
+                self._thread = threading.Thread(target=self._run, name="shardwise watchdog", daemon=True)
                 self._thread.start()
-                threading.Thread(target=self._oversee, name="shardwise watch's watch", daemon=True).start()
+                threading.Thread(
+                    target=self._check_for_silent_store, name="shardwise watchdog's store check", daemon=True
+                ).start()
 
     def channels(self) -> list[WatchedChannel]:
-        """All that is watched now."""
+        """Returns all channels that are being watched."""
         with self._lock:
-            return list(self._sights)
+            return list(self._observed)
 
-    def _end(self) -> None:
-        self._is_over.set()
+    def _stop(self) -> None:
+        self._is_stopping.set()
         if self._thread is not None:
-            self._thread.join(_LAST_LOOK_SECONDS)
+            self._thread.join(_JOIN_SECONDS)
 
     def _run(self) -> None:
-        while not self._is_over.wait(_TICK_SECONDS):
+        while not self._is_stopping.wait(_TICK_SECONDS):
             with self._lock:
-                sights = list(self._sights.items())
-            for channel, sight in sights:
-                self._look_once(channel, sight)
-            self._looks_since = None
-            sights.clear()
+                all_observed = list(self._observed.items())
+            for channel, observed in all_observed:
+                self._check_channel(channel, observed)
+            self._checking_since = None
+            all_observed.clear()
 
-    def _look_once(self, channel: WatchedChannel, sight: _Observation) -> None:
-        self._looks_since = now = time.monotonic()
+    def _check_channel(self, channel: WatchedChannel, observed: _Observation) -> None:
+        self._checking_since = now = time.monotonic()
         try:
             if channel.is_over():
-                self._leave(channel)
-            elif now < sight.alone_until:
-                self._look_alone(channel, sight)
+                self._forget(channel)
+            elif now < observed.retries_store_at:
+                self._check_without_store(channel, observed)
             else:
-                self._look(channel, sight)
-                if sight.alone_since is not None:
-                    # The others could say nothing either; from here on they can.
-                    sight.alone_since, sight.listens_since, channel.is_alone = None, now, False
-        except Exception as error:  # noqa: BLE001  a watch that ended would leave its rank waiting for ever
-            self._note_trouble(channel, sight, error, now)
+                self._check(channel, observed)
+                if observed.no_store_since is not None:
+                    # Until now the other ranks could not post either: their silence counts from here.
+                    observed.no_store_since, observed.listening_since, channel.is_store_silent = (
+                        None,
+                        now,
+                        False,
+                    )
+        except Exception as error:  # noqa: BLE001  without its watchdog a rank could wait forever
+            self._record_store_error(channel, observed, error, now)
 
-    def _oversee(self) -> None:
-        """A store whose process was stopped neither answers nor fails: the watch would wait for it with all others."""
-        while not self._is_over.wait(_OVERSEE_SECONDS):
-            since = self._looks_since
-            if since is None or time.monotonic() - since < _STORE_ANSWERS_SECONDS:
+    def _check_for_silent_store(self) -> None:
+        """Takes over while the store's process is stopped: a call to it then blocks the watchdog without failing."""
+        while not self._is_stopping.wait(_SILENT_STORE_CHECK_SECONDS):
+            since = self._checking_since
+            if since is None or time.monotonic() - since < _STORE_TIMEOUT_SECONDS:
                 continue
             with self._lock:
-                sights = list(self._sights.items())
-            for channel, sight in sights:
-                channel.is_alone = True
-                if sight.alone_since is None:
-                    sight.alone_since = since
-                sight.is_store_gone, sight.trouble = True, _NO_STORE
-                self._look_alone(channel, sight)
-            sights.clear()
+                all_observed = list(self._observed.items())
+            for channel, observed in all_observed:
+                channel.is_store_silent = True
+                if observed.no_store_since is None:
+                    observed.no_store_since = since
+                observed.is_store_gone, observed.store_error = True, _STORE_SILENT
+                self._check_without_store(channel, observed)
+            all_observed.clear()
 
-    def _leave(self, channel: WatchedChannel) -> None:
+    def _forget(self, channel: WatchedChannel) -> None:
         with self._lock:
-            self._sights.pop(channel, None)
+            self._observed.pop(channel, None)
 
     def end_rank(self, thread: int) -> None:
-        """The rank on this thread has ended: those that still wait for it are told so, at once."""
+        """Tells peers that wait for the rank on this thread that it has ended."""
         with self._lock:
-            ended = [(channel, sight) for channel, sight in self._sights.items() if channel.thread == thread]
-        for channel, sight in ended:
+            ended = [
+                (channel, observed)
+                for channel, observed in self._observed.items()
+                if channel.thread == thread
+            ]
+        for channel, observed in ended:
             if not channel.is_over():
-                sight.is_gone = True
-                channel.tell_peers(self._say, channel, sight, None, 0.0, time.monotonic())
+                observed.is_gone = True
+                channel.tell_peers(self._post_status, channel, observed, None, 0.0, time.monotonic())
 
-    def _note_trouble(
-        self, channel: WatchedChannel, sight: _Observation, error: Exception, now: float
+    def _record_store_error(
+        self, channel: WatchedChannel, observed: _Observation, error: Exception, now: float
     ) -> None:
-        """The board could not be asked: the store went with the rank that kept it, or this rank is out of something."""
+        """Handles a failed check: the store died with the rank that hosts it, or this process is out of a resource."""
         if channel.is_over():
             return
         is_of_store = isinstance(error, dist.DistError) or is_lost_connection(error)
-        sight.is_store_gone = is_of_store and not any(want in str(error) for want in _WANTS)
-        trouble = _NO_STORE if sight.is_store_gone else f"this rank cannot ask: {error}"
-        if not sight.is_store_gone and sight.trouble != trouble:
-            _LOGGER.warning("the watch of rank %d fails", channel.own_rank, exc_info=error)
-        sight.trouble = trouble
-        sight.alone_until = now + _STORE_IS_ASKED_AGAIN_SECONDS
-        if sight.alone_since is None:
-            sight.alone_since = now
-        self._look_alone(channel, sight)
+        observed.is_store_gone = is_of_store and not any(reason in str(error) for reason in _OUT_OF_RESOURCES)
+        store_error = _STORE_SILENT if observed.is_store_gone else f"this rank cannot use the store: {error}"
+        if not observed.is_store_gone and observed.store_error != store_error:
+            _LOGGER.warning(
+                "rank %d: its watchdog fails, and tries again", channel.world_rank, exc_info=error
+            )
+        observed.store_error = store_error
+        observed.retries_store_at = now + _STORE_RETRY_SECONDS
+        if observed.no_store_since is None:
+            observed.no_store_since = now
+        self._check_without_store(channel, observed)
 
-    def _look(self, channel: WatchedChannel, sight: _Observation) -> None:
+    def _check(self, channel: WatchedChannel, observed: _Observation) -> None:
         now = time.monotonic()
-        # The training thread may leave the epoch at any moment: what is found out here is about this one.
+        # The training thread may leave this epoch at any moment; everything below is about this epoch.
         epoch, num_events = channel.log.epoch, channel.log.num_events
         waiting = channel.current_wait()
-        if now < max(sight.aftermath_until, channel.restarted_at + _AFTERMATH_SECONDS):
+        if now < max(observed.helps_peers_until, channel.restarted_at + _HELP_PEERS_SECONDS):
             channel.help_peers()
-        still_seconds = sight.still_seconds((epoch, num_events, channel.num_moves, id(waiting)), now)
+        still_seconds = observed.still_seconds((epoch, num_events, channel.num_moves, id(waiting)), now)
         timeout_seconds = policies.trust().timeout_seconds
-        moment_seconds = min(_MOMENT_SECONDS, timeout_seconds / _MOMENTS_IN_TIMEOUT)
-        longest_silence_seconds = min(_LONGEST_SILENCE_SECONDS, timeout_seconds / _LATE)
-        if still_seconds < moment_seconds:
-            if now - sight.last_status >= longest_silence_seconds:
-                self._say(channel, sight, waiting, still_seconds, now)
+        idle_seconds = min(_IDLE_SECONDS, timeout_seconds / _IDLES_IN_TIMEOUT)
+        heartbeat_seconds = min(_LONGEST_HEARTBEAT_SECONDS, timeout_seconds / _STACKS_IN_TIMEOUT)
+        if still_seconds < idle_seconds:
+            if now - observed.last_status >= heartbeat_seconds:
+                self._post_status(channel, observed, waiting, still_seconds, now)
             return
-        if channel.failure is None and now - sight.last_look < min(
-            _LONGEST_NAP_SECONDS, still_seconds / _STILL_IN_NAPS
+        if channel.failure is None and now - observed.last_check < min(
+            _LONGEST_BETWEEN_CHECKS_SECONDS, still_seconds / _CHECKS_IN_STILL
         ):
             return
-        sight.last_look = now
+        observed.last_check = now
         known: Entry | None = None
         if channel.failure is None:
             known = channel.store.failure(epoch)
             if known is not None and not channel.is_void(known, epoch):
-                sight.aftermath_until = now + _AFTERMATH_SECONDS
-                sight.failed_at = now
+                observed.helps_peers_until = now + _HELP_PEERS_SECONDS
+                observed.failed_at = now
                 if waiting is not None:
                     channel.set_failure(known, epoch)
         if waiting is not None and channel.failure is not None:
-            sight.failed_at = now if sight.failed_at is None else sight.failed_at
-            channel.release_wait(waiting, now - sight.failed_at)
+            observed.failed_at = now if observed.failed_at is None else observed.failed_at
+            channel.release_wait(waiting, now - observed.failed_at)
             return
-        silence_seconds = min(longest_silence_seconds, moment_seconds * 2.0 ** min(sight.num_statuses, 10))
-        spoken_seconds = max(moment_seconds, channel.world / 100) if waiting is not None else silence_seconds
-        if now - sight.last_status >= spoken_seconds:
-            sight.num_statuses += 1
-            self._say(channel, sight, waiting, still_seconds, now)
-        if waiting is not None and self._is_judge(channel, sight, moment_seconds, now):
+        backoff_seconds = min(heartbeat_seconds, idle_seconds * 2.0 ** min(observed.num_statuses, 10))
+        post_interval_seconds = (
+            max(idle_seconds, channel.world / 100) if waiting is not None else backoff_seconds
+        )
+        if now - observed.last_status >= post_interval_seconds:
+            observed.num_statuses += 1
+            self._post_status(channel, observed, waiting, still_seconds, now)
+        if waiting is not None and self._is_its_turn(channel, observed, idle_seconds, now):
             own = channel.log.excerpt()
             if (own.epoch, own.num_events) != (epoch, num_events):
-                # It has moved on just now: what it waits for there has had no time yet.
+                # The rank has made progress meanwhile: its new wait has only just begun.
                 return
-            evidence = self._ask_others(channel, sight, own, still_seconds)
+            evidence = self._collect_evidence(channel, observed, own, still_seconds)
             failure = diagnose(channel, waiting, evidence)
             if failure is not None:
                 channel.end_epoch(epoch, failure, void=known)
-            elif still_seconds >= max(timeout_seconds, sight.tells_after):
-                sight.tells_after = still_seconds + min(still_seconds, _LONGEST_UNTOLD_SECONDS)
+            elif still_seconds >= max(timeout_seconds, observed.warns_after):
+                observed.warns_after = still_seconds + min(still_seconds, _LONGEST_BETWEEN_WARNINGS_SECONDS)
                 late = describe_late_ranks(channel, waiting, evidence)
                 if late is not None:
-                    _LOGGER.warning("rank %d goes on waiting: %s", channel.own_rank, late)
+                    _LOGGER.warning("rank %d is still waiting: %s", channel.world_rank, late)
 
-    def _say(
+    def _post_status(
         self,
         channel: WatchedChannel,
-        sight: _Observation,
+        observed: _Observation,
         waiting: Waiting | None,
         still_seconds: float,
         now: float,
     ) -> None:
-        sight.last_status = now
-        sight.num_beats += 1
-        status = _status(channel, waiting, sight, still_seconds)
+        observed.last_status = now
+        observed.num_beats += 1
+        status = _status(channel, waiting, observed, still_seconds)
         status["blocked_on"] = self._blocked_on(channel)
         channel.store.post_status(status)
 
     def _blocked_on(self, channel: WatchedChannel) -> list[int]:
-        """Whom this rank's host waits for, on whichever wire."""
+        """Returns the world ranks that this rank waits for, on any channel."""
         with self._lock:
             own = [
-                sight
-                for each, sight in self._sights.items()
-                if each.own_rank == channel.own_rank and each.waiting
+                observed
+                for each, observed in self._observed.items()
+                if each.world_rank == channel.world_rank and each.waiting
             ]
-        return sorted(set().union(*(sight.blocked_on for sight in own)))
+        return sorted(set().union(*(observed.blocked_on for observed in own)))
 
-    def _ask_others(
-        self, channel: WatchedChannel, sight: _Observation, own: LogExcerpt, still_seconds: float
+    def _collect_evidence(
+        self, channel: WatchedChannel, observed: _Observation, own: LogExcerpt, still_seconds: float
     ) -> Evidence:
         now = time.monotonic()
         statuses, silent_seconds = {}, {}
-        for rank, note in channel.store.statuses().items():
+        for rank, status in channel.store.statuses().items():
             if rank == channel.rank:
                 continue
-            if sight.beats.setdefault(rank, note["beat"]) != note["beat"]:
-                sight.beats[rank], sight.heard_at[rank] = note["beat"], now
-            if note["epoch"] == own.epoch:
-                statuses[rank] = note
-            elif note["gone"] and note["epoch"] < own.epoch:
-                statuses[rank] = {**note, "num_events": 0, "events": []}
+            if observed.beats.setdefault(rank, status["beat"]) != status["beat"]:
+                observed.beats[rank], observed.heard_at[rank] = status["beat"], now
+            if status["epoch"] == own.epoch:
+                statuses[rank] = status
+            elif status["gone"] and status["epoch"] < own.epoch:
+                statuses[rank] = {**status, "num_events": 0, "events": []}
         for rank in range(channel.world):
             silent_seconds[rank] = min(
-                still_seconds, now - max(sight.listens_since, sight.heard_at.get(rank, 0.0))
+                still_seconds, now - max(observed.listening_since, observed.heard_at.get(rank, 0.0))
             )
         evidence = collect_evidence(channel, own, statuses, silent_seconds, still_seconds)
-        sight.sees = [rank for rank, state in evidence.behind.items() if state == "alive"]
-        sight.blocked_on = {channel.ranks[rank] for rank in evidence.behind}.union(
+        observed.sees = [rank for rank, state in evidence.behind.items() if state == "alive"]
+        observed.blocked_on = {channel.ranks[rank] for rank in evidence.behind}.union(
             *(statuses[rank]["blocked_on"] for rank in evidence.behind if rank in statuses)
         )
         return evidence
 
-    def _is_judge(
-        self, channel: WatchedChannel, sight: _Observation, moment_seconds: float, now: float
+    def _is_its_turn(
+        self, channel: WatchedChannel, observed: _Observation, idle_seconds: float, now: float
     ) -> bool:
-        """Not every rank asks for every other's doings at every moment: the store has but one server.
+        """Limits how many ranks read all statuses at the same time: the store has a single server.
 
-        Some ask each time, so that they know who has been silent; the others in turn, in case those do not wait.
+        Some ranks read every time, so that they know who has been silent; the others take turns, in case these do not
+        wait.
         """
-        if now - sight.last_judged < max(moment_seconds / 2, channel.world / 100):
+        if now - observed.last_diagnosis < max(idle_seconds / 2, channel.world / 100):
             return False
-        sight.last_judged = now
-        sight.num_judged += 1
-        turns = -(-channel.world // _JUDGES)
-        return channel.rank % turns == 0 or (channel.rank + sight.num_judged) % turns == 0
+        observed.last_diagnosis = now
+        observed.num_diagnoses += 1
+        turns = -(-channel.world // _NUM_READERS)
+        return channel.rank % turns == 0 or (channel.rank + observed.num_diagnoses) % turns == 0
 
-    def _look_alone(self, channel: WatchedChannel, sight: _Observation) -> None:
-        """Nobody can be asked; what is left is the time that is set."""
+    def _check_without_store(self, channel: WatchedChannel, observed: _Observation) -> None:
+        """Checks a channel while the store is unusable: nothing but the timeouts is left to go by."""
         try:
-            self._count_time_alone(channel, sight)
+            self._fail_after_timeout(channel, observed)
         except Exception as error:
-            if sight.last_error != repr(error):
-                sight.last_error = repr(error)
-                _LOGGER.exception("the watch of rank %d failed", channel.own_rank)
+            if observed.last_error != repr(error):
+                observed.last_error = repr(error)
+                _LOGGER.exception("rank %d: its watchdog failed", channel.world_rank)
 
-    def _count_time_alone(self, channel: WatchedChannel, sight: _Observation) -> None:
+    def _fail_after_timeout(self, channel: WatchedChannel, observed: _Observation) -> None:
         epoch = channel.log.epoch
         waiting = channel.current_wait()
         now = time.monotonic()
-        still_seconds = sight.still_seconds(
+        still_seconds = observed.still_seconds(
             (epoch, channel.log.num_events, channel.num_moves, id(waiting)), now
         )
-        # As long as it is this rank's own trouble, the others may be well, and it may pass.
-        limit_seconds = policies.trust().timeout_seconds if sight.is_store_gone else channel.late_seconds()
-        alone_seconds = 0.0 if sight.alone_since is None else now - sight.alone_since
-        if waiting is None or min(still_seconds, alone_seconds) < limit_seconds:
+        # If only this rank cannot use the store, the other ranks may be well, and the trouble may pass.
+        limit_seconds = policies.trust().timeout_seconds if observed.is_store_gone else channel.late_seconds()
+        no_store_seconds = 0.0 if observed.no_store_since is None else now - observed.no_store_since
+        if waiting is None or min(still_seconds, no_store_seconds) < limit_seconds:
             return
         if channel.failure is None:
-            sight.failed_at = now
+            observed.failed_at = now
             failure = EpochFailure(
                 PeerFailure,
-                f"other ranks did not come to {collective_name(waiting.code)} within {still_seconds:.1f} s, and where "
-                f"they are is not known: {sight.trouble}",
+                f'other ranks did not reach "{collective_name(waiting.code)}" within {still_seconds:.1f} s, and their '
+                f"state is unknown: {observed.store_error}",
                 "look for the rank that died in the job's logs; restart from the last checkpoint",
             )
             channel.set_failure(failure.as_entry(), epoch)
-        channel.release_wait_alone(waiting)
+        channel.release_wait_without_store(waiting)
 
 
 def _status(
-    channel: WatchedChannel, waiting: Waiting | None, sight: _Observation, still_seconds: float
+    channel: WatchedChannel, waiting: Waiting | None, observed: _Observation, still_seconds: float
 ) -> Entry:
-    # Late, because it interrupts the rank, and nobody needs to know where one is that is merely busy.
-    is_late = still_seconds >= policies.trust().timeout_seconds / _LATE
+    # Reading a stack interrupts the rank, and while a rank is merely busy nobody needs its stack.
+    is_late = still_seconds >= policies.trust().timeout_seconds / _STACKS_IN_TIMEOUT
     stack = stack_of(channel.thread) if is_late else []
     group = channel.group()
     issued = num_issued(group) if is_late and group is not None else None
-    excerpt = channel.log.excerpt(_EVENTS_TOLD)
+    excerpt = channel.log.excerpt(_NUM_EVENTS_POSTED)
     return {
-        "beat": sight.num_beats,
+        "beat": observed.num_beats,
         "epoch": excerpt.epoch,
         "num_events": excerpt.num_events,
-        "events": excerpt.words,
+        "events": excerpt.names,
         "waiting": None if waiting is None else collective_name(waiting.code),
         "bytes": getattr(waiting, "message_bytes", 0),
         "still_seconds": round(still_seconds, 1),
         "stack": stack[-12:],
         "in_debugger": any(name in line for line in stack for name in _DEBUGGERS),
-        "sits_seconds": sight.sits_seconds(stack, issued, time.monotonic()),
-        "sees": sight.sees,
+        "sits_seconds": observed.seconds_inside(stack, issued, time.monotonic()),
+        "sees": observed.sees,
         "blocked_on": [],
-        "gone": sight.is_gone,
+        "gone": observed.is_gone,
     }
 
 
@@ -395,4 +412,4 @@ WATCHDOG = Watchdog()
 
 
 def start_watching(channel: Any) -> None:
-    WATCHDOG.over(channel)
+    WATCHDOG.watch(channel)

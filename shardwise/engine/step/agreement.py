@@ -139,7 +139,7 @@ class StepAgreement:
         for channel, epoch in zip(self.channels, self._epochs, strict=True):
             # A wire that has begun a new path by itself has told them.
             if channel.log.epoch == epoch:
-                channel.break_off(what)
+                channel.abort_step(what)
         self._has_broken_off = True
         self._put_back()
 
@@ -165,7 +165,7 @@ class StepAgreement:
         if not self._is_torn:
             self._is_torn = True
             for channel in self.channels:
-                channel.break_off(what)
+                channel.abort_step(what)
         checkpoint = f" ({last_checkpoint()})" if last_checkpoint() else ""
         raise StateError(
             f"{what}: some of its parameters are updated and some are not",

@@ -72,13 +72,13 @@ def why_not_capturable(root: Root) -> str | None:
 def recording(root: Root) -> Iterator[None]:
     """While it is open, what is issued is recorded and does not run."""
     for channel in root.agreement.channels:
-        channel.is_recorded = True
+        channel.is_capturing = True
     try:
         yield
     finally:
         for channel in root.agreement.channels:
             channel.last_event = None
-            channel.is_recorded = False
+            channel.is_capturing = False
 
 
 def join_streams(root: Root) -> None:
@@ -109,7 +109,7 @@ def begin_replay(root: Root) -> None:
 def end_replay(root: Root) -> None:
     """Watches the recorded step, and reshards units left unsharded: the shards have changed unseen."""
     for channel in root.agreement.channels:
-        channel.follow()
+        channel.after_backend_collective()
     for unit in root.units:
         if unit.state is not SHARDED:
             unit.reshard(trace.IDLE)

@@ -271,7 +271,7 @@ def a_rank_whose_step_raises_in_backward_keeps_no_other_waiting(
     raises = (
         pytest.raises(error, match=r"^in the local step$")
         if dist.get_rank() == 1
-        else pytest.raises(PeerFailure, match=rf"rank 1 broke off its step: {error.__name__} .* torn")
+        else pytest.raises(PeerFailure, match=rf"rank 1 aborted its step: {error.__name__} .* torn")
     )
     with raises:
         ddp(next(inputs)).square().sum().backward()
