@@ -389,7 +389,7 @@ LONG_SECONDS = 120.0
 # How often the watch looks, which tests make often; and limits for what a busy machine may be late with, here long.
 _WAITS = {
     (watchdog_thread, "_TICK_SECONDS"): 0.01,
-    (watchdog_thread, "_MOMENT_SECONDS"): 0.05,
+    (watchdog_thread, "_IDLE_SECONDS"): 0.05,
     (gloo, "_LANDING_SECONDS"): 0.02,
     (thread_channels, "_LANDING_SECONDS"): 0.02,
     (diagnosis, "_TELLING_SECONDS"): LONG_SECONDS,

@@ -45,7 +45,7 @@ def group_with(sight):
     """A group anew, in which a rank finds only those that ``sight`` lets it."""
     rank = dist.get_rank()
     peers = iter([(rank + step) % dist.get_world_size() for step in range(1, dist.get_world_size())])
-    visit = shared_memory_peers._visit
+    visit = shared_memory_peers._open_peer
 
     def visit_some(card, table):
         return visit(card, table) if SIGHTS[sight](rank, next(peers)) else None
@@ -61,7 +61,7 @@ def group_with(sight):
             if rank == 0:
                 patch.setattr(shared_memory_peers, "Arena", no_arena)
         else:
-            patch.setattr(shared_memory_peers, "_visit", visit_some)
+            patch.setattr(shared_memory_peers, "_open_peer", visit_some)
         group = dist.new_group()
         GroupCollectives(group, CPU).channel.agree(UNNAMED)
     return group
@@ -214,9 +214,9 @@ def say_much():
     channel.agree(UNNAMED)
     near = channel._local_peers
     for number in range(10_000):
-        near.tell(1 - rank, number, 7, 2 * number)
+        near.notify(1 - rank, number, 7, 2 * number)
     dist.barrier()
-    return all(near.hear(1 - rank, number, 7) == 2 * number for number in range(10_000))
+    return all(near.wait_for(1 - rank, number, 7) == 2 * number for number in range(10_000))
 
 
 def test_collectives_that_nobody_has_waited_for_may_be_thousands():

@@ -35,36 +35,36 @@ def test_descriptors_may_be_as_large_as_processes_have_them():
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4096)), hard))
     zero, one = pair(least_descriptor=2000)
-    zero.tell(1, (1, 0), 5)
-    assert one.hear(0, (1, 0)) == 5
+    zero.send(1, (1, 0), 5)
+    assert one.receive(0, (1, 0)) == 5
 
 
 def test_numbers_wait_under_their_keys_until_they_are_asked_for():
     zero, one = pair()
     for number in (1, 2, 3):
-        zero.tell(1, (number, 0), 10 * number)
-        zero.tell(1, (number, 1), -(1 << 62))
-    assert one.hear(0, (3, 0)) == 30
-    assert one.hear(0, (1, 0)) == 10
-    assert one.hear(0, (1, 1)) == -(1 << 62)
-    assert one.hear(0, (2, 0)) == 20
-    one.tell(0, (7, 7))
-    assert zero.hear(1, (7, 7)) == 0
+        zero.send(1, (number, 0), 10 * number)
+        zero.send(1, (number, 1), -(1 << 62))
+    assert one.receive(0, (3, 0)) == 30
+    assert one.receive(0, (1, 0)) == 10
+    assert one.receive(0, (1, 1)) == -(1 << 62)
+    assert one.receive(0, (2, 0)) == 20
+    one.send(0, (7, 7))
+    assert zero.receive(1, (7, 7)) == 0
 
 
 def test_a_peer_that_has_ended_is_named_at_once_by_whoever_listens_or_speaks():
     zero, one = pair()
-    zero.tell(1, (1, 0), 5)
-    ends = [*zero._ears.values(), *zero._mouths.values()]
+    zero.send(1, (1, 0), 5)
+    ends = [*zero._read_ends.values(), *zero._write_ends.values()]
     del zero  # the last of rank 0: its ends of the pipes go with it
     for end in ends:
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(end)
-    assert one.hear(0, (1, 0)) == 5
+    assert one.receive(0, (1, 0)) == 5
     with pytest.raises(RuntimeError, match="rank 0 of the group has ended"):
-        one.hear(0, (2, 0))
+        one.receive(0, (2, 0))
     with pytest.raises(RuntimeError, match="rank 0 of the group has ended"):
-        one.tell(0, (2, 0))
+        one.send(0, (2, 0))
 
 
 def test_ranks_that_come_by_the_same_path_have_the_same_numbers_and_none_comes_again():
@@ -73,11 +73,11 @@ def test_ranks_that_come_by_the_same_path_have_the_same_numbers_and_none_comes_a
     for step in range(100):
         for neighbours in (zero, one):
             neighbours._channel.record(collective_code(f"step {step % 3}"))
-        numbers = [(zero.number(), one.number()) for _ in range(3)]
+        numbers = [(zero.next_tag(), one.next_tag()) for _ in range(3)]
         assert all(left == right for left, right in numbers)
         seen.update(left for left, _ in numbers)
     assert len(seen) == 300
     for neighbours in (zero, one):
         neighbours._channel.abort_step("something is wrong")
-    assert zero.number() == one.number()
-    assert zero.number() not in seen
+    assert zero.next_tag() == one.next_tag()
+    assert zero.next_tag() not in seen

@@ -1,18 +1,18 @@
-"""Collectives on gloo, out of messages that carry a tag made of the path.
+"""Collectives on gloo, made of messages whose tags come from the collective log.
 
 gloo's own collectives pair the n-th call of one rank with the n-th call of another, whatever they are: data is mixed,
-or, where sizes differ, the process ends. Here a message is for whoever comes by the same path. Ranks that part wait
-for each other, with their data unharmed, until the watch explains it; ranks that do not part pay nothing for it.
+or, if sizes differ, the process is aborted. Here a message only reaches a rank with the same log. Ranks that diverge
+wait for each other, their data unharmed, until the watchdog explains it; ranks that do not diverge pay nothing.
 
     rank 0  gather 'layers.1'   tag 7a3 ──▶          ◀── tag 51c   gather 'layers.2'  rank 1
 
-Reduce-scatter is an exchange of rows, summed here in rank order: bitwise that of a loop over ranks. (gloo's own is an
-all-reduce and a slice: twice the bytes, in an order of its own.)
+Reduce-scatter is an exchange of rows, summed here in rank order: bitwise the same as a loop over ranks. (gloo's own is
+an all-reduce and a slice: twice the bytes, in an order of its own.)
 
-Ranks of one host do not send each other bytes: a message says where they lie (``comm/shared_memory/peers``).
+Ranks of one host do not send each other the data, only where it is in shared memory (``comm/shared_memory/peers``).
 
-A wait in gloo cannot be called off. A rank that a verdict has ended asks its peers to take part in the collective it
-is stuck in, with bytes that nobody reads; a peer that cannot answer costs the connections.
+A wait in gloo cannot be cancelled. A rank whose epoch has failed asks its peers to take part in the collective in which
+it is stuck, with bytes that nobody reads; if a peer does not answer, the connections are closed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from shardwise.torch_internals import (
 
 _MASK = (1 << 61) - 1
 _MIX = 0xBF58476D1CE4E5B
-# The watch ends a wait, not gloo: a timeout of gloo's own closes all connections.
+# The watchdog ends waits, not gloo: a timeout of gloo's own closes all connections.
 _UNTIL_THE_WATCHDOG_ENDS_IT = timedelta(days=7)
 _PEERS_ANSWER_SECONDS = 1.0
 _LANDING_SECONDS = 0.2
@@ -57,38 +57,38 @@ class GlooChannel(WatchedChannel):
         super().__init__(group, device)
         backend = backend_of(group, device)
         self._send, self._receive = backend.send, backend.recv
-        # Each rank begins with the one after it, so that not all of them send to the same one.
+        # Each rank starts with the next one, so that not all of them send to the same rank.
         self._peers = [(self.rank + step) % self.world for step in range(1, self.world)]
         self._rounds = [1 << power for power in range((self.world - 1).bit_length())]
-        # Unwatched, a wait ends with the group's own timeout.
+        # Without checks, a wait ends with the group's own timeout.
         self.patience = (_UNTIL_THE_WATCHDOG_ENDS_IT,) if self.checks else ()
         self.patience_seconds = None if self.checks else timeout_seconds_of(group, device)
         self._asked: Waiting | None = None
         self._served: set[tuple[int, int]] = set()
-        # alive: for good, because messages to and from ranks that have left may still land
-        self._left_behind: list[Any] = []
-        # Found out anew on every path: then nothing of the last one can be taken for this one's.
+        # alive: for good, because messages to and from ranks that have left may still arrive
+        self._abandoned: list[Any] = []
+        # Found anew for every log, so that nothing of the last one can be mistaken for this one's.
         self._local_peers: LocalPeers | None = None
         self._remote_peers = self._peers
-        # Beside what the group has sent and received.
+        # Read from shared memory, in addition to what the group has sent and received.
         self.bytes_read = 0
 
     def _next_digest(self, code: int, message_bytes: int) -> int:
-        """The path and the size: gloo ends a process that receives more than it asked for."""
+        """Records an event; returns a digest of log and size: gloo aborts a process that receives too many bytes."""
         if self._local_peers is None:
             self._find_local_peers(code)
         return _message_digest(self.record(code), message_bytes)
 
     def _find_local_peers(self, code: int) -> None:
-        """Finds the ranks of this host, before the first thing that is done on a path."""
+        """Finds the ranks of this host, before the first collective of a log."""
         self._local_peers = find_local_peers(self, partial(self._swap, code))
         self._remote_peers = [peer for peer in self._peers if peer not in self._local_peers.peers]
         self.lends_rows = not self._remote_peers
 
     def _swap(self, code: int, messages: Mapping[int, bytes]) -> Mapping[int, bytes]:
-        """Sends each peer its message, and receives theirs, all of one length."""
+        """Sends each peer its message and returns theirs, all of the same length."""
         size = len(next(iter(messages.values())))
-        # An event of its own: whoever is in it does not yet wait for what comes after.
+        # An event of its own: a rank in it is not yet waiting in the collective that follows.
         code = collective_code(f"find the ranks of its host, to {collective_name(code)}")
         posted = GlooWork(self, code, _message_digest(self.record(code), size), size)
         received = {peer: torch.empty(size, dtype=torch.uint8) for peer in messages}
@@ -104,7 +104,7 @@ class GlooChannel(WatchedChannel):
         self.agree(code)
 
     def gather(self, output: torch.Tensor, own: torch.Tensor, code: int) -> GlooWork:
-        """Every rank's ``own`` into ``output``, in rank order."""
+        """Gathers every rank's ``own`` into ``output``, in rank order."""
         size = own.nbytes
         posted = GlooWork(self, code, self._next_digest(code, size), size)
         posted.alive = (output, own)
@@ -130,7 +130,7 @@ class GlooChannel(WatchedChannel):
         self._lend(posted, own, ())
 
     def reduce_scatter(self, output: torch.Tensor, rows: torch.Tensor, code: int) -> GlooWork:
-        """The sum over ranks of their rows for this one, in ``output``."""
+        """Sums this rank's row over all ranks into ``output``."""
         size = output.nbytes
         posted = GlooSum(self, code, self._next_digest(code, size), size)
         posted.output, posted.terms = output, [rows]
@@ -151,11 +151,11 @@ class GlooChannel(WatchedChannel):
         self._post(posted, posted.terms, sent, self._remote_peers)
 
     def lend(self, num_bytes: int) -> torch.Tensor | None:
-        near = self._local_peers
-        return near.lend(num_bytes) if near is not None and near.peers and num_bytes else None
+        local = self._local_peers
+        return local.lend(num_bytes) if local is not None and local.peers and num_bytes else None
 
     def exchange(self, output: torch.Tensor, rows: torch.Tensor, code: int) -> GlooWork:
-        """Every rank's row for this one, in rank order, in ``output``: a reduce-scatter whose sum is the caller's."""
+        """Gathers every rank's row for this rank into ``output``, in rank order: a reduce-scatter without the sum."""
         size = rows.nbytes // self.world
         posted = GlooWork(self, code, self._next_digest(code, size), size)
         posted.alive = (output, rows)
@@ -172,41 +172,41 @@ class GlooChannel(WatchedChannel):
         self._post(posted, arriving, sent, self._remote_peers)
 
     def agree(self, code: int) -> None:
-        """Each round doubles the number of ranks that this one knows to have come here."""
+        """Each round doubles the number of ranks that are known to be here."""
         if not self.checks:
             return
         digest = self._next_digest(code, 1)
-        near = self._local_peers
-        assert near is not None
+        local = self._local_peers
+        assert local is not None
         for distance in self._rounds:
             before, after = (self.rank - distance) % self.world, (self.rank + distance) % self.world
             posted = GlooWork(self, code, digest, 1)
-            posted.near, posted.what = near, distance
+            posted.local, posted.topic = local, distance
             try:
-                if after in near.peers:
-                    near.tell(after, digest, distance)
+                if after in local.peers:
+                    local.notify(after, digest, distance)
                 else:
                     posted.alive = (torch.zeros(1, dtype=torch.uint8),)
                     posted.works.append(self._send([posted.alive[0]], after, posted.tag))
-                if before in near.peers:
+                if before in local.peers:
                     posted.awaited = (before,)
                 else:
                     posted.alive = (*posted.alive, torch.empty(1, dtype=torch.uint8))
                     posted.works.append(self._receive([posted.alive[-1]], before, posted.tag))
-            except Exception as error:  # noqa: BLE001  it is raised again, once peers know
+            except Exception as error:  # noqa: BLE001  raised again, once peers know
                 self.fail(error)
-            posted.arrive()
+            posted.wait_for_arrival()
 
     def _lend(self, posted: GlooWork, sent: torch.Tensor, arriving: Sequence[torch.Tensor]) -> None:
-        near = posted.near
-        assert near is not None
-        if not near.peers:
+        local = posted.local
+        assert local is not None
+        if not local.peers:
             return
         try:
-            posted.lent[self.rank] = near.send(sent, posted.digest)
-        except Exception as error:  # noqa: BLE001  it is raised again, once peers know
+            posted.lent[self.rank] = local.send(sent, posted.digest)
+        except Exception as error:  # noqa: BLE001  raised again, once peers know
             self.fail(error)
-        posted.awaited, posted.arriving = near.peers, arriving
+        posted.awaited, posted.arriving = local.peers, arriving
 
     def _post(self, posted: GlooWork, arriving: Any, sent: Any, peers: Iterable[int]) -> None:
         tag, works = posted.tag, posted.works
@@ -215,7 +215,7 @@ class GlooChannel(WatchedChannel):
                 works.append(self._receive([arriving[peer]], peer, tag))
             for peer in peers:
                 works.append(self._send([sent[peer]], peer, tag))
-        except Exception as error:  # noqa: BLE001  it is raised again, once peers know
+        except Exception as error:  # noqa: BLE001  raised again, once peers know
             self.fail(error)
 
     def _begin(
@@ -226,28 +226,28 @@ class GlooChannel(WatchedChannel):
     ) -> None:
         if not posted.message_bytes:
             return
-        posted.near = self._local_peers
+        posted.local = self._local_peers
         if not modes_are_watching():
             post(posted)
             return
-        # Somebody may be counting collectives: ours count as the ones that they are.
+        # A dispatch mode may be counting collectives: show it the one that this is.
         group = self.group()
         assert group is not None
         dispatch_as(counts_as(group), posted.alive, partial(post, posted), posted.works)
 
-    # --- the end of a path ----------------------------------------------------------------------------------------
+    # --- failures -------------------------------------------------------------------------------------------------
 
     def _restart_log(self) -> None:
         super()._restart_log()
         self._local_peers, self.lends_rows = None, False
 
-    def leave_behind(self, posted: GlooWork) -> None:
-        """Keeps what messages that are not over are sent from and received in."""
+    def abandon(self, posted: GlooWork) -> None:
+        """Keeps the buffers of unfinished messages alive."""
         if posted.works:
-            self._left_behind.append((posted.works, posted.alive))
+            self._abandoned.append((posted.works, posted.alive))
 
     def land(self, work: Any) -> bool:
-        # Nothing lands here that is read by this rank itself.
+        # With shared memory only, this rank itself writes the result.
         if not work.works:
             return True
         landing = threading.Thread(target=_wait_for_all, args=(work.works, work.alive), daemon=True)
@@ -260,7 +260,7 @@ class GlooChannel(WatchedChannel):
         if isinstance(waiting, (BackendWait, GlooWork)) and waiting.polls_failure:
             return
         if not isinstance(waiting, GlooWork):
-            # Nobody can take part in a collective that is not ours.
+            # Peers can only help out of collectives of ours.
             self._close_connections()
         elif self._asked is not waiting:
             self._asked = waiting
@@ -283,12 +283,12 @@ class GlooChannel(WatchedChannel):
                 self._receive([unread[0]], peer, asked["tag"]),
                 self._send([unread[1]], peer, asked["tag"]),
             ]
-            self._left_behind.append((works, unread))
+            self._abandoned.append((works, unread))
 
     def _close_connections(self) -> None:
-        """A wait that runs into gloo's own timeout ends all others on the group with it."""
+        """Ends all waits on this group by letting one run into gloo's own timeout."""
         for peer in self._peers:
-            # Connections that a peer has closed already have nothing to wait for; that to a stopped one is open.
+            # A connection that its peer has closed raises at once; one to a stopped process is still open.
             with contextlib.suppress(RuntimeError):
                 self._receive([torch.empty(1, dtype=torch.uint8)], peer, 0).wait(timedelta(milliseconds=1))
 
@@ -299,6 +299,6 @@ def _message_digest(digest: int, message_bytes: int) -> int:
 
 def _wait_for_all(works: list[Any], alive: Any) -> None:
     for work in works:
-        # A message that fails is over too, and will not land; others, of other peers, still may.
+        # A message that fails is over too; those of other peers may still arrive.
         with contextlib.suppress(RuntimeError):
             work.wait(_UNTIL_THE_WATCHDOG_ENDS_IT)

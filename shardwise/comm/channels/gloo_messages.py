@@ -1,7 +1,7 @@
-"""What is under way in a collective on gloo: messages of the group's, and what neighbours have lent.
+"""A collective in flight on gloo: messages between hosts, and shared memory that local peers have lent.
 
-Messages are works of gloo's, one each way; a wait for them that the watch has ended is let out with the help of peers.
-Of what neighbours have lent a word comes through a pipe; who waits for it looks for a verdict itself, and then reads.
+Messages are gloo's works, one each way; a failed wait for them ends with the help of peers. What local peers have lent
+is announced through a pipe; a wait for that polls for a failure by itself.
 """
 
 from __future__ import annotations
@@ -17,71 +17,71 @@ from shardwise.comm.shared_memory.peers import PAYLOAD, LocalPeers
 if TYPE_CHECKING:
     from shardwise.comm.channels.gloo import GlooChannel
 
-# Above what people use for tags of their own on the same group.
+# Above the tags that users choose on the same group.
 OUR_TAGS = 1 << 30
 
 
 class GlooWork:
-    """Messages under way: what this rank sends and what it is to receive."""
+    """A collective in flight: what this rank sends and what it is to receive."""
 
-    # Whether the wait ends by itself when there is a verdict.
+    # Whether the present wait polls for a failure by itself.
     polls_failure = False
 
     def __init__(self, channel: GlooChannel, code: int, digest: int, message_bytes: int) -> None:
         self.code = code
-        # Made of the path and the size; as much of it as gloo has room for is the tag of messages.
+        # Made of the log and the size; the tag of messages is as much of it as gloo has bits for.
         self.digest = digest
         self.tag = OUR_TAGS | (digest >> 31)
         self.message_bytes = message_bytes
         self.channel = channel
         self.works: list[Any] = []
         self.alive: tuple[torch.Tensor, ...] = ()  # alive: until the messages have landed
-        # Whose word this rank waits for, and what it was told that they, and this rank itself, have lent.
-        self.near: LocalPeers | None = None
+        # The local peers to wait for, and what they and this rank itself have lent.
+        self.local: LocalPeers | None = None
         self.awaited: Sequence[int] = ()
-        self.what = PAYLOAD
+        self.topic = PAYLOAD
         self.lent: dict[int, Lent] = {}
-        # Where in what others send this rank's part is.
+        # Where this rank's part starts in what others send.
         self.offset = 0
         self.arriving: Sequence[torch.Tensor] = ()
 
     def wait(self) -> None:
-        self.arrive()
-        self.take()
+        self.wait_for_arrival()
+        self.collect()
 
-    def arrive(self) -> None:
-        """Returns when all that was sent to this rank is here, or can be read."""
+    def wait_for_arrival(self) -> None:
+        """Waits until everything sent to this rank has arrived, or can be read."""
         channel = self.channel
         channel.waiting = self
         try:
-            if self.near is not None:
+            if self.local is not None:
                 self.polls_failure = True
                 for peer in self.awaited:
-                    if self.what == PAYLOAD:
-                        self.lent[peer] = self.near.receive(peer, self.digest)
+                    if self.topic == PAYLOAD:
+                        self.lent[peer] = self.local.receive(peer, self.digest)
                     else:
-                        self.near.hear(peer, self.digest, self.what)
+                        self.local.wait_for(peer, self.digest, self.topic)
                 self.polls_failure = False
             for work in self.works:
                 work.wait(*channel.patience)
-        except Exception as error:  # noqa: BLE001  it is raised again, once peers know
-            channel.leave_behind(self)
+        except Exception as error:  # noqa: BLE001  raised again, once peers know
+            channel.abandon(self)
             channel.fail(error)
         finally:
             channel.waiting = None
         self.works = []
         if channel.failure is not None:
-            # What has landed may be a peer's help to get out of here.
+            # What has arrived may be a peer's help to end this wait.
             channel.raise_failure()
 
-    def take(self) -> None:
-        """Copies what neighbours have lent."""
+    def collect(self) -> None:
+        """Copies what local peers have lent."""
         for peer in self.awaited:
             self.arriving[peer].copy_(self.part(peer).view(self.arriving[peer].dtype))
         self.release_rows()
 
     def part(self, rank: int) -> torch.Tensor:
-        """What a neighbour sent to this rank, where it lies: to be read before it is let go."""
+        """Returns what a peer has lent for this rank, in shared memory: valid until ``release_rows``."""
         return self.lent[rank].payload(self.offset, self.message_bytes)
 
     def release_rows(self) -> None:
@@ -93,9 +93,9 @@ class GlooWork:
 
 
 class GlooRows(GlooWork):
-    """Rows that all ranks have lent, to be read where they lie."""
+    """Rows that all ranks have lent, to be read in place."""
 
-    def take(self) -> None:
+    def collect(self) -> None:
         pass
 
     def row(self, rank: int) -> torch.Tensor:
@@ -103,12 +103,12 @@ class GlooRows(GlooWork):
 
 
 class GlooSum(GlooWork):
-    """Rows under way: ``wait`` sums what has arrived, in rank order."""
+    """Rows in flight: ``wait`` sums what has arrived, in rank order."""
 
     terms: list[torch.Tensor]
     output: torch.Tensor
 
-    def take(self) -> None:
+    def collect(self) -> None:
         for peer in self.awaited:
             self.terms[peer] = self.part(peer).view(self.output.dtype)
         first, *others = self.terms

@@ -1,7 +1,7 @@
-"""Collectives between ranks that are threads of one process: a table in memory where they meet.
+"""Collectives between ranks that are threads of one process, through a table in memory.
 
-Ranks meet at the digest of their path, so only those who came the same way do; the last to arrive does the work for
-all. Ranks that part wait at different places of the table, until the watch explains it.
+Ranks meet at the digest of their log, so only those with equal logs do; the last to arrive does the work for all. Ranks
+that diverge wait at different entries of the table, until the watchdog explains it.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from shardwise.comm.channels.channel import WatchedChannel
 from shardwise.torch_internals import name_of
 from shardwise.torch_threads import threaded_ranks_are_stopping
 
-# How often a rank that waits looks for a verdict; many of them would keep the one that works from working.
-_SLICE_SECONDS = 0.05
-_RANKS_A_SLICE = 8
+# How often a waiting rank polls for a failure; less often with many ranks, which would slow down the one that works.
+_POLL_SECONDS = 0.05
+_RANKS_PER_POLL = 8
 _LANDING_SECONDS = 0.2
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -31,17 +31,17 @@ class _Table:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.meetings: dict[int, _Rendezvous] = {}
+        self.rendezvous_by_digest: dict[int, _Rendezvous] = {}
 
 
 class _Rendezvous:
-    """One collective: who has come, with which tensors."""
+    """One collective: the tensors of the ranks that have arrived."""
 
     def __init__(self) -> None:
         self.arrived: dict[int, Pair] = {}
         self.is_over = threading.Event()
-        self.is_under_way = False
-        self.is_called_off = False
+        self.is_running = False
+        self.is_cancelled = False
         self.error: Exception | None = None
 
 
@@ -50,26 +50,26 @@ _tables: weakref.WeakValueDictionary[str, _Table] = weakref.WeakValueDictionary(
 
 
 class ThreadWork:
-    """This rank's side of a meeting."""
+    """This rank's side of a rendezvous."""
 
-    def __init__(self, channel: ThreadChannel, code: int, meeting: _Rendezvous) -> None:
+    def __init__(self, channel: ThreadChannel, code: int, rendezvous: _Rendezvous) -> None:
         self.code = code
         self.channel = channel
-        self.meeting = meeting
+        self.rendezvous = rendezvous
 
     def wait(self) -> None:
-        meeting, channel = self.meeting, self.channel
+        rendezvous, channel = self.rendezvous, self.channel
         channel.waiting = self
         try:
-            while not meeting.is_over.wait(channel.slice_seconds):
+            while not rendezvous.is_over.wait(channel.poll_seconds):
                 if channel.failure is not None:
                     channel.raise_failure()
                 if threaded_ranks_are_stopping():
                     raise SystemExit("the ranks are stopped")
         finally:
             channel.waiting = None
-        if meeting.error is not None:
-            raise meeting.error
+        if rendezvous.error is not None:
+            raise rendezvous.error
 
 
 class ThreadChannel(WatchedChannel):
@@ -79,12 +79,12 @@ class ThreadChannel(WatchedChannel):
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group, device)
-        self.slice_seconds = _SLICE_SECONDS * max(1.0, self.world / _RANKS_A_SLICE)
+        self.poll_seconds = _POLL_SECONDS * max(1.0, self.world / _RANKS_PER_POLL)
         with _tables_lock:
             self._table = _tables.setdefault(name_of(group), _Table())
 
     def is_over(self) -> bool:
-        # Which groups are alive only the rank's own thread knows.
+        # Whether the group is destroyed only the rank's own thread can tell.
         return self.group() is None
 
     def before_backend_collective(self, code: int) -> None:
@@ -106,29 +106,29 @@ class ThreadChannel(WatchedChannel):
     def _meet(self, code: int, own: Pair, work: Callable[[list[Pair]], None]) -> ThreadWork:
         digest, table = self.record(code), self._table
         with table.lock:
-            meeting = table.meetings.setdefault(digest, _Rendezvous())
-            meeting.arrived[self.rank] = own
-            is_last = len(meeting.arrived) == self.world
+            rendezvous = table.rendezvous_by_digest.setdefault(digest, _Rendezvous())
+            rendezvous.arrived[self.rank] = own
+            is_last = len(rendezvous.arrived) == self.world
             if is_last:
-                del table.meetings[digest]
-            meeting.is_under_way = works = is_last and not meeting.is_called_off
+                del table.rendezvous_by_digest[digest]
+            rendezvous.is_running = works = is_last and not rendezvous.is_cancelled
         if works:
             try:
                 with torch.no_grad():
-                    work([meeting.arrived[rank] for rank in range(self.world)])
-            except Exception as error:  # noqa: BLE001  it is every rank's, wherever it happened
-                meeting.error = error
-            meeting.arrived.clear()
-            meeting.is_over.set()
-        return ThreadWork(self, code, meeting)
+                    work([rendezvous.arrived[rank] for rank in range(self.world)])
+            except Exception as error:  # noqa: BLE001  every rank raises it
+                rendezvous.error = error
+            rendezvous.arrived.clear()
+            rendezvous.is_over.set()
+        return ThreadWork(self, code, rendezvous)
 
     def land(self, work: Any) -> bool:
-        meeting: _Rendezvous = work.meeting
-        meeting.is_over.wait(_LANDING_SECONDS)
+        rendezvous: _Rendezvous = work.rendezvous
+        rendezvous.is_over.wait(_LANDING_SECONDS)
         with self._table.lock:
-            meeting.is_called_off = True
-        if meeting.is_under_way:
-            meeting.is_over.wait()
+            rendezvous.is_cancelled = True
+        if rendezvous.is_running:
+            rendezvous.is_over.wait()
         return True
 
 
@@ -157,4 +157,4 @@ def _exchange(arrived: list[Pair]) -> None:
 
 
 def _agree(arrived: list[Pair]) -> None:
-    """To have come is all."""
+    """Does nothing: that all have arrived is enough."""

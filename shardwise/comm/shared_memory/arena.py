@@ -1,16 +1,15 @@
-"""Memory that this process lends to others of its host: they read it where it lies.
+"""The arena: shared memory that this process lends to others of its host, to be read in place.
 
     arena   | slot | slot | slot | ...        | row of a gather | rows of a reduce |     a file that all of them map
               number, start, size, a flag for each reader
 
-A loan has a number of its own and takes a slot, which says where it lies. Who has read it puts the number into its flag
-there; when all have, the place and the slot are lent again. Slots are never used for anything else, and no number comes
-twice, so nothing that is left over in memory can be taken for a flag. The arena is as large as the machine's memory and
-takes up only what was ever lent at once. It outlives its process for as long as somebody maps it: a rank may end when
-others have yet to read from it.
+A loan has a unique number and occupies a slot, which says where it is. Whoever has read it stores the number in its
+flag there; once all have, memory and slot are free again. Slots are used for nothing else and no number is used twice,
+so no leftover in memory can be mistaken for a flag. The arena is as large as the machine's memory, but only pages that
+were lent are allocated. It outlives its process while somebody maps it: a rank may end before others have read from it.
 
-A reader's loads of the data come before its store of the flag, for all to see, on x86-64 without further ado. On other
-machines they may not, and nothing is lent.
+On x86-64, a reader's loads of the data are visible before its store of the flag without a fence. Other architectures do
+not guarantee that, and nothing is lent there.
 """
 
 from __future__ import annotations
@@ -31,25 +30,25 @@ MAGIC_BYTES = 16
 _NAME = "shardwise arena"
 _ALIGNMENT = 64
 _ADDRESSES = 1 << 45
-# More than a pipe has room for words of loans that nobody has read.
+# More than the announcements of unread loans that fit into a pipe.
 _NUM_SLOTS = 1 << 16
-# What a slot begins with; then come the flags.
+# The fields at the start of a slot; then come the flags.
 _NUMBER, _START, _SIZE, _FLAGS = range(4)
 
 
 def is_possible() -> bool:
-    """Whether this machine keeps loads and stores in the order that flags rely on."""
+    """Returns whether this machine orders loads and stores as the flags require."""
     return platform.machine().lower() in ("x86_64", "amd64")
 
 
 class Loan:
-    """A stretch of the arena that others may read, once they are told its slot."""
+    """A range of the arena that others may read once its slot has been announced to them."""
 
     __slots__ = ("end", "entry", "is_sent", "number", "payload", "slot", "start")
 
     def __init__(self, slot: int, entry: Any, number: int, payload: Tensor, start: int) -> None:
         self.slot, self.entry, self.number = slot, entry, number
-        # Before that it is being written.
+        # Until then it is being written.
         self.is_sent = False
         self.payload, self.start = payload, start
         self.end = start + _aligned(payload.numel())
@@ -61,14 +60,14 @@ class Loan:
 
 
 class Arena:
-    """What this rank lends to ``world`` ranks; those who read it map it too."""
+    """What this rank lends to ``world`` ranks, which map it to read it."""
 
     def __init__(self, world: int) -> None:
         self.num_bytes = _arena_bytes(world)
         self.descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC)
         self._begin = _payloads_begin(world)
         try:
-            # No page of it is taken up before it is written to.
+            # Pages are allocated when they are first written to.
             os.ftruncate(self.descriptor, self.num_bytes)
             self.memory = map_arena(os.getpid(), self.descriptor, self.num_bytes)
         except BaseException:
@@ -82,11 +81,11 @@ class Arena:
         self._num_lent = 0
 
     def close(self) -> None:
-        """Lets nobody else map it; those who do keep it."""
+        """Lets nobody else map it; existing maps stay."""
         os.close(self.descriptor)
 
     def lend(self, num_bytes: int, readers: Sequence[int]) -> Loan:
-        """A stretch in the first gap between loans that ``readers`` have not all read."""
+        """Lends the first gap between loans that ``readers`` have not all read."""
         loans = []
         for loan in self._loans:
             if loan.is_over(readers):
@@ -102,10 +101,9 @@ class Arena:
             start = next_loan.end
         if start + needed > self.num_bytes or len(loans) == _NUM_SLOTS:
             raise MemoryError(
-                f"{num_bytes} bytes to lend to other ranks, beside {start} that are lent in {len(loans)} pieces, "
-                "are too many"
+                f"cannot lend {num_bytes} bytes to other ranks: {start} of the arena's {self.num_bytes} bytes are in use"
             )
-        # Where none is free again, all that were ever used are taken.
+        # With no slot to reuse, all slots that were ever used are taken.
         slot = self._free_slots.pop() if self._free_slots else len(loans)
         self._num_lent += 1
         payload = self.memory[start : start + num_bytes]
@@ -115,32 +113,32 @@ class Arena:
 
 
 class Lent:
-    """A loan as one of its readers finds it."""
+    """A loan as one of its readers sees it."""
 
     __slots__ = ("_entry", "_flag", "_memory", "_number", "_size", "_start")
 
     def __init__(self, memory: Tensor, entry: Any, flag: int) -> None:
         self._memory, self._entry, self._flag = memory, entry, flag
-        # The owner leaves the slot as it is until this reader has set its flag.
+        # The owner does not change the slot until this reader has set its flag.
         self._number, self._start, self._size = entry[:_FLAGS]
 
     def payload(self, offset: int, num_bytes: int) -> Tensor:
-        """Part of what is lent."""
+        """Returns part of the loan."""
         if offset + num_bytes > self._size:
             raise PeerFailure(
-                f"{num_bytes} bytes from byte {offset} on are to be read of a loan of {self._size} bytes",
+                f"bytes {offset} to {offset + num_bytes} of a loan of {self._size} bytes cannot be read",
                 fix="run the same version of shardwise on every rank",
             )
         begin = self._start + offset
         return self._memory[begin : begin + num_bytes]
 
     def mark_read(self) -> None:
-        """Lets the owner know that this reader is through with it."""
+        """Tells the owner that this reader has finished."""
         self._entry[self._flag] = self._number
 
 
 class Borrower:
-    """One rank's view of an arena, its own or that of a peer."""
+    """One rank's view of an arena, its own or a peer's."""
 
     def __init__(self, memory: Tensor, world: int, reader: int) -> None:
         self.memory = memory
@@ -150,10 +148,10 @@ class Borrower:
         self._entries = _Entries(memory, world)
 
     def find(self, slot: int) -> Lent:
-        """What is lent in a slot, of which the owner has told.
+        """Returns the loan in a slot that its owner has announced.
 
         Raises:
-            PeerFailure: there is no such slot, or nothing is lent there that lies in the arena.
+            PeerFailure: there is no such slot, or no valid loan in it.
         """
         if not 0 <= slot < _NUM_SLOTS:
             raise _astray(f"slot {slot} of an arena that has {_NUM_SLOTS}")
@@ -165,19 +163,19 @@ class Borrower:
         return lent
 
 
-def _astray(told: str) -> PeerFailure:
+def _astray(loan: str) -> PeerFailure:
     return PeerFailure(
-        f"another rank tells this one to read what it cannot have lent: {told}",
+        f"another rank announced a loan that cannot exist: {loan}",
         fix="run the same version of shardwise on every rank; if it does, report this",
     )
 
 
 class _Entries(dict[int, Any]):
-    """The slots of an arena as arrays of numbers, each made when it is first used."""
+    """The slots of an arena as arrays of integers, created on first use."""
 
     def __init__(self, memory: Tensor, world: int) -> None:
         super().__init__()
-        self._memory = memory  # alive: the arrays lie in it
+        self._memory = memory  # alive: the arrays are in it
         self._first = memory.data_ptr() + _ALIGNMENT
         self._stride = _slot_bytes(world)
         self._numbers = ctypes.c_int64 * (_FLAGS + world)
@@ -188,10 +186,10 @@ class _Entries(dict[int, Any]):
 
 
 def map_arena(pid: int, descriptor: int, num_bytes: int) -> Tensor:
-    """The bytes of a process's arena, here.
+    """Returns the bytes of a process's arena, mapped here.
 
     Raises:
-        OSError, RuntimeError: there is none of that size, or this process may not read it.
+        OSError, RuntimeError: it does not exist, has another size, or must not be read by this process.
     """
     path = f"/proc/{pid}/fd/{descriptor}"
     if _NAME not in os.readlink(path) or os.stat(path).st_size != num_bytes:
@@ -214,5 +212,5 @@ def _payloads_begin(world: int) -> int:
 
 def _arena_bytes(world: int) -> int:
     memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    # Every rank maps all arenas of its host. Slots come on top of what may be lent.
+    # Every rank maps all arenas of its host. Slots come on top of the memory to lend.
     return min(memory_bytes, _ADDRESSES // world) // _ALIGNMENT * _ALIGNMENT + _payloads_begin(world)

@@ -1,6 +1,6 @@
-"""Exchange between processes of one host: ranks read one another's memory, without a network in between.
+"""Exchange between processes of one host: ranks read each other's tensors with ``process_vm_readv``.
 
-rank 0   step ─ note: "my pieces lie here" ─▶ rank 1   reads them into place ─ "read" ─▶ rank 0   may go on
+rank 0   step ─ note: "my pieces are here" ─▶ rank 1   reads them into place ─ receipt ─▶ rank 0   may go on
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from shardwise.errors import RankDisagreement, StateError
 __all__ = ["DirectReads", "zeros_in_huge_pages"]
 
 _NOTE, _RECEIPT = 0, 1
-# The kernel's limits for one call: 1024 stretches of memory, and a little less than 2 GiB.
+# The kernel's limits for one call: 1024 ranges, and a little less than 2 GiB.
 _MAX_STRETCHES = 1024
 _MAX_BYTES = 1 << 30
-# A note names a table of where things lie: its address, and above that a number that the next ones do not have.
+# A note is the address of a table of addresses and, in the bits above, a number that the next notes do not have.
 _ADDRESS_BITS = 48
 _numbers = count()
 _HUGE_PAGE_BYTES = 2 * 1024 * 1024
@@ -32,17 +32,17 @@ _MADV_HUGEPAGE = 14
 
 
 def zeros_in_huge_pages(num_bytes: int) -> Tensor:
-    """A byte buffer that begins at a huge page, held in such where the kernel takes the advice.
+    """Returns a byte buffer that starts at a huge page, backed by huge pages where the kernel follows the advice.
 
-    Reading a peer's memory, it looks up every page: with larger ones a read takes less time.
+    To read a peer's memory the kernel looks up every page: with larger pages a read takes less time.
     """
     if num_bytes < _HUGE_PAGE_BYTES:
         return torch.zeros(num_bytes, dtype=torch.uint8)
-    room = torch.empty(num_bytes + _HUGE_PAGE_BYTES, dtype=torch.uint8)
-    start = -room.data_ptr() % _HUGE_PAGE_BYTES
-    buffer = room[start : start + num_bytes]
+    padded = torch.empty(num_bytes + _HUGE_PAGE_BYTES, dtype=torch.uint8)
+    start = -padded.data_ptr() % _HUGE_PAGE_BYTES
+    buffer = padded[start : start + num_bytes]
     whole_pages_bytes = num_bytes // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
-    # Before anything is written: then pages are there to be made large. If it fails, they stay small.
+    # Before the first write, while the pages are not allocated yet. If it fails, they stay small.
     ctypes.CDLL(None).madvise(
         ctypes.c_void_p(buffer.data_ptr()), ctypes.c_size_t(whole_pages_bytes), ctypes.c_int(_MADV_HUGEPAGE)
     )
@@ -50,7 +50,7 @@ def zeros_in_huge_pages(num_bytes: int) -> Tensor:
 
 
 class DirectReads:
-    """An exchange by notes of where things lie. All ranks issue theirs, and wait for them, in one order."""
+    """An exchange by notes that say where tensors are. All ranks issue theirs, and wait for them, in the same order."""
 
     in_lockstep = True
 
@@ -61,34 +61,34 @@ class DirectReads:
         self._calls = [_calls(table[:, 1].tolist()) for table in self._tables]
         self._own = self._tables[rank]
         self._note = self._own.data_ptr() | (next(_numbers) & 0x7FFF) << _ADDRESS_BITS
-        # By peer, the note of its that was followed last, and the table that was read there.
+        # By peer: its last note, and the table that was read there.
         self._followed: dict[int, tuple[int, Tensor]] = {}
-        # Each rank begins with its neighbour, so that not all of them read from the same one.
+        # Each rank starts with the next one, so that not all of them read from the same rank.
         world = len(sections)
         self._peers = [(rank + step) % world for step in range(1, world)]
         self._writers = [peer for peer in self._peers if len(self._tables[peer])]
 
     def issue(self) -> _Reading:
-        number = self._neighbours.number()
+        number = self._neighbours.next_tag()
         if len(self._own):
-            # Told anew each time: a peer cannot know that our memory was replaced.
+            # Sent every time: a peer cannot know whether our memory was replaced.
             for peer in self._peers:
-                self._neighbours.tell(peer, (number, _NOTE), self._note)
+                self._neighbours.send(peer, (number, _NOTE), self._note)
         return _Reading(self, number)
 
     def finish(self, number: int) -> None:
         neighbours = self._neighbours
         waits_for = list(self._writers)
         while waits_for:
-            # Whoever has stepped most comes last; all others are read from meanwhile.
-            peer, note = neighbours.hear_first(waits_for, (number, _NOTE))
+            # In order of arrival, so that a slow peer holds up nobody else.
+            peer, note = neighbours.receive_first(waits_for, (number, _NOTE))
             waits_for.remove(peer)
             self._read_from(peer, note)
-            neighbours.tell(peer, (number, _RECEIPT))
+            neighbours.send(peer, (number, _RECEIPT))
         if len(self._own):
             # order: the last peer's read before anything here writes to these tensors again
             for peer in self._peers:
-                neighbours.hear(peer, (number, _RECEIPT))
+                neighbours.receive(peer, (number, _RECEIPT))
 
     def _read_from(self, peer: int, note: int) -> None:
         here = self._tables[peer]
@@ -105,7 +105,7 @@ class DirectReads:
         self._copy(peer, _row(there), torch.tensor([[address, there.nbytes]]), there.nbytes)
         if not torch.equal(here[:, 1], there[:, 1]):
             raise RankDisagreement(
-                f"rank {peer} has pieces of other sizes than this rank expects of it",
+                f"rank {peer} has pieces of other sizes than this rank expects",
                 where=self._where,
                 fix="build the same model on every rank",
             )
@@ -117,7 +117,9 @@ class DirectReads:
             raise LostConnection(f"rank {peer} of the group has ended")
         if copied != num_bytes:
             reason = (
-                os.strerror(ctypes.get_errno()) if copied < 0 else f"{copied} of {num_bytes} bytes are there"
+                os.strerror(ctypes.get_errno())
+                if copied < 0
+                else f"only {copied} of {num_bytes} bytes were there"
             )
             raise StateError(f"rank {peer}'s memory could not be read: {reason}", where=self._where)
 
@@ -127,7 +129,7 @@ class DirectReads:
 
 
 class _Reading:
-    """Notes on their way."""
+    """An exchange whose notes have been sent."""
 
     def __init__(self, exchange: DirectReads, number: int) -> None:
         self._exchange, self._number = exchange, number
@@ -141,7 +143,7 @@ def _row(tensor: Tensor) -> Tensor:
 
 
 def _table(section: Sequence[Tensor]) -> Tensor:
-    """Addresses and lengths of byte tensors, none longer than one call may copy."""
+    """Returns addresses and lengths of byte tensors, none longer than one call may copy."""
     rows = [
         (view.data_ptr() + offset, min(_MAX_BYTES, view.numel() - offset))
         for view in section
@@ -151,7 +153,7 @@ def _table(section: Sequence[Tensor]) -> Tensor:
 
 
 def _calls(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Rows from, rows to and bytes of each call, within the kernel's limits."""
+    """Splits a table into calls within the kernel's limits: first row, end row and bytes of each."""
     calls = []
     begin = total = 0
     for row, length in enumerate(lengths):

@@ -1,10 +1,10 @@
-"""Pipes between processes of one host, for the little that they have to say to each other.
+"""Pipes between processes of one host, for short announcements.
 
     rank 0   pipe 0→1 ──▶ rank 1        opened through /proc, so the ranks need no common parent
     rank 0 ◀── pipe 1→0   rank 1
 
-Whoever listens sleeps until something is there, or until the watch ends the wait. (A message of gloo's passes a thread
-of its own on either side, which spins while the connection is in use.)
+A reader sleeps until there is something to read, or until the watchdog ends its wait. (A message of gloo's goes through
+a thread on either side, which spins while the connection is in use.)
 """
 
 from __future__ import annotations
@@ -21,86 +21,86 @@ from shardwise.comm.channels.channel import Channel, LostConnection, WatchedChan
 from shardwise.errors import PeerFailure, StateError
 
 _MESSAGE = struct.Struct("<qqq")
-# How often whoever listens looks whether the watch has ended the wait.
-_LOOK_SECONDS = 0.1
+# How often a waiting reader checks whether the watchdog has ended the wait.
+_POLL_SECONDS = 0.1
 
 Key = tuple[int, int]
 
 
 class Pipes:
-    """A pipe from and to each of some ranks. What is said under a key waits there until somebody asks for it."""
+    """A pipe from and to each of some ranks. What arrives under a key is kept until it is asked for."""
 
-    def __init__(self, channel: Channel, ears: Mapping[int, int], mouths: Mapping[int, int]) -> None:
+    def __init__(self, channel: Channel, read_ends: Mapping[int, int], write_ends: Mapping[int, int]) -> None:
         self._channel = channel
-        self._ears, self._mouths = ears, mouths
-        self._heard: dict[int, dict[Key, int]] = {peer: {} for peer in ears}
-        self._listening = {peer: _listening_to([ear]) for peer, ear in ears.items()}
-        weakref.finalize(self, close, [*ears.values(), *mouths.values()])
+        self._read_ends, self._write_ends = read_ends, write_ends
+        self._received: dict[int, dict[Key, int]] = {peer: {} for peer in read_ends}
+        self._polls = {peer: _poll_for([end]) for peer, end in read_ends.items()}
+        weakref.finalize(self, close, [*read_ends.values(), *write_ends.values()])
 
-    def tell(self, peer: int, key: Key, value: int = 0) -> None:
-        """Sends a number under a key; it waits at the peer until that asks for it.
+    def send(self, peer: int, key: Key, value: int = 0) -> None:
+        """Sends a number under a key.
 
         Raises:
-            LostConnection: it has ended, or listens no more.
+            LostConnection: the peer has ended, or closed the pipe.
         """
         try:
-            os.write(self._mouths[peer], _MESSAGE.pack(*key, value))
+            os.write(self._write_ends[peer], _MESSAGE.pack(*key, value))
         except BrokenPipeError:
             raise LostConnection(f"rank {peer} of the group has ended") from None
         except BlockingIOError:
             raise StateError(
-                f"rank {peer} of the group was told of more collectives than the pipe to it has room for",
-                where="telling a rank of the same host where to read",
-                fix="wait for collectives before so many of them are under way",
+                f"the pipe to rank {peer} of the group is full: too many collectives are in flight",
+                where="announcing shared memory to a rank of the same host",
+                fix="wait for collectives before issuing so many more",
             ) from None
 
-    def hear(self, peer: int, key: Key) -> int:
-        """Waits for what a peer tells under a key.
+    def receive(self, peer: int, key: Key) -> int:
+        """Waits for the number that a peer sends under a key.
 
         Raises:
-            LostConnection: it has ended, or a verdict has ended the wait.
-            PeerFailure: it did not come in time.
+            LostConnection: the peer has ended, or a failure has ended the wait.
+            PeerFailure: it did not arrive in time.
         """
-        return self.hear_first((peer,), key)[1]
+        return self.receive_first((peer,), key)[1]
 
-    def hear_first(self, peers: Sequence[int], key: Key) -> tuple[int, int]:
-        """The same of several peers: which of them was the first to tell something under the key, and what."""
+    def receive_first(self, peers: Sequence[int], key: Key) -> tuple[int, int]:
+        """Does the same for several peers: returns the first that sends something under the key, and what."""
         seconds = self._channel.patience_seconds
         until = None if seconds is None else time.monotonic() + seconds
         while True:
             for peer in peers:
-                if key in self._heard[peer]:
-                    return peer, self._heard[peer].pop(key)
+                if key in self._received[peer]:
+                    return peer, self._received[peer].pop(key)
             self._listen(peers, until)
 
     def _listen(self, peers: Sequence[int], until: float | None) -> None:
-        """Takes in a message of each peer that has something to say; waits until one has."""
-        speakers = {self._ears[peer]: peer for peer in peers}
-        listening = self._listening[peers[0]] if len(peers) == 1 else _listening_to(speakers)
-        while not (ready := listening.poll(_LOOK_SECONDS * 1000)):
+        """Waits until a peer has sent something, and reads one message from each that has."""
+        peer_of = {self._read_ends[peer]: peer for peer in peers}
+        poll = self._polls[peers[0]] if len(peers) == 1 else _poll_for(peer_of)
+        while not (ready := poll.poll(_POLL_SECONDS * 1000)):
             names = ", ".join(map(str, sorted(peers)))
             if isinstance(self._channel, WatchedChannel) and self._channel.failure is not None:
-                raise LostConnection(f"rank {names} of the group does not come")
+                raise LostConnection(f"rank {names} of the group does not answer")
             if until is not None and time.monotonic() > until:
                 raise PeerFailure(
-                    f"rank {names} of the group did not come within the group's timeout",
-                    fix="look at what that rank is doing",
+                    f"rank {names} of the group did not answer within the group's timeout",
+                    fix="find out what that rank is doing",
                 )
-        for ear, _ in ready:
-            # Written in one go, and so short that it is there as a whole or not at all.
-            message = os.read(ear, _MESSAGE.size)
+        for end, _ in ready:
+            # Short enough to be written atomically: it is there as a whole or not at all.
+            message = os.read(end, _MESSAGE.size)
             if not message:
-                raise LostConnection(f"rank {speakers[ear]} of the group has ended")
+                raise LostConnection(f"rank {peer_of[end]} of the group has ended")
             *key, value = _MESSAGE.unpack(message)
-            self._heard[speakers[ear]][key[0], key[1]] = value
+            self._received[peer_of[end]][key[0], key[1]] = value
 
 
-def _listening_to(ears: Iterable[int]) -> select.poll:
-    # Not select(): its descriptors end at 1023.
-    listening = select.poll()
-    for ear in ears:
-        listening.register(ear, select.POLLIN)
-    return listening
+def _poll_for(read_ends: Iterable[int]) -> select.poll:
+    # Not select(), which is limited to descriptors below 1024.
+    poll = select.poll()
+    for end in read_ends:
+        poll.register(end, select.POLLIN)
+    return poll
 
 
 def close(descriptors: Sequence[int]) -> None:

@@ -1,10 +1,10 @@
-"""Processes of one host that read each other's memory, and tell each other when.
+"""Processes of one host that can read each other's memory with ``process_vm_readv``, and announce when.
 
-The kernel copies from a peer's address space into ours in one go (``process_vm_readv``), where loopback sockets take
-two copies and a protocol. What is left to say, a few bytes, goes through pipes.
+The kernel copies from a peer's address space into ours in one go, where loopback sockets take two copies and a
+protocol. The few bytes of announcements go through pipes.
 
-It takes processes that may read each other: one host, one user, and no rule against it. That is tried out, once, on
-all ranks; if it fails on any of them, nobody does it.
+The processes need permission: same host, same user, no security rule against it. That is tried once, on all ranks; if
+it fails on any of them, none uses it.
 """
 
 from __future__ import annotations
@@ -27,76 +27,82 @@ __all__ = ["ProcessVMPeers", "find_process_vm_peers"]
 
 _LOGGER = logging.getLogger("shardwise")
 _MAGIC_BYTES = 16
-_CARD = struct.Struct(f"<qq{_MAGIC_BYTES}s")
+_HANDLE = struct.Struct(f"<qq{_MAGIC_BYTES}s")
 _MASK = (1 << 61) - 1
 _MIX = 0x2545F4914F6CDD1D & _MASK
 
 
 class ProcessVMPeers(Pipes):
-    """The ranks of a group on one host, as one of them sees the others."""
+    """The ranks of a group on one host, as one of them sees them."""
 
     def __init__(
-        self, channel: Channel, pids: Sequence[int], ears: Mapping[int, int], mouths: Mapping[int, int]
+        self,
+        channel: Channel,
+        pids: Sequence[int],
+        read_ends: Mapping[int, int],
+        write_ends: Mapping[int, int],
     ) -> None:
-        super().__init__(channel, ears, mouths)
+        super().__init__(channel, read_ends, write_ends)
         self._pids = pids
-        self._digest, self._num_here = 0, 0
+        self._digest, self._num_since = 0, 0
 
-    def number(self) -> int:
-        """For the next thing that ranks do together: the same on all that have come by the same path."""
+    def next_tag(self) -> int:
+        """Returns a tag for the next exchange: the same on all ranks with equal logs."""
         digest = self._channel.log.digest
-        self._num_here = self._num_here + 1 if digest == self._digest else 0
+        self._num_since = self._num_since + 1 if digest == self._digest else 0
         self._digest = digest
-        # What was told on a path that ranks have left is never taken for this.
-        return (digest + self._num_here * _MIX) & _MASK
+        # Tags from an earlier log can never equal this one.
+        return (digest + self._num_since * _MIX) & _MASK
 
     def read(self, peer: int, here: Tensor, there: Tensor) -> int:
-        """Copies the stretches of a peer's memory ``there`` to those ``here``; the number of bytes copied."""
+        """Copies a peer's memory ranges ``there`` to the ranges ``here``; returns the number of bytes copied."""
         return _read(self._pids[peer], here, there)
 
 
 def find_process_vm_peers(group: dist.ProcessGroup, channel: Channel) -> ProcessVMPeers | None:
-    """The ranks of a group if every one can read every other's memory, else None. Called by all ranks."""
+    """Returns the ranks of a group if each can read every other's memory, else None. Called by all ranks."""
     rank, world = group.rank(), group.size()
     magic = ctypes.create_string_buffer(secrets.token_bytes(_MAGIC_BYTES), _MAGIC_BYTES)
     pipes = _open_pipes([peer for peer in range(world) if peer != rank])
     ends = [pipes[peer][1] if peer in pipes else -1 for peer in range(world)]
-    own = _CARD.pack(os.getpid(), ctypes.addressof(magic), magic.raw) + struct.pack(f"<{world}q", *ends)
-    pids, mouths = [], {}
+    own = _HANDLE.pack(os.getpid(), ctypes.addressof(magic), magic.raw) + struct.pack(f"<{world}q", *ends)
+    pids, write_ends = [], {}
     all_read = len(pipes) == world - 1
-    for peer, card in enumerate(_all_gather(own, group)):
-        pid, address, theirs = _CARD.unpack_from(card)
+    for peer, handle in enumerate(_all_gather(own, group)):
+        pid, address, theirs = _HANDLE.unpack_from(handle)
         pids.append(pid)
-        # Ranks in another PID namespace have ids that mean some other process here: only the magic tells.
-        all_read = all_read and _peek(pid, address) == theirs
+        # A PID from another namespace means some other process here; only the magic bytes can tell.
+        all_read = all_read and _read_magic(pid, address) == theirs
         if all_read and peer != rank:
-            end = struct.unpack_from(f"<{world}q", card, _CARD.size)[rank]
+            end = struct.unpack_from(f"<{world}q", handle, _HANDLE.size)[rank]
             try:
-                mouths[peer] = os.open(f"/proc/{pid}/fd/{end}", os.O_WRONLY | os.O_CLOEXEC)
+                write_ends[peer] = os.open(f"/proc/{pid}/fd/{end}", os.O_WRONLY | os.O_CLOEXEC)
             except OSError as error:
                 if end >= 0:
                     _LOGGER.warning(
-                        "ranks send what they could read: rank %d cannot be told: %s", peer, error
+                        "ranks exchange messages instead of reading memory: no pipe to rank %d: %s",
+                        peer,
+                        error,
                     )
                 all_read = False
-    # All ranks have tried before any of them lets go of its magic, and of the ends that are theirs no more.
+    # Every rank keeps its magic bytes and the pipes' write ends until all ranks have tried.
     agreed = all(answer == b"\1" for answer in _all_gather(bytes([all_read]), group))
     close([end for _, end in pipes.values()])
-    ears = {peer: ear for peer, (ear, _) in pipes.items()}
+    read_ends = {peer: end for peer, (end, _) in pipes.items()}
     if agreed:
-        return ProcessVMPeers(channel, pids, ears, mouths)
-    close([*ears.values(), *mouths.values()])
+        return ProcessVMPeers(channel, pids, read_ends, write_ends)
+    close([*read_ends.values(), *write_ends.values()])
     return None
 
 
 def _open_pipes(peers: Sequence[int]) -> dict[int, tuple[int, int]]:
-    """A pipe from each peer; none at all if there are no descriptors left for them, which the others are told of."""
+    """Opens a pipe from each peer; returns none if descriptors run out, which the others are told."""
     pipes: dict[int, tuple[int, int]] = {}
     try:
         for peer in peers:
             pipes[peer] = os.pipe()
     except OSError as error:
-        _LOGGER.warning("ranks send what they could read: no pipe can be opened: %s", error)
+        _LOGGER.warning("ranks exchange messages instead of reading memory: cannot open a pipe: %s", error)
         close([end for ends in pipes.values() for end in ends])
         return {}
     return pipes
@@ -108,7 +114,7 @@ def _all_gather(message: bytes, group: dist.ProcessGroup) -> list[bytes]:
     return [bytes(tensor.tolist()) for tensor in received]
 
 
-def _peek(pid: int, address: int) -> bytes:
+def _read_magic(pid: int, address: int) -> bytes:
     found = ctypes.create_string_buffer(_MAGIC_BYTES)
     here = torch.tensor([[ctypes.addressof(found), _MAGIC_BYTES]])
     there = torch.tensor([[address, _MAGIC_BYTES]])
@@ -116,7 +122,7 @@ def _peek(pid: int, address: int) -> bytes:
 
 
 def _read(pid: int, here: Tensor, there: Tensor) -> int:
-    """A table of (address, length) rows is what the kernel takes, as it lies in memory."""
+    """Reads ranges given as tables of (address, length) rows, in the layout that the kernel takes."""
     copied: int = _libc.process_vm_readv(
         pid, here.data_ptr(), here.size(0), there.data_ptr(), there.size(0), 0
     )
