@@ -1,7 +1,7 @@
-"""The door to CUDA itself: kernels of our own, compiled when first needed and launched past torch.
+"""Compiles our own CUDA kernels when they are first needed, and launches them without torch.
 
-Only calls that NVIDIA's driver and run-time compiler offer to C programs. Where either of them is missing there are no
-kernels, and torch's operations do the work.
+It uses only the C interfaces of NVIDIA's driver and run-time compiler. Where either is missing there are no kernels,
+and torch's operations do the work.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ class Kernel:
         self._device_index = device_index
 
     def launch(self, num_blocks: int, num_threads: int, arguments: Any) -> None:
-        """Runs it on the current stream; ``arguments`` point to what each of them is now."""
+        """Launches the kernel on the current stream; ``arguments`` are pointers to the present values."""
         stream = raw_cuda_stream(self._device_index)
         code = self._launch(self._function, num_blocks, 1, 1, num_threads, 1, 1, 0, stream, arguments, None)
         if code:
-            raise RuntimeError(f"CUDA error {code} when a kernel was launched")
+            raise RuntimeError(f"CUDA error {code} in the launch of a kernel")
 
 
 def pointers_to(*values: ctypes.Structure | ctypes.Array[Any] | ctypes.c_int64) -> Any:
-    """The arguments of a launch, which it reads where they are."""
+    """Returns the arguments of a launch: pointers to values, which the launch reads."""
     return (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
 
 
 @lru_cache
 def compile_kernels(source: str, names: tuple[str, ...], device_index: int) -> dict[str, Kernel] | None:
-    """Kernels by name, compiled for this device; None where that cannot be done."""
+    """Returns kernels by name, compiled for this device, or None if they cannot be compiled."""
     if torch.version.cuda is None:
         return None
     try:
         with torch.cuda.device(device_index):
-            # A device that was not used yet has no context to load into.
+            # A device that has not been used yet has no context to load into.
             torch.cuda.synchronize()
             return _load(_compile(source, torch.cuda.get_device_capability()), names, device_index)
     except (OSError, RuntimeError) as error:
@@ -74,7 +74,7 @@ def _compile(source: str, capability: tuple[int, int]) -> bytes:
 
 
 def _load(image: bytes, names: tuple[str, ...], device_index: int) -> dict[str, Kernel]:
-    # The module stays for as long as the process: so do kernels.
+    # Never unloaded: kernels are used until the process ends.
     driver, module = _driver(), ctypes.c_void_p()
     _check(driver.cuModuleLoadData(ctypes.byref(module), image))
     kernels = {}
@@ -87,7 +87,7 @@ def _load(image: bytes, names: tuple[str, ...], device_index: int) -> dict[str, 
 
 def _check(code: int) -> None:
     if code:
-        raise RuntimeError(f"error {code} of CUDA's compiler or driver")
+        raise RuntimeError(f"CUDA's compiler or driver returned error {code}")
 
 
 def _bytes(size_of: Any, contents_of: Any, program: ctypes.c_void_p) -> bytes:
@@ -104,8 +104,8 @@ def _text(size_of: Any, contents_of: Any, program: ctypes.c_void_p) -> str:
 
 @lru_cache
 def _driver() -> ctypes.CDLL:
-    # Not one that keeps Python's lock during a call: a launch waits when the device is far behind, and the thread that
-    # could tell it why must be able to run.
+    # CDLL releases the GIL during calls: a launch blocks when the device is far behind, and the watchdog's thread must
+    # be able to run meanwhile.
     driver = ctypes.CDLL("libcuda.so.1")
     pointer, number = ctypes.c_void_p, ctypes.c_uint
     driver.cuLaunchKernel.argtypes = [pointer, *[number] * 7, pointer, pointer, pointer]
@@ -118,7 +118,7 @@ def _compiler() -> ctypes.CDLL:
     try:
         return ctypes.CDLL(name)
     except OSError:
-        # A wheel of torch brings its own, in a package beside it.
+        # torch's wheels bring their own, in a package beside torch.
         found = sorted(Path(torch.__file__).parents[1].glob(f"nvidia/*/lib/{name}"))
         if not found:
             raise

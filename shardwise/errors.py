@@ -7,7 +7,7 @@ A message has up to three parts, so that whoever reads it at 3 a.m. can act on i
       fix:   use a divisor of 8 (2 or 4), or True / False
 
 Each error is also the built-in error that torch raises in its place, so ``except ValueError`` keeps working.
-This room imports nothing, torch least of all: errors cross process pipes and must load anywhere.
+This module imports nothing, not even torch: errors are sent through pipes and must load anywhere.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ __all__ = [
     "StateError",
 ]
 
-# What backends say when a rank at the other end of a connection is gone.
-_LOST_PEER_TEXTS = (
+# What backends and sockets say when the peer is gone.
+LOST_PEER_TEXTS = (
     "Connection closed by peer",
     "Connection reset by peer",
     "Connection refused",
@@ -35,10 +35,10 @@ _LOST_PEER_TEXTS = (
 
 
 class ShardwiseError(Exception):
-    """The root of the tree.
+    """Base class of the errors that shardwise raises.
 
     Args:
-        what: what happened, with the values that made it happen.
+        what: what happened, with the values that caused it.
         where: rank, unit, parameter or call.
         fix: what to do about it, as an imperative.
     """
@@ -60,41 +60,41 @@ class ShardwiseError(Exception):
 
 
 class ConfigError(ShardwiseError, ValueError):
-    """An argument, or a combination of arguments, that cannot work."""
+    """An argument, or a combination of arguments, is invalid."""
 
 
 class ConfigTypeError(ConfigError, TypeError):
-    """An argument of the wrong type, where torch promises a ``TypeError``."""
+    """An argument has the wrong type, where torch raises a ``TypeError``."""
 
 
 class StateError(ShardwiseError, RuntimeError):
-    """A call at the wrong time: right in itself, but not in the present state."""
+    """A valid call at the wrong time."""
 
 
 class RankDisagreement(ShardwiseError, RuntimeError):
-    """Ranks that must agree do not: on the model, on the order of units, on an argument."""
+    """Ranks disagree where they must not: on the model, the order of units, or an argument."""
 
 
 class NonFiniteGradients(ShardwiseError, FloatingPointError):
-    """A gradient that is infinite or not a number, before any optimizer has used it."""
+    """A gradient is infinite or NaN; no optimizer has used it."""
 
 
 class PeerFailure(ShardwiseError, RuntimeError):
-    """Another rank cannot go on with this one: it raised, died, or does not come."""
+    """Another rank raised, died, or did not arrive, so this one cannot go on."""
 
 
 class CheckpointError(ShardwiseError, RuntimeError):
-    """A checkpoint that cannot be written, read, or fitted to this model."""
+    """A checkpoint cannot be written or read, or does not fit this model."""
 
 
 def lost_its_peers(error: BaseException) -> bool:
-    """Whether a backend raised this because another rank is gone."""
+    """Returns whether a backend raised this because another rank is gone."""
     text = str(error)
-    return isinstance(error, (RuntimeError, OSError)) and any(sign in text for sign in _LOST_PEER_TEXTS)
+    return isinstance(error, (RuntimeError, OSError)) and any(sign in text for sign in LOST_PEER_TEXTS)
 
 
 def follows_from_a_peer(error: BaseException) -> bool:
-    """Whether this error only passes on that another rank failed: then that rank's own error is the one to read."""
+    """Returns whether this error is only a consequence of another rank's, which is the one to read."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, PeerFailure) or lost_its_peers(cause):

@@ -1,8 +1,7 @@
-"""What users choose, as frozen records.
+"""Users' choices, as frozen records.
 
-A policy is read once, when a unit is made, and turned into decisions there; nothing in a training step asks a
-policy a question. Names and fields are torch's, so that a program changes one import line. ``TrustPolicy`` has no
-counterpart there.
+A policy is read once, when a unit is created; training steps do not look at it. Names and fields are torch's, so that a
+program changes only an import line; ``TrustPolicy`` has no counterpart in torch.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from shardwise.errors import ConfigError
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """The dtypes of a unit: what it computes in, reduces in and returns.
+    """The dtypes in which a unit computes, reduces and returns.
 
     Attributes:
         param_dtype: dtype of the unsharded parameters, hence of compute and of the gather. ``None`` keeps each
             parameter's own.
-        reduce_dtype: dtype in which gradients are summed over ranks. ``None`` means the dtype they were computed
-            in. Without gradient sync, gradients accumulate in this dtype when it is the wider one.
-        output_dtype: dtype to which floating-point forward outputs are cast. ``None`` leaves them.
+        reduce_dtype: dtype in which gradients are summed over ranks. ``None`` means the dtype in which they were
+            computed. Without gradient sync, gradients accumulate in this dtype if it is wider.
+        output_dtype: dtype to which floating-point forward outputs are cast. ``None`` does not cast them.
         cast_forward_inputs: cast floating-point forward inputs to ``param_dtype``.
     """
 
@@ -47,35 +46,35 @@ class MixedPrecisionPolicy:
                 )
             if dtype.itemsize == 1:
                 raise ConfigError(
-                    f"MixedPrecisionPolicy.{field} is {dtype}, a format to store in: nothing can be added up in it",
+                    f"MixedPrecisionPolicy.{field} is {dtype}, a storage format without arithmetic",
                     where=f"MixedPrecisionPolicy({field}=...)",
-                    fix="pass torch.bfloat16; for fp8 products use a tensor subclass, such as those of torchao",
+                    fix="pass torch.bfloat16; for fp8 matrix products use a tensor subclass, such as those of torchao",
                 )
 
 
-# A shard, its gradient, and the two states that Adam and its kin keep.
+# A shard, its gradient, and the two states of Adam and similar optimizers.
 BYTES_TRAINED_PER_BYTE = 4
 
 
 @dataclass(frozen=True)
 class OffloadPolicy:
-    """Keeps shards on the device that computes: the default."""
+    """Keeps shards on the compute device: the default."""
 
 
 @dataclass(frozen=True)
 class CPUOffloadPolicy(OffloadPolicy):
-    """Keeps shards, their gradients and so the optimizer's state in host memory.
+    """Keeps shards and their gradients, and so the optimizer's state, in host memory.
 
     Attributes:
         pin_memory: page-lock the host buffers, so that transfers overlap with compute.
-        device_budget_gb: GiB of the device's memory that shards may stay in, with their gradients and two states of an
-            optimizer for each. Units sharded with this very policy object stay there, in the order in which they are
-            made, as long as they fit; the others go to the host. ``None``: all go.
+        device_budget_gb: GiB of device memory for shards that stay there, with their gradients and two optimizer
+            states for each. Units sharded with this same policy object stay on the device, in the order in which they
+            are created, as long as they fit; the others are offloaded. ``None`` offloads all.
     """
 
     pin_memory: bool = True
     device_budget_gb: float | None = None
-    # What units of each rank have taken of the budget: ranks that are threads share the policy.
+    # Bytes of the budget used by each rank's units: ranks that are threads share the policy.
     _taken_bytes: dict[int, int] = dataclasses.field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -90,7 +89,7 @@ class CPUOffloadPolicy(OffloadPolicy):
             )
 
     def keeps_on_device(self, rank: int, shard_bytes: int) -> bool:
-        """Whether a unit with that many bytes of shards still fits; if it does, its part of the budget is taken."""
+        """Returns whether a unit with that many bytes of shards fits into the budget, and if so reserves them."""
         if self.device_budget_gb is None:
             return False
         needed = self._taken_bytes.get(rank, 0) + BYTES_TRAINED_PER_BYTE * shard_bytes
@@ -102,7 +101,7 @@ class CPUOffloadPolicy(OffloadPolicy):
 
 @dataclass(frozen=True)
 class DataParallelMeshDims:
-    """Which axes of a mesh, by name, carry data parallelism.
+    """Names the axes of a mesh that are used for data parallelism.
 
     Attributes:
         shard: the axis (or axes, taken together) over which parameters are sharded.
@@ -115,7 +114,7 @@ class DataParallelMeshDims:
     def __post_init__(self) -> None:
         if self.shard is None and self.replicate is None:
             raise ConfigError(
-                "DataParallelMeshDims names no axis at all",
+                "DataParallelMeshDims names no axis",
                 where="DataParallelMeshDims(shard=None, replicate=None)",
                 fix="name at least one axis, e.g. DataParallelMeshDims(shard='dp')",
             )
@@ -137,26 +136,26 @@ def _names(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class TrustPolicy:
-    """How ranks make sure that they do the same, and what happens when they do not. One for a process.
+    """How ranks check that they run the same program, and what happens if they do not. One per process.
 
     Attributes:
-        checks: ``"step"`` compares what ranks did before an optimizer uses a step; ``"collective"`` before every
-            collective, also where a group's own collectives carry the data (NCCL), at the price of a message each;
-            ``"off"`` compares nothing and watches nothing. Read when a group is first used.
-        timeout_seconds: how long a rank waits for another before it logs who is late, and where that rank is; then it
-            goes on waiting. It raises, after this time, if the other was stopped, gives no sign of life, or waits for
-            this rank in another collective; at once if the other is dead or has done something else.
-        late_seconds: how long it waits for a rank that is alive and running. ``None``: as long as the process group's
+        checks: ``"step"`` compares the collectives of all ranks before an optimizer uses a step; ``"collective"``
+            before every collective, also with NCCL, at the cost of a message each; ``"off"`` checks nothing and starts
+            no watchdog. Read when a group is first used.
+        timeout_seconds: how long a rank waits for another before it logs which rank is late, with that rank's stack;
+            then it goes on waiting. It raises, after this time, if the other rank was stopped, has no heartbeat, or
+            waits for this rank in another collective; at once if the other is dead or issued another collective.
+        late_seconds: how long a rank waits for another that is alive and running. ``None`` means the process group's
             own timeout.
-        start_seconds: how long it waits for a rank that has not begun to use the group and of which nothing is known
-            yet: it may be loading a model.
-        debugger_grace_seconds: how long it waits for a rank that sits in a debugger.
-        non_finite: what to do before an optimizer uses a step in which a rank had a gradient that is infinite or not
-            a number: ``"raise"``, on all ranks; ``"skip"`` the step, on all ranks; ``"log"`` it and go on. With
-            ``None`` nobody looks.
-        undoes_steps: put gradients and buffers back to what they were before a forward or backward that raised, here
-            or on another rank. It costs a copy of them in every step.
-        trace_dir: where a rank's last events are written on failure; a folder for temporary files if None.
+        start_seconds: how long a rank waits for another that has not used the group yet: it may be loading a model.
+        debugger_grace_seconds: how long a rank waits for another that is stopped in a debugger.
+        non_finite: what to do before an optimizer uses a step in which a rank had an infinite or NaN gradient:
+            ``"raise"`` on all ranks, ``"skip"`` the step on all ranks, or ``"log"`` it and go on. ``None`` does not
+            check.
+        undoes_steps: restore gradients and buffers after a forward or backward that raised, here or on another rank.
+            It costs a copy of them in every step.
+        trace_dir: folder for the file with a rank's last events, written on failure. ``None`` means the folder for
+            temporary files.
     """
 
     checks: Literal["off", "step", "collective"] = "step"
@@ -195,12 +194,31 @@ class _Trust:
 
 
 def trust() -> TrustPolicy:
-    """The policy in force in this process."""
+    """Returns the policy of this process."""
     return _Trust.policy
 
 
-def set_trust(**changes: Any) -> TrustPolicy:
-    """Changes fields of the process's ``TrustPolicy``; returns the one that was in force before."""
+class _Unchanged:
+    def __repr__(self) -> str:
+        return "unchanged"
+
+
+_UNCHANGED: Any = _Unchanged()
+
+
+def set_trust(
+    *,
+    checks: Literal["off", "step", "collective"] = _UNCHANGED,
+    timeout_seconds: float = _UNCHANGED,
+    late_seconds: float | None = _UNCHANGED,
+    start_seconds: float = _UNCHANGED,
+    debugger_grace_seconds: float = _UNCHANGED,
+    non_finite: Literal["raise", "skip", "log"] | None = _UNCHANGED,
+    undoes_steps: bool = _UNCHANGED,
+    trace_dir: str | None = _UNCHANGED,
+) -> TrustPolicy:
+    """Changes the given fields of this process's ``TrustPolicy``; returns the policy before the change."""
+    changes = {name: value for name, value in locals().items() if value is not _UNCHANGED}
     before = _Trust.policy
     _Trust.policy = replace(before, **changes)
     return before

@@ -1,6 +1,6 @@
-"""Threads as ranks, by the threaded group that torch keeps among its own tests: the door to its underscore names.
+"""Threads as ranks, with the threaded process group of torch's own tests. The only file that uses its underscore names.
 
-Nothing of it is imported before ranks are threads. Checked on torch 2.11 and 2.13, like ``torch_internals.py``.
+It is imported only when ranks are threads. Checked on torch 2.11 and 2.13, like ``torch_internals``.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import torch.distributed as dist
 
 @contextmanager
 def threaded_world() -> Iterator[None]:
-    """While it is open, each thread has process groups of its own, and groups are found by name per thread."""
+    """Gives each thread its own process groups, looked up by name per thread, while the context is open."""
     from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
     c10d = dist.distributed_c10d
     world_of_the_process = c10d._world
-    # Every rank that starts a group puts its name before what an uncaught error prints, on top of all earlier ones.
+    # Every rank that creates a group wraps the hook for uncaught errors once more.
     hook_of_the_process = sys.excepthook
     threaded.ProcessLocalGroup.reset()
     torch._C._distributed_c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
     world = threaded.ThreadLocalWorld()
     if not hasattr(type(world), "comms"):
-        # torch 2.11 forgot this field, and ends every group by looking into it.
+        # torch 2.11 lacks this field, but reads it whenever a group is destroyed.
         world.comms = []  # type: ignore[misc]
     c10d._world = world  # type: ignore[assignment]
     try:
@@ -46,19 +46,19 @@ def start_threaded_rank(
     call_number: int,
     timeout: timedelta,
 ) -> None:
-    """Makes this thread rank ``rank`` of a default group whose group names no other call number has."""
+    """Makes this thread rank ``rank`` of a default group; group names are unique for each call number."""
     from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
 
-    # What an earlier call left on this thread, if it failed before it could end its groups.
+    # Left over on this thread by an earlier call that failed before it destroyed its groups.
     ThreadLocalWorld._world.__dict__.clear()
     dist.distributed_c10d._world.group_count = call_number * 1_000_000
-    # An engine thread of autograd would not know which rank it works for.
+    # A thread of autograd's engine would not know its rank.
     torch._C._set_multithreading_enabled(False)
     dist.init_process_group("threaded", rank=rank, world_size=world_size, store=store, timeout=timeout)
 
 
 def stop_threaded_ranks() -> None:
-    """Ranks that wait in a collective, or enter one, leave by ``SystemExit``."""
+    """Makes ranks that are in a collective, or enter one, raise ``SystemExit``."""
     from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGroup
 
     ProcessLocalGroup._terminate.set()

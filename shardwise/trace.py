@@ -1,14 +1,14 @@
-"""What the engine did, in order: events that tests and users read.
+"""Traces of what the engine did, for tests and users.
 
     with trace.record(model) as recorder:
         model(batch).sum().backward()
     print(recorder.text())
     recorder.save_chrome("step.json")       # for chrome://tracing or Perfetto
 
-With no recorder a unit pays one attribute test an event. Events carry host time: they show when the engine issued
+Without a recorder, an event costs a unit one attribute test. Events carry host time: they show when the engine issued
 work, not when a device ran it.
 
-A rank that fails for another's sake leaves its last collectives in a file: ``read_failure`` reads it.
+A rank that fails because of another writes its last collectives to a file, which ``read_failure`` reads.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ IN_PRE_BACKWARD = "pre_backward"
 IN_POST_BACKWARD = "post_backward"
 IDLE = "idle"
 
-# A begin and the end that closes it, for exports that draw bars.
+# Start and end events of the bars in Chrome's trace format.
 _BARS = {PRE_FORWARD: POST_FORWARD, PRE_BACKWARD: POST_BACKWARD}
 _BAR_NAMES = {PRE_FORWARD: "forward", PRE_BACKWARD: "backward"}
 
@@ -50,8 +50,8 @@ _BAR_NAMES = {PRE_FORWARD: "forward", PRE_BACKWARD: "backward"}
 class Event:
     """One thing the engine did to one unit.
 
-    ``kind`` is one of ``KINDS``; ``phase`` says in which part of the step it happened; ``order`` counts the events of
-    one recorder; ``unit`` is the module's name within its root, "" for the root itself.
+    ``kind`` is one of ``KINDS``; ``phase`` is the part of the step in which it happened; ``order`` counts the events
+    of one recorder; ``unit`` is the module's name within its root, "" for the root itself.
     """
 
     kind: str
@@ -63,7 +63,7 @@ class Event:
 
 
 class Traced(Protocol):
-    """What a recorder attaches to: anything with a slot for one."""
+    """Anything that a recorder can be attached to."""
 
     recorder: Recorder | None
 
@@ -78,14 +78,14 @@ class Recorder:
         self.events.append(Event(kind, unit, phase, rank, len(self.events), time.perf_counter_ns()))
 
     def of(self, *kinds: str) -> list[tuple[str, str, str]]:
-        """``(kind, unit, phase)`` of the events of these kinds (of all, if none is named), in order."""
+        """Returns ``(kind, unit, phase)`` of the events of these kinds, or of all events, in order."""
         return [(e.kind, e.unit, e.phase) for e in self.events if not kinds or e.kind in kinds]
 
     def clear(self) -> None:
         self.events.clear()
 
     def text(self) -> str:
-        """A table, one event a line, times in microseconds from the first event."""
+        """Returns a table, one event per line, with microseconds since the first event."""
         if not self.events:
             return "(no events)"
         start = self.events[0].time_ns
@@ -98,7 +98,7 @@ class Recorder:
         return "\n".join(lines)
 
     def chrome(self) -> dict[str, Any]:
-        """The events in Chrome's trace format: forwards and backwards as bars, the rest as marks."""
+        """Returns the events in Chrome's trace format: forwards and backwards as bars, the rest as instants."""
         rows: list[dict[str, Any]] = []
         open_bars: dict[tuple[str, str, int], list[Event]] = {}
         for e in self.events:
@@ -107,14 +107,14 @@ class Recorder:
             elif begins := open_bars.get((e.kind, e.unit, e.rank)):
                 rows.append(_bar(begins.pop(), e))
             else:
-                rows.append(_mark(e))
+                rows.append(_instant(e))
         for begins in open_bars.values():
-            rows.extend(_mark(begin) for begin in begins)
+            rows.extend(_instant(begin) for begin in begins)
         rows.sort(key=lambda row: row["ts"])
         return {"traceEvents": rows, "displayTimeUnit": "ms"}
 
     def save_chrome(self, path: str | Path) -> None:
-        """Writes ``chrome()`` to a file that, if it is new, only its owner can read."""
+        """Writes ``chrome()`` to a file; a new file is readable only by its owner."""
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             json.dump(self.chrome(), file)
 
@@ -124,7 +124,7 @@ def _bar(begin: Event, end: Event) -> dict[str, Any]:
     return {**row, "ph": "X", "dur": (end.time_ns - begin.time_ns) / 1000}
 
 
-def _mark(event: Event) -> dict[str, Any]:
+def _instant(event: Event) -> dict[str, Any]:
     return {**_row(event, event.kind), "ph": "i", "s": "t"}
 
 
@@ -143,7 +143,7 @@ def _row(event: Event, name: str) -> dict[str, Any]:
 def record(model: Any) -> Iterator[Recorder]:
     """Records the events of every unit below ``model`` while the block runs.
 
-    The recorder belongs to this model on this rank: ranks that live as threads of one process record apart.
+    The recorder belongs to this model on this rank: ranks that are threads of one process record separately.
     """
     recorder = Recorder()
     units: list[Traced] = list({id(unit): unit for unit in _units_below(model)}.values())
@@ -164,7 +164,7 @@ def _units_below(model: Any) -> Iterator[Traced]:
 
 @dataclass(frozen=True)
 class Failure:
-    """What a rank did last before it failed: each event with the seconds that have passed since."""
+    """A rank's last events before it failed, each with its age in seconds."""
 
     rank: int
     ranks: list[int]
@@ -174,21 +174,21 @@ class Failure:
     events: list[tuple[str, float]]
 
     def text(self) -> str:
-        """A table, one event a line, the last one last."""
+        """Returns a table, one event per line, the latest last."""
         lines = [f"rank {self.rank} of {self.ranks} failed after {self.num_events} events", self.error, ""]
         lines += [f"{'event':>7} {'seconds ago':>12}  what"]
         first = self.num_events - len(self.events)
         for number, (event, seconds_ago) in enumerate(self.events, start=first):
             lines.append(f"{number:>7} {seconds_ago:>12.3f}  {event}")
-        return "\n".join([*lines, "", "it was at", *self.stack])
+        return "\n".join([*lines, "", "stack:", *self.stack])
 
 
 def save_failure(folder: str | None, failure: Failure) -> Path | None:
-    """Writes a failure to a file; None where that cannot be done."""
+    """Writes a failure to a new file and returns its path, or None if it cannot be written."""
     place = Path(folder or tempfile.gettempdir())
     try:
         place.mkdir(parents=True, exist_ok=True)
-        # A name that nobody can foresee, a file that is new and that nobody else may read: the folder may be shared.
+        # The folder may be shared: an unpredictable name, a new file, readable only by its owner.
         descriptor, name = tempfile.mkstemp(
             prefix=f"shardwise-failure-rank{failure.rank}-{os.getpid()}-", suffix=".json", dir=place
         )
@@ -200,12 +200,12 @@ def save_failure(folder: str | None, failure: Failure) -> Path | None:
 
 
 def read_failure(file: str | Path) -> Failure:
-    """Reads what ``save_failure`` wrote; ``shardwise trace`` prints it."""
+    """Reads the file of a rank that failed; ``shardwise trace`` prints it."""
     try:
         return Failure(**json.loads(Path(file).read_text()))
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(
-            f"{file} is not what a failing rank left: {error}",
+            f"{file} is not the trace of a failed rank: {error}",
             where="read_failure",
-            fix="pass the file that the rank's error names",
+            fix="pass the file named in that rank's error",
         ) from None

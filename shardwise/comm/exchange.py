@@ -1,26 +1,27 @@
-"""Exchange: every rank's own tensors to every other rank, received in place, in one operation.
+"""Exchange: sends every rank's own tensors to every other rank, received in place, in one operation.
 
     before   rank 0  [A'][B ][C ]        after   rank 0  [A'][B'][C']
              rank 1  [A ][B'][C ]                rank 1  [A'][B'][C']
              rank 2  [A ][B ][C']                rank 2  [A'][B'][C']
 
-An exchange is planned once, for tensors that stay where they are, and issued as often as they change. Which way it
-goes is decided by what the group can do:
+An exchange is planned once, for tensors that keep their memory, and issued as often as they change. How the data
+travels depends on the group:
 
-    gloo, CPU                   point to point: small tensors packed into one message, large ones as they lie
-    the same, on one host       tensors are read from the peers' memory, see `same_host`
+    gloo, CPU                   point to point: small tensors packed into one message, large ones by themselves
+    the same, on one host       tensors are read from the peers' memory (shared_memory/direct_reads)
     NCCL, equal sections        one all-gather in place
-    NCCL                        one group of broadcasts, the small tensors of a rank packed into one
-    a device without a backend  the same through a copy on a device that has one
+    NCCL                        grouped broadcasts, the small tensors of each rank packed into one
+    a device without a backend  one of these, on copies on a device that has a backend
     any other backend           one all-gather through a padded buffer
 
-It moves bytes: tensors of any dtype travel together. It knows no parameters and no optimizer.
+It moves bytes, so tensors of any dtype travel together. It does not know parameters or optimizers.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -41,9 +42,9 @@ __all__ = [
     "transport_device",
 ]
 
-# Below this a message costs more than copying its bytes there and back.
+# Below this size a message of its own costs more than packing and unpacking.
 _PACKED_BYTES = 128 * 1024
-# Ours alone, so that a user's own send with the default tag 0 is not taken for one of these.
+# Not the default tag 0, so that a user's own send is not mistaken for one of ours.
 _TAG = 0x5A45
 
 
@@ -51,12 +52,12 @@ class Pending(Protocol):
     """An issued exchange."""
 
     def wait(self) -> object:
-        """Returns when the other ranks' values are in place: on the host, or in the order of the CUDA stream."""
+        """Waits until the other ranks' values are in place: on the host, or in the order of the CUDA stream."""
 
 
 class Exchange(Protocol):
     in_lockstep: bool
-    """Whether all ranks must issue their exchanges, and the group's collectives, in one order."""
+    """Whether all ranks must issue their exchanges, and the group's collectives, in the same order."""
 
     def issue(self) -> Pending: ...
 
@@ -72,14 +73,14 @@ def plan_exchange(
     """Plans an exchange.
 
     Args:
-        sections: by rank, the tensors that this rank sends and all others receive; contiguous, on one device, of
+        sections: by rank, the tensors that this rank sends and all others receive; contiguous, on one device, with
             the same sizes on every rank.
         group: the ranks.
-        buffer: the tensor of which the sections are equal, consecutive parts, if that is so.
-        neighbours: the ranks, if they may read each other's memory (``process_vm_peers_of``). The copying is then done
-            by whoever waits, so leave it out where something else goes on meanwhile.
-        channel: a number, the same on all ranks. Exchanges that are not in lockstep are issued in one order on each
-            channel; those of different channels in any.
+        buffer: the tensor of which the sections are equal, consecutive parts, if there is one.
+        neighbours: the ranks, if they can read each other's memory (``process_vm_peers_of``). Then ``wait`` does the
+            copying, so pass None where something else should run meanwhile.
+        tag_offset: the same number on all ranks. Exchanges that are not in lockstep must be issued in the same order
+            for each number, in any order across numbers.
     """
     views = [[_as_bytes(tensor) for tensor in section if tensor.numel()] for section in sections]
     devices = {view.device for section in views for view in section}
@@ -100,9 +101,9 @@ def plan_exchange(
 
 
 def transport_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
-    """The device on which a tensor of ``device`` travels in this group."""
+    """Returns the device on which a tensor of ``device`` travels in this group."""
     backends = _backends(group)
-    # gloo takes CUDA tensors in its collectives, not point to point, and stages them through the host anyway.
+    # gloo takes CUDA tensors only in collectives, and stages them through the host anyway.
     if device.type in backends and (backends[device.type] != "gloo" or device.type == "cpu"):
         return device
     if "cpu" in backends:
@@ -111,19 +112,19 @@ def transport_device(group: dist.ProcessGroup, device: torch.device) -> torch.de
 
 
 def process_vm_peers_of(group: dist.ProcessGroup, channel: Channel) -> ProcessVMPeers | None:
-    """The ranks, if they can read each other's memory and that is of use. Called by all ranks.
+    """Returns the ranks of a gloo group if they can read each other's memory, else None. Called by all ranks.
 
     Args:
         group: the ranks.
-        wire: the one whose path they share, and which is watched while they wait for each other.
+        channel: the group's channel, by whose log they agree, and which is watched while they wait for each other.
     """
     if group.size() == 1 or _backends(group).get("cpu") != "gloo":
         return None
-    return find_process_vm_peers(group, channel)
+    return find_process_vm_peers(channel, partial(all_gather_bytes, group=group))
 
 
 def all_gather_bytes(message: bytes, group: dist.ProcessGroup) -> list[bytes]:
-    """Every rank's message, in rank order; messages may differ in length."""
+    """Returns every rank's message, in rank order; messages may differ in length."""
     device = transport_device(group, torch.device("cpu"))
     world = group.size()
     lengths = torch.empty(world, dtype=torch.int64, device=device)
@@ -151,7 +152,7 @@ class _NothingToExchange:
 
 
 class _PointToPoint:
-    """gloo's transport moves messages by itself, both ways at once, in whatever order the ranks get to them."""
+    """gloo transfers messages in the background, both ways at once, in whatever order the ranks issue them."""
 
     in_lockstep = False
 
@@ -176,7 +177,7 @@ class _PointToPoint:
         return _Messages(works, packs, outgoing)
 
     def _incoming(self, peer: int, packs: list[tuple[Tensor, list[Tensor]]]) -> list[Tensor]:
-        """Where a peer's messages land: straight in place if large, in a pack that is taken apart later if not."""
+        """Returns where to receive a peer's messages: large ones in place, small ones in a pack for later."""
         small = self._small[peer]
         if len(small) < 2:
             return small + self._large[peer]
@@ -220,7 +221,7 @@ class _GatherInPlace:
 
 
 class _GroupedBroadcasts:
-    """One group of broadcasts: large tensors as they lie, the small ones of each rank as one pack."""
+    """Grouped broadcasts: large tensors by themselves, the small ones of each rank as one pack."""
 
     in_lockstep = True
 
@@ -259,7 +260,7 @@ class _Unpacked:
 
 
 class _GatherPadded:
-    """One all-gather, with every section padded to the largest: what any backend can do."""
+    """One all-gather, with every section padded to the largest: works on any backend."""
 
     in_lockstep = True
 
@@ -302,7 +303,7 @@ class _Padded:
 
 
 class _ThroughTransport:
-    """For tensors on a device the group has no transport for: the same exchange, on copies."""
+    """The exchange on copies, for tensors on a device that the group has no backend for."""
 
     def __init__(
         self,
@@ -320,7 +321,7 @@ class _ThroughTransport:
         self.in_lockstep = self._inner.in_lockstep
 
     def issue(self) -> Pending:
-        # A plain copy between devices waits for both, so what was stepped on one is read on the other.
+        # A plain copy between devices synchronizes with both, so it reads what the optimizer wrote.
         _copy_views(self._copies[self._rank], self._sections[self._rank])
         return _Transported(self._inner.issue(), self._copies, self._sections, self._rank)
 
@@ -360,7 +361,7 @@ def _copy_views(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 def _backends(group: dist.ProcessGroup) -> dict[str, str]:
-    """Device type to backend name, such as ``{"cpu": "gloo", "cuda": "nccl"}``."""
+    """Returns device type to backend name, such as ``{"cpu": "gloo", "cuda": "nccl"}``."""
     pairs = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
-    # NCCL is listed for the CPU by some torch versions, and carries nothing there.
+    # Some torch versions list NCCL for the CPU, where it transfers nothing.
     return {device: backend for device, backend in pairs if (device, backend) != ("cpu", "nccl")}

@@ -1,7 +1,7 @@
-"""Which ranks share what: a device mesh read as data parallelism.
+"""A device mesh as data parallelism: which axis shards, which replicates, and the groups of both.
 
-One axis shards; a second one, if there is one, replicates the shards. After forward a unit may stay sharded over
-smaller groups of neighbours (*parts*): those groups are cut out of the shard axis here, once for a mesh.
+One axis shards; an optional second one replicates the shards. After forward a unit may stay sharded over smaller groups
+of consecutive ranks (*parts*) of the shard axis, which are created here, once per mesh.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from shardwise.torch_internals import concatenate_meshes, flatten_mesh
 
 @dataclass(frozen=True, eq=False)
 class DataMesh:
-    """A mesh of one axis (shard) or two (replicate, shard), with the calls of its groups.
+    """A mesh of one axis (shard) or two (replicate, shard), with the collectives of its groups.
 
-    ``whole`` is the mesh that its axes were named in (``dp_mesh_dims``), ``named`` the numbers that they have there.
+    With ``dp_mesh_dims``, ``whole`` is the mesh in which the axes were named, and ``named`` their indices there.
     """
 
     mesh: DeviceMesh
@@ -45,30 +45,30 @@ class DataMesh:
 
     @property
     def rank(self) -> int:
-        """This process's rank in the whole job: what messages to users name."""
+        """This process's world rank, for messages to users."""
         return dist.get_rank()
 
     @property
     def axes(self) -> list[GroupCollectives]:
-        """The groups this rank talks to others on, outermost first."""
+        """The groups with more than one rank, outermost first."""
         return [calls for calls in (self.replicate, self.shard) if calls is not None and calls.world > 1]
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the first of the mesh's own ranks, which need not be the job's."""
+        """Whether this is the first rank of the mesh, which need not be the first of the job."""
         return all(calls.rank == 0 for calls in self.axes)
 
     def placements(self, dim: int) -> tuple[Placement, ...]:
         return (Shard(dim),) if self.replicate is None else (Replicate(), Shard(dim))
 
     def separate_shard_group(self) -> GroupCollectives:
-        """A second group over the shard axis: its collectives do not queue up behind the first one's."""
+        """Returns a second group over the shard axis, whose collectives do not queue behind the first one's."""
         if 0 not in self._parts:
             self._parts[0] = self._group_of(dist.get_process_group_ranks(self.shard.group))
         return self._parts[0]
 
     def part(self, part_world: int) -> GroupCollectives:
-        """The group of ``part_world`` neighbours on the shard axis to which this rank belongs."""
+        """Returns this rank's group of ``part_world`` consecutive ranks of the shard axis."""
         if part_world not in self._parts:
             shard_ranks = dist.get_process_group_ranks(self.shard.group)
             start = self.shard.rank // part_world * part_world
@@ -76,7 +76,7 @@ class DataMesh:
         return self._parts[part_world]
 
     def _group_of(self, ranks: list[int]) -> GroupCollectives:
-        """A new group, made by its own ranks alone: the mesh may be one of several that together make up the job."""
+        """Creates a group, called by its own ranks only: the mesh may be one of several in the job."""
         group = dist.new_group(ranks, use_local_synchronization=True)
         return GroupCollectives(group, self.device)
 
@@ -85,21 +85,26 @@ _READINGS_ATTRIBUTE = "_shardwise_readings"
 
 
 class _Readings(dict[Hashable, DataMesh]):
-    """How a mesh was read. It stays behind when the mesh is copied or saved, as it is with every DTensor."""
+    """Interpretations of a mesh. Not copied or saved along with the mesh, as happens with every DTensor."""
 
     def __deepcopy__(self, memo: dict[int, object]) -> OrderedDict[str, object]:
         return OrderedDict()
 
     def __reduce_ex__(self, protocol: Any) -> tuple[type[OrderedDict[str, object]], tuple[()]]:
-        # What is saved must load without shardwise, and with torch.load(weights_only=True).
+        # A saved file must load without shardwise, and with torch.load(weights_only=True).
         return (OrderedDict, ())
 
 
-def data_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims | None, where: str) -> DataMesh:
-    """Reads ``mesh``; units that are given the same mesh share one reading, and so its groups."""
+def _readings_of(mesh: DeviceMesh) -> _Readings:
     readings = mesh.__dict__.get(_READINGS_ATTRIBUTE)
     if not isinstance(readings, _Readings):
         readings = mesh.__dict__[_READINGS_ATTRIBUTE] = _Readings()
+    return readings
+
+
+def data_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims | None, where: str) -> DataMesh:
+    """Interprets ``mesh``; units with the same mesh share the result, and so its groups."""
+    readings = _readings_of(mesh)
     if dims not in readings:
         readings[dims] = _read(mesh, dims, where)
     return readings[dims]
@@ -126,10 +131,8 @@ def _read(mesh: DeviceMesh, dims: DataParallelMeshDims | None, where: str) -> Da
 
 
 def flat_mesh(mesh: DeviceMesh, device: torch.device, shards: bool) -> DataMesh:
-    """Reads a mesh for parameters that need no placement; with ``shards`` False its one axis only replicates."""
-    readings = mesh.__dict__.get(_READINGS_ATTRIBUTE)
-    if not isinstance(readings, _Readings):
-        readings = mesh.__dict__[_READINGS_ATTRIBUTE] = _Readings()
+    """Interprets a mesh for parameters without placements; with ``shards`` False its one axis only replicates."""
+    readings = _readings_of(mesh)
     key = (device, shards)
     if key not in readings:
         last = GroupCollectives(mesh.get_group(mesh.ndim - 1), device)
@@ -145,9 +148,9 @@ def flat_mesh(mesh: DeviceMesh, device: torch.device, shards: bool) -> DataMesh:
 
 
 class _KnownMeshes(threading.local):
-    """Meshes that were made here, for as long as the default group is there; one set a thread: ranks may be threads.
+    """Meshes created here, kept as long as the default group exists; per thread, because ranks may be threads.
 
-    Not for as long as a model uses them: making one takes communication, and ranks do not collect garbage alike.
+    They are not kept by models alone: creating one takes communication, and ranks do not collect garbage in step.
     """
 
     def __init__(self) -> None:
@@ -159,7 +162,7 @@ _known = _KnownMeshes()
 
 
 def forget_meshes() -> None:
-    """Lets go of the meshes made here, and so of their groups, when the default group has ended."""
+    """Drops the meshes created here, and so their groups, once the default group has been destroyed."""
     _known.group, _known.meshes = None, {}
 
 
@@ -174,15 +177,15 @@ def _shared(key: Hashable, make: Callable[[], DeviceMesh]) -> DeviceMesh:
 
 
 def mesh_of_group(group: dist.ProcessGroup, device_type: str) -> DeviceMesh:
-    """One axis over a process group; units that are given the same group share one mesh."""
+    """Returns a mesh of one axis over a process group; units with the same group share it."""
     if group is dist.group.WORLD:
         return default_mesh(device_type, "process_group")
-    # A mesh keeps its group alive, so no other can come to have its id.
+    # A mesh keeps its group alive, so the id is not reused.
     return _shared((id(group), device_type), lambda: DeviceMesh.from_group(group, device_type))
 
 
 def mesh_of_groups(shard: dist.ProcessGroup, replicate: dist.ProcessGroup, device_type: str) -> DeviceMesh:
-    """Two axes, replicate and shard; ranks of the replicate group tell each other whom they share shards with."""
+    """Returns a mesh of two axes, replicate and shard; ranks of the replicate group exchange their shard groups."""
 
     def make() -> DeviceMesh:
         own = json.dumps(dist.get_process_group_ranks(shard)).encode()
@@ -195,7 +198,7 @@ def mesh_of_groups(shard: dist.ProcessGroup, replicate: dist.ProcessGroup, devic
 
 
 def mesh_of_hosts(device_type: str, shard_world: int) -> DeviceMesh:
-    """Two axes over all ranks: neighbours shard between them, and their groups replicate one another."""
+    """Returns a mesh of two axes over all ranks: ``shard_world`` consecutive ranks shard, and the rest replicates."""
     world = dist.get_world_size()
 
     def make() -> DeviceMesh:
@@ -245,22 +248,22 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type)
 
 
-# What torchrun tells every rank, and what a group is made of.
+# Set by torchrun for every rank, and needed to create a group.
 _LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def join_launched_ranks() -> None:
-    """Makes the default group where there is none and a launcher has said who is in it, as a mesh would."""
+    """Creates the default group if there is none and a launcher has set its variables, as ``DeviceMesh`` would."""
     if not dist.is_initialized() and all(name in os.environ for name in _LAUNCHED):
         dist.init_process_group()
 
 
 def default_device_type(params: Iterable[torch.Tensor]) -> str:
-    """The device type to shard over when none is named: "cuda" with NCCL or for parameters there, else "cpu"."""
+    """Returns the default device type: "cuda" with NCCL or for parameters there, else "cpu"."""
     if any(param.device.type == "cuda" for param in params):
         return "cuda"
     if torch.cuda.is_available() and dist.is_initialized():
-        # A group that was given no backend serves each device with that device's own, and calls it "undefined".
+        # A group without an explicit backend uses each device's default one, and reports "undefined".
         backend = dist.get_backend()
         if "nccl" in backend or backend == "undefined" or ("fake" in backend and torch.cuda.is_initialized()):
             return "cuda"
@@ -268,11 +271,11 @@ def default_device_type(params: Iterable[torch.Tensor]) -> str:
 
 
 def default_mesh(device_type: str, where: str) -> DeviceMesh:
-    """One axis over all ranks."""
+    """Returns a mesh of one axis over all ranks."""
     if not dist.is_initialized():
         raise StateError(
             "there is no process group to shard over",
             where=where,
-            fix="call torch.distributed.init_process_group() first (torchrun sets what it needs), or pass mesh=",
+            fix="call torch.distributed.init_process_group() first (torchrun sets its variables), or pass mesh=",
         )
     return _shared(device_type, lambda: init_device_mesh(device_type, (dist.get_world_size(),)))

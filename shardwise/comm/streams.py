@@ -1,12 +1,12 @@
-"""Lanes: named streams beside the user's own, and the twin of a lane for devices that have none.
+"""Side streams: CUDA streams beside the user's compute stream, and their no-op counterparts on a CPU.
 
-The compute stream is the user's; a lane runs work beside it. Whatever crosses from one to the other is ordered by a
-mark, and a mark is an event on the device: the host never waits.
+Work on a side stream runs beside the compute stream. What crosses from one to the other is ordered by an event on the
+device, so the host never waits.
 
-    compute   ──●────────────▶──▲──        ● mark    ▲ waits for it
+    compute   ──●────────────▶──▲──        ● event    ▲ waits for it
     gather         ▲──copy──●───┘
 
-On a CPU everything already happens in program order, so the twin does nothing.
+On a CPU everything happens in program order already.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from shardwise.torch_internals import (
     StreamKey,
-    cuda_mark,
+    cuda_event,
     cuda_stream,
     current_cuda_stream,
     set_cuda_stream,
@@ -31,24 +31,24 @@ class StreamEvent(Protocol):
 
 
 class SideStream(Protocol):
-    """A stream of its own; ``with lane:`` issues work on it."""
+    """A stream beside the compute stream; ``with stream:`` issues work on it."""
 
     def __enter__(self) -> None: ...
 
     def __exit__(self, *exception: object) -> None: ...
 
     def wait_compute(self) -> None:
-        """Makes the lane wait for everything the compute stream was given so far."""
+        """Makes this stream wait for everything issued on the compute stream so far."""
 
     def wait_event(self, event: StreamEvent) -> None:
-        """Makes the lane wait for a mark."""
+        """Makes this stream wait for an event."""
 
     def record_event(self) -> StreamEvent:
-        """A mark behind everything the lane was given so far."""
+        """Records an event behind everything issued on this stream so far."""
 
 
 class SideStreams(Protocol):
-    """The lanes of one root, and the compute stream's side of the marks."""
+    """The side streams of one root, and waits between them and the compute stream or the host."""
 
     gather: SideStream
     reduce: SideStream
@@ -60,7 +60,7 @@ class SideStreams(Protocol):
     def compute_waits_for(self, event: StreamEvent) -> None: ...
 
     def host_waits_for(self, event: StreamEvent) -> None:
-        """Blocks the host until the mark is reached: only where the host itself reads or writes the data."""
+        """Blocks the host until the event is reached: only where the host itself reads or writes the data."""
 
 
 class _NoEvent:
@@ -71,7 +71,7 @@ _NO_EVENT = _NoEvent()
 
 
 class HostStream:
-    """The twin: no stream, no waiting."""
+    """The counterpart on a CPU: no stream, no waiting."""
 
     def __enter__(self) -> None:
         pass
@@ -106,21 +106,21 @@ class HostStreams:
         pass
 
 
-# More marks than any lane has waiting at a time.
+# More events than are ever waited for on one stream at a time.
 _EVENTS_PER_STREAM = 32
 
 
 class _CudaStream:
-    """A stream and the events that mark its work, which are used over and over.
+    """A stream and its events, which are reused in turn.
 
-    An event that is recorded again stands for a later point of the same stream: whoever still waits for the earlier
-    one waits longer, never too short.
+    An event that is recorded again is a later point of the same stream: a wait for the earlier one becomes longer,
+    never too short.
     """
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.stream = stream
-        # A host that waits for one sleeps: the core is needed by optimizers that step on the host meanwhile.
-        self._events = cycle([cuda_mark() for _ in range(_EVENTS_PER_STREAM)])
+        # Blocking events, so that a waiting host sleeps: optimizers that step on the host need the core.
+        self._events = cycle([cuda_event() for _ in range(_EVENTS_PER_STREAM)])
 
     def record_event(self) -> torch.cuda.Event:
         event = next(self._events)
@@ -129,7 +129,7 @@ class _CudaStream:
 
 
 class _Compute:
-    """The user's stream, which may be another one each time it is asked for."""
+    """The user's current stream, which may change between calls."""
 
     def __init__(self, device_index: int) -> None:
         self._device_index = device_index
@@ -144,11 +144,11 @@ class _Compute:
 
 
 class CudaSideStream:
-    """A CUDA stream. Not reentrant: a lane is never entered twice."""
+    """A CUDA stream. Not reentrant: it must not be entered twice."""
 
     def __init__(self, device: torch.device, priority: int, compute: _Compute) -> None:
         stream = torch.cuda.Stream(device, priority=priority)
-        self._marks = _CudaStream(stream)
+        self._events = _CudaStream(stream)
         self._stream = stream
         self._key = (stream.stream_id, stream.device_index, stream.device_type)
         self._compute = compute
@@ -164,13 +164,13 @@ class CudaSideStream:
     def wait_compute(self) -> None:
         self._compute.current().record_event().wait(self._stream)
 
-    # Marks here are events, some of them users' own: all have ``wait``.
+    # Some events are users' own: all have ``wait``.
 
     def wait_event(self, event: Any) -> None:
         event.wait(self._stream)
 
     def record_event(self) -> StreamEvent:
-        return self._marks.record_event()
+        return self._events.record_event()
 
 
 class CudaSideStreams:
@@ -178,7 +178,7 @@ class CudaSideStreams:
         self.host_runs_ahead = True
         index = torch.cuda.current_device() if device.index is None else device.index
         self._compute = _Compute(index)
-        # Communication is on the critical path of the units to come: it goes before compute where both could run.
+        # Communication is on the critical path of the next units: it has priority over compute.
         self.gather: SideStream = CudaSideStream(device, priority=-1, compute=self._compute)
         self.reduce: SideStream = CudaSideStream(device, priority=-1, compute=self._compute)
         self.replicate: SideStream = CudaSideStream(device, priority=-1, compute=self._compute)
@@ -194,16 +194,16 @@ class CudaSideStreams:
 
 
 def take_workspaces(device: torch.device) -> None:
-    """Has matrix libraries take the memory that they keep for forward's thread and for backward's.
+    """Makes matrix libraries allocate their workspaces now, for forward's thread and for backward's.
 
-    Backward's, taken in the first backward, would come to lie in the midst of what activations have just left, and
-    stand in the way of larger tensors for good.
+    Backward's workspace, allocated in the first backward, would fragment the memory that activations have just freed,
+    for good.
     """
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing() or torch.is_inference_mode_enabled():
         return
     with torch.enable_grad(), unseen_by_modes():
         one = torch.zeros(1, 1, device=device, requires_grad=True)
-        # A matrix library that is the first to use the device on a thread warns of it: the product comes second.
+        # cuBLAS warns if it is the first to use the device on a thread: so the matrix product is not the first.
         (torch.mm(one, one) * 2).sum().backward()
 
 

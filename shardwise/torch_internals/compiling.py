@@ -1,4 +1,4 @@
-"""torch.compile: keeping it out of functions, and asking whether it is running."""
+"""torch.compile: excludes functions from tracing, and tells whether compiled code is running."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def untraced(function: F) -> F:
-    """Keeps torch.compile out of ``function`` and all it calls. An eager call costs what it did before."""
+    """Excludes ``function`` and everything it calls from torch.compile, at no cost for eager calls."""
     return _untraced(function, _FrameAction.SKIP)
 
 
 def untraced_itself(function: F) -> F:
-    """Keeps torch.compile out of ``function``, not out of what it calls."""
+    """Excludes ``function`` from torch.compile, but not what it calls."""
     return _untraced(function, _FrameAction.DEFAULT)
 
 
 def _untraced(function: F, below: _FrameAction) -> F:
-    # What ``torch.compiler.disable`` does, without the wrapper that it puts around every call.
+    # What ``torch.compiler.disable`` does, without its wrapper around every call.
     set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, below))
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = "shardwise gathers and reduces here"  # type: ignore[attr-defined]
@@ -31,7 +31,7 @@ def _untraced(function: F, below: _FrameAction) -> F:
 
 
 def is_within_compiled() -> bool:
-    """Whether this thread is inside a call of something that was given to torch.compile."""
+    """Returns whether this thread is inside a call of a compiled function."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     if dynamo is None:
         return False

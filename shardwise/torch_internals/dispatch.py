@@ -1,4 +1,4 @@
-"""Dispatch modes and libraries of kernels: running the engine's own work unseen by what records a forward."""
+"""Dispatch modes and kernel libraries; and running the engine's own work unseen by modes that record a forward."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ R = TypeVar("R")
 
 
 def view_aside(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of all of ``tensor``, unseen by modes that record a forward: run again, it may need none."""
+    """Returns a view of ``tensor``, unseen by modes that record a forward: its replay may need no such view."""
     if _dispatch_modes():
         with _unrecorded():
             return tensor.view_as(tensor)
@@ -26,30 +26,30 @@ def view_aside(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def defaults_of(op: str) -> tuple[Any, ...]:
-    """The default value of each argument of an operation; None for those that have none."""
+    """Returns the default values of an operator's arguments; None for those without one."""
     namespace, name = op.split("::")
     schema = getattr(getattr(torch.ops, namespace), name).default._schema
     return tuple(argument.default_value for argument in schema.arguments)
 
 
 def passing_library(namespace: str) -> Any:
-    """A library of kernels that goes when the context ends, and its kernels with it."""
+    """Returns a context with a library whose kernels are removed when it ends."""
     return torch.library._scoped_library(namespace, "IMPL")
 
 
 def modes_are_watching() -> bool:
-    """Whether a dispatch mode is on, such as one that counts collectives."""
+    """Returns whether a dispatch mode is active, such as one that counts collectives."""
     return torch._C._len_torch_dispatch_stack() > 0
 
 
 @contextmanager
 def unseen_by_modes() -> Iterator[None]:
-    """Runs collectives past torch's dispatch modes, so that control traffic is not counted as the model's."""
+    """Disables dispatch modes, so that control traffic is not counted as the model's."""
     with _disable_current_modes():
         yield
 
 
-# Modes that watch every operation of a forward, to replay it or to save what it writes to.
+# Modes that record every operation of a forward, to replay it or to save what it overwrites.
 _RECORDING_MODES = (_CachingTorchDispatchMode, _CachedTorchDispatchMode, _CloneArgBeforeMutateMode)
 
 
@@ -57,10 +57,10 @@ _dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
 def do_aside(work: Callable[[A], R], given: A) -> R:
-    """Does the engine's own work, which is no part of what the model computes.
+    """Does work of the engine that is not part of the model's computation, and returns its result.
 
-    Recorded with a forward, it would be missed or met again when that is replayed; and inside a transform of
-    ``torch.func`` it would act on tensors of that transform. Whoever counts collectives still sees them.
+    If a mode recorded that work with a forward, a replay would repeat it, or miss it; and a transform of ``torch.func``
+    would apply to its tensors. Modes that count collectives still see it.
     """
     if _dispatch_modes() or peek_interpreter_stack() is not None:
         with _unrecorded(), temporarily_clear_interpreter_stack():

@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import AllgatherOptions as AllgatherOptions
 
 
 def all_gather_call(group: dist.ProcessGroup) -> Callable[..., Any]:
-    """The group's own gather into one tensor; Python-made groups only know the newer of its two names."""
+    """Returns the group's all-gather into one tensor; groups written in Python only have the newer of its two names."""
     return getattr(group, "all_gather_single", None) or group._allgather_base
 
 
@@ -21,7 +21,7 @@ def reduce_scatter_call(group: dist.ProcessGroup) -> Callable[..., Any]:
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
-    """The backend that serves ``device`` in this group; a group made in Python is its own backend."""
+    """Returns the name of the backend for ``device``; a group written in Python is its own backend."""
     try:
         return str(backend_of(group, device).name())
     except RuntimeError:
@@ -29,47 +29,47 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """The backend itself: its collectives go past torch's dispatcher."""
+    """Returns the backend for ``device``; its collectives bypass torch's dispatcher."""
     return group._get_backend(device)
 
 
 def timeout_seconds_of(group: dist.ProcessGroup, device: torch.device) -> float:
-    """How long the group waits for a rank by itself."""
+    """Returns the group's own timeout."""
     try:
         options = getattr(backend_of(group, device), "options", None)
     except RuntimeError:
-        # A group made in Python has no backend, and waits as long as torch does by default.
+        # A group written in Python has no backend; it has torch's default timeout.
         options = None
     timeout: timedelta = getattr(options, "_timeout", dist.constants.default_pg_timeout)
     return timeout.total_seconds()
 
 
 def num_issued(group: dist.ProcessGroup) -> int | None:
-    """How much this process has issued on all its groups; None where the calling thread cannot see the group's rank."""
+    """Returns how many operations this process has issued on all groups; None if this thread cannot see ``group``."""
     groups = list(dist.distributed_c10d._world.pg_map)
     if group not in groups:
         return None
     try:
         return sum(int(cast(Any, each)._get_sequence_number_for_group()) for each in groups)
     except RuntimeError:
-        # A backend that does not count.
+        # A backend without sequence numbers.
         return None
 
 
 def finished_work() -> Any:
-    """A collective's handle, as torch's dispatcher takes it, with nothing left to wait for."""
+    """Returns the work of a finished collective, as torch's dispatcher expects it."""
     over: torch.futures.Future[list[Any]] = torch.futures.Future()
     over.set_result([])
     return torch._C._distributed_c10d._create_work_from_future(over).boxed()  # type: ignore[attr-defined]
 
 
 def store_of(group: dist.ProcessGroup, purpose: str) -> Any:
-    """The store through which the group's ranks found each other, under a prefix of this group and purpose.
+    """Returns the group's store, with a prefix for this purpose.
 
-    By a connection of its own: one that somebody waits on answers nobody else.
+    It has its own connection: one that a thread waits on blocks all other threads.
     """
     store = dist.PrefixStore(purpose, dist.distributed_c10d._world.pg_map[group][1].clone())  # type: ignore[attr-defined]
-    # Nobody waits for a note that is not there; this is for a store that has gone.
+    # Callers do not wait for missing keys; the timeout is for a store that is gone.
     store.set_timeout(timedelta(seconds=3))
     return store
 
@@ -79,17 +79,17 @@ def is_destroyed(group: dist.ProcessGroup) -> bool:
 
 
 def name_of(group: dist.ProcessGroup) -> str:
-    """The same on all ranks of the group, and no other group's."""
+    """Returns the group's unique name, the same on all its ranks."""
     return group.group_name
 
 
 def debugs_in_detail() -> bool:
-    """Whether ``torch.distributed`` was asked to look closely (TORCH_DISTRIBUTED_DEBUG=DETAIL)."""
+    """Returns whether TORCH_DISTRIBUTED_DEBUG=DETAIL is set."""
     return bool(dist.get_debug_level() == dist.DebugLevel.DETAIL)  # type: ignore[attr-defined]
 
 
 def symmetric_memory(group: dist.ProcessGroup) -> Callable[..., torch.Tensor]:
-    """An allocator of NCCL's symmetric memory, which every rank of ``group`` must call alike."""
+    """Returns an allocator of NCCL's symmetric memory, which all ranks of ``group`` must call alike."""
     from torch.distributed import _symmetric_memory as memory
 
     memory.set_backend("NCCL")
@@ -105,13 +105,13 @@ def symmetric_memory(group: dist.ProcessGroup) -> Callable[..., torch.Tensor]:
 def issue_grouped_broadcasts(
     group: dist.ProcessGroup, device: torch.device, tensors_by_source: Sequence[Sequence[torch.Tensor]]
 ) -> dist.Work:
-    """Each rank's tensors to all the others, as one operation of the backend (NCCL runs it as one kernel)."""
+    """Broadcasts each rank's tensors to all others as one operation of the backend (with NCCL, one kernel)."""
     group._start_coalescing(device)
     for source, tensors in enumerate(tensors_by_source):
         options = dist.BroadcastOptions()
         options.rootRank = source
         options.asyncOp = True
         for tensor in tensors:
-            # The group's own method: torch's wrapper of it checks what was checked when the exchange was planned.
+            # Not torch's wrapper, which repeats the checks made when the exchange was planned.
             group.broadcast([tensor], options)
     return group._end_coalescing(device)

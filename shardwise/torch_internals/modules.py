@@ -14,11 +14,11 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """The module's own parameters by name; writing here costs a tenth of ``setattr``."""
+    """Returns the module's own parameters by name; writing to this dict is ten times as fast as ``setattr``."""
     return module._parameters
 
 
-# The base of all batch norms, which compute in full precision whatever is around them.
+# Base class of all batch norms, which compute in full precision under any mixed precision.
 BatchNorm = _BatchNorm
 
 
@@ -31,7 +31,7 @@ def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
 
 
 def state_entries(module: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """What a state dict holds of this module itself; ``None`` stands for extra state, which may be anything."""
+    """Yields the state dict entries of this module itself; ``None`` stands for extra state, which may be anything."""
     for name, param in module._parameters.items():
         if param is not None:
             yield name, param
@@ -43,10 +43,10 @@ def state_entries(module: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]
 
 
 def asked_for_state_dicts() -> tuple[bool, bool, bool] | None:
-    """What a caller asks ``torch.distributed.checkpoint.state_dict`` for: for optimizers too? sent by the first rank?
-    without frozen parameters? None where the present call does not come from there.
+    """Returns options of the ``torch.distributed.checkpoint.state_dict`` call on the stack: whether it has optimizers,
+    ``broadcast_from_rank0`` and ``ignore_frozen_params``; None if there is no such call.
 
-    Nothing that those functions call is told any of it.
+    torch does not pass these options on, so they are read from its frame.
     """
     frame = sys._getframe(1)
     while frame.f_back is not None:
@@ -62,7 +62,7 @@ def asked_for_state_dicts() -> tuple[bool, bool, bool] | None:
 
 
 def loads_plainly(module: nn.Module, own_hooks: type) -> bool:
-    """Whether nothing but hooks of type ``own_hooks`` changes how this module takes its part of a state dict."""
+    """Returns whether the module loads its state dict entries as usual, except for hooks of type ``own_hooks``."""
     hooks = module._load_state_dict_pre_hooks.values()
     return (
         type(module)._load_from_state_dict is nn.Module._load_from_state_dict
@@ -72,24 +72,24 @@ def loads_plainly(module: nn.Module, own_hooks: type) -> bool:
 
 
 def note_optimizer_step(optimizer: torch.optim.Optimizer) -> None:
-    """Tells learning-rate schedulers that a step was made without a call of ``step()``."""
+    """Tells learning-rate schedulers that the optimizer has stepped without a call of ``step()``."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def step_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
-    """Everything that runs before and after its ``step()``."""
+    """Returns all hooks that run before and after its ``step()``."""
     own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
     of_all = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
     return [hook for hooks in (*own, *of_all) for hook in hooks.values()]
 
 
 def join_is_watching(joinable: Joinable) -> bool:
-    """Whether torch's ``Join`` counts this object's steps."""
+    """Returns whether torch's ``Join`` is active for this object."""
     return bool(joinable._join_config.enable)
 
 
 def run_before_state_dict(optimizer: torch.optim.Optimizer) -> None:
-    """Runs the hooks that users registered to go before saving; the next three run the others."""
+    """Runs the hooks registered to run before ``state_dict``."""
     for hook in optimizer._optimizer_state_dict_pre_hooks.values():
         hook(optimizer)
 

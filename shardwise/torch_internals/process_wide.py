@@ -1,6 +1,7 @@
-"""The three changes that shardwise makes to torch for the whole process, each in a function that is called once:
+"""The three changes that shardwise makes to torch for the whole process, each in a function that is called once.
 
-in-place foreach kernels raise the versions of DTensors; ``param.data = value`` writes to shards; ``zero_grad`` reports.
+In-place foreach kernels increment the versions of DTensors; ``param.data = value`` writes to shards; and ``zero_grad``
+calls back.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from shardwise.torch_internals.dtensor import local_of
 
 
 def count_foreach_writes(is_counted: Callable[[torch.Tensor], bool]) -> None:
-    """Has in-place foreach and fused kernels raise the versions of the DTensors they write to, as others do.
+    """Makes in-place foreach and fused kernels increment the versions of the DTensors they write to, as others do.
 
-    For DTensors that are ``is_counted``. To be called once in a process.
+    Only for DTensors for which ``is_counted`` is true. Called once per process.
     """
     handlers = DTensor._op_dispatcher._custom_op_handlers
     for name in dir(torch.ops.aten):
@@ -40,7 +41,7 @@ def _counting_writes(
     if all(isinstance(target, DTensor) for target in targets):
         torch.autograd.graph.increment_version([target for target in targets if is_counted(target)])
         if all(_can_be_sharded_like(targets, operand) for operand in (*args, *kwargs.values())):
-            # Element by element, so each rank computes its own shards.
+            # These kernels are element-wise, so each rank computes on its own shards.
             args = [_sharded_like(targets, operand) for operand in args]
             kwargs = {name: _sharded_like(targets, operand) for name, operand in kwargs.items()}
             local_args, local_kwargs = tree_map_only(DTensor, local_of, (args, kwargs))
@@ -64,7 +65,7 @@ def _can_be_sharded_like(targets: Sequence[Any], operand: Any) -> bool:
 
 
 def _sharded_like(targets: Sequence[Any], operand: Any) -> Any:
-    """An operand of an element-wise kernel: a list as its targets are sharded, one number for all of them whole."""
+    """Returns an operand for local tensors: a list sharded like its targets, or a scalar as a full tensor."""
     if isinstance(operand, DTensor):
         return operand.full_tensor()
     if not isinstance(operand, (list, tuple)):
@@ -78,13 +79,13 @@ def _sharded_like(targets: Sequence[Any], operand: Any) -> Any:
 
 
 _bypass_lock = threading.Lock()
-# Handlers that are out of use, and by how many threads.
+# Handlers that are disabled at the moment, and by how many threads.
 _bypassed: dict[Any, tuple[Any, int]] = {}
 
 
 @contextmanager
 def _without_handler(op: Any) -> Iterator[None]:
-    """An operator as torch itself does it; several threads may ask for that at once."""
+    """Disables our handler of an operator; several threads may do so at once."""
     handlers = DTensor._op_dispatcher._custom_op_handlers
     with _bypass_lock:
         handler, num_threads = _bypassed.get(op) or (handlers.pop(op), 0)
@@ -101,9 +102,9 @@ def _without_handler(op: Any) -> Iterator[None]:
 
 
 def take_data(is_taken: Callable[[torch.Tensor], bool]) -> None:
-    """Makes ``param.data = value`` write to the shards of DTensors that are ``is_taken``; once in a process.
+    """Makes ``param.data = value`` write to the shards of DTensors that ``is_taken``. Called once per process.
 
-    Otherwise it does nothing at all: it gives another tensor to the DTensor's outside, which has no elements.
+    In torch it silently does nothing: it replaces the data of the DTensor's wrapper, which has no elements.
     """
 
     def set_data(param: Any, value: torch.Tensor) -> None:
@@ -112,10 +113,10 @@ def take_data(is_taken: Callable[[torch.Tensor], bool]) -> None:
             return
         if value.shape != param.shape or value.dtype != param.dtype:
             raise ConfigError(
-                f"a sharded parameter of shape {tuple(param.shape)} and {param.dtype} was given data of shape "
+                f"a sharded parameter of shape {tuple(param.shape)} and {param.dtype} cannot take data of shape "
                 f"{tuple(value.shape)} and {value.dtype}",
                 where="param.data = ...",
-                fix="give it data of its own shape and dtype; model.to(dtype) changes the dtype of a whole model",
+                fix="assign data of the same shape and dtype; model.to(dtype) changes the dtype of the whole model",
             )
         with torch.no_grad():
             if not isinstance(value, DTensor):
@@ -128,9 +129,9 @@ def take_data(is_taken: Callable[[torch.Tensor], bool]) -> None:
 def hear_zero_grad(
     of_optimizer: Callable[[torch.optim.Optimizer, bool], None], of_module: Callable[[nn.Module, bool], None]
 ) -> None:
-    """Calls back after each ``zero_grad`` of an optimizer or module, with its ``set_to_none``; once in a process.
+    """Calls back after each ``zero_grad`` of an optimizer or module, with its ``set_to_none``. Called once per process.
 
-    torch has no hook for it, and not every gradient is where it looks.
+    torch has no hook for it, and ``zero_grad`` does not see every gradient.
     """
     _call_after(torch.optim.Optimizer, of_optimizer)
     _call_after(nn.Module, of_module)

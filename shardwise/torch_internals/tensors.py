@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 
 
 def storage_uses(storage: torch.UntypedStorage) -> int:
-    """How many owners a storage has."""
+    """Returns the reference count of a storage."""
     return int(torch._C._storage_Use_Count(storage._cdata))
 
 
@@ -21,9 +21,9 @@ def tensor_over(
     shape: tuple[int, ...],
     strides: tuple[int, ...],
 ) -> torch.Tensor:
-    """A tensor of its own over a storage that may be too small for it yet; ``offset`` is in elements.
+    """Returns a tensor over a storage that may still be too small for it; ``offset`` is in elements.
 
-    ``set_`` would make the storage large enough, and take memory for that.
+    ``set_`` would resize the storage, and so allocate memory.
     """
     nothing = torch.empty(0, dtype=dtype, device=storage.device)
     nothing.set_(storage, 0, (0,), (1,))
@@ -36,7 +36,7 @@ add_all: Callable[[list[torch.Tensor], list[torch.Tensor]], object] = torch._for
 
 
 def chunk_cat(tensors: list[torch.Tensor], num_chunks: int, rows: torch.Tensor) -> None:
-    """Cuts each tensor along dim 0 into ``num_chunks``, padded with zero rows, and lays chunk i of all into row i."""
+    """Splits each tensor along dim 0 into ``num_chunks``, zero-padded, and copies chunk i of all of them into row i."""
     torch._chunk_cat(tensors, 0, num_chunks, out=rows)
 
 
@@ -48,7 +48,7 @@ def multiply_all(targets: list[torch.Tensor], factor: torch.Tensor) -> None:
 
 
 def norms_of(tensors: list[torch.Tensor], order: float, together: bool) -> list[torch.Tensor]:
-    """The norm of each tensor, all of one device and dtype and none empty, in float32 or wider."""
+    """Returns the norm of each tensor in float32 or wider; all have one device and dtype, and none is empty."""
     dtype = torch.promote_types(tensors[0].dtype, torch.float32)
     if together:
         return list(torch._foreach_norm(tensors, order, dtype=dtype))
@@ -59,7 +59,7 @@ StreamKey = tuple[int, int, int]
 
 
 def current_cuda_stream(device_index: int) -> StreamKey:
-    """What tells the current stream from others, a tenth of the price of the stream as an object."""
+    """Returns a key of the current stream: ten times as fast as the stream object."""
     return torch._C._cuda_getCurrentStream(device_index)
 
 
@@ -73,18 +73,18 @@ def cuda_stream(key: StreamKey) -> torch.cuda.Stream:
     return torch.cuda.Stream(stream_id=stream_id, device_index=device_index, device_type=device_type)
 
 
-def cuda_mark() -> torch.cuda.Event:
-    """An event that a host may sleep on. Of the class below ``torch.cuda.Event``, whose methods only pass on."""
+def cuda_event() -> torch.cuda.Event:
+    """Returns a blocking event, of the base class of ``torch.cuda.Event``, whose methods only forward to it."""
     return cast(torch.cuda.Event, torch._C._CudaEventBase(blocking=True))
 
 
 def raw_cuda_stream(device_index: int) -> int:
-    """The current stream as CUDA itself knows it."""
+    """Returns the current stream as a CUDA handle."""
     return torch._C._cuda_getCurrentRawStream(device_index)
 
 
 def same_structure(one: Any, other: Any) -> bool:
-    """Whether two values are the same containers around tensors, and equal wherever there are none."""
+    """Returns whether two trees have the same containers, with tensors at the same leaves and equal other leaves."""
     leaves, shape = tree_flatten(one)
     other_leaves, other_shape = tree_flatten(other)
     return shape == other_shape and all(
@@ -94,12 +94,12 @@ def same_structure(one: Any, other: Any) -> bool:
 
 
 def map_tree(change: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
-    """``tree`` with every tensor changed, as torch itself walks containers."""
+    """Returns ``tree`` with ``change`` applied to every tensor, as torch walks containers."""
     return tree_map_only(torch.Tensor, change, tree)
 
 
 def join_trees(join: Callable[[list[torch.Tensor]], torch.Tensor], trees: Sequence[Any]) -> Any:
-    """One tree out of several alike: tensors in one place become one, anything else is taken from the first."""
+    """Joins trees of one structure: tensors at the same leaf become one, other leaves are the first tree's."""
     first, *others = trees
     return tree_map(
         lambda leaf, *same: join([leaf, *same]) if isinstance(leaf, torch.Tensor) else leaf, first, *others

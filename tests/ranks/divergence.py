@@ -390,9 +390,9 @@ LONG_SECONDS = 120.0
 _WAITS = {
     (watchdog_thread, "_TICK_SECONDS"): 0.01,
     (watchdog_thread, "_IDLE_SECONDS"): 0.05,
-    (gloo, "_LANDING_SECONDS"): 0.02,
-    (thread_channels, "_LANDING_SECONDS"): 0.02,
-    (diagnosis, "_TELLING_SECONDS"): LONG_SECONDS,
+    (gloo, "_DRAIN_SECONDS"): 0.02,
+    (thread_channels, "_DRAIN_SECONDS"): 0.02,
+    (diagnosis, "_STATUS_GRACE_SECONDS"): LONG_SECONDS,
     (gloo, "_PEERS_ANSWER_SECONDS"): LONG_SECONDS,
 }
 _USUAL_WAITS = {place: getattr(*place) for place in _WAITS}

@@ -370,5 +370,5 @@ def test_axes_that_are_unknown_missing_doubled_or_too_many_are_refused():
 
 
 def test_dims_that_name_nothing_are_refused():
-    with pytest.raises(ConfigError, match="names no axis at all"):
+    with pytest.raises(ConfigError, match="DataParallelMeshDims names no axis"):
         DataParallelMeshDims()

@@ -489,7 +489,7 @@ def test_data_assigned_to_a_sharded_parameter_is_its_value():
 def test_data_of_another_shape_is_refused():
     def on_a_rank():
         model = fully_shard(nn.Linear(WIDTH, WIDTH))
-        with pytest.raises(ValueError, match="was given data of shape"):
+        with pytest.raises(ValueError, match="cannot take data of shape"):
             model.weight.data = torch.ones(3, 3)
 
     run_ranks(on_a_rank, 2)

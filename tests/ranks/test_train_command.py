@@ -118,7 +118,7 @@ def test_the_command_is_a_module_too():
         text=True,
     )
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith("error: /nowhere is not what a failing rank left"), done.stderr
+    assert done.stderr.startswith("error: /nowhere is not the trace of a failed rank"), done.stderr
 
 
 def test_the_console_script_is_the_command():

@@ -26,7 +26,7 @@ _COUNT = 1 << 48
 _DIGEST = (1 << 32) - 1
 _SLICE = timedelta(seconds=0.2)
 # How long collectives of an abandoned step may take to end by themselves.
-_LANDING_SECONDS = 1.0
+_DRAIN_SECONDS = 1.0
 
 
 class _AgreementWait:
@@ -124,7 +124,7 @@ class BackendChannel(WatchedChannel):
         # Only the abandoned step is aborted; collectives of the new log go on.
         if self._has_reached(self._abandoned):
             self._abandoned = None
-        elif time.monotonic() > self.restarted_at + _LANDING_SECONDS:
+        elif time.monotonic() > self.restarted_at + _DRAIN_SECONDS:
             self._abort()
 
     def _restart_log(self) -> None:

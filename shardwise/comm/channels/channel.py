@@ -30,7 +30,7 @@ from shardwise import policies, trace
 from shardwise.comm.channels.collective_log import CollectiveLog, collective_code, collective_name
 from shardwise.comm.watchdog.stacks import stack_of
 from shardwise.comm.watchdog.store import Entry, WatchdogStore
-from shardwise.errors import PeerFailure, RankDisagreement, ShardwiseError
+from shardwise.errors import LOST_PEER_TEXTS, PeerFailure, RankDisagreement, ShardwiseError
 from shardwise.torch_internals import is_destroyed, store_of, timeout_seconds_of
 
 _LOGGER = logging.getLogger("shardwise")
@@ -41,13 +41,8 @@ _ERRORS: dict[str, type[ShardwiseError]] = {
 }
 _WATCHDOG_KNOWS_SECONDS = 8.0
 _LONGEST_REASON = 500
-# How gloo, NCCL and sockets say that the peer is gone.
 _LOST_CONNECTION_TEXTS = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Connection refused",
-    "Broken pipe",
-    "Socket closed",
+    *LOST_PEER_TEXTS,
     "caused pair closure",
     "remote process",
     "ncclRemoteError",

@@ -45,7 +45,7 @@ _MIX = 0xBF58476D1CE4E5B
 # The watchdog ends waits, not gloo: a timeout of gloo's own closes all connections.
 _UNTIL_THE_WATCHDOG_ENDS_IT = timedelta(days=7)
 _PEERS_ANSWER_SECONDS = 1.0
-_LANDING_SECONDS = 0.2
+_DRAIN_SECONDS = 0.2
 
 
 class GlooChannel(WatchedChannel):
@@ -252,7 +252,7 @@ class GlooChannel(WatchedChannel):
             return True
         landing = threading.Thread(target=_wait_for_all, args=(work.works, work.alive), daemon=True)
         landing.start()
-        landing.join(_LANDING_SECONDS)
+        landing.join(_DRAIN_SECONDS)
         work.works = []
         return not landing.is_alive()
 

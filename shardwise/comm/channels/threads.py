@@ -21,7 +21,7 @@ from shardwise.torch_threads import threaded_ranks_are_stopping
 # How often a waiting rank polls for a failure; less often with many ranks, which would slow down the one that works.
 _POLL_SECONDS = 0.05
 _RANKS_PER_POLL = 8
-_LANDING_SECONDS = 0.2
+_DRAIN_SECONDS = 0.2
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -124,7 +124,7 @@ class ThreadChannel(WatchedChannel):
 
     def land(self, work: Any) -> bool:
         rendezvous: _Rendezvous = work.rendezvous
-        rendezvous.is_over.wait(_LANDING_SECONDS)
+        rendezvous.is_over.wait(_DRAIN_SECONDS)
         with self._table.lock:
             rendezvous.is_cancelled = True
         if rendezvous.is_running:

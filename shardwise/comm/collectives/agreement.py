@@ -1,7 +1,8 @@
-"""Do all ranks mean the same? Compared before data of different sizes can meet in a collective.
+"""Small messages between ranks over a group's channel; and the check that all ranks hold the same model.
 
-A short digest is exchanged first; only when digests differ do the ranks exchange the texts behind them, to name the
-first place where they part. Control traffic goes over the unit's own group and is not counted as the model's.
+That check comes before data of different sizes can meet in a collective. Ranks exchange a short digest first; only if
+digests differ do they exchange the texts, to name the first difference. Dispatch modes do not see this traffic, so it
+is not counted as the model's.
 """
 
 from __future__ import annotations
@@ -31,16 +32,13 @@ def check_same_model(lines: Sequence[str], calls: GroupCollectives, device: torc
     """
     text = "\n".join(lines).encode()
     if not calls.channel.carries:
-        # On the host: NCCL connects ranks in their first collective, and nothing wakes one that waits there in vain.
+        # On the host: NCCL connects ranks in their first collective, and a wait for a missing rank there never ends.
         calls.channel.agree(_BEGIN)
     with unseen_by_modes(), torch.inference_mode(False), torch.no_grad():
         digests = gather_bytes(hashlib.sha256(text).digest(), calls, device)
         if len(set(digests)) == 1:
             return
-        lengths = gather_bytes(len(text).to_bytes(8, "little"), calls, device)
-        longest = max(int.from_bytes(length, "little") for length in lengths)
-        padded = gather_bytes(text.ljust(longest, b"\0"), calls, device)
-    texts = [entry.rstrip(b"\0").decode().split("\n") for entry in padded]
+        texts = [entry.rstrip(b"\0").decode().split("\n") for entry in _gather_padded(text, calls, device)]
     ranks = dist.get_process_group_ranks(calls.group)
     for entries in zip_longest(*texts, fillvalue="(nothing)"):
         holders: dict[str, list[int]] = {}
@@ -56,7 +54,7 @@ def check_same_model(lines: Sequence[str], calls: GroupCollectives, device: torc
 
 
 def gather_bytes(own: bytes, calls: GroupCollectives, device: torch.device) -> list[bytes]:
-    """Every rank's bytes, of one length, in rank order."""
+    """Returns every rank's bytes, all of the same length, in rank order."""
     sent = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(device)
     received = torch.empty(len(own) * calls.world, dtype=torch.uint8, device=device)
     calls.issue_all_gather(received, sent, _COMPARE).wait()
@@ -64,14 +62,18 @@ def gather_bytes(own: bytes, calls: GroupCollectives, device: torch.device) -> l
     return [everything[start : start + len(own)] for start in range(0, len(everything), len(own))]
 
 
+def _gather_padded(own: bytes, calls: GroupCollectives, device: torch.device) -> list[bytes]:
+    """Returns every rank's bytes, in rank order, padded with zeros to the longest."""
+    lengths = gather_bytes(len(own).to_bytes(8, "little"), calls, device)
+    longest = max(int.from_bytes(length, "little") for length in lengths)
+    return gather_bytes(own.ljust(longest, b"\0"), calls, device)
+
+
 def gather_objects(own: Any, calls: GroupCollectives) -> list[Any]:
-    """Every rank's object, in rank order; between steps, for what differs in size from rank to rank."""
+    """Returns every rank's object, of any size, in rank order. Not for use within steps."""
     if calls.world == 1:
         return [own]
-    pickled = pickle.dumps(own)
     with unseen_by_modes(), torch.inference_mode(False), torch.no_grad():
-        sizes = gather_bytes(len(pickled).to_bytes(8, "little"), calls, calls.device)
-        longest = max(int.from_bytes(size, "little") for size in sizes)
-        # Pickles end by themselves: what follows is not read.
-        padded = gather_bytes(pickled.ljust(longest, b"\0"), calls, calls.device)
-    return [pickle.loads(entry) for entry in padded]
+        pickled = _gather_padded(pickle.dumps(own), calls, calls.device)
+    # A pickle marks its own end: the padding is not read.
+    return [pickle.loads(entry) for entry in pickled]

@@ -1,7 +1,7 @@
-"""Collectives and memory that users bring along: the same calls, through buffers of their choosing.
+"""Users' own collectives and allocators, behind the same interface as a group's collectives.
 
-The engine's own buffers stay what they are. A staged call copies what is sent into a buffer from the user's allocator,
-runs the user's collective (or the group's) between such buffers, and copies what arrived back out on the same lane.
+The engine's own buffers do not change. A staged call copies its input into a buffer from the user's allocator, runs the
+user's collective (or the group's) between such buffers, and copies the result out on the same stream.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ Allocate = Callable[..., torch.Tensor]
 
 
 class Comm(Protocol):
-    """Says where the buffers of a collective come from."""
+    """Allocates the buffers of a collective."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor: ...
 
 
 class AllGather(Comm, Protocol):
-    """A gather of one's own. Parameters of all dtypes travel as bytes."""
+    """A user's all-gather. Parameters of all dtypes travel as bytes."""
 
     def __call__(
         self,
@@ -39,7 +39,7 @@ class AllGather(Comm, Protocol):
 
 
 class ReduceScatter(Comm, Protocol):
-    """A reduce-scatter of one's own."""
+    """A user's reduce-scatter."""
 
     def __call__(
         self,
@@ -52,7 +52,7 @@ class ReduceScatter(Comm, Protocol):
 
 
 class StagedCollectives(GroupCollectives):
-    """A group whose gathers and reduces go through buffers of the user's choosing; ``set_by`` names the setting."""
+    """A group whose gathers and reduces use a user's buffers; ``set_by`` names the setting that asked for it."""
 
     def __init__(
         self,
@@ -106,11 +106,10 @@ class StagedCollectives(GroupCollectives):
 
 
 class HookedCollectives(GroupCollectives):
-    """A group whose reduces are a user's function, as torch's communication hooks are; it does the dividing too."""
+    """A group whose reduces are a user's communication hook, as torch defines them; the hook also divides."""
 
     def __init__(self, inner: GroupCollectives, state: object, hook: Callable[..., object]) -> None:
-        # All that was looked up for the group stays so; only reduces differ.
-        self.__dict__.update(inner.__dict__)
+        super().__init__(inner.group, inner.device)
         self._state = state
         self._hook = hook
 
@@ -144,7 +143,7 @@ class _Staged:
 
 
 def group_allocate(calls: GroupCollectives) -> Allocate | None:
-    """The allocator that the group's backend offers for its own buffers, if it offers one."""
+    """Returns the backend's allocator for communication buffers, if it has one."""
     backend = backend_of(calls.group, calls.device)
     if not backend.supports_tensor_alloc(calls.device):
         return None
@@ -158,7 +157,7 @@ def group_allocate(calls: GroupCollectives) -> Allocate | None:
 
 
 def symmetric_allocate(calls: GroupCollectives, backend: str, where: str) -> Allocate:
-    """Symmetric memory, known to all ranks of the group."""
+    """Returns an allocator of symmetric memory, which all ranks of the group can access."""
     if backend != "NCCL" or calls.backend != "nccl":
         raise ConfigError(
             f"symmetric memory needs NCCL, but '{backend}' was asked for on a '{calls.backend}' group",

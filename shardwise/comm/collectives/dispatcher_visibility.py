@@ -1,10 +1,10 @@
-"""Collectives of our own making that count as torch's.
+"""Makes our own collectives visible to dispatch modes that count torch's collectives.
 
-Whoever counts collectives does so where torch dispatches them. A call that goes through torch's dispatcher, and only
-below it, where a backend would be picked, finds a kernel of ours, is seen as the one collective that it is.
+Such modes see what goes through torch's dispatcher. So our collective is called through the dispatcher, and a kernel of
+ours below it, where a backend would be chosen, does the work: it counts as the one collective that it is.
 
-The kernels stand in front of torch's for no longer than such a call. A call of somebody else's that meets them goes on
-to torch's kernel, but with the interpreter's lock held, and a backend's own threads may need that lock to let it go on.
+Our kernels override torch's only during such a call. Anybody else's call meanwhile is passed on to torch's kernel, but
+with the GIL held, which a backend's own threads may need to complete it.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ _OPS = ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_")
 
 
 class _Request(threading.local):
-    """What stands in for the backend in the call that this thread is making; None for calls that are not ours."""
+    """What does the work in the call that this thread is making; None for calls that are not ours."""
 
     post: Callable[[], None] | None = None
     works: list[Any]
 
 
 _request = _Request()
-_one_call_at_a_time = threading.Lock()
+_call_lock = threading.Lock()
 
 
 @contextmanager
-def _kernels_in_front() -> Iterator[None]:
-    with _one_call_at_a_time, passing_library("c10d") as library:
+def _override_kernels() -> Iterator[None]:
+    with _call_lock, passing_library("c10d") as library:
         with warnings.catch_warnings():
-            # That torch's kernels now stand behind others is the point, and no news to the user.
+            # torch warns that its kernels are overridden, which is intended.
             warnings.simplefilter("ignore")
             for op in _OPS:
-                kernel = _in_front_of(torch.library.get_kernel(op, "CPU"), defaults_of(op))
+                kernel = _override(torch.library.get_kernel(op, "CPU"), defaults_of(op))
                 library.impl(op, kernel, "CPU", with_keyset=True, allow_override=True)
         yield
 
 
-def _in_front_of(native: Any, defaults: tuple[Any, ...]) -> Callable[..., Any]:
+def _override(native: Any, defaults: tuple[Any, ...]) -> Callable[..., Any]:
     def post_or_native(keys: Any, *args: Any) -> Any:
         post, _request.post = _request.post, None
         if post is None:
-            # Arguments at the end that have their default value do not arrive here.
+            # Trailing arguments that have their default value are not passed on to kernels.
             return native.call_boxed(keys, *args, *defaults[len(args) :])
         works = _request.works
         post()
@@ -61,10 +61,10 @@ def _in_front_of(native: Any, defaults: tuple[Any, ...]) -> Callable[..., Any]:
 def dispatch_as(
     call: Callable[..., Any], tensors: tuple[torch.Tensor, ...], post: Callable[[], None], works: list[Any]
 ) -> None:
-    """Makes torch's ``call``, in which ``post`` does the work and leaves what the group does for it in ``works``."""
+    """Makes torch's ``call``, in which ``post`` does the work and leaves gloo's works in ``works``."""
     _request.post, _request.works = post, works
     try:
-        with _kernels_in_front():
+        with _override_kernels():
             call(*tensors)
     finally:
         _request.post = None

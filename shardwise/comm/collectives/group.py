@@ -1,10 +1,10 @@
 """A process group's collectives, looked up once and called directly.
 
-``torch.distributed``'s own functions check and translate their arguments on every call; here that is done when the
-group is first seen. Two facts about a group decide how the engine uses it:
+``torch.distributed``'s own functions check and translate their arguments on every call; here that is done once per
+group. Two properties of a group decide how the engine uses it:
 
-``ordered_by_stream``: a collective takes its place in the stream it is issued on, and waiting for it costs the host
-nothing (NCCL). Otherwise waiting blocks the host (gloo), so the engine waits as late as it can.
+``ordered_by_stream``: a collective is ordered by the stream it is issued on, and waiting for it does not block the host
+(NCCL). Otherwise waiting blocks the host (gloo), so the engine waits as late as possible.
 
 ``averages``: the group divides by its size while it sums.
 """
@@ -38,7 +38,7 @@ class Work(Protocol):
 
 
 class LentRows(Work, Protocol):
-    """A gather whose rows are read where they lie: by all who have waited for it, until they let them go."""
+    """A gather whose rows are read in shared memory, between ``wait`` and ``release_rows``."""
 
     def row(self, rank: int) -> torch.Tensor: ...
 
@@ -46,7 +46,7 @@ class LentRows(Work, Protocol):
 
 
 class _Done:
-    """A collective that has taken its place in a stream, or is over: there is nothing to wait for."""
+    """A collective that is over or ordered by a stream: there is nothing to wait for."""
 
     def wait(self) -> None:
         pass
@@ -56,7 +56,7 @@ DONE = _Done()
 
 
 def land(work: Any) -> bool:
-    """Whether a collective that nobody will wait for is over, so that its buffers can be used again."""
+    """Returns whether an abandoned collective is over, so that its buffers can be reused; waits for it a moment."""
     work = getattr(work, "carried_by", work)
     channel: Channel | None = getattr(work, "channel", None)
     if channel is not None:
@@ -70,7 +70,7 @@ _channels: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Channel]] = we
 
 
 def channel_of(group: dist.ProcessGroup, device: torch.device) -> Channel:
-    """The one wire of a group: whoever talks on it must share the path."""
+    """Returns the one channel of a group: everything sent over the group must be in one log."""
     with _channels_lock:
         channels = _channels.setdefault(group, {})
         if device.type not in channels:
@@ -92,9 +92,9 @@ def _make_channel(group: dist.ProcessGroup, device: torch.device) -> Channel:
 
 
 class GroupCollectives:
-    """What the engine asks of one process group."""
+    """The collectives of one process group, as the engine calls them."""
 
-    # Whether many tensors can be gathered as one operation, each into its own place.
+    # Whether many tensors can be gathered in one operation, each into its own output.
     gathers_each = False
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -105,7 +105,7 @@ class GroupCollectives:
         self.world = group.size()
         self.rank = group.rank()
         self.ordered_by_stream = device.type == "cuda" and backend in ("nccl", "fake")
-        # The fake group stands in for NCCL: it takes any operation, and moves nothing.
+        # The fake group stands in for NCCL: it accepts any operation and transfers nothing.
         self.averages = backend in ("nccl", "fake")
         self.gathers_each = self.ordered_by_stream
         self.channel = channel_of(group, device)
@@ -116,8 +116,8 @@ class GroupCollectives:
         self._average_options = _reduce_scatter_options(dist.ReduceOp.AVG)
         self._exchange_options = AllToAllOptions()
         if self.ordered_by_stream:
-            # The collective runs on the stream it is issued on, which is a lane of ours: no stream of its own, and
-            # no events to tie that one to the lane.
+            # The collective runs on the stream it is issued on, our side stream: it needs no stream of its own and no
+            # events to synchronize the two.
             for options in (
                 self._gather_options,
                 self._sum_options,
@@ -127,7 +127,7 @@ class GroupCollectives:
                 options.asyncOp = False
 
     def issue_all_gather(self, output: torch.Tensor, own: torch.Tensor, code: int = UNNAMED) -> Work:
-        """Gathers every rank's ``own`` into ``output``, in rank order. ``code`` says what for."""
+        """Gathers every rank's ``own`` into ``output``, in rank order; ``code`` is its event in the log."""
         channel = self.channel
         if channel.carries:
             gathered: Work = channel.gather(output, own, code)
@@ -140,22 +140,22 @@ class GroupCollectives:
 
     @property
     def lends_rows(self) -> bool:
-        """Whether ranks can read each other's rows where they lie, at the moment."""
+        """Whether all ranks can currently read each other's rows in shared memory."""
         return self.channel.lends_rows
 
     def issue_all_gather_lent(self, output: torch.Tensor, own: torch.Tensor, code: int = UNNAMED) -> LentRows:
-        """Lets every rank read every rank's ``own``. ``output`` only stands for all of them."""
+        """Lets every rank read every rank's ``own`` in shared memory; ``output`` only has the shape of the result."""
         lent: LentRows = self.channel.gather_lent(output, own, code)
         return lent
 
     def lend(self, num_bytes: int) -> torch.Tensor | None:
-        """Memory for rows that other ranks can read there; None where they cannot."""
+        """Returns shared memory for rows that other ranks will read, or None if there is none."""
         return self.channel.lend(num_bytes)
 
     def issue_all_gather_each(
         self, outputs: list[torch.Tensor], owns: list[torch.Tensor], code: int = UNNAMED
     ) -> Work:
-        """Gathers every rank's ``owns``, each into its output, as one operation."""
+        """Gathers every rank's ``owns``, each into its output, in one operation."""
         self.channel.record(code)
         return self._issue(self.group.allgather_into_tensor_coalesced, outputs, owns, self._gather_options)
 
@@ -192,9 +192,9 @@ class GroupCollectives:
         return work
 
     def _issue(self, call: Callable[..., Any], *args: Any) -> Work:
-        """Makes a call of the group's own; what the group raises may come of a verdict, which says more.
+        """Calls one of the group's own collectives; if it raises because the epoch has failed, raises that failure.
 
-        The two calls that every unit makes in every step do so themselves.
+        The two calls that every unit makes in every step do this inline.
         """
         try:
             return call(*args) or DONE
@@ -203,7 +203,7 @@ class GroupCollectives:
 
 
 class SingleRankCollectives(GroupCollectives):
-    """The calls of a rank that shares with nobody: no group, no communication."""
+    """The collectives of a single rank: no group, no communication."""
 
     def __init__(self, device: torch.device, ordered_by_stream: bool) -> None:
         self.backend = "solo"

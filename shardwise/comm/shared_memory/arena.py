@@ -101,7 +101,7 @@ class Arena:
             start = next_loan.end
         if start + needed > self.num_bytes or len(loans) == _NUM_SLOTS:
             raise MemoryError(
-                f"cannot lend {num_bytes} bytes to other ranks: {start} of the arena's {self.num_bytes} bytes are in use"
+                f"cannot lend {num_bytes} bytes to other ranks: {start} of {self.num_bytes} bytes are in use"
             )
         # With no slot to reuse, all slots that were ever used are taken.
         slot = self._free_slots.pop() if self._free_slots else len(loans)

@@ -35,7 +35,7 @@ from shardwise.comm.shared_memory.arena import (
     is_possible,
     map_arena,
 )
-from shardwise.comm.shared_memory.pipes import Pipes, close
+from shardwise.comm.shared_memory.pipes import Pipes, close, open_pipes
 from shardwise.torch_internals import unseen_by_modes
 
 _LOGGER = logging.getLogger("shardwise")
@@ -115,14 +115,10 @@ def find_local_peers(channel: WatchedChannel, swap: Swap) -> LocalPeers:
         arenas: dict[int, Tensor] = {}
         write_ends: dict[int, int] = {}
         try:
-            for peer, handle in swap(
-                {peer: _handle(namespace, arena, pipes.get(peer)) for peer in peers}
-            ).items():
-                if (
-                    arena is not None
-                    and handle != _NO_HANDLE
-                    and (opened := _open_peer(handle, namespace)) is not None
-                ):
+            handles = swap({peer: _handle(namespace, arena, pipes.get(peer)) for peer in peers})
+            for peer, handle in handles.items():
+                opened = _open_peer(handle, namespace) if arena is not None and handle != _NO_HANDLE else None
+                if opened is not None:
                     arenas[peer], write_ends[peer] = opened
             answers = swap({peer: _YES if peer in arenas else _NO for peer in peers})
         except BaseException:
@@ -146,11 +142,11 @@ def _open(world: int, peers: list[int]) -> tuple[Arena | None, dict[int, tuple[i
     if not is_possible() or not hasattr(os, "memfd_create"):
         return None, {}
     try:
-        for peer in peers:
-            pipes[peer] = os.pipe()
+        pipes = open_pipes(peers)
+        for end, _ in pipes.values():
             with contextlib.suppress(OSError):
                 # Enough for announcements of tens of thousands of collectives that nobody has waited for yet.
-                fcntl.fcntl(pipes[peer][0], fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+                fcntl.fcntl(end, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         return Arena(world), pipes
     except (OSError, RuntimeError) as error:
         # Out of descriptors or address space: messages need neither.

@@ -103,6 +103,18 @@ def _poll_for(read_ends: Iterable[int]) -> select.poll:
     return poll
 
 
+def open_pipes(peers: Iterable[int]) -> dict[int, tuple[int, int]]:
+    """Opens a pipe from each peer: all of them, or none if descriptors run out, with an ``OSError``."""
+    pipes: dict[int, tuple[int, int]] = {}
+    try:
+        for peer in peers:
+            pipes[peer] = os.pipe()
+    except OSError:
+        close([end for ends in pipes.values() for end in ends])
+        raise
+    return pipes
+
+
 def close(descriptors: Sequence[int]) -> None:
     for descriptor in descriptors:
         with contextlib.suppress(OSError):

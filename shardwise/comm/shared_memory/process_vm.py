@@ -14,14 +14,13 @@ import logging
 import os
 import secrets
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.comm.channels.channel import Channel
-from shardwise.comm.shared_memory.pipes import Pipes, close
+from shardwise.comm.shared_memory.pipes import Pipes, close, open_pipes
 
 __all__ = ["ProcessVMPeers", "find_process_vm_peers"]
 
@@ -59,16 +58,22 @@ class ProcessVMPeers(Pipes):
         return _read(self._pids[peer], here, there)
 
 
-def find_process_vm_peers(group: dist.ProcessGroup, channel: Channel) -> ProcessVMPeers | None:
+def find_process_vm_peers(
+    channel: Channel, all_gather: Callable[[bytes], list[bytes]]
+) -> ProcessVMPeers | None:
     """Returns the ranks of a group if each can read every other's memory, else None. Called by all ranks."""
-    rank, world = group.rank(), group.size()
+    rank, world = channel.rank, channel.world
     magic = ctypes.create_string_buffer(secrets.token_bytes(_MAGIC_BYTES), _MAGIC_BYTES)
-    pipes = _open_pipes([peer for peer in range(world) if peer != rank])
+    pipes: dict[int, tuple[int, int]] = {}
+    try:
+        pipes = open_pipes([peer for peer in range(world) if peer != rank])
+    except OSError as error:
+        _LOGGER.warning("ranks exchange messages instead of reading memory: cannot open a pipe: %s", error)
     ends = [pipes[peer][1] if peer in pipes else -1 for peer in range(world)]
     own = _HANDLE.pack(os.getpid(), ctypes.addressof(magic), magic.raw) + struct.pack(f"<{world}q", *ends)
     pids, write_ends = [], {}
     all_read = len(pipes) == world - 1
-    for peer, handle in enumerate(_all_gather(own, group)):
+    for peer, handle in enumerate(all_gather(own)):
         pid, address, theirs = _HANDLE.unpack_from(handle)
         pids.append(pid)
         # A PID from another namespace means some other process here; only the magic bytes can tell.
@@ -86,32 +91,13 @@ def find_process_vm_peers(group: dist.ProcessGroup, channel: Channel) -> Process
                     )
                 all_read = False
     # Every rank keeps its magic bytes and the pipes' write ends until all ranks have tried.
-    agreed = all(answer == b"\1" for answer in _all_gather(bytes([all_read]), group))
+    agreed = all(answer == b"\1" for answer in all_gather(bytes([all_read])))
     close([end for _, end in pipes.values()])
     read_ends = {peer: end for peer, (end, _) in pipes.items()}
     if agreed:
         return ProcessVMPeers(channel, pids, read_ends, write_ends)
     close([*read_ends.values(), *write_ends.values()])
     return None
-
-
-def _open_pipes(peers: Sequence[int]) -> dict[int, tuple[int, int]]:
-    """Opens a pipe from each peer; returns none if descriptors run out, which the others are told."""
-    pipes: dict[int, tuple[int, int]] = {}
-    try:
-        for peer in peers:
-            pipes[peer] = os.pipe()
-    except OSError as error:
-        _LOGGER.warning("ranks exchange messages instead of reading memory: cannot open a pipe: %s", error)
-        close([end for ends in pipes.values() for end in ends])
-        return {}
-    return pipes
-
-
-def _all_gather(message: bytes, group: dist.ProcessGroup) -> list[bytes]:
-    received = [torch.empty(len(message), dtype=torch.uint8) for _ in range(group.size())]
-    dist.all_gather(received, torch.frombuffer(bytearray(message), dtype=torch.uint8), group=group)
-    return [bytes(tensor.tolist()) for tensor in received]
 
 
 def _read_magic(pid: int, address: int) -> bytes:
