@@ -18,7 +18,7 @@ from shardwise import trace
 from shardwise.engine.unit.binding import Slot, membership, not_copied
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import CheckpointError, StateError
-from shardwise.torch_internals import loads_plainly, parameters_of, spec_of, state_entries
+from shardwise.torch_internals import loads_as_usual, parameters_of, spec_of, state_entries
 
 _HOOKS_ATTRIBUTE = "_shardwise_state_hooks"
 
@@ -100,7 +100,7 @@ def check_fits(module: nn.Module, state_dict: Any, strict: bool, assign: bool) -
     Where a module below has a way of its own to load, only loading itself can tell.
     """
     members = dict(module.named_modules(remove_duplicate=False))
-    plainly = all(loads_plainly(member, _StateHooks) for member in members.values())
+    plainly = all(loads_as_usual(member, _StateHooks) for member in members.values())
     if not plainly or not isinstance(state_dict, Mapping):
         return
     entries: dict[str, torch.Tensor | None] = {}

@@ -20,7 +20,7 @@ from torch.utils.dlpack import from_dlpack
 
 from shardwise.errors import ConfigError
 from shardwise.plan.layout import Layout
-from shardwise.torch_internals import storage_uses, tensor_over
+from shardwise.torch_internals import storage_use_count, tensor_over
 
 
 def allocate_shards(
@@ -79,12 +79,12 @@ class ElasticBuffer:
         """
         self._watched = tensors
         self._own_refs = list(map(sys.getrefcount, tensors))
-        self._own_uses = storage_uses(self._storage)
+        self._own_uses = storage_use_count(self._storage)
 
     def is_own(self) -> bool:
         """Whether nobody has a tensor of this memory, or a view of one, that had none when uses were noted."""
         return (
-            storage_uses(self._storage) == self._own_uses
+            storage_use_count(self._storage) == self._own_uses
             and list(map(sys.getrefcount, self._watched)) == self._own_refs
         )
 

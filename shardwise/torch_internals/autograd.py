@@ -45,7 +45,7 @@ def queue_end_of_backward(callback: Callable[[], None]) -> None:
 
 
 # Returns whether the running backward executes a node, the ``grad_fn`` of some tensor.
-backward_passes: Callable[[Any], bool] = torch._C._will_engine_execute_node
+backward_executes: Callable[[Any], bool] = torch._C._will_engine_execute_node
 
 
 def backward_reaches(leaf: torch.Tensor) -> bool:
@@ -59,10 +59,10 @@ def backward_reaches(leaf: torch.Tensor) -> bool:
     assert view_node is not None
     node = view_node.next_functions[0][0]
     assert node is not None
-    return backward_passes(node)
+    return backward_executes(node)
 
 
-def unchanged_to_autograd(tensor: torch.Tensor) -> Any:
+def preserved_version(tensor: torch.Tensor) -> Any:
     """Returns a context in which writing to ``tensor`` does not increment its version."""
     return torch.autograd._unsafe_preserve_version_counter(tensor)  # type: ignore[attr-defined]
 

@@ -17,9 +17,12 @@ A = TypeVar("A")
 R = TypeVar("R")
 
 
-def view_aside(tensor: torch.Tensor) -> torch.Tensor:
+num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+
+
+def unrecorded_view(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a view of ``tensor``, unseen by modes that record a forward: its replay may need no such view."""
-    if _dispatch_modes():
+    if num_dispatch_modes():
         with _unrecorded():
             return tensor.view_as(tensor)
     return tensor.view_as(tensor)
@@ -32,14 +35,9 @@ def defaults_of(op: str) -> tuple[Any, ...]:
     return tuple(argument.default_value for argument in schema.arguments)
 
 
-def passing_library(namespace: str) -> Any:
+def scoped_library(namespace: str) -> Any:
     """Returns a context with a library whose kernels are removed when it ends."""
     return torch.library._scoped_library(namespace, "IMPL")
-
-
-def modes_are_watching() -> bool:
-    """Returns whether a dispatch mode is active, such as one that counts collectives."""
-    return torch._C._len_torch_dispatch_stack() > 0
 
 
 @contextmanager
@@ -53,16 +51,13 @@ def unseen_by_modes() -> Iterator[None]:
 _RECORDING_MODES = (_CachingTorchDispatchMode, _CachedTorchDispatchMode, _CloneArgBeforeMutateMode)
 
 
-_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-
-
 def do_aside(work: Callable[[A], R], given: A) -> R:
     """Does work of the engine that is not part of the model's computation, and returns its result.
 
     If a mode recorded that work with a forward, a replay would repeat it, or miss it; and a transform of ``torch.func``
     would apply to its tensors. Modes that count collectives still see it.
     """
-    if _dispatch_modes() or peek_interpreter_stack() is not None:
+    if num_dispatch_modes() or peek_interpreter_stack() is not None:
         with _unrecorded(), temporarily_clear_interpreter_stack():
             return work(given)
     return work(given)
@@ -71,7 +66,7 @@ def do_aside(work: Callable[[A], R], given: A) -> R:
 @contextmanager
 def _unrecorded() -> Iterator[None]:
     modes = []
-    while torch._C._len_torch_dispatch_stack():
+    while num_dispatch_modes():
         modes.append(_pop_mode())
     seen = [mode for mode in reversed(modes) if not isinstance(mode, _RECORDING_MODES)]
     for mode in seen:

@@ -68,7 +68,7 @@ def all_show(entries: Sequence[tuple[dict[str, Any], str, torch.Tensor, torch.Te
 
     One call for all parameters of a unit, because every step makes it.
     """
-    with plain_attributes():
+    with without_torch_function():
         for params, name, sharded, local, trainable in entries:
             if (
                 params.get(name) is not sharded
@@ -80,14 +80,14 @@ def all_show(entries: Sequence[tuple[dict[str, Any], str, torch.Tensor, torch.Te
 
 
 # A context in which reading attributes of DTensors is as fast as of plain tensors: without ``__torch_function__``.
-plain_attributes = torch._C.DisableTorchFunctionSubclass
+without_torch_function = torch._C.DisableTorchFunctionSubclass
 
 
 # A context inside it for users' code, in which ``__torch_function__`` works as usual.
-enabled_attributes = torch._C._EnableTorchFunction
+with_torch_function = torch._C._EnableTorchFunction
 
 
-def are_over(tensors: Iterable[torch.Tensor], locals_: Iterable[torch.Tensor]) -> bool:
+def have_local_tensors(tensors: Iterable[torch.Tensor], locals_: Iterable[torch.Tensor]) -> bool:
     """Returns whether the DTensors have exactly these local tensors, in order, and require no gradient."""
     return all(
         tensor._local_tensor is local and not tensor.requires_grad  # type: ignore[attr-defined]
@@ -100,7 +100,7 @@ def replace_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
     tensor._local_tensor = local  # type: ignore[attr-defined]
 
 
-def placed_local(gradient: torch.Tensor, spec: Spec, left: tuple[int, ...] = ()) -> torch.Tensor:
+def redistributed_local(gradient: torch.Tensor, spec: Spec, left: tuple[int, ...] = ()) -> torch.Tensor:
     """Redistributes a DTensor gradient, which may be partial sums, as ``spec`` says; returns its local tensor.
 
     On the axes ``left`` its placements stay as they are.
@@ -154,7 +154,7 @@ def forget_meshes() -> None:
         clear_plans()
 
 
-def outline_of(cls: type[T], param: torch.Tensor) -> T:
+def without_memory_like(cls: type[T], param: torch.Tensor) -> T:
     """Returns a tensor of class ``cls`` with the shape, dtype and device of ``param``, without memory."""
     made: T = torch.Tensor._make_wrapper_subclass(
         cls, param.shape, dtype=param.dtype, device=param.device, requires_grad=param.requires_grad

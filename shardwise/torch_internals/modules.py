@@ -42,7 +42,7 @@ def state_entries(module: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]
         yield "_extra_state", None
 
 
-def asked_for_state_dicts() -> tuple[bool, bool, bool] | None:
+def state_dict_call_options() -> tuple[bool, bool, bool] | None:
     """Returns options of the ``torch.distributed.checkpoint.state_dict`` call on the stack: whether it has optimizers,
     ``broadcast_from_rank0`` and ``ignore_frozen_params``; None if there is no such call.
 
@@ -61,7 +61,7 @@ def asked_for_state_dicts() -> tuple[bool, bool, bool] | None:
     return None
 
 
-def loads_plainly(module: nn.Module, own_hooks: type) -> bool:
+def loads_as_usual(module: nn.Module, own_hooks: type) -> bool:
     """Returns whether the module loads its state dict entries as usual, except for hooks of type ``own_hooks``."""
     hooks = module._load_state_dict_pre_hooks.values()
     return (
@@ -71,7 +71,7 @@ def loads_plainly(module: nn.Module, own_hooks: type) -> bool:
     )
 
 
-def note_optimizer_step(optimizer: torch.optim.Optimizer) -> None:
+def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
     """Tells learning-rate schedulers that the optimizer has stepped without a call of ``step()``."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
@@ -83,7 +83,7 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
     return [hook for hooks in (*own, *of_all) for hook in hooks.values()]
 
 
-def join_is_watching(joinable: Joinable) -> bool:
+def is_inside_join(joinable: Joinable) -> bool:
     """Returns whether torch's ``Join`` is active for this object."""
     return bool(joinable._join_config.enable)
 

@@ -101,14 +101,14 @@ def _without_handler(op: Any) -> Iterator[None]:
                 handlers[op] = handler
 
 
-def take_data(is_taken: Callable[[torch.Tensor], bool]) -> None:
-    """Makes ``param.data = value`` write to the shards of DTensors that ``is_taken``. Called once per process.
+def redirect_data_writes(is_redirected: Callable[[torch.Tensor], bool]) -> None:
+    """Makes ``param.data = value`` write to the shards of DTensors that are ``is_redirected``. Called once per process.
 
     In torch it silently does nothing: it replaces the data of the DTensor's wrapper, which has no elements.
     """
 
     def set_data(param: Any, value: torch.Tensor) -> None:
-        if not is_taken(param):
+        if not is_redirected(param):
             torch.Tensor.data.__set__(param, value)  # type: ignore[attr-defined]
             return
         if value.shape != param.shape or value.dtype != param.dtype:
@@ -126,7 +126,7 @@ def take_data(is_taken: Callable[[torch.Tensor], bool]) -> None:
     DTensor.data = property(torch.Tensor.data.__get__, set_data)  # type: ignore[assignment, attr-defined]
 
 
-def hear_zero_grad(
+def on_zero_grad(
     of_optimizer: Callable[[torch.optim.Optimizer, bool], None], of_module: Callable[[nn.Module, bool], None]
 ) -> None:
     """Calls back after each ``zero_grad`` of an optimizer or module, with its ``set_to_none``. Called once per process.

@@ -9,7 +9,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 
 
-def storage_uses(storage: torch.UntypedStorage) -> int:
+def storage_use_count(storage: torch.UntypedStorage) -> int:
     """Returns the reference count of a storage."""
     return int(torch._C._storage_Use_Count(storage._cdata))
 

@@ -35,7 +35,7 @@ from shardwise.torch_internals import (
     buffers_of,
     dtensor,
     dtensor_spec,
-    loads_plainly,
+    loads_as_usual,
     parameters_of,
     state_entries,
 )
@@ -246,7 +246,7 @@ def check_state(wrapper: nn.Module, state: Any, strict: bool) -> None:
         )
     expected = dict(_expected_entries(wrapper))
     problems = []
-    plainly = all(is_wrapper(member) or loads_plainly(member, LoadHooks) for member in wrapper.modules())
+    plainly = all(is_wrapper(member) or loads_as_usual(member, LoadHooks) for member in wrapper.modules())
     if strict and plainly:
         if missing := [key for key in expected if key not in state]:
             problems.append(f"missing keys: {missing}")

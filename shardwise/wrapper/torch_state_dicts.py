@@ -11,12 +11,12 @@ from shardwise.engine.gather.full_tensors import flat_form
 from shardwise.engine.unit.binding import WRAPPED_NAME
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import ConfigError
-from shardwise.torch_internals import asked_for_state_dicts
+from shardwise.torch_internals import state_dict_call_options
 
 
 def names_in(unit: Unit) -> dict[str, str]:
     """What those functions ask a wrapper's ``_fqn_modifiers`` for: the module inside adds nothing to a name."""
-    asked = asked_for_state_dicts()
+    asked = state_dict_call_options()
     if asked is not None:
         _refuse(unit, *asked)
     return {"": WRAPPED_NAME}

@@ -26,7 +26,7 @@ from shardwise.errors import ConfigError, StateError
 from shardwise.optim.elementwise_classes import is_elementwise
 from shardwise.plan.ownership import OwnedPiece
 from shardwise.torch_internals import (
-    join_is_watching,
+    is_inside_join,
     run_after_load_state_dict,
     run_after_state_dict,
     run_before_load_state_dict,
@@ -162,7 +162,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             Join.notify_join_context(self)
         # A closure brings the gradients; ranks that have run out of inputs have none.
         self.agreement.agree(has_gradients=closure is None and not self._under_join)
-        if self._under_join and join_is_watching(self):
+        if self._under_join and is_inside_join(self):
             share_gradients(self.partition, self.process_group, joined=joined)
         self.partition.check_gradients()
         self._sync.refresh()

@@ -35,7 +35,7 @@ from shardwise.comm.exchange import Exchange, Pending, all_gather_bytes, transpo
 from shardwise.comm.streams import StreamEvent, side_streams_for
 from shardwise.errors import ConfigError
 from shardwise.plan.ownership import OwnedPiece
-from shardwise.torch_internals import note_optimizer_step
+from shardwise.torch_internals import mark_stepped
 from shardwise.zero.optimizer import ZeroRedundancyOptimizer
 from shardwise.zero.partition import Partition
 from shardwise.zero.sync import plan_piece_exchanges
@@ -235,7 +235,7 @@ class _SteppingBackward:
             self._sending.clear()
             # order: the last update before whatever uses the parameters next
             self._streams.compute_waits_for(self._streams.reduce.record_event())
-        note_optimizer_step(self._zero)
+        mark_stepped(self._zero)
 
     def _step(self, bucket: _WaitingBucket) -> None:
         stream = self._streams.reduce

@@ -35,7 +35,7 @@ from shardwise.comm.shared_memory.peers import LocalPeers, find_local_peers
 from shardwise.torch_internals import (
     all_gather_call,
     backend_of,
-    modes_are_watching,
+    num_dispatch_modes,
     reduce_scatter_call,
     timeout_seconds_of,
 )
@@ -227,7 +227,7 @@ class GlooChannel(WatchedChannel):
         if not posted.message_bytes:
             return
         posted.local = self._local_peers
-        if not modes_are_watching():
+        if not num_dispatch_modes():
             post(posted)
             return
         # A dispatch mode may be counting collectives: show it the one that this is.

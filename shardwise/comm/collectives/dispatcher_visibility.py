@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from shardwise.torch_internals import defaults_of, finished_work, passing_library
+from shardwise.torch_internals import defaults_of, finished_work, scoped_library
 
 _OPS = ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_")
 
@@ -35,7 +35,7 @@ _call_lock = threading.Lock()
 
 @contextmanager
 def _override_kernels() -> Iterator[None]:
-    with _call_lock, passing_library("c10d") as library:
+    with _call_lock, scoped_library("c10d") as library:
         with warnings.catch_warnings():
             # torch warns that its kernels are overridden, which is intended.
             warnings.simplefilter("ignore")

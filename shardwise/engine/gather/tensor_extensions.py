@@ -20,7 +20,7 @@ from shardwise.engine.unit.binding import Slot
 from shardwise.errors import ConfigError
 from shardwise.plan.layout import RowParam
 from shardwise.policies import MixedPrecisionPolicy
-from shardwise.torch_internals import copy_all, unchanged_to_autograd
+from shardwise.torch_internals import copy_all, preserved_version
 
 
 def is_tensor_extension(local: torch.Tensor) -> bool:
@@ -102,7 +102,7 @@ class TensorExtension:
             storage.resize_(size_bytes)
         unsharded = self.slot.unsharded
         # To autograd, which may have saved the parameter in forward, getting its values back is no change of it.
-        with torch.no_grad(), unchanged_to_autograd(unsharded):
+        with torch.no_grad(), preserved_version(unsharded):
             self._local.fsdp_post_all_gather(
                 tuple(self._outputs), self._metadata, self._param_dtype, out=unsharded
             )

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.engine.buffers import ElasticBuffer
 from shardwise.engine.unit.binding import Slot
-from shardwise.torch_internals import are_over, dtensor, local_of, spec_of
+from shardwise.torch_internals import dtensor, have_local_tensors, local_of, spec_of
 
 LEASE_ATTRIBUTE = "_shardwise_lease"
 
@@ -101,7 +101,7 @@ class GradientBuffer:
         """Whether nobody but the unit has memory of it, or a gradient, and gradients are as they were made."""
         # Memory that went was the unit's own.
         return not self._memory.is_grown or (
-            self._memory.is_own() and are_over(self.gradients.values(), self.locals)
+            self._memory.is_own() and have_local_tensors(self.gradients.values(), self.locals)
         )
 
     @property

@@ -18,10 +18,10 @@ from shardwise.engine.reduce.gradient_buffer import GradientBuffer, GradientView
 from shardwise.engine.unit.binding import Slot
 from shardwise.torch_internals import (
     add_all,
-    enabled_attributes,
     local_of,
-    plain_attributes,
     post_accumulate_hooks,
+    with_torch_function,
+    without_torch_function,
 )
 
 if TYPE_CHECKING:
@@ -257,7 +257,7 @@ class ReduceInFlight:
         given: list[GradientView] = []
         added: list[GradientView] = []
         hooked: list[Slot] = []
-        with plain_attributes():
+        with without_torch_function():
             for part in self._received:
                 param = part.slot.sharded
                 if post_accumulate_hooks(param):
@@ -281,7 +281,7 @@ class ReduceInFlight:
     def _give_through_hooks(self, part: GradientView) -> None:
         """Gives out a gradient as the hooks of ``register_hook`` change it."""
         param, stream = part.slot.sharded, self._streams.reduce
-        with stream, enabled_attributes():
+        with stream, with_torch_function():
             if self.plan.is_offloaded:
                 # order: the transfer before the hooks, because they read the gradient on the host
                 self._streams.host_waits_for(stream.record_event())

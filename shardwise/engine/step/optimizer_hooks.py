@@ -24,10 +24,10 @@ from shardwise.engine.unit.binding import is_member, membership, units_of
 from shardwise.errors import StateError
 from shardwise.torch_internals import (
     count_foreach_writes,
-    hear_zero_grad,
     is_within_compiled,
+    on_zero_grad,
     parameters_of,
-    take_data,
+    redirect_data_writes,
     untraced,
 )
 
@@ -76,8 +76,8 @@ class OptimizerHooks:
                 register_optimizer_step_pre_hook(self._before)
                 register_optimizer_step_post_hook(self._after)
                 count_foreach_writes(is_member)
-                take_data(is_member)
-                hear_zero_grad(optimizer_zeroed, _module_zeroed)
+                redirect_data_writes(is_member)
+                on_zero_grad(optimizer_zeroed, _module_zeroed)
 
     def is_own(self, hook: Callable[..., Any]) -> bool:
         """Whether a hook is one of these two, which do nothing to an optimizer of parameters of no unit."""

@@ -33,7 +33,7 @@ from shardwise.engine.unit.collective_names import CollectiveNames
 from shardwise.errors import StateError
 from shardwise.plan.lifecycle import SHARDED, UNSHARDED
 from shardwise.plan.schedule import Window
-from shardwise.torch_internals import backward_passes, do_aside, inside_backward, queue_end_of_backward
+from shardwise.torch_internals import backward_executes, do_aside, inside_backward, queue_end_of_backward
 
 if TYPE_CHECKING:
     from shardwise.engine.reduce.gradient_buffer import Presence
@@ -266,7 +266,7 @@ class Root:
             before is not None
             and before.place == visit.place - 1
             and before.hooks.unit is not unit
-            and backward_passes(visit.input_node)
+            and backward_executes(visit.input_node)
         ):
             # In a chain of units one look at the graph tells; otherwise parameters do, by their gradients.
             return before.hooks.unit

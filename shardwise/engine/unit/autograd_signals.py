@@ -29,7 +29,13 @@ from torch.autograd.graph import register_multi_grad_hook
 from shardwise.engine.step.joint_units import with_backward
 from shardwise.engine.tensor_trees import InputSwaps, tensors_in
 from shardwise.plan.schedule import Window
-from shardwise.torch_internals import current_backward, do_aside, hook_gradient, hook_of_gradient, view_aside
+from shardwise.torch_internals import (
+    current_backward,
+    do_aside,
+    hook_gradient,
+    hook_of_gradient,
+    unrecorded_view,
+)
 
 if TYPE_CHECKING:
     from shardwise.engine.unit.hooks import UnitHooks
@@ -88,7 +94,7 @@ class Visit:
             self.has_input_signal = True
             if self._follows(args[0]):
                 return args, kwargs
-            view = view_aside(args[0])
+            view = unrecorded_view(args[0])
             hook_gradient(view, self.inputs_gradients_are_done)
             return (view,), kwargs
         inputs = {id(tensor): tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad}
@@ -97,7 +103,7 @@ class Visit:
         self.has_input_signal = True
         if len(inputs) == 1 and self._follows(*inputs.values()):
             return args, kwargs
-        views = {key: view_aside(tensor) for key, tensor in inputs.items()}
+        views = {key: unrecorded_view(tensor) for key, tensor in inputs.items()}
         signals = list(views.values())
         if len(signals) == 1:
             hook_gradient(signals[0], self.inputs_gradients_are_done)

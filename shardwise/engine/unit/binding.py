@@ -25,7 +25,7 @@ from shardwise.torch_internals import (
     dtensor_spec,
     local_of,
     parameters_of,
-    placed_local,
+    redistributed_local,
     replace_local,
     spec_of,
 )
@@ -147,7 +147,7 @@ class Slot:
         gradient = self.unsharded.grad
         if gradient is None or self.tensor_parallel is None:
             return gradient
-        return placed_local(gradient, self.tensor_parallel, self.data_axes)
+        return redistributed_local(gradient, self.tensor_parallel, self.data_axes)
 
     @property
     def kind(self) -> Hashable:

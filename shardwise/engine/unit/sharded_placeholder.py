@@ -12,7 +12,7 @@ import torch
 
 from shardwise.engine.tensor_trees import tensors_in
 from shardwise.errors import StateError
-from shardwise.torch_internals import outline_of
+from shardwise.torch_internals import without_memory_like
 
 if TYPE_CHECKING:
     from shardwise.engine.unit.unit import Unit
@@ -27,7 +27,7 @@ class ShardedPlaceholder(torch.Tensor):
 
     @classmethod
     def of(cls, param: torch.Tensor, name: str, unit: Unit) -> ShardedPlaceholder:
-        made = outline_of(cls, param)
+        made = without_memory_like(cls, param)
         made.param_name, made.unit = name, weakref.ref(unit)
         return made
 
