@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.comm.channels.channel import Channel
-from shardwise.comm.shared_memory.direct_reads import DirectReads
+from shardwise.comm.shared_memory.direct_reads import DirectReads, InFlight
 from shardwise.comm.shared_memory.process_vm import ProcessVMPeers, find_process_vm_peers
 from shardwise.torch_internals import all_gather_call, copy_all, issue_grouped_broadcasts
 
@@ -174,7 +174,18 @@ class _PointToPoint:
         for peer in self._peers:
             for message in outgoing:
                 works.append(self._group.send([message], peer, self._tag))
-        return _Messages(works, packs, outgoing)
+        # alive: what is sent, until it has been sent
+        return InFlight(partial(self._finish, works, packs, outgoing))
+
+    def _finish(
+        self, works: list[dist.Work], packs: list[tuple[Tensor, list[Tensor]]], outgoing: list[Tensor]
+    ) -> None:
+        for work in works:
+            work.wait()
+        for pack, views in packs:
+            copy_all(views, list(pack.split([view.numel() for view in views])))
+        for finished in (works, packs, outgoing):
+            finished.clear()
 
     def _incoming(self, peer: int, packs: list[tuple[Tensor, list[Tensor]]]) -> list[Tensor]:
         """Returns where to receive a peer's messages: large ones in place, small ones in a pack for later."""
@@ -189,22 +200,6 @@ class _PointToPoint:
         small = self._small[self._rank]
         packed = small if len(small) < 2 else [torch.cat(small)]
         return packed + self._large[self._rank]
-
-
-class _Messages:
-    def __init__(
-        self, works: list[dist.Work], packs: list[tuple[Tensor, list[Tensor]]], outgoing: list[Tensor]
-    ) -> None:
-        self._works = works
-        self._packs = packs
-        self._outgoing = outgoing  # alive: until sent
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-        for pack, views in self._packs:
-            copy_all(views, list(pack.split([view.numel() for view in views])))
-        self._works, self._packs, self._outgoing = [], [], []
 
 
 class _GatherInPlace:
@@ -245,17 +240,10 @@ class _GroupedBroadcasts:
     def issue(self) -> Pending:
         _copy_views(self._own_parts, self._own_views)
         work = issue_grouped_broadcasts(self._group, self._device, self._sent)
-        return _Unpacked(work, self._views, self._parts) if self._views else work
+        return InFlight(partial(self._finish, work)) if self._views else work
 
-
-class _Unpacked:
-    def __init__(self, work: dist.Work, views: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
-        self._work = work
-        self._views = views
-        self._parts = parts
-
-    def wait(self) -> None:
-        self._work.wait()
+    def _finish(self, work: dist.Work) -> None:
+        work.wait()
         _copy_views(self._views, self._parts)
 
 
@@ -277,29 +265,15 @@ class _GatherPadded:
         own = torch.zeros(self._section_bytes, dtype=torch.uint8, device=device)
         _copy_views(_parts_of(own, self._sections[self._rank]), self._sections[self._rank])
         work = dist.all_gather(gathered, own, group=self._group, async_op=True)
-        return _Padded(work, gathered, self._sections, self._rank)
+        return InFlight(partial(self._finish, work, gathered))
 
-
-class _Padded:
-    def __init__(
-        self,
-        work: dist.Work | None,
-        gathered: list[Tensor],
-        sections: Sequence[Sequence[Tensor]],
-        rank: int,
-    ) -> None:
-        self._work = work
-        self._gathered = gathered
-        self._sections = sections
-        self._rank = rank
-
-    def wait(self) -> None:
-        if self._work is not None:
-            self._work.wait()
-        for source, (buffer, views) in enumerate(zip(self._gathered, self._sections, strict=True)):
+    def _finish(self, work: dist.Work | None, gathered: list[Tensor]) -> None:
+        if work is not None:
+            work.wait()
+        for source, (buffer, views) in enumerate(zip(gathered, self._sections, strict=True)):
             if source != self._rank:
                 _copy_views(views, _parts_of(buffer, views))
-        self._gathered = []
+        gathered.clear()
 
 
 class _ThroughTransport:
@@ -323,24 +297,10 @@ class _ThroughTransport:
     def issue(self) -> Pending:
         # A plain copy between devices synchronizes with both, so it reads what the optimizer wrote.
         _copy_views(self._copies[self._rank], self._sections[self._rank])
-        return _Transported(self._inner.issue(), self._copies, self._sections, self._rank)
+        return InFlight(partial(self._finish, self._inner.issue()))
 
-
-class _Transported:
-    def __init__(
-        self,
-        inner: Pending,
-        copies: Sequence[Sequence[Tensor]],
-        sections: Sequence[Sequence[Tensor]],
-        rank: int,
-    ) -> None:
-        self._inner = inner
-        self._copies = copies
-        self._sections = sections
-        self._rank = rank
-
-    def wait(self) -> None:
-        self._inner.wait()
+    def _finish(self, inner: Pending) -> None:
+        inner.wait()
         for source, (views, copies) in enumerate(zip(self._sections, self._copies, strict=True)):
             if source != self._rank:
                 _copy_views(views, copies)

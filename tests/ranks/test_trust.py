@@ -22,7 +22,7 @@ from shardwise.comm.channels.backend import BackendChannel
 from shardwise.comm.channels.channel import EpochFailure, LostConnection
 from shardwise.comm.channels.collective_log import collective_code
 from shardwise.comm.collectives.group import GroupCollectives
-from shardwise.comm.watchdog.thread import start_watching
+from shardwise.comm.watchdog.thread import WATCHDOG
 from shardwise.engine.unit.binding import units_of
 from shardwise.testing import run_ranks
 from tests.ranks import divergence, divergence_zero
@@ -161,7 +161,7 @@ def native_paths():
     told = []
     with timeouts_of(timeout_seconds=LONG_SECONDS):
         watched = BackendChannel(group, torch.device("cpu"))
-        start_watching(watched)
+        WATCHDOG.watch(watched)
         for step in range(6):
             watched.record(collective_code("gather 'a' in forward"))
             watched.record(collective_code("reduce 'b'" if step == 3 and rank == 1 else "reduce 'a'"))

@@ -95,7 +95,7 @@ def clock(monkeypatch):
 def watched(channel, clock, until_seconds):
     """Looks at a rank that waits, a few times a second, for so long; as the watch's thread does."""
     seen = watchdog_thread.Watchdog()
-    seen._observed[channel] = observed = watchdog_thread._Observation()
+    seen._seen[channel] = observed = watchdog_thread._Observation()
     while clock.now < 1000.0 + until_seconds and channel.failure is None:
         seen._check_channel(channel, observed)
         clock.now += 0.1
@@ -139,7 +139,7 @@ def test_a_store_that_fails_for_a_moment_ends_no_wait_however_long_that_has_been
     channel = WaitingChannel(Board())
     channel.store.statuses = lambda: {1: {**OTHER, "beat": int(clock.now)}}
     seen, observed = watchdog_thread.Watchdog(), watchdog_thread._Observation()
-    seen._observed[channel] = observed
+    seen._seen[channel] = observed
     for tick in range(3000):
         channel.store.error = dist.DistNetworkError("Broken pipe") if 1000 < tick < 1150 else None
         seen._check_channel(channel, observed)
@@ -168,7 +168,7 @@ def test_a_rank_on_another_host_is_waited_for_while_it_gives_signs_of_life(clock
     silent_from = 1400.0
     channel.store.statuses = lambda: {1: {**OTHER, "beat": int(min(clock.now, silent_from) / 5)}}
     seen, observed = watchdog_thread.Watchdog(), watchdog_thread._Observation()
-    seen._observed[channel] = observed
+    seen._seen[channel] = observed
     while clock.now < 1700.0 and not channel.ended:
         seen._check_channel(channel, observed)
         clock.now += 0.1
@@ -208,7 +208,7 @@ def test_how_long_a_rank_has_waited_is_not_held_against_those_it_waits_for_next(
         return {}
 
     seen, observed = watchdog_thread.Watchdog(), watchdog_thread._Observation()
-    seen._observed[channel] = observed
+    seen._seen[channel] = observed
     seen._check_channel(channel, observed)
     clock.now += 2000.0
     note = channel.store.post_status

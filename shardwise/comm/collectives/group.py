@@ -25,7 +25,7 @@ from shardwise.comm.channels.backend import BackendChannel
 from shardwise.comm.channels.channel import UNNAMED, Channel, WatchedChannel
 from shardwise.comm.channels.gloo import GlooChannel
 from shardwise.comm.channels.threads import ThreadChannel
-from shardwise.comm.watchdog.thread import start_watching
+from shardwise.comm.watchdog.thread import WATCHDOG
 from shardwise.torch_internals import AllgatherOptions, all_gather_call, backend_name, reduce_scatter_call
 
 AllReduceHook = Callable[[torch.Tensor], None]
@@ -76,7 +76,7 @@ def channel_of(group: dist.ProcessGroup, device: torch.device) -> Channel:
         if device.type not in channels:
             channels[device.type] = channel = _make_channel(group, device)
             if isinstance(channel, WatchedChannel) and channel.checks:
-                start_watching(channel)
+                WATCHDOG.watch(channel)
         return channels[device.type]
 
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import count
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +20,7 @@ from shardwise.comm.channels.channel import LostConnection
 from shardwise.comm.shared_memory.process_vm import ProcessVMPeers
 from shardwise.errors import RankDisagreement, StateError
 
-__all__ = ["DirectReads", "zeros_in_huge_pages"]
+__all__ = ["DirectReads", "InFlight", "zeros_in_huge_pages"]
 
 _NOTE, _RECEIPT = 0, 1
 # The kernel's limits for one call: 1024 ranges, and a little less than 2 GiB.
@@ -49,6 +51,12 @@ def zeros_in_huge_pages(num_bytes: int) -> Tensor:
     return buffer.zero_()
 
 
+class InFlight(NamedTuple):
+    """An issued exchange whose data ``wait`` copies into place."""
+
+    wait: Callable[[], None]
+
+
 class DirectReads:
     """An exchange by notes that say where tensors are. All ranks issue theirs, and wait for them, in the same order."""
 
@@ -68,15 +76,15 @@ class DirectReads:
         self._peers = [(rank + step) % world for step in range(1, world)]
         self._writers = [peer for peer in self._peers if len(self._tables[peer])]
 
-    def issue(self) -> _Reading:
+    def issue(self) -> InFlight:
         number = self._neighbours.next_tag()
         if len(self._own):
             # Sent every time: a peer cannot know whether our memory was replaced.
             for peer in self._peers:
                 self._neighbours.send(peer, (number, _NOTE), self._note)
-        return _Reading(self, number)
+        return InFlight(partial(self._finish, number))
 
-    def finish(self, number: int) -> None:
+    def _finish(self, number: int) -> None:
         neighbours = self._neighbours
         waits_for = list(self._writers)
         while waits_for:
@@ -126,16 +134,6 @@ class DirectReads:
     @property
     def _where(self) -> str:
         return f"exchange of parameters, rank {self._rank}"
-
-
-class _Reading:
-    """An exchange whose notes have been sent."""
-
-    def __init__(self, exchange: DirectReads, number: int) -> None:
-        self._exchange, self._number = exchange, number
-
-    def wait(self) -> None:
-        self._exchange.finish(self._number)
 
 
 def _row(tensor: Tensor) -> Tensor:

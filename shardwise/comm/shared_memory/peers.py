@@ -126,14 +126,9 @@ def find_local_peers(channel: WatchedChannel, swap: Swap) -> LocalPeers:
             raise
     remote = [peer for peer in peers if peer not in arenas or answers[peer] != _YES]
     close([ends.pop(peer) for peer in remote for ends in (read_ends, write_ends) if peer in ends])
-    agreed_arenas = {peer: arenas[peer] for peer in peers if peer not in remote}
-    return LocalPeers(
-        channel.rank,
-        channel.world,
-        arena if agreed_arenas else None,
-        agreed_arenas,
-        Pipes(channel, read_ends, write_ends),
-    )
+    agreed = {peer: arenas[peer] for peer in peers if peer not in remote}
+    connected = Pipes(channel, read_ends, write_ends)
+    return LocalPeers(channel.rank, channel.world, arena if agreed else None, agreed, connected)
 
 
 def _open(world: int, peers: list[int]) -> tuple[Arena | None, dict[int, tuple[int, int]]]:

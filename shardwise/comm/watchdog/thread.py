@@ -17,7 +17,6 @@ import threading
 import time
 import weakref
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch.distributed as dist
 
@@ -43,7 +42,7 @@ _CHECKS_IN_STILL = 40.0
 # How often, at least, the warning about a late rank is repeated.
 _LONGEST_BETWEEN_WARNINGS_SECONDS = 300.0
 # A rank posts its stack after this fraction of the timeout (and heartbeats are at least as frequent).
-_STACKS_IN_TIMEOUT = 4.0
+_LATE_FRACTION = 0.25
 # For how long after a failure this rank helps its peers out of their collectives.
 _HELP_PEERS_SECONDS = 15.0
 _JOIN_SECONDS = 1.0
@@ -67,7 +66,7 @@ _DEBUGGERS = ("pdb.py", "bdb.py", "pydevd", "debugpy", "ipdb")
 
 @dataclass
 class _Observation:
-    """What the watchdog has seen on one channel."""
+    """What the watchdog has seen of one channel."""
 
     position: tuple[int, ...] = ()
     still_since: float = 0.0
@@ -123,7 +122,7 @@ class Watchdog:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._observed: weakref.WeakKeyDictionary[WatchedChannel, _Observation] = weakref.WeakKeyDictionary()
+        self._seen: weakref.WeakKeyDictionary[WatchedChannel, _Observation] = weakref.WeakKeyDictionary()
         self._thread: threading.Thread | None = None
         # Since when a channel is being checked: the thread may be waiting for its store.
         self._checking_since: float | None = None
@@ -133,7 +132,7 @@ class Watchdog:
 
     def watch(self, channel: WatchedChannel) -> None:
         with self._lock:
-            self._observed[channel] = _Observation()
+            self._seen[channel] = _Observation()
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._run, name="shardwise watchdog", daemon=True)
                 self._thread.start()
@@ -144,7 +143,7 @@ class Watchdog:
     def channels(self) -> list[WatchedChannel]:
         """Returns all channels that are being watched."""
         with self._lock:
-            return list(self._observed)
+            return list(self._seen)
 
     def _stop(self) -> None:
         self._is_stopping.set()
@@ -154,30 +153,27 @@ class Watchdog:
     def _run(self) -> None:
         while not self._is_stopping.wait(_TICK_SECONDS):
             with self._lock:
-                all_observed = list(self._observed.items())
-            for channel, observed in all_observed:
-                self._check_channel(channel, observed)
+                all_seen = list(self._seen.items())
+            for channel, seen in all_seen:
+                self._check_channel(channel, seen)
             self._checking_since = None
-            all_observed.clear()
+            all_seen.clear()
 
-    def _check_channel(self, channel: WatchedChannel, observed: _Observation) -> None:
+    def _check_channel(self, channel: WatchedChannel, seen: _Observation) -> None:
         self._checking_since = now = time.monotonic()
         try:
             if channel.is_over():
-                self._forget(channel)
-            elif now < observed.retries_store_at:
-                self._check_without_store(channel, observed)
+                with self._lock:
+                    self._seen.pop(channel, None)
+            elif now < seen.retries_store_at:
+                self._check_without_store(channel, seen)
             else:
-                self._check(channel, observed)
-                if observed.no_store_since is not None:
+                self._check(channel, seen)
+                if seen.no_store_since is not None:
                     # Until now the other ranks could not post either: their silence counts from here.
-                    observed.no_store_since, observed.listening_since, channel.is_store_silent = (
-                        None,
-                        now,
-                        False,
-                    )
+                    seen.no_store_since, seen.listening_since, channel.is_store_silent = None, now, False
         except Exception as error:  # noqa: BLE001  without its watchdog a rank could wait forever
-            self._record_store_error(channel, observed, error, now)
+            self._record_store_error(channel, seen, error, now)
 
     def _check_for_silent_store(self) -> None:
         """Takes over while the store's process is stopped: a call to it then blocks the watchdog without failing."""
@@ -186,101 +182,93 @@ class Watchdog:
             if since is None or time.monotonic() - since < _STORE_TIMEOUT_SECONDS:
                 continue
             with self._lock:
-                all_observed = list(self._observed.items())
-            for channel, observed in all_observed:
+                all_seen = list(self._seen.items())
+            for channel, seen in all_seen:
                 channel.is_store_silent = True
-                if observed.no_store_since is None:
-                    observed.no_store_since = since
-                observed.is_store_gone, observed.store_error = True, _STORE_SILENT
-                self._check_without_store(channel, observed)
-            all_observed.clear()
-
-    def _forget(self, channel: WatchedChannel) -> None:
-        with self._lock:
-            self._observed.pop(channel, None)
+                if seen.no_store_since is None:
+                    seen.no_store_since = since
+                seen.is_store_gone, seen.store_error = True, _STORE_SILENT
+                self._check_without_store(channel, seen)
+            all_seen.clear()
 
     def end_rank(self, thread: int) -> None:
         """Tells peers that wait for the rank on this thread that it has ended."""
         with self._lock:
-            ended = [
-                (channel, observed)
-                for channel, observed in self._observed.items()
-                if channel.thread == thread
-            ]
-        for channel, observed in ended:
+            ended = [(channel, seen) for channel, seen in self._seen.items() if channel.thread == thread]
+        for channel, seen in ended:
             if not channel.is_over():
-                observed.is_gone = True
-                channel.tell_peers(self._post_status, channel, observed, None, 0.0, time.monotonic())
+                seen.is_gone = True
+                channel.tell_peers(self._post_status, channel, seen, None, 0.0, time.monotonic())
 
     def _record_store_error(
-        self, channel: WatchedChannel, observed: _Observation, error: Exception, now: float
+        self, channel: WatchedChannel, seen: _Observation, error: Exception, now: float
     ) -> None:
         """Handles a failed check: the store died with the rank that hosts it, or this process is out of a resource."""
         if channel.is_over():
             return
         is_of_store = isinstance(error, dist.DistError) or is_lost_connection(error)
-        observed.is_store_gone = is_of_store and not any(reason in str(error) for reason in _OUT_OF_RESOURCES)
-        store_error = _STORE_SILENT if observed.is_store_gone else f"this rank cannot use the store: {error}"
-        if not observed.is_store_gone and observed.store_error != store_error:
+        seen.is_store_gone = is_of_store and not any(reason in str(error) for reason in _OUT_OF_RESOURCES)
+        store_error = _STORE_SILENT if seen.is_store_gone else f"this rank cannot use the store: {error}"
+        if not seen.is_store_gone and seen.store_error != store_error:
             _LOGGER.warning(
-                "rank %d: its watchdog fails, and tries again", channel.world_rank, exc_info=error
+                "rank %d: the watchdog fails and will try again", channel.world_rank, exc_info=error
             )
-        observed.store_error = store_error
-        observed.retries_store_at = now + _STORE_RETRY_SECONDS
-        if observed.no_store_since is None:
-            observed.no_store_since = now
-        self._check_without_store(channel, observed)
+        seen.store_error = store_error
+        seen.retries_store_at = now + _STORE_RETRY_SECONDS
+        if seen.no_store_since is None:
+            seen.no_store_since = now
+        self._check_without_store(channel, seen)
 
-    def _check(self, channel: WatchedChannel, observed: _Observation) -> None:
+    def _check(self, channel: WatchedChannel, seen: _Observation) -> None:
         now = time.monotonic()
         # The training thread may leave this epoch at any moment; everything below is about this epoch.
         epoch, num_events = channel.log.epoch, channel.log.num_events
         waiting = channel.current_wait()
-        if now < max(observed.helps_peers_until, channel.restarted_at + _HELP_PEERS_SECONDS):
+        if now < max(seen.helps_peers_until, channel.restarted_at + _HELP_PEERS_SECONDS):
             channel.help_peers()
-        still_seconds = observed.still_seconds((epoch, num_events, channel.num_moves, id(waiting)), now)
+        still_seconds = seen.still_seconds((epoch, num_events, channel.num_moves, id(waiting)), now)
         timeout_seconds = policies.trust().timeout_seconds
         idle_seconds = min(_IDLE_SECONDS, timeout_seconds / _IDLES_IN_TIMEOUT)
-        heartbeat_seconds = min(_LONGEST_HEARTBEAT_SECONDS, timeout_seconds / _STACKS_IN_TIMEOUT)
+        heartbeat_seconds = min(_LONGEST_HEARTBEAT_SECONDS, timeout_seconds * _LATE_FRACTION)
         if still_seconds < idle_seconds:
-            if now - observed.last_status >= heartbeat_seconds:
-                self._post_status(channel, observed, waiting, still_seconds, now)
+            if now - seen.last_status >= heartbeat_seconds:
+                self._post_status(channel, seen, waiting, still_seconds, now)
             return
-        if channel.failure is None and now - observed.last_check < min(
+        if channel.failure is None and now - seen.last_check < min(
             _LONGEST_BETWEEN_CHECKS_SECONDS, still_seconds / _CHECKS_IN_STILL
         ):
             return
-        observed.last_check = now
+        seen.last_check = now
         known: Entry | None = None
         if channel.failure is None:
             known = channel.store.failure(epoch)
             if known is not None and not channel.is_void(known, epoch):
-                observed.helps_peers_until = now + _HELP_PEERS_SECONDS
-                observed.failed_at = now
+                seen.helps_peers_until = now + _HELP_PEERS_SECONDS
+                seen.failed_at = now
                 if waiting is not None:
                     channel.set_failure(known, epoch)
         if waiting is not None and channel.failure is not None:
-            observed.failed_at = now if observed.failed_at is None else observed.failed_at
-            channel.release_wait(waiting, now - observed.failed_at)
+            seen.failed_at = now if seen.failed_at is None else seen.failed_at
+            channel.release_wait(waiting, now - seen.failed_at)
             return
-        backoff_seconds = min(heartbeat_seconds, idle_seconds * 2.0 ** min(observed.num_statuses, 10))
+        backoff_seconds = min(heartbeat_seconds, idle_seconds * 2.0 ** min(seen.num_statuses, 10))
         post_interval_seconds = (
             max(idle_seconds, channel.world / 100) if waiting is not None else backoff_seconds
         )
-        if now - observed.last_status >= post_interval_seconds:
-            observed.num_statuses += 1
-            self._post_status(channel, observed, waiting, still_seconds, now)
-        if waiting is not None and self._is_its_turn(channel, observed, idle_seconds, now):
+        if now - seen.last_status >= post_interval_seconds:
+            seen.num_statuses += 1
+            self._post_status(channel, seen, waiting, still_seconds, now)
+        if waiting is not None and self._is_its_turn(channel, seen, idle_seconds, now):
             own = channel.log.excerpt()
             if (own.epoch, own.num_events) != (epoch, num_events):
                 # The rank has made progress meanwhile: its new wait has only just begun.
                 return
-            evidence = self._collect_evidence(channel, observed, own, still_seconds)
+            evidence = self._collect_evidence(channel, seen, own, still_seconds)
             failure = diagnose(channel, waiting, evidence)
             if failure is not None:
                 channel.end_epoch(epoch, failure, void=known)
-            elif still_seconds >= max(timeout_seconds, observed.warns_after):
-                observed.warns_after = still_seconds + min(still_seconds, _LONGEST_BETWEEN_WARNINGS_SECONDS)
+            elif still_seconds >= max(timeout_seconds, seen.warns_after):
+                seen.warns_after = still_seconds + min(still_seconds, _LONGEST_BETWEEN_WARNINGS_SECONDS)
                 late = describe_late_ranks(channel, waiting, evidence)
                 if late is not None:
                     _LOGGER.warning("rank %d is still waiting: %s", channel.world_rank, late)
@@ -288,14 +276,14 @@ class Watchdog:
     def _post_status(
         self,
         channel: WatchedChannel,
-        observed: _Observation,
+        seen: _Observation,
         waiting: Waiting | None,
         still_seconds: float,
         now: float,
     ) -> None:
-        observed.last_status = now
-        observed.num_beats += 1
-        status = _status(channel, waiting, observed, still_seconds)
+        seen.last_status = now
+        seen.num_beats += 1
+        status = _status(channel, waiting, seen, still_seconds)
         status["blocked_on"] = self._blocked_on(channel)
         channel.store.post_status(status)
 
@@ -303,79 +291,79 @@ class Watchdog:
         """Returns the world ranks that this rank waits for, on any channel."""
         with self._lock:
             own = [
-                observed
-                for each, observed in self._observed.items()
+                seen
+                for each, seen in self._seen.items()
                 if each.world_rank == channel.world_rank and each.waiting
             ]
-        return sorted(set().union(*(observed.blocked_on for observed in own)))
+        return sorted(set().union(*(seen.blocked_on for seen in own)))
 
     def _collect_evidence(
-        self, channel: WatchedChannel, observed: _Observation, own: LogExcerpt, still_seconds: float
+        self, channel: WatchedChannel, seen: _Observation, own: LogExcerpt, still_seconds: float
     ) -> Evidence:
         now = time.monotonic()
         statuses, silent_seconds = {}, {}
         for rank, status in channel.store.statuses().items():
             if rank == channel.rank:
                 continue
-            if observed.beats.setdefault(rank, status["beat"]) != status["beat"]:
-                observed.beats[rank], observed.heard_at[rank] = status["beat"], now
+            if seen.beats.setdefault(rank, status["beat"]) != status["beat"]:
+                seen.beats[rank], seen.heard_at[rank] = status["beat"], now
             if status["epoch"] == own.epoch:
                 statuses[rank] = status
             elif status["gone"] and status["epoch"] < own.epoch:
                 statuses[rank] = {**status, "num_events": 0, "events": []}
         for rank in range(channel.world):
             silent_seconds[rank] = min(
-                still_seconds, now - max(observed.listening_since, observed.heard_at.get(rank, 0.0))
+                still_seconds, now - max(seen.listening_since, seen.heard_at.get(rank, 0.0))
             )
         evidence = collect_evidence(channel, own, statuses, silent_seconds, still_seconds)
-        observed.sees = [rank for rank, state in evidence.behind.items() if state == "alive"]
-        observed.blocked_on = {channel.ranks[rank] for rank in evidence.behind}.union(
+        seen.sees = [rank for rank, state in evidence.behind.items() if state == "alive"]
+        seen.blocked_on = {channel.ranks[rank] for rank in evidence.behind}.union(
             *(statuses[rank]["blocked_on"] for rank in evidence.behind if rank in statuses)
         )
         return evidence
 
     def _is_its_turn(
-        self, channel: WatchedChannel, observed: _Observation, idle_seconds: float, now: float
+        self, channel: WatchedChannel, seen: _Observation, idle_seconds: float, now: float
     ) -> bool:
         """Limits how many ranks read all statuses at the same time: the store has a single server.
 
         Some ranks read every time, so that they know who has been silent; the others take turns, in case these do not
         wait.
         """
-        if now - observed.last_diagnosis < max(idle_seconds / 2, channel.world / 100):
+        if now - seen.last_diagnosis < max(idle_seconds / 2, channel.world / 100):
             return False
-        observed.last_diagnosis = now
-        observed.num_diagnoses += 1
+        seen.last_diagnosis = now
+        seen.num_diagnoses += 1
         turns = -(-channel.world // _NUM_READERS)
-        return channel.rank % turns == 0 or (channel.rank + observed.num_diagnoses) % turns == 0
+        return channel.rank % turns == 0 or (channel.rank + seen.num_diagnoses) % turns == 0
 
-    def _check_without_store(self, channel: WatchedChannel, observed: _Observation) -> None:
+    def _check_without_store(self, channel: WatchedChannel, seen: _Observation) -> None:
         """Checks a channel while the store is unusable: nothing but the timeouts is left to go by."""
         try:
-            self._fail_after_timeout(channel, observed)
+            self._fail_after_timeout(channel, seen)
         except Exception as error:
-            if observed.last_error != repr(error):
-                observed.last_error = repr(error)
-                _LOGGER.exception("rank %d: its watchdog failed", channel.world_rank)
+            if seen.last_error != repr(error):
+                seen.last_error = repr(error)
+                _LOGGER.exception("rank %d: the watchdog failed", channel.world_rank)
 
-    def _fail_after_timeout(self, channel: WatchedChannel, observed: _Observation) -> None:
+    def _fail_after_timeout(self, channel: WatchedChannel, seen: _Observation) -> None:
         epoch = channel.log.epoch
         waiting = channel.current_wait()
         now = time.monotonic()
-        still_seconds = observed.still_seconds(
+        still_seconds = seen.still_seconds(
             (epoch, channel.log.num_events, channel.num_moves, id(waiting)), now
         )
         # If only this rank cannot use the store, the other ranks may be well, and the trouble may pass.
-        limit_seconds = policies.trust().timeout_seconds if observed.is_store_gone else channel.late_seconds()
-        no_store_seconds = 0.0 if observed.no_store_since is None else now - observed.no_store_since
+        limit_seconds = policies.trust().timeout_seconds if seen.is_store_gone else channel.late_seconds()
+        no_store_seconds = 0.0 if seen.no_store_since is None else now - seen.no_store_since
         if waiting is None or min(still_seconds, no_store_seconds) < limit_seconds:
             return
         if channel.failure is None:
-            observed.failed_at = now
+            seen.failed_at = now
             failure = EpochFailure(
                 PeerFailure,
                 f'other ranks did not reach "{collective_name(waiting.code)}" within {still_seconds:.1f} s, and their '
-                f"state is unknown: {observed.store_error}",
+                f"state is unknown: {seen.store_error}",
                 "look for the rank that died in the job's logs; restart from the last checkpoint",
             )
             channel.set_failure(failure.as_entry(), epoch)
@@ -383,16 +371,16 @@ class Watchdog:
 
 
 def _status(
-    channel: WatchedChannel, waiting: Waiting | None, observed: _Observation, still_seconds: float
+    channel: WatchedChannel, waiting: Waiting | None, seen: _Observation, still_seconds: float
 ) -> Entry:
     # Reading a stack interrupts the rank, and while a rank is merely busy nobody needs its stack.
-    is_late = still_seconds >= policies.trust().timeout_seconds / _STACKS_IN_TIMEOUT
+    is_late = still_seconds >= policies.trust().timeout_seconds * _LATE_FRACTION
     stack = stack_of(channel.thread) if is_late else []
     group = channel.group()
     issued = num_issued(group) if is_late and group is not None else None
     excerpt = channel.log.excerpt(_NUM_EVENTS_POSTED)
     return {
-        "beat": observed.num_beats,
+        "beat": seen.num_beats,
         "epoch": excerpt.epoch,
         "num_events": excerpt.num_events,
         "events": excerpt.names,
@@ -401,15 +389,11 @@ def _status(
         "still_seconds": round(still_seconds, 1),
         "stack": stack[-12:],
         "in_debugger": any(name in line for line in stack for name in _DEBUGGERS),
-        "sits_seconds": observed.seconds_inside(stack, issued, time.monotonic()),
-        "sees": observed.sees,
+        "sits_seconds": seen.seconds_inside(stack, issued, time.monotonic()),
+        "sees": seen.sees,
         "blocked_on": [],
-        "gone": observed.is_gone,
+        "gone": seen.is_gone,
     }
 
 
 WATCHDOG = Watchdog()
-
-
-def start_watching(channel: Any) -> None:
-    WATCHDOG.watch(channel)
