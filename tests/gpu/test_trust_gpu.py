@@ -135,7 +135,7 @@ def test_a_rank_that_does_not_come_to_the_model_is_named():
             run_ranks(begin_without_the_last, 3, kind="nccl", timeout_seconds=40)
     told = {report.rank: report.details for report in failure.value.reports}
     for rank in range(2):
-        assert 'rank 2 did not reach "begin with the model"' in told[rank], told
+        assert 'rank 2 did not reach "use the model for the first time"' in told[rank], told
         assert "rank 2 is alive, it has issued no collective yet" in told[rank], told
 
 

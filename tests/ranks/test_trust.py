@@ -366,7 +366,7 @@ def a_barrier_on_one():
 
 def test_a_rank_that_sits_in_a_collective_of_its_own_is_told_with_its_stack():
     told, _ = run_ranks(a_barrier_on_one, 2, kind="gloo")
-    assert 'ranks are waiting for each other: rank 1 did not reach "communicate for no unit"' in told
+    assert 'ranks are waiting for each other: rank 1 did not reach "communicate outside a unit"' in told
     assert "in barrier" in told
 
 

@@ -284,7 +284,7 @@ def new_calls(native):
         return GroupCollectives(group, torch.device("cpu"))
 
 
-_FIRST = {False: "compare the models of all ranks", True: "begin with the model"}
+_FIRST = {False: "compare the models of all ranks", True: "use the model for the first time"}
 
 
 def late_beginners(native, folder):

@@ -34,7 +34,7 @@ from shardwise.errors import LOST_PEER_TEXTS, PeerFailure, RankDisagreement, Sha
 from shardwise.torch_internals import is_destroyed, store_of, timeout_seconds_of
 
 _LOGGER = logging.getLogger("shardwise")
-UNNAMED = collective_code("communicate for no unit")
+UNNAMED = collective_code("communicate outside a unit")
 _ERRORS: dict[str, type[ShardwiseError]] = {
     "PeerFailure": PeerFailure,
     "RankDisagreement": RankDisagreement,

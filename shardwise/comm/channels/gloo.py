@@ -89,7 +89,7 @@ class GlooChannel(WatchedChannel):
         """Sends each peer its message and returns theirs, all of the same length."""
         size = len(next(iter(messages.values())))
         # An event of its own: a rank in it is not yet waiting in the collective that follows.
-        code = collective_code(f"find the ranks of its host, to {collective_name(code)}")
+        code = collective_code(f"find the ranks of this host, to {collective_name(code)}")
         posted = GlooWork(self, code, _message_digest(self.record(code), size), size)
         received = {peer: torch.empty(size, dtype=torch.uint8) for peer in messages}
         sent = {peer: torch.tensor([*message], dtype=torch.uint8) for peer, message in messages.items()}

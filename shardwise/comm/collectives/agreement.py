@@ -21,7 +21,7 @@ from shardwise.comm.collectives.group import GroupCollectives
 from shardwise.errors import RankDisagreement
 from shardwise.torch_internals import unseen_by_modes
 
-_BEGIN = collective_code("begin with the model")
+_BEGIN = collective_code("use the model for the first time")
 _COMPARE = collective_code("compare the models of all ranks")
 
 

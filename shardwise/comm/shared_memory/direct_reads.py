@@ -82,9 +82,9 @@ class DirectReads:
             # Sent every time: a peer cannot know whether our memory was replaced.
             for peer in self._peers:
                 self._neighbours.send(peer, (number, _NOTE), self._note)
-        return InFlight(partial(self._finish, number))
+        return InFlight(partial(self.finish, number))
 
-    def _finish(self, number: int) -> None:
+    def finish(self, number: int) -> None:
         neighbours = self._neighbours
         waits_for = list(self._writers)
         while waits_for:
