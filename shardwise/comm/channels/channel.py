@@ -102,10 +102,10 @@ class Channel:
     """One group's collectives on this rank. This class checks nothing: for groups of one, or with trust off."""
 
     # Whether the channel itself carries the data; otherwise the group's own collectives do.
-    carries = False
+    carries_data = False
 
     # How long a wait may take; None where the watchdog ends waits.
-    patience_seconds: float | None = None
+    wait_timeout_seconds: float | None = None
 
     # Whether all ranks can currently read each other's rows in shared memory.
     lends_rows = False
@@ -168,7 +168,7 @@ class Channel:
         """Returns shared memory for what this rank reduces or exchanges next, or None if there is none."""
         return None
 
-    def land(self, work: Any) -> bool:
+    def drain(self, work: Any) -> bool:
         """Returns whether an abandoned collective is over, so that it will write to no more memory."""
         raise NotImplementedError
 

@@ -51,7 +51,7 @@ _DRAIN_SECONDS = 0.2
 class GlooChannel(WatchedChannel):
     """A gloo group on CPUs."""
 
-    carries = True
+    carries_data = True
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group, device)
@@ -61,8 +61,8 @@ class GlooChannel(WatchedChannel):
         self._peers = [(self.rank + step) % self.world for step in range(1, self.world)]
         self._rounds = [1 << power for power in range((self.world - 1).bit_length())]
         # Without checks, a wait ends with the group's own timeout.
-        self.patience = (_UNTIL_THE_WATCHDOG_ENDS_IT,) if self.checks else ()
-        self.patience_seconds = None if self.checks else timeout_seconds_of(group, device)
+        self.wait_timeout = (_UNTIL_THE_WATCHDOG_ENDS_IT,) if self.checks else ()
+        self.wait_timeout_seconds = None if self.checks else timeout_seconds_of(group, device)
         self._asked: Waiting | None = None
         self._served: set[tuple[int, int]] = set()
         # alive: for good, because messages to and from ranks that have left may still arrive
@@ -246,7 +246,7 @@ class GlooChannel(WatchedChannel):
         if posted.works:
             self._abandoned.append((posted.works, posted.alive))
 
-    def land(self, work: Any) -> bool:
+    def drain(self, work: Any) -> bool:
         # With shared memory only, this rank itself writes the result.
         if not work.works:
             return True

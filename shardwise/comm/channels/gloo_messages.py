@@ -63,7 +63,7 @@ class GlooWork:
                         self.local.wait_for(peer, self.digest, self.topic)
                 self.polls_failure = False
             for work in self.works:
-                work.wait(*channel.patience)
+                work.wait(*channel.wait_timeout)
         except Exception as error:  # noqa: BLE001  raised again, once peers know
             channel.abandon(self)
             channel.fail(error)

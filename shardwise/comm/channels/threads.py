@@ -75,7 +75,7 @@ class ThreadWork:
 class ThreadChannel(WatchedChannel):
     """A group of threads that compute on the CPU."""
 
-    carries = True
+    carries_data = True
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group, device)
@@ -122,7 +122,7 @@ class ThreadChannel(WatchedChannel):
             rendezvous.is_over.set()
         return ThreadWork(self, code, rendezvous)
 
-    def land(self, work: Any) -> bool:
+    def drain(self, work: Any) -> bool:
         rendezvous: _Rendezvous = work.rendezvous
         rendezvous.is_over.wait(_DRAIN_SECONDS)
         with self._table.lock:

@@ -31,7 +31,7 @@ def check_same_model(lines: Sequence[str], calls: GroupCollectives, device: torc
     Each line describes one parameter; the message names the first that differs, and which ranks hold what.
     """
     text = "\n".join(lines).encode()
-    if not calls.channel.carries:
+    if not calls.channel.carries_data:
         # On the host: NCCL connects ranks in their first collective, and a wait for a missing rank there never ends.
         calls.channel.agree(_BEGIN)
     with unseen_by_modes(), torch.inference_mode(False), torch.no_grad():

@@ -55,12 +55,12 @@ class _Done:
 DONE = _Done()
 
 
-def land(work: Any) -> bool:
+def drain(work: Any) -> bool:
     """Returns whether an abandoned collective is over, so that its buffers can be reused; waits for it a moment."""
     work = getattr(work, "carried_by", work)
     channel: Channel | None = getattr(work, "channel", None)
     if channel is not None:
-        return channel.land(work)
+        return channel.drain(work)
     work.wait()
     return True
 
@@ -129,7 +129,7 @@ class GroupCollectives:
     def issue_all_gather(self, output: torch.Tensor, own: torch.Tensor, code: int = UNNAMED) -> Work:
         """Gathers every rank's ``own`` into ``output``, in rank order; ``code`` is its event in the log."""
         channel = self.channel
-        if channel.carries:
+        if channel.carries_data:
             gathered: Work = channel.gather(output, own, code)
             return gathered
         channel.record(code)
@@ -164,7 +164,7 @@ class GroupCollectives:
     ) -> Work:
         """Reduces the rows of all ranks; this rank's row arrives in ``output``."""
         channel = self.channel
-        if channel.carries:
+        if channel.carries_data:
             reduced: Work = channel.reduce_scatter(output, rows, code)
             return reduced
         channel.record(code)
@@ -177,7 +177,7 @@ class GroupCollectives:
     def issue_exchange(self, output: torch.Tensor, rows: torch.Tensor, code: int = UNNAMED) -> Work:
         """Sends each rank its row; the rows of all ranks for this one arrive in ``output``, in rank order."""
         channel = self.channel
-        if channel.carries:
+        if channel.carries_data:
             exchanged: Work = channel.exchange(output, rows, code)
             return exchanged
         channel.record(code)

@@ -65,7 +65,7 @@ class Pipes:
 
     def receive_first(self, peers: Sequence[int], key: Key) -> tuple[int, int]:
         """Does the same for several peers: returns the first that sends something under the key, and what."""
-        seconds = self._channel.patience_seconds
+        seconds = self._channel.wait_timeout_seconds
         until = None if seconds is None else time.monotonic() + seconds
         while True:
             for peer in peers:

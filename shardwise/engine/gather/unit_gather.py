@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from shardwise.comm.collectives.group import GroupCollectives, LentRows, Work, land
+from shardwise.comm.collectives.group import GroupCollectives, LentRows, Work, drain
 from shardwise.engine.buffers import ElasticBuffer
 from shardwise.engine.kernels import plan_copy_out_kernel
 from shardwise.plan.layout import Layout, Piece, Share, pieces_by_rank
@@ -262,7 +262,7 @@ class UnitGather:
     def abandon(self) -> bool:
         """Lets a gather that nobody waits for land, and drops it; False if it may still land later."""
         work, self._work, self._lent = self._work, None, None
-        if work is not None and not land(work):
+        if work is not None and not drain(work):
             return False
         self.drop_part()
         for buffer in (self._rows, self._cast_row, self._device_row):

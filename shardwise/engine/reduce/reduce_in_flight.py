@@ -12,7 +12,7 @@ import torch
 from torch import is_grad_enabled
 from torch.distributed.tensor import DTensor
 
-from shardwise.comm.collectives.group import Work, land
+from shardwise.comm.collectives.group import Work, drain
 from shardwise.comm.streams import SideStreams, StreamEvent
 from shardwise.engine.reduce.gradient_buffer import GradientBuffer, GradientView, Presence
 from shardwise.engine.unit.binding import Slot
@@ -166,7 +166,7 @@ class ReduceInFlight:
         self.let_gradients_go()
         if self._work is not None:
             with self._streams.reduce:
-                if not land(self._work):
+                if not drain(self._work):
                     return False
         if not self._streams.host_runs_ahead:
             self.let_rows_go()
