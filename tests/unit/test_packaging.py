@@ -64,7 +64,7 @@ def test_the_library_needs_torch_alone_and_extras_say_the_rest(built):
         metadata = Parser().parsestr(wheel.read(name).decode())
     required = metadata.get_all("Requires-Dist")
     assert [need for need in required if "extra ==" not in need] == ["torch>=2.11"]
-    assert set(metadata.get_all("Provides-Extra")) == {"train", "tensorboard", "huggingface", "docs", "dev"}
+    assert set(metadata.get_all("Provides-Extra")) >= {"train", "tensorboard", "huggingface", "docs", "dev"}
     assert metadata["Description-Content-Type"] == "text/markdown"
     assert metadata["License-Expression"] == "BSD-3-Clause"
 
@@ -75,7 +75,7 @@ def test_every_optional_package_of_a_run_is_in_an_extra():
     used = set(re.findall(r"\b(?:require|optional)\(\"(\w+)\"", source))
     assert len(used) > 4
     for name in used:
-        assert f'"{name}"' in project, name
+        assert f'"{name}' in project, name
 
 
 def test_the_source_distribution_can_be_tested_and_read(built):
