@@ -86,6 +86,12 @@ def of_architectures(result):
 QUOTED = {
     "architectures": of_architectures,
     "async_save": lambda result: [f"{100 * result[name]:.1f}%" for name in ("cost", "cost_in_cpu_time")],
+    "fuzz_faults": counts(
+        "runs",
+        "unreadable_checkpoints",
+        "runs_that_lost_more_than_the_last_save",
+        "runs_whose_first_error_was_not_first",
+    ),
     "fuzz_files": lambda result: [str(result["cases"]), str(len(result["failures"]))],
     "fuzz_finds": lambda result: [str(sum(find["seed"] is not None for find in result["defects"].values()))],
     "fuzz_programs": counts("programs", "failed"),
