@@ -529,7 +529,7 @@ def contradictions():
     for call, *words in (
         (lambda: model.set_requires_gradient_sync(False), "before ranks"),
         (lambda: model.set_requires_all_reduce(False), "before replicas"),
-        (lambda: model.set_gradient_divide_factor(3.0), "no power of two"),
+        (lambda: model.set_gradient_divide_factor(3.0), "not a power of two"),
         (lambda: model.set_all_reduce_hook(lambda row: None), "set_all_reduce_hook"),
         (lambda: model.set_custom_reduce_scatter(None), "exact=True"),
         (lambda: model.set_separate_reduce_scatter_group(), "exact=True"),

@@ -64,7 +64,14 @@ def test_the_library_needs_torch_alone_and_extras_say_the_rest(built):
         metadata = Parser().parsestr(wheel.read(name).decode())
     required = metadata.get_all("Requires-Dist")
     assert [need for need in required if "extra ==" not in need] == ["torch>=2.11"]
-    assert set(metadata.get_all("Provides-Extra")) >= {"train", "tensorboard", "huggingface", "docs", "dev"}
+    assert set(metadata.get_all("Provides-Extra")) >= {
+        "convert",
+        "train",
+        "tensorboard",
+        "huggingface",
+        "docs",
+        "dev",
+    }
     assert metadata["Description-Content-Type"] == "text/markdown"
     assert metadata["License-Expression"] == "BSD-3-Clause"
 
