@@ -52,7 +52,7 @@ def plan_ranks(ranks: int | None, device: str, num_gpus: int) -> tuple[int, str]
     """Returns how many ranks to start, and on what kind of device.
 
     Raises:
-        ConfigError: less than one rank, more ranks than GPUs, or CUDA on a machine without GPUs.
+        ConfigError: fewer than one rank, more ranks than GPUs, or CUDA on a machine without GPUs.
     """
     where = f"--ranks {ranks} --device {device}"
     if ranks is not None and ranks < 1:
@@ -405,7 +405,7 @@ def _untold(rank: int, status: int, meanwhile: Sequence[Failure] = ()) -> Failur
 
 
 def _with_crash(failure: Failure, logs: Path, lengths: list[int]) -> Failure:
-    """Returns the failure of a rank without a report with the crash that was logged since it started."""
+    """Adds to the failure of a rank without a report the crash that its log shows since it started."""
     stack = ""
     if failure.is_silent:
         stack = _crashed_thread(_text_after(log_path(logs, failure.rank), lengths[failure.rank]))

@@ -108,7 +108,7 @@ class Trainer:
         return corpus, samples, plan_order(samples.num_training, train, self.team.world_size, seed)
 
     def _taken_by(self) -> str | None:
-        """Returns the holder of another run that has begun in the folder since somebody emptied or replaced it."""
+        """Returns the holder of another run, if one has begun in the folder since somebody emptied or replaced it."""
         holder = holder_of(self.folder)
         return holder if holder and holder != self._holder else None
 

@@ -40,7 +40,7 @@ class Failure:
     is_expected: bool = False
     """Whether ``text`` is a message for users; otherwise it is a traceback."""
     is_consequence: bool = False
-    """Whether the rank only failed because it lost a peer."""
+    """Whether the rank failed only because it lost a peer."""
     thread: str | None = None
     """The name of the thread that failed, if the rank's main thread went on."""
     is_silent: bool = False

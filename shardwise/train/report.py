@@ -56,7 +56,7 @@ class Report:
         folder: the run's folder.
         display: shows warnings about what cannot be written.
         unwritten: collects what cannot be written.
-        taken_by: returns the other run that has begun in the folder, if any; our own files are not written then.
+        taken_by: returns the other run that has begun in the folder, if any; then only TensorBoard events are written.
         from_step: the step that the run continues from; the metrics of later steps are dropped.
         tensorboard: whether to write TensorBoard events.
     """
