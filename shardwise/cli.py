@@ -1,4 +1,4 @@
-"""The command line: ``shardwise train | convert | doctor | trace``. It reads arguments; rooms below do the work."""
+"""The command line: ``shardwise train | convert | doctor | trace``. It parses arguments and calls other packages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["main", "parser", "request_of"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command; the exit status."""
+    """Runs a command, and returns the exit status."""
     options = parser().parse_args(arguments)
     try:
         status: int = options.run(options)
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """What the command line understands."""
+    """Returns the parser of the command line."""
     top = argparse.ArgumentParser(
         prog="shardwise",
         description="Train models that do not fit on one device, and look after what they leave.",
@@ -96,7 +96,7 @@ def _add_train(train: argparse.ArgumentParser) -> None:
 
 
 def request_of(options: argparse.Namespace) -> Request:
-    """What the arguments of ``shardwise train`` ask for."""
+    """Returns the request that the arguments of ``shardwise train`` describe."""
     settings = list(options.settings)
     if options.out is not None:
         settings.append(f"output.folder={options.out}")

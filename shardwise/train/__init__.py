@@ -1,7 +1,7 @@
-"""Train a language model from a recipe: the command ``shardwise train``, and the library's worked example.
+"""Trains a language model from a recipe: the command ``shardwise train``, and the library's worked example.
 
-A recipe is a function that returns a ``Config``. Everything else here takes it from there: data, sharding, the loop,
-what is shown, what is saved.
+A recipe is a function that returns a ``Config``. This package does the rest: data, sharding, the training loop,
+display and checkpoints.
 """
 
 from shardwise.train.config import (

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: saved on time, found again, and what is said of them."""
+"""Saves a run's checkpoints, finds the newest good one again, and reports the outcome of saves."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ __all__ = ["GoodCheckpoint", "RunCheckpoints", "find_good_checkpoint"]
 
 
 class RunCheckpoints:
-    """Keeps a run's tensors and its two numbers.
+    """Saves and restores a run's tensors and its two numbers, step and samples.
 
     Args:
-        store: where to.
+        store: the checkpoints on disk.
         state: the tensors.
-        config: of the run.
-        team: the ranks.
-        display: told what becomes of saves.
-        page: more to keep on the page of each checkpoint.
-        look_after_folder: called on rank 0 before a save; says which other run has taken the folder, if one has.
+        config: the settings of the run.
+        team: all ranks of the run.
+        display: shows the outcome of saves.
+        page: more entries for the manifest of each checkpoint.
+        look_after_folder: called on rank 0 before a save; returns the other run that has taken the folder, if any.
     """
 
     def __init__(
@@ -68,11 +68,11 @@ class RunCheckpoints:
         return self._saver.is_busy
 
     def save(self, progress: Progress) -> str | None:
-        """Saves the run as it is now; the step waits for a copy alone.
+        """Saves the current state; an asynchronous save delays training only for a copy.
 
-        Returns why it was not even tried, if it was not.
+        Returns why no save was tried, or None if one was.
         """
-        # What becomes of the folder must not reach into a save that is under way.
+        # The folder must not be recreated during a save.
         self._saver.wait()
         if (other := self._team.from_first(self._look_after_folder)) is not None:
             self._warn(progress.step, problem := f"another run has taken the folder: {other}")
@@ -83,8 +83,8 @@ class RunCheckpoints:
         return None
 
     def save_and_wait(self, progress: Progress) -> str | None:
-        """Leaves a checkpoint of this very step, trying again if one failed; the problem, if there was one."""
-        # First of all the save under way ends, and so it has ended for every rank that asks what became of it.
+        """Ensures a checkpoint of this step, trying again if a save failed; returns the problem, if there was one."""
+        # The save under way ends first, so that every rank knows its outcome.
         self._saver.wait()
         problem = self.tell_outcomes(progress)
         if progress.saved_step != progress.step:
@@ -94,7 +94,7 @@ class RunCheckpoints:
         return problem
 
     def tell_outcomes(self, progress: Progress) -> str | None:
-        """Says what became of saves; the problem of the last one, if it had one."""
+        """Shows the outcome of saves that have ended, and returns the problem of the last one, if any."""
         problem = None
         for outcome in self._saver.outcomes():
             problem = outcome.problem
@@ -113,7 +113,7 @@ class RunCheckpoints:
             )
 
     def resume(self, progress: Progress) -> None:
-        """Brings the newest good checkpoint back."""
+        """Loads the newest good checkpoint, and sets ``progress`` to its step and samples."""
         found = find_good_checkpoint(self._store, self._team)
         for warning in found.warnings:
             self._display.warn(warning)
@@ -138,13 +138,13 @@ class GoodCheckpoint:
 
 
 def find_good_checkpoint(store: Store, team: Team) -> GoodCheckpoint:
-    """The newest checkpoint whose every byte is as it was written; on every rank.
+    """Returns, on every rank, the newest checkpoint in which every byte is as it was written.
 
-    Ranks share the files out to read them. A damaged checkpoint is put aside with a warning, and the one before it
-    is taken.
+    Each rank verifies a part of the files. A damaged checkpoint is set aside with a warning, and the one before it is
+    tried.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is no good checkpoint.
     """
     warnings: list[str] = []
     for path in team.from_first(store.checkpoints):

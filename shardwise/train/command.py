@@ -1,4 +1,4 @@
-"""``shardwise train``: from a recipe and settings to a run on all ranks."""
+"""``shardwise train``: resolves recipe and settings, opens the run's folder, and trains on all ranks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _HAS_TOLD = "has told"
 
 @dataclass(frozen=True)
 class Request:
-    """What the command line asked for."""
+    """The arguments of ``shardwise train``."""
 
     recipe: str | None = None
     settings: tuple[str, ...] = ()
@@ -57,17 +57,17 @@ class Request:
     """A run's folder; empty: the newest run of the recipe's name; None: a new run."""
     stop_after: int | None = None
     show: str | None = None
-    """For this time alone; a run does not remember it."""
+    """Replaces ``output.show`` this time only; it is not saved with the run."""
 
 
 def train(request: Request) -> int:
-    """Trains; the exit status."""
+    """Trains, and returns the exit status."""
     fill_standard_streams()
     given = given_ranks(os.environ) if request.ranks is None else None
     num_gpus = torch.cuda.device_count()
     if given is None:
         try:
-            # Here, before any rank exists: what can be refused now is refused at once.
+            # Before any rank exists, so that a bad request fails at once.
             require("numpy", "shardwise train")
             num_ranks, kind = plan_ranks(request.ranks, request.device, num_gpus)
             with opened(request) as (request, folder):
@@ -80,7 +80,7 @@ def train(request: Request) -> int:
 
 
 def _train_as(given: Given, request: Request, num_gpus: int) -> int:
-    """The part of a rank that another launcher started."""
+    """Trains as a rank that torchrun or Slurm started, and returns the exit status."""
     status = 0
     notes: Any = None
 
@@ -91,7 +91,7 @@ def _train_as(given: Given, request: Request, num_gpus: int) -> int:
         if getattr(error, "agreed", False) and given.rank:
             return
         if failure.is_consequence and notes is not None:
-            # All of them write to one place: the rank that failed first speaks first, unless it went without a word.
+            # All ranks print to one place: let the rank that failed first report first, unless it reports nothing.
             with contextlib.suppress(RuntimeError):
                 notes.wait([_HAS_TOLD], timedelta(seconds=_PEER_SECONDS))
         told = failure.text if failure.is_expected else f"rank {given.rank} failed\n{failure.text}"
@@ -108,7 +108,7 @@ def _train_as(given: Given, request: Request, num_gpus: int) -> int:
                 team = Team()
                 notes = store_of(team.group, "shardwise/failures")
                 with contextlib.ExitStack() as stack:
-                    # The first rank holds the folder for all.
+                    # Rank 0 locks the folder for all ranks.
                     request, folder = team.from_first(lambda: stack.enter_context(opened(request)))
                     log = RankLog(folder / LOGS, given.rank)
                     stack.callback(log.close)
@@ -117,7 +117,7 @@ def _train_as(given: Given, request: Request, num_gpus: int) -> int:
                     except BaseException as error:
                         log.failed(error)
                         raise
-            except (Exception, SystemExit) as error:  # noqa: BLE001  told before the group is left, which peers notice
+            except (Exception, SystemExit) as error:  # noqa: BLE001  reported before peers notice that we left
                 tell(error)
                 if given.world_size > 1:
                     leave(1)
@@ -127,7 +127,7 @@ def _train_as(given: Given, request: Request, num_gpus: int) -> int:
 
 
 def train_on_rank(request: Request, folder: Path, device: torch.device, team: Team | None = None) -> None:
-    """One rank's part of a run, in a group that is there and a folder that is held."""
+    """Trains on one rank, in an existing process group and a folder that is already locked."""
     team = Team() if team is None else team
     config, origin = team.together(partial(resolve, request))
     output = config.output if request.show is None else replace(config.output, show=request.show)  # type: ignore[arg-type]
@@ -144,10 +144,10 @@ def train_on_rank(request: Request, folder: Path, device: torch.device, team: Te
 
 @contextlib.contextmanager
 def opened(request: Request) -> Iterator[tuple[Request, Path]]:
-    """Inside, the run's folder is there and nobody else's: yields it, and the request with the folder to continue.
+    """Finds or creates the run's folder and locks it; yields the request, with the folder to resume, and the folder.
 
     Raises:
-        ConfigError: what is asked for cannot be; the folder belongs to another run, or holds links where runs write.
+        ConfigError: the request is invalid, the folder belongs to another run, or has links where runs write.
     """
     if request.resume == "":
         named = with_settings(load_recipe(request.recipe or "tiny"), request.settings)
@@ -162,11 +162,11 @@ def opened(request: Request) -> Iterator[tuple[Request, Path]]:
     try:
         refuse_links_in(folder)
         if is_new:
-            # Again: until it was locked, another run may have begun and ended here.
+            # Checked again: before the lock was taken, another run may have begun and ended here.
             refuse_checkpoints_in(folder)
         yield request, folder
     finally:
-        # Of a run that never began nothing stays.
+        # A run that never began leaves nothing behind.
         is_empty = False
         with contextlib.suppress(OSError):
             remove_empty_logs(folder / LOGS)
@@ -178,7 +178,7 @@ def opened(request: Request) -> Iterator[tuple[Request, Path]]:
 
 
 def resolve(request: Request) -> tuple[Config, dict[str, Any]]:
-    """The config that a request means, and how it came about: a resumed run keeps its recipe and settings."""
+    """Returns the config of a request, and its recipe and settings; a resumed run keeps those that it had."""
     recipe, settings = request.recipe, list(request.settings)
     if request.resume:
         path = Path(request.resume) / CONFIG
@@ -194,7 +194,7 @@ def resolve(request: Request) -> tuple[Config, dict[str, Any]]:
                 ) from None
         known = before.get("recipe")
         if recipe is None and known is not None and known not in RECIPES:
-            # A run's folder may come from anywhere; what it names must not be run because it is named there.
+            # A run's folder may come from anywhere: code must not run only because the folder names it.
             raise ConfigError(
                 f"the run was made by a recipe of your own, '{known}'",
                 where=f"--resume {request.resume}",

@@ -1,9 +1,9 @@
-"""What a run can be told: frozen records, one for each concern, and settings by dotted name.
+"""The settings of a run: frozen records, one for each concern, which can be changed by dotted name.
 
     config = with_settings(tiny(), ["train.steps=200", "sharding.mode=hybrid"])
 
-Every value is checked here, before a process group or a model exists. An unknown name is answered with the nearest
-one that exists; a value that cannot be is answered with those that can.
+Every value is checked here, before a process group or a model exists. The error for an unknown name suggests the
+nearest one that exists; the error for an invalid value names the valid ones.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ Record = TypeVar("Record")
 
 @dataclass(frozen=True)
 class Data:
-    """Where tokens come from."""
+    """The data to train on."""
 
     path: str = ""
-    """A text file, a folder of them, a ``.bin`` of tokens, ``hf:NAME`` of a data set; empty: Python's own sources."""
+    """A text file or a folder of them, a ``.bin`` of tokens, or a data set ``hf:NAME``; empty: Python's own sources."""
     tokenizer: str = "bytes"
     """``bytes``, or a Hugging Face tokenizer's name or folder."""
     token_dtype: Literal["uint8", "uint16", "int32", "int64"] = "uint16"
-    """How tokens lie in a ``.bin``."""
+    """The dtype of tokens in a ``.bin``."""
     split: str = "train"
-    """Of a Hugging Face data set."""
+    """The split of a Hugging Face data set."""
     column: str = "text"
-    """Of a Hugging Face data set."""
+    """The column of a Hugging Face data set that holds the text."""
     held_out: float = 0.05
-    """The part of the data, at its end, that is only ever evaluated on."""
+    """The fraction of the data, at its end, that is used only for evaluation."""
     shuffle: bool = True
 
 
@@ -64,30 +64,30 @@ class Optimization:
     name: Literal["adamw", "sgd"] = "adamw"
     lr: float = 3e-4
     min_lr: float = 0.1
-    """What the cosine ends at, as a part of ``lr``."""
+    """Where the cosine decay ends, as a fraction of ``lr``."""
     warmup: int = 10
-    """Steps from 0 to ``lr``."""
+    """Steps in which the learning rate rises from 0 to ``lr``."""
     weight_decay: float = 0.1
     beta1: float = 0.9
     beta2: float = 0.95
     clip: float = 1.0
-    """The largest gradient norm; 0 leaves gradients as they are."""
+    """The gradient norm to clip to; 0: no clipping."""
 
 
 @dataclass(frozen=True)
 class Training:
     steps: int = 100
     batch_size: int = 16
-    """Sequences a step, over all ranks: the run is the same on any number of them."""
+    """Sequences per step, over all ranks: the run is the same on any number of ranks."""
     accumulate: int = 1
-    """Micro-batches a rank takes for one step."""
+    """Micro-batches per rank and step."""
     exact_micro_batches: int = 0
-    """Micro-batches a step, over all ranks, summed in one order: the same bits on 1, 2, 4, ... ranks, in every mode."""
+    """Micro-batches per step, over all ranks, summed in one order: same bits on 1, 2, 4, ... ranks, in every mode."""
     seed: int = 0
     threads: int = 1
-    """CPU threads a rank computes with."""
+    """CPU threads per rank."""
     late_seconds: float = 0.0
-    """How long the others wait for a rank that is late but alive; 0: as long as the process group's own timeout."""
+    """How long ranks wait for one that is late but alive; 0: as long as the process group's own timeout."""
 
 
 @dataclass(frozen=True)
@@ -95,14 +95,14 @@ class Sharding:
     mode: Mode = "full"
     """none: replicas; optimizer: ZeRO-1; gradients: ZeRO-2; full: ZeRO-3; hybrid: sharded within replicas."""
     replicas: int = 0
-    """Of hybrid; 0: one a host, or two on a single host."""
+    """Replicas in mode hybrid; 0: one per host, or two on a single host."""
     precision: Literal["fp32", "bf16"] = "fp32"
     offload: bool = False
-    """Shards and optimizer state in host memory."""
+    """Keep shards and optimizer state in host memory."""
     recompute: bool = False
-    """Activation checkpointing: each unit runs again in backward instead of keeping its activations."""
+    """Activation checkpointing: run each unit again in backward instead of keeping its activations."""
     compile: bool = False
-    """torch.compile of each unit."""
+    """Compile each unit with torch.compile."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Checkpoints:
     every: int = 0
     """Steps between checkpoints; 0: only at the end."""
     keep: int = 3
-    """The newest so many stay; 0: all."""
+    """How many of the newest checkpoints to keep; 0: all."""
     asynchronous: bool = True
 
 
@@ -124,9 +124,9 @@ class Evaluation:
 @dataclass(frozen=True)
 class Output:
     folder: str = ""
-    """Of the run; empty: ``runs/NAME``, or the next ``runs/NAME-2``, ... that is free."""
+    """The run's folder; empty: ``runs/NAME``, or the first of ``runs/NAME-2``, ... that is free."""
     every: int = 1
-    """Steps between lines of a log."""
+    """Steps between lines in the log."""
     show: Literal["auto", "live", "lines", "json", "quiet"] = "auto"
     """auto: live in a terminal, lines elsewhere."""
     tensorboard: bool = False
@@ -134,7 +134,7 @@ class Output:
 
 @dataclass(frozen=True)
 class Config:
-    """A run, completely."""
+    """All settings of a run."""
 
     name: str = "run"
     model: ModelSource = field(default_factory=Llama)
@@ -151,7 +151,7 @@ class Config:
 
 
 def settings_of(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Every setting of a config: dotted name, type, value."""
+    """Yields every setting of a config: dotted name, type, value."""
     hints = typing.get_type_hints(type(config))
     for entry in dataclasses.fields(config):
         value = getattr(config, entry.name)
@@ -162,7 +162,7 @@ def settings_of(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]
 
 
 def with_settings(config: Config, assignments: Iterable[str]) -> Config:
-    """The config with ``name=value`` assignments, the last of a name winning; checked."""
+    """Returns the config with ``name=value`` assignments, checked; the last assignment to a name wins."""
     known = {name: kind for name, kind, _ in settings_of(config)}
     for assignment in assignments:
         name, equals, text = assignment.partition("=")
@@ -237,7 +237,7 @@ def _parsed(text: str, kind: Any, where: str) -> Any:
 
 
 def check(config: Config) -> None:
-    """Raises ConfigError on values that no run can have; what depends on the ranks is checked when they are there."""
+    """Raises ConfigError for values that no run can have; what depends on the ranks is checked once they run."""
 
     def need(holds: bool, name: str, value: Any, fix: str) -> None:
         if not holds:
@@ -285,5 +285,5 @@ def check(config: Config) -> None:
 
 
 def as_json(config: Config) -> dict[str, Any]:
-    """The settings as plain values, for files."""
+    """Returns the settings as plain values, for files."""
     return {name: value for name, _, value in settings_of(config)}

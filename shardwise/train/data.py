@@ -1,7 +1,7 @@
-"""Tokens: from text that every Python carries, from files and folders, from binaries, from Hugging Face data sets.
+"""Reads a run's data as tokens: text files, folders, binaries, Hugging Face data sets, or Python's own sources.
 
-All of them become a `Corpus`: tokens end to end, mapped from disk and read when used. A sample is a sequence and the
-token after it; the last part of the corpus is held out for evaluation.
+All of them become a `Corpus`: tokens end to end, with files memory-mapped and read on use. A sample is a sequence and
+the token after it; the end of the corpus is held out for evaluation. `sample_order` decides which sample is used when.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _WHERE = "data.path"
 
 
 class Corpus:
-    """Tokens of several pieces, end to end."""
+    """The tokens of several files or buffers, end to end."""
 
     def __init__(self, pieces: Iterable[Tensor]) -> None:
         self._pieces = [piece for piece in pieces if piece.numel()]
@@ -55,17 +55,17 @@ class Corpus:
         return torch.cat(found)
 
     def fingerprint(self) -> str:
-        """Tells one corpus from another, cheaply: by its length and both of its ends."""
+        """Returns a cheap fingerprint of the corpus: its length, and a checksum of its two ends."""
         length = min(self.num_tokens, 1 << 14)
         ends = torch.cat((self.read(0, length), self.read(self.num_tokens - length, self.num_tokens)))
         return f"{self.num_tokens}-{zlib.crc32(bytes_of(ends)):08x}"
 
 
 class Samples:
-    """Sequences of one length out of a corpus, the held-out ones apart.
+    """Sequences of one length from a corpus: first those for training, then the held-out ones.
 
     Raises:
-        ConfigError: there is too little data for a single sample of each kind that is needed.
+        ConfigError: the data is too small for one training sample and, if some are to be held out, one of those.
     """
 
     def __init__(self, corpus: Corpus, context: int, vocabulary: int, held_out: float) -> None:
@@ -81,7 +81,7 @@ class Samples:
             )
 
     def batch(self, samples: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Inputs and targets, one row a sample; held-out samples come after the training ones."""
+        """Returns inputs and targets, one row per sample; held-out samples are numbered after those for training."""
         context = self._context
         rows = torch.stack(
             [self._corpus.read(sample * context, sample * context + context + 1) for sample in samples]
@@ -101,21 +101,21 @@ class Samples:
 
 
 def needs_tokenizing(data: Data) -> bool:
-    """Whether text must go through a tokenizer into a file first; bytes are their own tokens."""
+    """Returns whether text must first be tokenized into a file; the bytes of text files can be tokens as they are."""
     is_binary = data.path.endswith(".bin")
     return not is_binary and (data.tokenizer != "bytes" or data.path.startswith("hf:"))
 
 
 def open_corpus(data: Data, tokenized: Path | None = None, vocabulary: int | None = None) -> Corpus:
-    """The corpus of ``data``.
+    """Opens the corpus that ``data`` describes.
 
     Args:
-        data: where it is.
-        tokenized: the file that ``tokenize`` wrote, where that is needed.
-        vocabulary: how many different tokens there can be; tells whether a ``.bin`` is read in the wrong dtype.
+        data: the settings of the data.
+        tokenized: the file that ``tokenize`` wrote, if the data needs tokenizing.
+        vocabulary: the number of different tokens, to detect a ``.bin`` that is read in the wrong dtype.
 
     Raises:
-        ConfigError: there is nothing there, nothing in it, or it was written in another dtype.
+        ConfigError: the path does not exist, has no tokens, or was written in another dtype.
     """
     if needs_tokenizing(data):
         assert tokenized is not None
@@ -139,7 +139,7 @@ def open_corpus(data: Data, tokenized: Path | None = None, vocabulary: int | Non
 
 
 def embedded_text() -> bytes:
-    """Sources of Python's standard library, in a fixed order: text that needs no download."""
+    """Returns sources of Python's standard library, in a fixed order: text that needs no download."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     text = bytearray()
     for path in sorted(folder.glob("*.py")):
@@ -161,7 +161,7 @@ def _existing(path: str) -> Path:
 
 
 def _text_files(path: Path) -> list[Path]:
-    """The file itself, or a folder's text files in the order of their names; hidden and binary ones left out."""
+    """Returns the file itself, or a folder's text files sorted by path, without hidden, empty and binary files."""
     if path.is_file():
         return [path]
     found = []
@@ -196,10 +196,10 @@ _FEWEST_TOKENS = 32
 
 
 def _check_token_dtype(path: Path, asked: str, vocabulary: int) -> None:
-    """Raises ConfigError where a binary was written in another dtype than it is read in, as far as data can tell.
+    """Raises ConfigError if a binary, judged by its data, was written in another dtype than it is read in.
 
-    Read in a dtype that is too wide, tokens exceed the vocabulary soon, which `Samples` notices. Read in one that is
-    too narrow they never do: each token becomes itself and zeros.
+    If it is read in a dtype that is too wide, tokens soon exceed the vocabulary, which `Samples` notices. If the dtype
+    is too narrow, they never do: each token becomes its low part, followed by high parts that are mostly 0.
     """
     sample = _sample_of(path)
     found = next(
@@ -221,7 +221,7 @@ def _check_token_dtype(path: Path, asked: str, vocabulary: int) -> None:
 
 
 def _sample_of(path: Path) -> Tensor:
-    """Bytes from the start, the middle and the end, in whole words of the widest dtype."""
+    """Returns bytes from the start, the middle and the end of a file, in whole words of the widest dtype."""
     length = path.stat().st_size // 8 * 8
     block = min(length, _LOOKED_AT_BYTES)
     found = bytearray()
@@ -233,15 +233,15 @@ def _sample_of(path: Path) -> Tensor:
 
 
 def _looks_like(sample: Tensor, wide: str, asked: str, vocabulary: int) -> bool:
-    """Whether all words of the wider dtype are tokens, and their first parts are unlike the rest.
+    """Returns whether all words of the wider dtype are tokens, and their first parts are distributed unlike the rest.
 
-    Tokens of the narrow dtype would be alike wherever they stand; the high parts of small numbers are next to nothing.
+    Tokens of the narrow dtype have one distribution at all positions; the high parts of small numbers are mostly 0.
     """
     words = sample.view(getattr(torch, wide)).to(torch.int64)
     if words.numel() < _FEWEST_TOKENS or int(words.min()) < 0 or int(words.max()) >= vocabulary:
         return False
     parts = sample.view(getattr(torch, asked)).to(torch.float64).view(words.numel(), -1)
-    # Compared by size, one bin for each power of two.
+    # Compare magnitudes, with one bin for each power of two.
     bins = (parts + 1).log2().to(torch.int64)
     first, rest = (torch.bincount(part.flatten(), minlength=64) for part in (bins[:, :1], bins[:, 1:]))
     distance = (first / first.sum() - rest / rest.sum()).abs().sum() / 2
@@ -249,7 +249,7 @@ def _looks_like(sample: Tensor, wide: str, asked: str, vocabulary: int) -> bool:
 
 
 def _is_text(sample: Tensor) -> bool:
-    """Whether all bytes are ASCII that can be printed, which numbers of two bytes and more hardly ever are."""
+    """Returns whether all bytes are ASCII text, which tokens of two or more bytes hardly ever are."""
     printable = ((sample >= 32) & (sample < 127)) | ((sample >= 9) & (sample <= 13))
     return sample.numel() >= 2 * _FEWEST_TOKENS and bool(printable.all())
 
@@ -258,7 +258,7 @@ def _is_text(sample: Tensor) -> bool:
 
 
 def tokens_state(data: Data, target: Path) -> Literal["good", "stale", "missing"]:
-    """Whether ``target`` holds the tokens of ``data`` as it is now."""
+    """Returns whether ``target`` holds the tokens of ``data`` as the data is now."""
     if not target.exists():
         return "missing"
     try:
@@ -270,9 +270,9 @@ def tokens_state(data: Data, target: Path) -> Literal["good", "stale", "missing"
 
 
 def tokenize(data: Data, target: Path) -> None:
-    """Writes the tokens of text files or of a Hugging Face data set into ``target``; done by one rank, once."""
+    """Writes the tokens of text files or of a Hugging Face data set to ``target``; one rank does this, once."""
     encode = _encoder(data.tokenizer)
-    # Before anything is read: a file that changes meanwhile is not what these tokens were made of.
+    # Taken before anything is read: if a file changes meanwhile, the tokens count as stale.
     origin = _origin_of(data)
     unfinished = target.with_name(f".{target.name}-{secrets.token_hex(4)}")
     num_bytes = 0
@@ -283,7 +283,7 @@ def tokenize(data: Data, target: Path) -> None:
                 num_bytes += file.write(bytes_of(tokens))
             file.flush()
             os.fsync(file.fileno())
-        # Without this page the tokens count as stale, so it goes first and comes last.
+        # Tokens without this record count as stale: remove it before they change, write it afterwards.
         _origin_path(target).unlink(missing_ok=True)
         unfinished.replace(target)
     except BaseException:
@@ -297,7 +297,7 @@ def _origin_path(target: Path) -> Path:
 
 
 def _origin_of(data: Data) -> dict[str, Any]:
-    """What tokens are made of: settings, and size and time of every file. Names on a hub stand for themselves."""
+    """Returns what tokens are made of: settings, size and time of every file; names on a hub as they are."""
     path = data.path.removeprefix("hf:")
     sources: dict[str, Any] = {"python": platform.python_version()} if not path else _stats_of(path)
     return {
@@ -314,7 +314,7 @@ def _origin_of(data: Data) -> dict[str, Any]:
 
 
 def _stats_of(name: str) -> dict[str, list[int]]:
-    """Size and time of a file, or of all files below a folder; nothing where ``name`` is none of these."""
+    """Returns size and time of a file, or of all files below a folder; empty if ``name`` is neither."""
     path = Path(name).expanduser()
     files = sorted(path.rglob("*")) if path.is_dir() else [path]
     return {
@@ -350,7 +350,7 @@ def _texts(data: Data) -> Iterator[str]:
             rows = loaded[data.split] if isinstance(loaded, dict) else loaded
         else:
             rows = datasets.load_dataset(name, subset or None, split=data.split)
-    except Exception as error:  # noqa: BLE001  of many kinds: no network, no such name, no such split
+    except Exception as error:  # noqa: BLE001  many kinds: no network, no such name, no such split
         raise ConfigError(
             f"the data set cannot be loaded: {error}",
             where=f"{_WHERE}={data.path}, data.split={data.split}",

@@ -1,6 +1,6 @@
-"""What a run shows: live in a terminal, line by line in a log, as JSON for a program, or nothing.
+"""Shows a run: live in a terminal, line by line in a log, as JSON for a program, or not at all.
 
-One of them is chosen at the start; the loop tells it what happened and does not know which it is.
+The settings choose one display at the start; the training loop calls it and does not know which one it is.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class Display(Protocol):
 
 
 def make_display(output: Output, stream: TextIO | None = None) -> Display:
-    """The display that the settings ask for, on standard output unless told otherwise."""
+    """Returns the display that the settings ask for, which writes to ``stream``, or to standard output."""
     target = sys.stdout if stream is None else stream
     show = output.show
     if show == "auto":
         show = "live" if target.isatty() and optional("rich") is not None else "lines"
     if show == "live":
-        # Imported when it is used: rich is not needed for anything else.
+        # Imported on use: nothing else needs rich.
         from shardwise.train.live import Live
 
         return Live(target)
@@ -54,11 +54,11 @@ def make_display(output: Output, stream: TextIO | None = None) -> Display:
 
 
 class Lossy:
-    """Shows what can be shown: where the disk behind a log is full, or its reader is gone, the run goes on.
+    """Wraps a display so that a run goes on when the disk behind a log is full, or the log's reader is gone.
 
     Args:
         shown: the display.
-        on_loss: told of each problem.
+        on_loss: called with each error.
     """
 
     def __init__(self, shown: Display, on_loss: Callable[[OSError], None]) -> None:
@@ -90,7 +90,7 @@ class Lossy:
 
 
 class Quiet:
-    """Says nothing but warnings."""
+    """Shows only warnings."""
 
     def begin(self, facts: RunFacts) -> None: ...
 
@@ -107,7 +107,7 @@ class Quiet:
 
 
 class JsonLines(Quiet):
-    """One JSON object a line, each with its kind."""
+    """Prints one JSON object per line, each with its kind."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -132,7 +132,7 @@ class JsonLines(Quiet):
 
 
 class Lines:
-    """A line a step, for logs and pipes."""
+    """Prints a line per step, or per ``every`` steps, for logs and pipes."""
 
     def __init__(self, stream: TextIO, every: int) -> None:
         self._stream, self._every = stream, every
@@ -186,7 +186,7 @@ class Lines:
     def close(self) -> None: ...
 
 
-# --- words for numbers --------------------------------------------------------------------------------------------
+# --- formatting ---------------------------------------------------------------------------------------------------
 
 
 def headline(facts: RunFacts) -> list[str]:
@@ -248,7 +248,7 @@ def in_time(seconds: float) -> str:
 
 
 def sparkline(values: list[float], width: int) -> str:
-    """A curve in one line of text: each bar is the mean of its stretch of values."""
+    """Returns a curve as one line of text, in which each bar is the mean of several consecutive values."""
     finite = [value for value in values if value == value and abs(value) != float("inf")]
     if not finite:
         return ""

@@ -1,4 +1,4 @@
-"""``shardwise doctor``: what this machine has, whether ranks can talk, what is missing and what fixes it."""
+"""``shardwise doctor``: checks what this machine has, whether ranks can communicate, and how to fix what is missing."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _EXTRAS = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at; ``good`` is None where it is neither good nor bad."""
+    """The result of one check; ``good`` is None if it is neither good nor bad."""
 
     name: str
     good: bool | None
@@ -47,7 +47,7 @@ class Finding:
 
 
 def examine(*, ranks: int = 2, timeout_seconds: float = 60.0) -> Iterator[Finding]:
-    """Looks at this machine, one thing after the other; what is bad keeps ``shardwise train`` from working."""
+    """Checks this machine and yields findings; a bad one keeps ``shardwise train`` from working."""
     yield _python()
     yield _torch()
     yield Finding("CPU", None, f"{os.cpu_count()} cores, {in_bytes(_host_bytes())} of memory")
@@ -129,7 +129,7 @@ def _loopback() -> Finding:
 
 
 def _exchange(device: torch.device) -> None:
-    """On every rank: one sum that comes out right only if all took part."""
+    """Runs on every rank: an all-reduce whose result is right only if all ranks took part."""
     value = torch.ones(1024, device=device) * (dist.get_rank() + 1)
     dist.all_reduce(value)
     world_size = dist.get_world_size()
@@ -169,7 +169,7 @@ def _compiler() -> Finding:
 
 
 def _package(name: str, purpose: str, *, is_needed: bool = False) -> Finding:
-    # Found as an import would find it; what is only said to be installed does not help.
+    # Searched as an import does: a package that only has metadata here does not help.
     if importlib.util.find_spec(name) is None:
         good = False if is_needed else None
         return Finding(name, good, f"not installed: {purpose}", f"pip install {name}")

@@ -1,4 +1,4 @@
-"""What devices can do and how much memory a run takes of them."""
+"""Looks up the peak speed of a device, and measures the peak memory of a rank."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _PEAK_BF16 = {
     "4090": 165 * _TERA,
     "3090": 71 * _TERA,
 }
-"""Dense bf16, from the makers' data sheets, by a word in the device's name; the longest that fits counts."""
+"""Dense bf16 FLOPs per second, from vendors' data sheets, by a word in the device's name; the longest match wins."""
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """What the device can do in a second in bf16, where that is known."""
+    """Returns the peak FLOPs per second of a GPU in bf16; None if unknown, or in another precision."""
     if device.type != "cuda" or precision != "bf16":
         return None
     name = torch.cuda.get_device_name(device)
@@ -32,7 +32,7 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """The most memory this rank has taken so far: of its GPU, else of the host."""
+    """Returns the peak memory of this rank so far: of its GPU, or else of the host."""
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

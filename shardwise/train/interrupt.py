@@ -1,4 +1,4 @@
-"""A wish to stop, from outside: SIGTERM or Ctrl-C asks, the loop stops between two steps."""
+"""Turns SIGTERM and Ctrl-C into a request, at which the training loop stops between two steps."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Interrupt:
-    """Takes the signals over for a while.
+    """Handles SIGTERM and SIGINT while it is entered.
 
-    SIGTERM may come many times, from a scheduler and from whoever passes it on; a second Ctrl-C acts as if nobody had
-    taken it over.
+    SIGTERM may arrive many times, from a scheduler and from processes that forward it; a second Ctrl-C goes to the
+    previous handler.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class Interrupt:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupt:
-        # Only a process's main thread may; ranks that are threads are stopped by their caller.
+        # Only the main thread may set handlers; ranks that are threads are stopped by their caller.
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
                 self._before[number] = signal.signal(number, self._note)

@@ -1,10 +1,10 @@
-"""Ranks: our own on one machine, or those that torchrun or Slurm started.
+"""Starts the ranks of a run on this machine, or joins the ranks that torchrun or Slurm started.
 
-    shardwise train ──▶ N processes that meet through a private file and talk over the loopback interface
-    torchrun, srun  ──▶ this process is one rank of theirs; it joins
+    shardwise train ──▶ N processes that rendezvous through a private file and communicate over loopback
+    torchrun, srun  ──▶ this process is one of their ranks and joins their process group
 
-The parent of our own ranks does nothing but watch: it passes signals on, ends the rest when one rank is gone, and
-tells what happened once, in the words of the rank that failed first.
+The parent of ranks started here does not train. It forwards signals, ends the other ranks once one is gone, and
+reports once what happened, in the words of the rank that failed first.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ _TALK_TIMEOUT = timedelta(minutes=30)
 Work = Callable[[torch.device], None]
 
 
-# --- how many, on what --------------------------------------------------------------------------------------------
+# --- planning -----------------------------------------------------------------------------------------------------
 
 
 def plan_ranks(ranks: int | None, device: str, num_gpus: int) -> tuple[int, str]:
-    """How many ranks to start, and on what kind of device.
+    """Returns how many ranks to start, and on what kind of device.
 
     Raises:
-        ConfigError: more ranks than GPUs, or GPUs where there are none.
+        ConfigError: fewer than one rank, more ranks than GPUs, or CUDA on a machine without GPUs.
     """
     where = f"--ranks {ranks} --device {device}"
     if ranks is not None and ranks < 1:
@@ -77,7 +77,7 @@ def plan_ranks(ranks: int | None, device: str, num_gpus: int) -> tuple[int, str]
 
 @dataclass(frozen=True)
 class Given:
-    """The rank that a launcher gave to this process."""
+    """The rank that torchrun or Slurm assigned to this process."""
 
     rank: int
     world_size: int
@@ -88,7 +88,7 @@ class Given:
 
 
 def given_ranks(environment: Mapping[str, str]) -> Given | None:
-    """What torchrun's or Slurm's variables say, or None where there are none."""
+    """Returns the rank from torchrun's environment variables, or from Slurm's if it runs several tasks; else None."""
     if "RANK" in environment and "WORLD_SIZE" in environment:
         return Given(
             int(environment["RANK"]),
@@ -115,7 +115,7 @@ def given_ranks(environment: Mapping[str, str]) -> Given | None:
 
 
 def _first_host(hosts: str) -> str:
-    """The first of Slurm's list: ``gpu[03-05,9],login`` begins with gpu03."""
+    """Returns the first host of a Slurm node list: gpu03 for ``gpu[03-05,9],login``."""
     match = re.match(r"([^,\[]+)(?:\[([^\],-]+))?", hosts)
     return hosts if match is None else match[1] + (match[2] or "")
 
@@ -125,10 +125,10 @@ def _first_host(hosts: str) -> str:
 
 @contextlib.contextmanager
 def joined(given: Given, kind: str, rendezvous: str | None = None) -> Iterator[torch.device]:
-    """Inside: this process is a rank of the default group, on the device that it yields.
+    """Makes this process a rank of the default process group, and yields its device.
 
     Raises:
-        ConfigError: the address cannot be listened on or reached.
+        ConfigError: the host has fewer GPUs than ranks, or the address cannot be bound or reached.
     """
     device = torch.device("cpu")
     if kind == "cuda":
@@ -143,7 +143,7 @@ def joined(given: Given, kind: str, rendezvous: str | None = None) -> Iterator[t
         torch.cuda.set_device(device)
     init = rendezvous or f"tcp://{given.address}:{given.port}"
     if rendezvous is None and "TORCHELASTIC_RUN_ID" in os.environ:
-        init = "env://"  # torchrun has a store of its own there already
+        init = "env://"  # torchrun already runs a store there
     try:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo",
@@ -184,22 +184,22 @@ def _how_then(error: Exception) -> str:
 def run_own_ranks(
     work: Work, num_ranks: int, kind: str, *, logs: Path | None = None, timeout_seconds: float | None = None
 ) -> int:
-    """Runs ``work`` on ranks of this machine; the exit status of the whole.
+    """Runs ``work`` on ranks of this machine, and returns the exit status of them all.
 
     Args:
-        work: what each rank does.
-        num_ranks: how many.
-        kind: of device.
-        logs: a folder for what failing ranks say; without one nothing is kept.
-        timeout_seconds: when to end them.
+        work: what each rank runs.
+        num_ranks: how many ranks to start.
+        kind: the kind of device, ``cpu`` or ``cuda``.
+        logs: the folder for the logs of failing ranks; None keeps no logs.
+        timeout_seconds: when to end ranks that are still running; None lets them run.
     """
-    # Forked ranks have everything imported already. A GPU's driver does not survive a fork, so there they are fresh.
+    # Forked ranks inherit all imports. CUDA does not survive a fork, so CUDA ranks are spawned.
     context: Any = multiprocessing.get_context("fork" if kind == "cpu" else "spawn")
     with tempfile.TemporaryDirectory(prefix="shardwise-") as private:
         folder = Path(private)
         logs = folder / LOGS if logs is None else logs
         lengths = [_length(log_path(logs, rank)) for rank in range(num_ranks)]
-        # Pipes, because a full disk, or too many open files, must not keep a rank from saying so.
+        # Ranks report through pipes, which work even if the disk is full or no file can be opened.
         pipes = [context.Pipe(duplex=False) for _ in range(num_ranks)]
         ranks: list[BaseProcess] = [
             context.Process(
@@ -217,7 +217,7 @@ def run_own_ranks(
 
         before = {number: signal.signal(number, pass_on) for number in _STOPS}
         try:
-            # A forked rank has this handler until it has set its own: until then, signals wait.
+            # A forked rank inherits this handler: signals stay blocked until the rank has reset it.
             signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
             for process in ranks:
                 process.start()
@@ -265,10 +265,10 @@ def run_own_ranks(
 def _wait_for_all(
     ranks: list[BaseProcess], heard: list[Connection], timeout_seconds: float | None
 ) -> list[Failure]:
-    """Returns when all have ended, when the time is up, or a while after the first that failed.
+    """Waits until all ranks have ended, the time is up, or a grace period after the first failure is over.
 
     Returns:
-        The failures of ranks that ended before we end the rest: as they told them, or as they look from outside.
+        The failures before the caller ends the remaining ranks: as ranks reported them, or as seen from outside.
     """
     running = {process.sentinel: rank for rank, process in enumerate(ranks)}
     telling = {connection: rank for rank, connection in enumerate(heard)}
@@ -281,7 +281,7 @@ def _wait_for_all(
         if not ready and deadline is not None:
             break
         num_before = len(failures)
-        # What ranks say is read first: when somebody else ended meanwhile, that may be why they say it.
+        # Read reports before exits: a rank that ended meanwhile may be the cause of what others report.
         for each in sorted(ready, key=lambda each: not isinstance(each, Connection)):
             if isinstance(each, Connection):
                 _hear(each, telling, failures, done)
@@ -294,7 +294,7 @@ def _wait_for_all(
             if status or rank not in done:
                 if all(failure.rank != rank or failure.thread for failure in failures):
                     failures.append(_untold(rank, status, failures[num_before:]))
-                # Peers notice that it is gone, or wait for it forever.
+                # Peers that do not notice in this time that it is gone would wait for it forever.
                 grace = time.monotonic() + _GRACE_SECONDS
                 deadline = grace if deadline is None else min(deadline, grace)
     return failures
@@ -303,7 +303,7 @@ def _wait_for_all(
 def _hear(
     connection: Connection, telling: dict[Connection, int], failures: list[Failure], done: set[int]
 ) -> None:
-    """Takes one message of a rank, that it failed or is done, or notes that there will be no more."""
+    """Receives one message of a rank, a failure or that it is done; drops the connection if no more will come."""
     try:
         if connection.poll(_GRACE_SECONDS):
             if message := connection.recv_bytes():
@@ -325,8 +325,8 @@ def _own_rank(
     logs: Path,
     pipes: list[tuple[Connection, Connection]],
 ) -> None:
-    """The body of a rank's process."""
-    # Each rank alone has the end of its own pipe: so the parent notices when it is gone.
+    """Runs ``work`` as one rank, in a process of its own."""
+    # Only the rank itself keeps the write end of its pipe open, so the parent notices when the rank is gone.
     for number, (heard, telling) in enumerate(pipes):
         heard.close()
         if number != rank:
@@ -348,17 +348,17 @@ def _own_rank(
         with joined(given, kind, f"file://{folder}/rendezvous") as device:
             try:
                 work(device)
-            except BaseException as error:  # noqa: BLE001  told by the parent
-                # Before the group is left, which may take its time: peers must not be the first to speak.
+            except BaseException as error:  # noqa: BLE001  reported by the parent
+                # Report before leaving the process group, which may take long: peers must not report first.
                 fail(error)
-    except BaseException as error:  # noqa: BLE001  told by the parent
+    except BaseException as error:  # noqa: BLE001  reported by the parent
         fail(error)
     tell(None)
     leave(0)
 
 
 def leave(status: int) -> NoReturn:
-    """Ends this process, which is a rank: one that failed may have threads that wait for peers which are gone."""
+    """Ends this rank's process at once: after a failure, its threads may be waiting for peers that are gone."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
@@ -366,25 +366,25 @@ def leave(status: int) -> NoReturn:
 
 
 def _end_with_parent() -> None:
-    """Has the kernel end this process when its parent goes, however that happens."""
+    """Makes the kernel kill this process when its parent ends, however it ends."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
-# --- what happened --------------------------------------------------------------------------------------------------
+# --- reporting failures ---------------------------------------------------------------------------------------------
 
 
 def _tell(telling: Connection, one_at_a_time: threading.Lock, failure: Failure | None) -> None:
-    """Tells the parent how the rank failed, or that it is done: a process may end with status 0 without being so."""
-    # Who waits for it may be gone.
+    """Reports to the parent how the rank failed, or that it is done, which exit status 0 alone does not prove."""
+    # The parent may be gone.
     with one_at_a_time, contextlib.suppress(OSError):
         telling.send_bytes(b"" if failure is None else json.dumps(asdict(failure)).encode())
 
 
 def _untold(rank: int, status: int, meanwhile: Sequence[Failure] = ()) -> Failure:
-    """Of a rank that ended without a word: killed, crashed, or by ``os._exit``.
+    """Returns the failure of a rank that ended without a report: killed, crashed, or by ``os._exit``.
 
-    ``meanwhile``: what was heard of others since it was last seen running.
+    ``meanwhile``: what other ranks have reported since this one was last seen running.
     """
     if status >= 0:
         what = (
@@ -394,18 +394,18 @@ def _untold(rank: int, status: int, meanwhile: Sequence[Failure] = ()) -> Failur
         what = f"rank {rank} was ended by {signal_name(-status)}"
     return Failure(
         rank,
-        # Noticed late, and whatever the others said meanwhile followed from it.
+        # The end is noticed late: what others reported meanwhile followed from it.
         min([time.monotonic() - _NOTICED_SECONDS, *(failure.at_seconds for failure in meanwhile)]),
         text=what,
         summary=what,
-        # A library that loses its peer may abort; all other signals come from outside, or from a crash.
+        # A library may abort when it loses a peer; all other signals come from outside, or from a crash.
         is_consequence=status == -signal.SIGABRT,
         is_silent=True,
     )
 
 
 def _with_crash(failure: Failure, logs: Path, lengths: list[int]) -> Failure:
-    """With what a rank that said nothing left in its log since it started."""
+    """Adds to the failure of a rank without a report the crash that its log shows since it started."""
     stack = ""
     if failure.is_silent:
         stack = _crashed_thread(_text_after(log_path(logs, failure.rank), lengths[failure.rank]))
@@ -413,7 +413,7 @@ def _with_crash(failure: Failure, logs: Path, lengths: list[int]) -> Failure:
 
 
 def _stopped_by(passed_on: list[int]) -> str:
-    """Why ranks ended by these signals, which they do not while they train: the first one has them save and stop."""
+    """Describes the signals that ended ranks. During training the first signal only makes ranks save and stop."""
     first, *more = map(signal_name, passed_on)
     if more:
         return f"stopped by {first}, then by {more[0]}: what came after the last checkpoint is not saved"
@@ -423,13 +423,13 @@ def _stopped_by(passed_on: list[int]) -> str:
 def _what_happened(
     failures: list[Failure], num_ranks: int, logs: Path | None = None, checkpoints: Path | None = None
 ) -> str:
-    """The first failure in full, before all that followed from it.
+    """Describes the first failure in full, and then in one line each what followed from it.
 
     Args:
-        failures: of all ranks.
-        num_ranks: how many there were.
-        logs: where more is written about them, if it is.
-        checkpoints: the folder of those that the run may have saved.
+        failures: the failures of all ranks.
+        num_ranks: how many ranks there were.
+        logs: the folder of the logs, if ranks have logged anything.
+        checkpoints: the folder in which the run may have saved checkpoints.
     """
     if not failures:
         return f"error: {num_ranks} ranks were not done in time, and were ended"
@@ -443,7 +443,7 @@ def _what_happened(
         ),
     )
     own = [failure for failure in failures if failure.thread is None]
-    # Threads that raised before the first rank did may be why it did.
+    # Threads that failed before the first rank did may be the cause.
     in_full = failures[: failures.index(own[0]) + 1] if own else failures
     lines = [_in_full(failure) for failure in in_full]
     lines += [
@@ -468,7 +468,7 @@ def _in_full(failure: Failure) -> str:
 
 
 def _crashed_thread(dump: str) -> str:
-    """Of what a crash leaves in the log: what it was, and the stack of the thread that it was in."""
+    """Returns the fatal error and the stack of the crashed thread from what a crash left in the log."""
     what = re.search(r"^Fatal Python error: .*$", dump, re.MULTILINE)
     stack = re.search(r"^Current thread.*\n(?:  File .*\n?)*", dump, re.MULTILINE)
     return "" if what is None or stack is None else f"{what[0]}\n{stack[0]}"

@@ -1,4 +1,4 @@
-"""A run as it is seen in a terminal, drawn by rich: a bar, the figures of the last step, and the curve so far."""
+"""Shows a run in a terminal with rich: a progress bar, the figures of the last step, and the loss curve so far."""
 
 from __future__ import annotations
 

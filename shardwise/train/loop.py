@@ -1,10 +1,10 @@
-"""The training loop: data in, steps, checkpoints out. Runs on every rank of a process group that is there already.
+"""The training loop, which runs on every rank of an existing process group: data, steps, checkpoints, summary.
 
     set up ─ resume ─┬─ step ─ step ─ … ─┬─ save ─ evaluate ─ summary
                      └── save every n ───┘
 
-A run that was stopped, or killed, and resumed on as many ranks is, to the last bit, the run that was never stopped:
-see `step` and `keeping`.
+A run that was stopped or killed, and resumed on the same number of ranks, is bitwise equal to one that was never
+stopped: see `step` and `checkpointing`. Ranks are started, and the run's folder is locked, by `command`.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ _TOKENS = "tokens.bin"
 
 
 class Trainer:
-    """One run on this rank.
+    """One run, on this rank.
 
     Args:
-        config: what to do.
-        folder: of the run; the same on every rank, on a file system that all of them see.
-        team: the ranks.
-        device: of this rank.
-        display: what rank 0 shows; other ranks show nothing.
-        origin: how the run was asked for, kept in its checkpoints.
+        config: the settings of the run.
+        folder: the run's folder, the same on every rank, on a file system that all ranks see.
+        team: all ranks of the run.
+        device: the device of this rank.
+        display: shows the run on rank 0; other ranks show nothing.
+        origin: the recipe and settings asked for, kept in ``config.json`` and in checkpoints.
     """
 
     def __init__(
@@ -108,12 +108,12 @@ class Trainer:
         return corpus, samples, plan_order(samples.num_training, train, self.team.world_size, seed)
 
     def _taken_by(self) -> str | None:
-        """Another run that has begun in the folder, which somebody has emptied, or put in the place of this run's."""
+        """Returns the holder of another run, if one has begun in the folder since somebody emptied or replaced it."""
         holder = holder_of(self.folder)
         return holder if holder and holder != self._holder else None
 
     def _look_after_folder(self) -> str | None:
-        """Before a save, on rank 0: what somebody has removed or moved is made anew, so that it can be resumed.
+        """Recreates a folder that was removed or moved, so that the run can be resumed; on rank 0, before a save.
 
         Returns the other run that has taken the folder, if one has.
         """
@@ -121,27 +121,27 @@ class Trainer:
             problem = OSError(errno.ENOENT, "it was removed or moved, and is made anew")
             if self._unwritten.note("the run's folder", problem):
                 self.display.warn(f"the run's folder {self.folder}: {problem.strerror}")
-            # Where that cannot be done, the save will say so.
+            # If this fails, the save reports it.
             with contextlib.suppress(OSError):
                 self.folder.mkdir(parents=True)
                 replace_file(self.folder / CONFIG, self._config_text())
         return self._taken_by()
 
     def resume(self) -> None:
-        """Goes on from the newest good checkpoint."""
+        """Loads the newest good checkpoint, to continue from it."""
         self._keeper.resume(self.progress)
 
     # --- the run ------------------------------------------------------------------------------------------------
 
     def run(self, stop_after: int | None = None) -> Summary:
-        """Trains to the last step, or until told to stop, and leaves a checkpoint of where it got to.
+        """Trains to the last step, or until asked to stop, and saves a checkpoint of the step it has reached.
 
         Args:
-            stop_after: a step to stop after, as a signal would.
+            stop_after: the step to stop after, as after a signal.
 
         Raises:
-            StateError: gradients stopped being finite, and the weights before that step are saved; or, on rank 0 when
-                all is done, something beside the checkpoints could not be written.
+            StateError: gradients are not finite, and the weights before that step are saved; or, on rank 0 at the
+                end, something other than checkpoints could not be written.
             CheckpointError: the last checkpoint could not be written.
         """
         config, progress = self.config, self.progress
@@ -220,7 +220,7 @@ class Trainer:
         )
 
     def _write_config(self) -> None:
-        """Without it nobody can resume the run: a new one does not begin before it is on disk."""
+        """Writes the file that resuming needs: a new run does not begin before it is on disk."""
         path = self.folder / CONFIG
         try:
             replace_file(path, self._config_text())
@@ -240,7 +240,7 @@ class Trainer:
         return json.dumps({**self._origin, "config": as_json(self.config)}, indent=2) + "\n"
 
     def _not_shown(self, error: OSError) -> None:
-        # Where standard output cannot be written to, standard error may lead to the same place.
+        # If standard output cannot be written to, standard error may go to the same place.
         if self._unwritten.note("the log", error):
             with contextlib.suppress(OSError):
                 print(
@@ -312,7 +312,7 @@ class Trainer:
         )
 
     def _bad_gradients(self) -> StateError:
-        """The weights are still those of the step before: they are saved, and the run is to end with this error."""
+        """Saves the weights, which are still those of the step before, and returns the error that ends the run."""
         progress = self.progress
         where = self._stepper.explain_bad_gradients(progress)
         self._keeper.save_and_wait(progress)

@@ -1,7 +1,7 @@
-"""Models a recipe can name: our own Llama, a Hugging Face model, or one you bring.
+"""The models that a recipe can use: our own Llama, a Hugging Face model, or a module of your own.
 
-A model source builds an unsharded module; nothing in it knows about ranks. The Llama's modules carry the names of
-Hugging Face's, so that an exported checkpoint is one of theirs.
+A model source builds an unsharded module and knows nothing about ranks. The Llama's modules have the names of
+Hugging Face's Llama, so that exported checkpoints load there.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ __all__ = ["HuggingFaceModel", "Llama", "LlamaBlock", "LlamaModel", "ModelSource
 
 
 class ModelSource(ABC):
-    """Where a run's model comes from. Called on tokens, the module gives logits."""
+    """Builds the model of a run, a module that computes logits from tokens."""
 
     context: int
     vocabulary: int
     builds_on_meta = False
-    """Whether parameters come without values, to be filled by ``fill`` once they are sharded."""
+    """Whether parameters are built without values, which ``fill`` writes once they are sharded."""
 
     @abstractmethod
     def build(self) -> nn.Module:
-        """The module, the same on every rank; the default random generator is seeded."""
+        """Builds the module, the same on every rank; the default random generator is seeded."""
 
     @abstractmethod
     def units(self, module: nn.Module) -> tuple[type[nn.Module], ...]:
-        """The classes whose instances are sharded, recomputed and compiled each by itself."""
+        """Returns the classes whose instances are each sharded, recomputed and compiled as a unit."""
 
     def check(self) -> None:
         for name in ("context", "vocabulary"):
@@ -48,20 +48,20 @@ class ModelSource(ABC):
                 )
 
     def fill(self, name: str, values: Tensor, generator: torch.Generator) -> None:
-        """Writes a parameter's first values, whole."""
+        """Writes the initial values of a whole parameter."""
         raise NotImplementedError
 
     def logits(self, output: Any) -> Tensor:
-        """The logits in what the module returned."""
+        """Returns the logits from the module's output."""
         logits: Tensor = output
         return logits
 
     def flops_of_token(self, module: nn.Module) -> float:
-        """Forward and backward of one token: six for each parameter that multiplies."""
+        """Returns the FLOPs of forward and backward for one token: six per parameter."""
         return 6.0 * sum(param.numel() for param in module.parameters())
 
     def hugging_face_config(self) -> dict[str, Any] | None:
-        """The ``config.json`` that goes beside exported weights."""
+        """Returns the ``config.json`` to write beside exported weights, if there is one."""
         return None
 
 
@@ -70,10 +70,10 @@ class OwnModel(ModelSource):
     """A module of your own.
 
     Args:
-        make: builds the module, called once a rank with the random generator seeded.
+        make: builds the module; called once on each rank, with the random generator seeded.
         unit: the class, or classes, of its blocks.
         context: tokens in a sequence.
-        vocabulary: how many different tokens it takes.
+        vocabulary: the number of different tokens.
     """
 
     make: Callable[[], nn.Module]
@@ -90,7 +90,7 @@ class OwnModel(ModelSource):
 
 @dataclass(frozen=True)
 class HuggingFaceModel(ModelSource):
-    """A causal language model of ``transformers``: a folder or a name, with its weights or from its config alone."""
+    """A causal language model of ``transformers``, by folder or name, with its weights or only its config."""
 
     path: str = ""
     pretrained: bool = True
@@ -104,7 +104,7 @@ class HuggingFaceModel(ModelSource):
             module: nn.Module = source.from_pretrained(self.path, dtype=torch.float32)
         else:
             module = source.from_config(transformers.AutoConfig.from_pretrained(self.path)).float()
-        # A cache of keys and values is for generating; kept in training, it only takes memory.
+        # The key-value cache is for generation; in training it only takes memory.
         module.config.use_cache = False  # type: ignore[union-attr]
         return module.train()
 
@@ -136,16 +136,16 @@ class Llama(ModelSource):
     heads: int = 4
     kv_heads: int = 4
     hidden: int = 352
-    """Of the feed-forward part."""
+    """The width inside the feed-forward layers."""
     vocabulary: int = 256
     context: int = 128
     """Tokens in a sequence."""
     tied: bool = False
-    """Whether the embedding is the output layer too."""
+    """Whether the embedding and the output layer share their weight."""
     theta: float = 10000.0
-    """Of the rotary embedding: the base of its wavelengths."""
+    """The base of the rotary embedding's wavelengths."""
     eps: float = 1e-5
-    """Of the norms."""
+    """The epsilon of the norms."""
 
     builds_on_meta = True
 
@@ -173,7 +173,7 @@ class Llama(ModelSource):
         if values.dim() == 1:
             values.fill_(1.0)
             return
-        # Layers that write to the residual stream begin smaller, so that its variance does not grow with depth.
+        # Layers that write to the residual stream start smaller, so that its variance does not grow with depth.
         into_stream = name.endswith(("o_proj.weight", "down_proj.weight"))
         std = 0.02 / math.sqrt(2 * self.layers) if into_stream else 0.02
         values.normal_(0.0, std, generator=generator)

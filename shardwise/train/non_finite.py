@@ -1,7 +1,7 @@
-"""Which unit made the first number that is no number.
+"""Finds the unit that produced the first value that is not finite.
 
 Gradients that are not finite are noticed before the optimizer uses them, so the weights are still those of the step
-before: the step is run again with eyes on every unit's output, and if those are fine, its gradients are looked at.
+before. The forward runs again with a hook on every unit's output; if all outputs are finite, gradients are searched.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["first_bad_unit"]
 def first_bad_unit(
     module: nn.Module, units: Mapping[str, nn.Module], forward: Callable[[], Any], team: Team
 ) -> str:
-    """A sentence that names the unit; called on every rank, with the bad gradients still there."""
+    """Returns a sentence that names the unit; called on every rank, before the bad gradients are cleared."""
     in_gradients = _bad_gradients(module, units)
     seen: list[str] = []
 
@@ -40,12 +40,12 @@ def first_bad_unit(
         for hook in hooks:
             hook.remove()
     order = list(units)
-    # Ranks see different data: the first unit that any of them found is the one.
+    # Ranks see different data: the first unit that any rank has found counts.
     found = [name for of_rank in team.collect(seen[:1]) for name in of_rank]
     if found:
         return f"the output of unit '{min(found, key=order.index)}' is the first that is not finite"
     gradients = {name for of_rank in team.collect(in_gradients) for name in of_rank}
-    # Backward runs from the end, so the last unit with a bad gradient had it first.
+    # Backward runs from the end, so the last unit with bad gradients is where they began.
     for name in reversed(order):
         if name in gradients:
             return f"all outputs of units are finite, and gradients are not from unit '{name}' on down"

@@ -1,4 +1,4 @@
-"""Packages that a run can use but need not have: asked for here, so that a missing one is always told the same way."""
+"""Imports packages that only some runs need, so that a missing one is always reported in the same way."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["optional", "require"]
 
 
 def optional(name: str) -> Any | None:
-    """The package, or None where it is not installed."""
+    """Imports and returns a package, or returns None if it is not installed."""
     try:
         return importlib.import_module(name)
     except ImportError:

@@ -1,18 +1,18 @@
-"""One setting, five ways to share the work: how a model becomes a module that trains on all ranks.
+"""Turns a model into a module that trains on all ranks, in one of five sharding modes.
 
     mode        parameters   gradients   optimizer state   made of
     none        whole        whole       whole             DistributedDataParallel
-    optimizer   whole        whole       shared out        DistributedDataParallel, ZeroRedundancyOptimizer
+    optimizer   whole        whole       partitioned       DistributedDataParallel, ZeroRedundancyOptimizer
     gradients   sharded*     sharded     sharded           fully_shard(reshard_after_forward=False)
     full        sharded      sharded     sharded           fully_shard
     hybrid      sharded within a replica                   fully_shard on a mesh of two axes
 
     * whole from forward to backward
 
-Where sums are to be exact, the first two are made of FullyShardedDataParallel, which shards nothing then: only the
-engine sums exactly, and modules compute the same in all modes.
+With exact sums, the first two use FullyShardedDataParallel with NO_SHARD instead: only the engine sums exactly, and
+modules compute the same in all modes.
 
-Everything above this room sees parameters by name, and need not know which of the five it is.
+The rest of this package accesses parameters by name, and does not need to know the mode.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class Parallel:
 
     Args:
         source: builds the model.
-        sharding: how it is shared.
-        device: of this rank.
-        seed: of the first values, which are the same on any number of ranks.
-        exact: sum gradients in an order that does not depend on ranks, nor on the mode.
+        sharding: the settings of sharding.
+        device: the device of this rank.
+        seed: the seed of the initial values, which are the same on any number of ranks.
+        exact: sum gradients in an order that depends neither on the number of ranks nor on the mode.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Parallel:
                 fix="name the class of its blocks as unit",
             )
         for unit in self.units.values():
-            # What is compiled is inside what is recomputed: the other way round, the compiler passes it over.
+            # Compile inside recomputation: the other way round, the compiler skips the unit.
             if sharding.compile and sharding.recompute:
                 unit.forward = _recomputed(torch.compile(unit.forward))
             elif sharding.recompute:
@@ -124,7 +124,7 @@ class Parallel:
         )
 
     def _give_values(self, seed: int) -> None:
-        """Parameter by parameter, each from a seed of its own: no rank ever holds the model whole."""
+        """Initializes parameters one by one, each from its own seed: if sharded, no rank ever holds the whole model."""
         if not self._source.builds_on_meta:
             return
         self.module.to_empty(device=self._home)
@@ -147,7 +147,7 @@ class Parallel:
     def _exact_replica(self, classes: tuple[type[nn.Module], ...]) -> nn.Module:
         precision = None
         if self._sharding.precision == "bf16":
-            # No module is left out of it, as none is where shards are.
+            # No module is exempt from mixed precision, as none is in the sharded modes.
             precision = MixedPrecision(
                 torch.bfloat16, torch.float32, cast_forward_inputs=True, _module_classes_to_ignore=()
             )
@@ -162,7 +162,7 @@ class Parallel:
         )
 
     def make_optimizer(self, choice: Optimization) -> Optimizer:
-        """The optimizer, with weight decay for matrices alone."""
+        """Creates the optimizer, with weight decay only for parameters of two or more dimensions."""
         params = [param for param in self.module.parameters() if param.requires_grad]
         groups = [
             {"params": [param for param in params if param.dim() >= 2], "weight_decay": choice.weight_decay},
@@ -189,10 +189,10 @@ class Parallel:
             return self._source.logits(self._called(tokens)).float()
 
     def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
-        """Around forward and backward of a micro-batch: what waits for the last one waits.
+        """Returns the context for forward and backward of a micro-batch, which defers what can wait for the last one.
 
-        Replicas exchange whole gradients, so they exchange them once. Shards are reduced every time, which keeps
-        gradients sharded; only the sum over replicas waits. Exact sums take every micro-batch as it comes.
+        Replicas exchange whole gradients, so they exchange them once. Sharded modes reduce every time, which keeps
+        gradients sharded; only the sum over replicas is deferred. With exact sums nothing is deferred.
         """
         if isinstance(self._called, DistributedDataParallel) and not is_last:
             return self._called.no_sync()
@@ -201,7 +201,7 @@ class Parallel:
         return contextlib.nullcontext()
 
     def clip(self, largest_norm: float) -> float | None:
-        """Clips gradients; the norm before, the same on every rank. None if it is not finite: nothing was clipped."""
+        """Clips gradients and returns the norm before, the same on every rank; None, unclipped, if it is not finite."""
         try:
             norm = clip_grad_norm_(
                 self.module.parameters(), largest_norm or math.inf, error_if_nonfinite=True
@@ -232,7 +232,7 @@ def _mesh(sharding: Sharding, device: torch.device) -> DeviceMesh:
 
 
 def num_replicas(wanted: int, world_size: int, local_world_size: int) -> int:
-    """How many replicas hybrid sharding makes: as told, one a host, or two on a single host."""
+    """Returns the number of replicas in hybrid mode: ``wanted``, or else one per host, or two on a single host."""
     replicas = wanted
     if not replicas:
         hosts = world_size // local_world_size if world_size % local_world_size == 0 else 1
@@ -247,7 +247,7 @@ def num_replicas(wanted: int, world_size: int, local_world_size: int) -> int:
 
 
 def learning_rate(choice: Optimization, step: int, num_steps: int) -> float:
-    """The rate of a step, counted from 0: up in a line, then down along a cosine."""
+    """Returns the learning rate of a step, counted from 0: linear warmup, then cosine decay."""
     if step < choice.warmup:
         return choice.lr * (step + 1) / choice.warmup
     progress = (step - choice.warmup) / max(1, num_steps - choice.warmup)

@@ -1,8 +1,8 @@
-"""What a rank says when it fails: kept in a log of its own, and told to whoever waits for it.
+"""Records how a rank failed: in a log file of its own, and as a `Failure` that `launch` and `command` report.
 
     FOLDER/logs/rank-1.log    tracebacks, and the stacks that a crash in native code leaves
 
-A log that nothing was written to is removed when the run ends, so a run without faults has none.
+Empty logs are removed when the run ends, so a run without failures leaves none.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ __all__ = ["Failure", "RankLog", "failure_of", "log_path", "remove_empty_logs", 
 
 @dataclass(frozen=True)
 class Failure:
-    """How one rank failed, or one thread of it.
+    """How a rank, or one of its threads, failed.
 
-    ``at_seconds`` is read from the monotonic clock, which all processes of a machine share.
+    ``at_seconds`` is a time of the monotonic clock, which all processes of a machine share.
     """
 
     rank: int
@@ -38,18 +38,18 @@ class Failure:
     summary: str
     """One line."""
     is_expected: bool = False
-    """Whether ``text`` is a message made for users; otherwise it is a traceback."""
+    """Whether ``text`` is a message for users; otherwise it is a traceback."""
     is_consequence: bool = False
-    """Whether the rank was well, and lost a peer."""
+    """Whether the rank failed only because it lost a peer."""
     thread: str | None = None
-    """Its name, if the rank's main thread went on."""
+    """The name of the thread that failed, if the rank's main thread went on."""
     is_silent: bool = False
-    """Whether the rank said nothing, and this is how it looks from outside."""
+    """Whether the rank reported nothing, and this is how its end looks from outside."""
 
 
 def failure_of(error: BaseException, rank: int, thread: str | None = None) -> Failure:
     is_expected = isinstance(error, ShardwiseError)
-    # An error that ranks found together was raised on one of them: its traceback travelled along.
+    # An error that ranks agreed on was raised on one of them, and carries that rank's traceback.
     details = getattr(error, "raised_at", None) or "".join(traceback.format_exception(error))
     return Failure(
         rank,
@@ -82,12 +82,12 @@ def signal_name(number: int) -> str:
 
 
 class RankLog:
-    """The log of this process, which is a rank; crashes and exceptions of threads go there from now on.
+    """The log of this rank's process; until it is closed, it gets crashes and the exceptions of threads.
 
     Args:
-        folder: of all ranks' logs. Where it cannot be written to, nothing is logged.
-        rank: of this process.
-        on_thread_failure: told of an exception that ended a thread.
+        folder: holds the logs of all ranks. If it cannot be written to, nothing is logged.
+        rank: the rank of this process.
+        on_thread_failure: called with the failure when an exception ends a thread.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class RankLog:
         threading.excepthook = self._thread_failed
 
     def failed(self, error: BaseException) -> Failure:
-        """Logs an error that ends this rank; its record."""
+        """Logs an error that ends this rank, unless all ranks agreed on it, and returns the failure."""
         failure = failure_of(error, self._rank)
         if not getattr(error, "agreed", False):
             self._write("failed", "".join(traceback.format_exception(error)))
@@ -134,7 +134,7 @@ class RankLog:
         if self._descriptor is not None:
             now = time.strftime("%Y-%m-%d %H:%M:%S")
             entry = f"{now} rank {self._rank}, process {os.getpid()}: {what}\n{text}\n"
-            # Where the disk is full, the rank's own word to whoever waits for it must do.
+            # The disk may be full: the failure is also sent to the parent, or printed.
             with contextlib.suppress(OSError):
-                # Names of files, which errors quote, need not be text.
+                # Errors may quote file names that are not valid text.
                 os.write(self._descriptor, entry.encode(errors="backslashreplace"))

@@ -1,4 +1,4 @@
-"""Recipes: functions that return a config. Those that come along, and how one of your own is found.
+"""Recipes, which are functions that return a config: built-in ones, and how to load one of your own.
 
 shardwise train tiny
 shardwise train my.py:recipe          # a function in a file
@@ -113,7 +113,7 @@ RECIPES: dict[str, Callable[[], Config]] = {
 
 
 def load_recipe(name: str) -> Config:
-    """The config of a recipe: one that comes along, ``file.py:function``, or ``module:function``."""
+    """Returns the config of a recipe: a built-in one, ``file.py:function``, or ``module:function``."""
     if name in RECIPES:
         return RECIPES[name]()
     source, colon, function = name.rpartition(":")
@@ -151,7 +151,7 @@ def _load_file(path: Path) -> object:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # Classes of the recipe look their module up by name, and it may import its neighbours.
+    # Classes of the recipe look up their module by name, and the file may import files beside it.
     sys.modules[path.stem] = module
     sys.path.insert(0, str(path.parent.resolve()))
     spec.loader.exec_module(module)

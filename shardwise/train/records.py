@@ -1,4 +1,4 @@
-"""What a run writes down about itself: one line a step, one summary at the end."""
+"""The records that a run writes about itself: one line per step, and a summary at the end."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ class RunFacts:
     peak_flops: float | None
     flops_of_token: float
     losses_before: tuple[float, ...] = ()
-    """Of a run that goes on: what it wrote down until then."""
+    """The losses that a resumed run recorded before."""
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step; ``step`` counts from 1."""
+    """The figures of one step; ``step`` counts from 1."""
 
     step: int
     loss: float
@@ -65,7 +65,7 @@ class StepRecord:
     memory_bytes: int
     mfu: float | None = None
     saving: bool = False
-    """Whether a checkpoint was being written meanwhile."""
+    """Whether a checkpoint was being written at the time."""
     eval_loss: float | None = None
 
     def to_json(self) -> str:
@@ -75,7 +75,7 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class Summary:
-    """How a run, or this part of it, ended."""
+    """How a run, or one part of a resumed run, ended."""
 
     ended: str
     folder: str
@@ -83,7 +83,7 @@ class Summary:
     num_steps: int
     first_loss: float | None
     last_loss: float | None
-    """The first of the whole run, the last of this part of it; None where there was no step."""
+    """The first loss of the whole run, and the last of this part; None if there was no step."""
     eval_loss: float | None
     seconds: float
     tokens: int
@@ -92,17 +92,17 @@ class Summary:
     checkpoint: str | None
     curve: str | None = None
     unwritten: tuple[str, ...] = ()
-    """What could not be written, and why; the checkpoints are not among it."""
+    """What could not be written, and why; checkpoints are reported elsewhere."""
 
     def as_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
 
 def read_metrics(folder: Path) -> list[StepRecord]:
-    """Every step that a run wrote down, in order.
+    """Returns the records of all steps of a run, in order.
 
-    A line that was cut short by a crash or a full disk is left out. Where a run went back, and the steps after that
-    point could not be removed, the later line of a step counts.
+    Lines that a crash or a full disk cut short are skipped. If a run went back to an earlier step, and the lines after
+    that step could not be removed, the later line of a step counts.
     """
     records: list[StepRecord] = []
     path = folder / METRICS
@@ -118,6 +118,6 @@ def read_metrics(folder: Path) -> list[StepRecord]:
 
 
 def keep_metrics_up_to(folder: Path, step: int) -> None:
-    """Forgets steps that will be run again."""
+    """Drops the records of later steps, which will run again."""
     kept = [record.to_json() + "\n" for record in read_metrics(folder) if record.step <= step]
     replace_file(folder / METRICS, "".join(kept))

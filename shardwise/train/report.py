@@ -1,6 +1,6 @@
-"""What stays of a run beside its checkpoints: metrics, a summary, a picture of the loss, TensorBoard's events.
+"""Writes what a run keeps besides checkpoints: metrics, a summary, a plot of the loss, TensorBoard events.
 
-None of it is worth a run: what cannot be written is told once, when it first happens, and again at the end.
+A file that cannot be written does not stop a run: it causes one warning at once, and an error when the run has ended.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ __all__ = ["Report", "Unwritten"]
 
 
 class Unwritten:
-    """Remembers what could not be written: for each name how often, and the last reason."""
+    """Collects what could not be written: for each name how often, and the last reason."""
 
     def __init__(self) -> None:
         self._problems: dict[str, tuple[int, str]] = {}
 
     def note(self, name: str, error: OSError) -> bool:
-        """Whether this is the first problem with it."""
+        """Adds a problem with ``name``, and returns whether it is the first one."""
         times, _ = self._problems.get(name, (0, ""))
         self._problems[name] = (times + 1, error.strerror or str(error))
         return times == 0
@@ -50,15 +50,15 @@ class Unwritten:
 
 
 class Report:
-    """Written by rank 0 as the run goes; a crash loses at most the line being written.
+    """The files that rank 0 writes during a run; a crash loses at most the line being written.
 
     Args:
-        folder: of the run.
-        display: told of what cannot be written.
-        unwritten: where that is remembered.
-        taken_by: says which other run has begun in the folder, if one has: nothing is written there then.
-        from_step: the step that the run goes on from; what was written about later ones is forgotten.
-        tensorboard: whether to write its events.
+        folder: the run's folder.
+        display: shows warnings about what cannot be written.
+        unwritten: collects what cannot be written.
+        taken_by: returns the other run that has begun in the folder, if any; then only TensorBoard events are written.
+        from_step: the step that the run continues from; the metrics of later steps are dropped.
+        tensorboard: whether to write TensorBoard events.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Report:
                         self._events.add_scalar(name, value, record.step)
 
     def draw_curve(self) -> str | None:
-        """The loss of the whole run, resumed parts and all, as a PNG; None where matplotlib is not installed."""
+        """Plots the loss of the whole run, before and after resumes, and returns the PNG's path, if it was written."""
         path = None
         with self._tolerated(CURVE):
             self._check_folder()

@@ -1,7 +1,7 @@
-"""Files of a run's folder: replaced whole, appended to line by line, and never written through a link.
+"""Writes files in a run's folder: replaces them atomically or appends whole lines, and never follows links.
 
-A run's folder may have been brought from elsewhere. A link in it would have us write to a file that its maker chose,
-with our rights; so links are refused wherever we write.
+A run's folder may come from somebody else. A link in it could make a run write, with the user's permissions, to a file
+that its author chose; so links are refused wherever a run writes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["LineFile", "fill_standard_streams", "open_for_append", "refuse_links
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Writes a file that is there as a whole, or as it was before: at any moment, also after a crash."""
+    """Replaces a file atomically: at any moment, also after a crash, it has either its old or its new content."""
     data = content.encode() if isinstance(content, str) else content
     unfinished = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
     descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -36,12 +36,12 @@ def replace_file(path: Path, content: str | bytes) -> None:
 
 
 def open_for_append(path: Path) -> int:
-    """A descriptor; an OSError where the file is a link."""
+    """Opens a file for appending and returns its descriptor; raises OSError if it is a link."""
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 
 def refuse_links(paths: Iterable[Path]) -> None:
-    """Raises ConfigError if one of them is a symbolic link."""
+    """Raises ConfigError if one of the paths is a symbolic link."""
     for path in paths:
         if path.is_symlink():
             raise ConfigError(
@@ -52,7 +52,7 @@ def refuse_links(paths: Iterable[Path]) -> None:
 
 
 class LineFile:
-    """A file that grows by whole lines. A line that could not be written does not spoil the next one."""
+    """A file that grows by whole lines. A line that could not be written does not damage the next one."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -60,7 +60,7 @@ class LineFile:
         self._is_torn = False
 
     def write(self, line: str) -> None:
-        """Adds a line; an OSError leaves it out."""
+        """Appends a line; raises OSError if it cannot be written in full."""
         if self._descriptor is None or self._was_removed():
             self.close()
             self._descriptor = open_for_append(self._path)
@@ -71,7 +71,7 @@ class LineFile:
             self._is_torn = bool(data)
 
     def _was_removed(self) -> bool:
-        """Whether the file was removed or moved: what is written to it would never be seen."""
+        """Returns whether the file was removed or moved, so that nobody would see what is written to it."""
         assert self._descriptor is not None
         try:
             return not os.path.samestat(os.fstat(self._descriptor), os.stat(self._path))
@@ -85,9 +85,9 @@ class LineFile:
 
 
 def fill_standard_streams() -> None:
-    """Opens the null device where standard input, output or error is closed.
+    """Opens the null device for each of standard input, output and error that is closed.
 
-    Or the next files to be opened would be given their numbers, and whatever libraries print would go there.
+    Otherwise the next files to be opened would get their descriptors, and what libraries print would go there.
     """
     for number in range(3):
         try:

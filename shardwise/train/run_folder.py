@@ -1,9 +1,9 @@
-"""A run's folder: found or made, and locked for as long as the run goes on.
+"""Finds or creates a run's folder, and locks it while the run goes on.
 
-    FOLDER/.lock    a file that one run at a time holds a lock on; what is written in it is for people
+    FOLDER/.lock    a file that one run at a time holds a lock on; its text names the run's process and host
 
-The kernel drops the lock with the last process of the run, however that ends: a lock that is left over cannot be. On a
-network file system it holds between hosts where that file system's own flock does.
+The kernel drops the lock with the last process of the run, however it ends, so no stale lock can be left. On a network
+file system, the lock holds between hosts if that file system's flock does.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ CHECKPOINTS = "checkpoints"
 LOGS = "logs"
 LOCK = ".lock"
 _ENDING_SECONDS = 30.0
-# File systems that cannot lock: there a run goes on without.
+# On file systems that cannot lock, a run goes on without a lock.
 _CANNOT_LOCK = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 def new_folder(wanted: str, name: str) -> Path:
-    """A folder for a run that begins, made; one process calls this for all.
+    """Creates the folder of a new run and returns its path; one process calls this for all ranks.
 
     Raises:
-        ConfigError: a run lives there already, and nothing of it is touched; or it cannot be made.
+        ConfigError: the folder holds a run with checkpoints, which stays untouched; or it cannot be made or written to.
     """
     try:
         folder = _made(Path(wanted).expanduser()) if wanted else _next_free(Path("runs"), name)
@@ -80,7 +80,7 @@ def refuse_checkpoints_in(folder: Path) -> None:
 
 
 def _next_free(parent: Path, name: str) -> Path:
-    """The first of ``NAME``, ``NAME-2``, ... that this very call made: two runs that start at once get two."""
+    """Creates the first free one of ``NAME``, ``NAME-2``, ...; two runs that start at once get different folders."""
     parent.mkdir(parents=True, exist_ok=True)
     for number in itertools.count(1):
         folder = parent / (name if number == 1 else f"{name}-{number}")
@@ -91,7 +91,7 @@ def _next_free(parent: Path, name: str) -> Path:
 
 
 def newest_folder(name: str) -> Path:
-    """The run of this name under ``runs/`` that saved last."""
+    """Returns the folder of the run of this name under ``runs/`` that saved last."""
     candidates = [
         (latest.stat().st_mtime, latest.parent.parent)
         for latest in Path("runs").glob(f"*/{CHECKPOINTS}/latest")
@@ -107,7 +107,7 @@ def newest_folder(name: str) -> Path:
 
 
 def refuse_links_in(folder: Path) -> None:
-    """Raises ConfigError where something that a run writes to is a link."""
+    """Raises ConfigError if a file or folder that a run writes to is a link."""
     paths = [
         folder / name for name in (CONFIG, METRICS, SUMMARY, CURVE, TENSORBOARD, CHECKPOINTS, LOGS, LOCK)
     ]
@@ -117,7 +117,7 @@ def refuse_links_in(folder: Path) -> None:
 
 
 class FolderLock:
-    """Held from its making until it is released, or until all processes that were forked meanwhile are gone.
+    """Locks a folder until ``release``, or until this process and all that it forked meanwhile have ended.
 
     Raises:
         ConfigError: another run holds it.
@@ -134,7 +134,7 @@ class FolderLock:
             )
 
     def release(self, *, remove: bool = False) -> None:
-        """Lets others in; ``remove`` takes the file away first."""
+        """Releases the lock; ``remove`` deletes its file first."""
         if remove:
             with contextlib.suppress(OSError):
                 self._path.unlink()
@@ -146,7 +146,7 @@ class FolderLock:
             descriptor = self._opened()
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # Whoever held it before may have removed the file that we now hold.
+                # The previous holder may have removed the file that is locked here.
                 if os.path.samestat(os.fstat(descriptor), os.stat(self._path)):
                     return descriptor
             except FileNotFoundError:
@@ -154,7 +154,7 @@ class FolderLock:
             except BlockingIOError:
                 holder = _text_of(descriptor)
                 if _has_ended(holder) and time.monotonic() < deadline:
-                    # Its launcher was killed, and the kernel is ending the ranks.
+                    # The launcher of that run was killed, and the kernel is still ending its ranks.
                     os.close(descriptor)
                     time.sleep(0.05)
                     continue
@@ -185,7 +185,7 @@ class FolderLock:
 
 
 def holder_of(folder: Path) -> str:
-    """What the run that holds a folder has written into its lock; empty where there is none."""
+    """Returns what the run that holds a folder wrote into its lock file; empty if there is none."""
     with contextlib.suppress(OSError), open_file(folder / LOCK, follow_links=False) as file:
         return _text_of(file.fileno())
     return ""
@@ -198,7 +198,7 @@ def _text_of(descriptor: int) -> str:
 
 
 def _has_ended(holder: str) -> bool:
-    """Whether the launcher that wrote this ran on this host, and is gone."""
+    """Returns whether the launcher that wrote this text ran on this host, and is gone."""
     match = re.match(r"process (\d+) on (.*), since", holder)
     return match is not None and match[2] == socket.gethostname() and not Path(f"/proc/{match[1]}").exists()
 

@@ -1,9 +1,9 @@
-"""Which sample comes when: a shuffled order that every rank computes alike, for any position, without a list.
+"""Decides which sample is used when: every rank computes the same shuffled order, at any position, without a list.
 
     position ──▶ epoch, index ──Feistel network keyed by seed and epoch──▶ sample
 
-A step's batch is a range of positions, cut over ranks and micro-batches. So a run is resumed at the exact sample by
-one number, the order does not depend on how many ranks there are, and a billion samples take no memory.
+A step's batch is a range of positions, divided among ranks and micro-batches. So one number is enough to resume at
+the exact sample, the order does not depend on the number of ranks, and a billion samples take no memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MASK = (1 << 64) - 1
 
 
 def _mixed(value: int) -> int:
-    """A well-known mixer of 64 bits (splitmix64)."""
+    """Hashes 64 bits with splitmix64."""
     value = (value + 0x9E3779B97F4A7C15) & _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -29,7 +29,7 @@ def _mixed(value: int) -> int:
 
 
 def shuffled(index: int, length: int, key: int) -> int:
-    """Where ``index`` goes in the permutation of ``range(length)`` that belongs to ``key``."""
+    """Returns where ``index`` goes in the permutation of ``range(length)`` that belongs to ``key``."""
     if length < 2:
         return index
     half_bits = max(1, ((length - 1).bit_length() + 1) // 2)
@@ -40,23 +40,22 @@ def shuffled(index: int, length: int, key: int) -> int:
         for round_key in keys:
             left, right = right, left ^ (_mixed(right ^ round_key) & mask)
         index = (left << half_bits) | right
-        # The network permutes a power of 4; walking on until it comes back into range permutes the range.
+        # The network permutes a power of 4; repeating it until the index is in range permutes the range.
         if index < length:
             return index
 
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """The samples of each micro-batch of each rank.
+    """The samples of each micro-batch on each rank.
 
     Args:
-        num_samples: in an epoch.
-        batch_size: sequences a step, over all ranks.
-        world_size: ranks.
-        accumulate: micro-batches a rank.
-        seed: of the shuffle; None keeps the data's own order.
-        takes_turns: ranks take one micro-batch each, and then the next, as exact sums need it; otherwise each takes a
-            run of neighbours.
+        num_samples: the number of samples in an epoch.
+        batch_size: sequences per step, over all ranks.
+        world_size: the number of ranks.
+        accumulate: micro-batches per rank and step.
+        seed: the seed of the shuffle; None keeps the order of the data.
+        takes_turns: ranks take micro-batches in turn, as exact sums need; otherwise each rank takes consecutive ones.
     """
 
     num_samples: int
@@ -82,13 +81,13 @@ class SampleOrder:
         return self.batch_size // (self.world_size * self.accumulate)
 
     def number(self, rank: int, micro_batch: int) -> int:
-        """Which of a step's micro-batches, over all ranks, is the so-manieth of a rank."""
+        """Returns the index, among all micro-batches of a step, of one micro-batch of a rank."""
         if self.takes_turns:
             return micro_batch * self.world_size + rank
         return rank * self.accumulate + micro_batch
 
     def samples(self, samples_seen: int, rank: int, micro_batch: int) -> Sequence[int]:
-        """The samples of one micro-batch of the step that begins after ``samples_seen``."""
+        """Returns the samples of one micro-batch of the step that begins after ``samples_seen``."""
         start = samples_seen + self.number(rank, micro_batch) * self.micro_batch_size
         return [self.sample(position) for position in range(start, start + self.micro_batch_size)]
 
@@ -100,7 +99,7 @@ class SampleOrder:
 
 
 def plan_order(num_samples: int, train: Training, world_size: int, seed: int | None) -> SampleOrder:
-    """The order of a run: with exact sums, its micro-batches are shared out instead of counted for each rank."""
+    """Returns the sample order of a run; with exact sums, ranks divide a fixed number of micro-batches."""
     exact = train.exact_micro_batches
     if not exact:
         return SampleOrder(num_samples, train.batch_size, world_size, train.accumulate, seed)

@@ -1,7 +1,7 @@
-"""One step of a run: which samples, what becomes of them, and how held-out ones are judged.
+"""Runs training steps, and evaluates the model on held-out samples.
 
-A step is decided by the configuration and its number alone: its samples, its learning rate, its random seed. So what a
-checkpoint must bring back is two numbers and the tensors.
+The configuration and the number of a step alone decide its samples, its learning rate and its random seed. So a
+checkpoint has to restore only two numbers and the tensors.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["Progress", "StepResult", "Stepper"]
 
 @dataclass
 class Progress:
-    """The two numbers of a run, and what it measured so far."""
+    """The two numbers of a run, step and samples, and what it has measured so far."""
 
     step: int = 0
     samples: int = 0
@@ -34,30 +34,30 @@ class Progress:
     eval_loss: float | None = None
     saved_step: int = -1
     stops: bool = False
-    """Whether some rank was asked to stop; all learn of it in the same step."""
+    """Whether any rank was asked to stop; all ranks learn of it in the same step."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step came to."""
+    """The outcome of a step."""
 
     loss: float
-    """The mean of this rank's samples."""
+    """The mean over this rank's samples."""
     lr: float
     grad_norm: float
 
 
 class Stepper:
-    """Steps a model, on every rank.
+    """Runs the steps of a run, on every rank.
 
     Args:
-        config: of the run.
+        config: the settings of the run.
         parallel: the model on all ranks.
-        optimizer: of its parameters.
+        optimizer: the optimizer of its parameters.
         samples: the data.
-        order: which of them come when.
-        team: the ranks.
-        device: of this rank.
+        order: the samples of each micro-batch.
+        team: all ranks of the run.
+        device: the device of this rank.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Stepper:
         self._samples, self._order, self._team, self._device = samples, order, team, device
 
     def step(self, progress: Progress) -> StepResult | None:
-        """The step that comes next; None if its gradients are not finite: then nothing was stepped."""
+        """Runs the next step; returns None, with the weights unchanged, if its gradients are not finite."""
         optimizer, config = self._optimizer, self._config
         rate = learning_rate(config.optimizer, progress.step, config.train.steps)
         for group in optimizer.param_groups:
@@ -90,9 +90,9 @@ class Stepper:
         return StepResult(float(loss), rate, norm)
 
     def evaluate(self) -> float | None:
-        """The loss of held-out samples, all ranks' mean; None if there are none."""
+        """Returns the mean loss of held-out samples over all ranks; None if there is nothing to evaluate."""
         samples, order = self._samples, self._order
-        # Where ranks must not show, as many batches in all whatever their number.
+        # With exact sums, the total number of batches must not depend on the number of ranks.
         num_batches = self._config.evaluate.batches * (order.accumulate if order.takes_turns else 1)
         if not samples.num_held_out or not num_batches:
             return None
@@ -113,7 +113,7 @@ class Stepper:
         return self._team.sum(total)[0] / (self._team.world_size * num_batches)
 
     def explain_bad_gradients(self, progress: Progress) -> str:
-        """Which unit they come from; the step's gradients are still there, and gone afterwards."""
+        """Returns a sentence that names the unit they come from; reads the step's gradients, then clears them."""
 
         def forward() -> None:
             for inputs, _ in self._micro_batches(progress):
@@ -124,9 +124,9 @@ class Stepper:
         return where
 
     def _forward_backward(self, progress: Progress) -> Tensor:
-        """All micro-batches of a step; the mean loss of this rank."""
+        """Runs all micro-batches of a step, and returns the mean loss of this rank."""
         accumulate = self._order.accumulate
-        # In double precision, so that how a batch is cut does not show in the loss that is told.
+        # In double precision, so that the reported loss does not depend on how a batch is cut.
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for number, (inputs, targets) in enumerate(self._micro_batches(progress)):
             with self._parallel.micro_batch(is_last=number == accumulate - 1):
@@ -136,11 +136,11 @@ class Stepper:
         return total
 
     def _micro_batches(self, progress: Progress) -> Iterator[tuple[Tensor, Tensor]]:
-        """The micro-batches of this rank for a step: inputs and targets, and random numbers seeded for them."""
+        """Yields inputs and targets of this rank's micro-batches of a step, and seeds the random numbers for them."""
         order, rank = self._order, self._team.rank
         for number in range(order.accumulate):
-            # Dropout and the like depend on the step and the rank alone, so that there is no random state to save; if
-            # ranks must not show, on the step and the micro-batch.
+            # Dropout and the like depend only on the step and the rank, so there is no random state to save. With
+            # exact sums they depend on the step and the micro-batch instead.
             if number == 0 or order.takes_turns:
                 self._seed(progress.step, order.number(rank, number) if order.takes_turns else rank)
             inputs, targets = self._samples.batch(order.samples(progress.samples, rank, number))

@@ -1,6 +1,6 @@
-"""What ranks of a run tell each other besides tensors of the model: problems, choices, numbers of a step.
+"""Exchanges what the ranks of a run share besides the model's tensors: errors, decisions, numbers of a step.
 
-It has a gloo group of its own, so that it works the same on CPUs and GPUs and never waits in a device's queue.
+It uses a gloo group of its own, which works the same on CPUs and GPUs and never waits in a device's queue.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ class Team:
 
     @staticmethod
     def new_group() -> dist.ProcessGroup:
-        """A gloo group of all ranks."""
+        """Creates a gloo group of all ranks."""
         group = dist.new_group(backend="gloo", timeout=datetime.timedelta(hours=1))
         assert isinstance(group, dist.ProcessGroup)
         return group
 
     def together(self, work: Callable[[], Result]) -> Result:
-        """Does something on every rank; a problem that any rank finds is raised on all, before anyone goes on.
+        """Runs ``work`` on every rank; a ShardwiseError or OSError of any rank is raised on all before any goes on.
 
-        Such an error is marked as ``agreed``: one rank will do to tell it.
+        Such an error is marked as ``agreed``: it is enough if one rank reports it.
         """
         result, problem = None, None
         try:
             result = work()
         except (ShardwiseError, OSError) as error:
             problem = error
-            # Attributes travel with an error, its traceback does not.
+            # Pickling keeps the attributes of an error, but not its traceback.
             error.raised_at = f"on rank {self.rank}\n{traceback.format_exc()}"  # type: ignore[union-attr]
         problems: list[Any] = [None] * self.world_size
         dist.all_gather_object(problems, problem, group=self.group)
@@ -54,7 +54,7 @@ class Team:
         return result  # type: ignore[return-value]
 
     def from_first(self, work: Callable[[], Result]) -> Result:
-        """Does something on rank 0 alone; what it returns, or raises, on all."""
+        """Runs ``work`` on rank 0 alone, and returns its result or raises its error on all ranks."""
         found: list[Any] = [None]
 
         def on_first() -> None:
@@ -67,7 +67,7 @@ class Team:
         return result
 
     def sum(self, *values: float) -> list[float]:
-        """Adds numbers up over the ranks, in double precision."""
+        """Sums each number over all ranks, in double precision."""
         numbers = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(numbers, group=self.group)
         return numbers.tolist()
