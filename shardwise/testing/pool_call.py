@@ -100,7 +100,7 @@ class PoolCall:
     def _receive(
         self, waiting: set[int], deadline: float, take: Callable[[int, bytes], None], *, through: bool = False
     ) -> set[int]:
-        """Receive a message from each rank until the deadline or, unless ``through``, a failure; return silent ranks."""
+        """Receive a message from each rank until the deadline or, unless ``through``, a failure; return the others."""
         rank_of = {self._workers[rank].connection: rank for rank in waiting}
         while rank_of and (through or not self._failed):
             remaining = deadline - time.monotonic()
