@@ -2,7 +2,7 @@
 
     python benchmarks/host_overhead.py                  # CPU, 24 tiny blocks, fake group of 8
     python benchmarks/host_overhead.py --device cuda    # the same model, wider, on a GPU
-    python benchmarks/host_overhead.py --face wrapper   # FullyShardedDataParallel, beside torch's FSDP1
+    python benchmarks/host_overhead.py --face wrapper   # FullyShardedDataParallel; the peer is FSDP1
 
 The model is so small that host time dominates. torch's fake process group moves no data between ranks, so no
 communication time is included; the cost of the group's own calls is measured and printed with the result. The three

@@ -2,7 +2,7 @@
 
     python benchmarks/host_profile.py                  # CPU, 24 tiny blocks, fake group of 8
     python benchmarks/host_profile.py --device cuda    # the same model, wider, on a GPU
-    python benchmarks/host_profile.py --face wrapper   # FullyShardedDataParallel, beside torch's FSDP1
+    python benchmarks/host_profile.py --face wrapper   # FullyShardedDataParallel; the peer is FSDP1
 
 The models are those of `host_overhead.py`: plain, the peer and shardwise; shardwise a second time with the engine's
 methods counted, and a third time *still*: without collectives, copies and frees. All five take turns. A counted

@@ -10,8 +10,8 @@ fake group gathers the same from them, so their losses must be bitwise equal in 
 parameters must have a gradient, and an untimed step must issue the expected number of collectives.
 
 *Plain, and the group's own*: the plain model while a side stream does what no library can avoid on this group: it casts
-shards, issues the collectives where a unit begins or ends, and copies gradients into rows of float32; the compute
-stream waits for it only at the end of the step. The time it adds to plain is the floor of what sharding costs here.
+shards, issues the collectives where a unit begins or ends, and copies gradients into rows of float32; nothing waits
+for it before the end of the step. The time it adds to plain is the floor of what sharding costs here.
 
 With `--memory` each contender runs in its own process with torch's default allocator, and the figures are its peaks
 of allocated and reserved memory over whole steps.

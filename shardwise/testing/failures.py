@@ -40,7 +40,7 @@ class RankReport:
     """How one rank ended.
 
     ``summary`` is one line, ``details`` a traceback or a stack. ``at_seconds`` is read from the machine's
-    monotonic clock, which all processes share, so that the first failure can be told from its consequences.
+    monotonic clock, which all processes share, so that the first failure can be distinguished from its consequences.
     """
 
     rank: int
@@ -52,7 +52,7 @@ class RankReport:
 
 
 class RankFailure(ShardwiseError, RuntimeError):
-    """At least one rank failed. ``rank`` failed first; ``reports`` has one report per rank, starting with that rank.
+    """At least one rank failed. ``rank`` is the first cause; ``reports`` has a report of every rank, that one first.
 
     ``__cause__`` is the exception that rank raised, if it could be sent to the caller.
     """
