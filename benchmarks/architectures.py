@@ -1,15 +1,15 @@
-"""Do models of transformers train sharded as they do unsharded, and as with torch's FSDP2?
+"""Checks that models of transformers train sharded as they do unsharded, and as with torch's FSDP2.
 
     pip install transformers
     PYTHONPATH=. python benchmarks/architectures.py
 
-Small models of many architectures, from their configs with random weights, on two gloo ranks. Units are the layers that
-transformers itself keeps together. Three steps; what is drawn at random is drawn alike. Two comparisons:
+Small models of many architectures, built from their configs with random weights, on two gloo ranks. Units are the
+layers that transformers itself does not split. Three steps, with the same random seeds. Two comparisons:
 
 - in float32, with an unsharded copy whose gradients are averaged over ranks: the largest difference of any element of a
-  parameter after the last step of SGD. 0 is every bit. (AdamW would make steps of one size out of gradients that are
-  nothing but rounding, as those of an attention's key biases.);
-- in bf16 with float32 reduces, with FSDP2: whether every loss is the same, bit by bit, with AdamW.
+  parameter after the last step of SGD. 0 means bitwise equal. (AdamW would turn gradients that are nothing but rounding
+  errors, such as those of an attention's key biases, into steps of full size.);
+- in bf16 with float32 reduces, with FSDP2: whether every loss is bitwise equal, with AdamW.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ ARCHITECTURES = {
         },
         spectrum,
     ),
-    # Layers that are left out at random, by each rank for itself, are no training that ranks can share.
+    # No layerdrop: ranks that skip different layers at random cannot train together.
     "Wav2Vec2": Architecture(
         "Wav2Vec2ForCTC",
         "Wav2Vec2Config",
@@ -259,7 +259,7 @@ def layers_of(model: nn.Module) -> tuple[type[nn.Module], ...]:
 
 
 def scalars_of(model: nn.Module) -> set[nn.Parameter]:
-    """What neither ``fully_shard`` takes: a temperature, say."""
+    """Returns the scalar parameters (a temperature, say), which neither ``fully_shard`` accepts."""
     return {param for param in model.parameters() if param.dim() == 0}
 
 
@@ -332,7 +332,7 @@ def differences(architecture: Architecture) -> dict[str, float]:
 
 
 def beside_fsdp2(architecture: Architecture) -> str:
-    """The same program with either library."""
+    """Trains the same program with shardwise and with FSDP2 and compares the losses."""
     ways: dict[str, Any] = {"FSDP2": fsdp, "shardwise": shardwise}
     losses: dict[str, list[float] | str] = {}
     for name, way in ways.items():
@@ -349,7 +349,7 @@ def beside_fsdp2(architecture: Architecture) -> str:
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
             reduce_rest = partial(average, options["ignored_params"])
             losses[name] = train(model, architecture, optimizer, reduce_rest)
-        except Exception as error:  # noqa: BLE001  what fails is a result
+        except Exception as error:  # noqa: BLE001  a failure is a result, too
             losses[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
     failed = [f"{name} fails ({told})" for name, told in losses.items() if isinstance(told, str)]
     if failed:

@@ -1,12 +1,12 @@
-"""What saving while training goes on costs the steps that it overlaps.
+"""Measures how much an asynchronous save slows down the training steps that it overlaps.
 
     python benchmarks/async_save.py                     # two CPU ranks
-    python benchmarks/async_save.py --device cuda       # one rank a GPU
+    python benchmarks/async_save.py --device cuda       # one rank per GPU
 
-One run saves at regular steps. A step counts as overlapped if a checkpoint was being written at any moment of it; the
-copy to host memory, which a step does wait for, counts too. Time is from the end of one step to the end of the next.
-The figure is the time of all overlapped steps over what as many undisturbed steps take, by their median, less one.
-CPU time, of all threads of the first rank, is told beside it: other programs disturb it less.
+One run saves at regular intervals. A step is overlapped if a checkpoint was being written at any time during it; the
+copy to host memory, for which a step does wait, counts too. Time is from the end of one step to the end of the next.
+The figure is the total time of overlapped steps, divided by the median undisturbed step times their number, minus one.
+The same is reported for the CPU time of all threads of the first rank, which other programs disturb less.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ ON_CUDA += ["model.context=1024", "train.batch_size=16", "sharding.precision=bf1
 
 
 class Watch(Quiet):
-    """Notes when steps end, and which of them a save overlapped."""
+    """Records the times of steps, and which of them a save overlapped."""
 
     def __init__(self, every: int) -> None:
         self._every = every
         self._last: tuple[float, float] | None = None
         self.alone: list[tuple[float, float]] = []
         self.overlapped: list[tuple[float, float]] = []
-        """Wall-clock and CPU seconds."""
+        """Wall-clock and CPU seconds of each step."""
 
     def step(self, record: StepRecord) -> None:
         now = time.perf_counter(), time.process_time()
-        # The first of them also pay for caches and compilation.
+        # The first steps also pay for caches and compilation.
         if self._last is not None and record.step > self._every:
             begun_with_a_save = (record.step - 1) % self._every == 0
             steps = self.overlapped if begun_with_a_save or record.saving else self.alone
@@ -72,7 +72,7 @@ def cost(alone: list[float], overlapped: list[float]) -> float:
 
 
 def measure(config: Config, result: Path, device: torch.device) -> None:
-    """On every rank."""
+    """Runs on every rank; the first one writes the result."""
     team, watch = Team(), Watch(config.checkpoint.every)
     with tempfile.TemporaryDirectory() as own:
         folder = team.from_first(lambda: Path(own))
@@ -83,7 +83,7 @@ def measure(config: Config, result: Path, device: torch.device) -> None:
             if summary.checkpoint
             else 0
         )
-        team.sum(0.0)  # nobody removes the folder while others still read it
+        team.sum(0.0)  # a barrier: the folder is removed only when no rank reads it
     if team.rank:
         return
     (alone, cpu_alone), (overlapped, cpu_overlapped) = (

@@ -1,11 +1,11 @@
-"""A whole training step as one CUDA graph: plain eager, plain and FSDP2 captured by hand, and `shardwise.capture`.
+"""Times a whole training step as one CUDA graph: plain eager, plain and FSDP2 by hand, and `shardwise.capture`.
 
     PYTHONPATH=. python benchmarks/captured_step.py --model tiny      # or 1b
     PYTHONPATH=. python benchmarks/captured_step.py --backend nccl    # one NCCL rank instead of the fake group of 8
     PYTHONPATH=. python benchmarks/captured_step.py --backend nccl --world-size 2    # which share one GPU in turns
 
-A step is forward, backward, clipping and AdamW (fused, capturable, its learning rate a tensor). Before any timing of
-the tiny model over NCCL, shardwise's captured steps are compared with its own steps as they run eagerly, bit by bit.
+A step is forward, backward, clipping and AdamW (fused, capturable, with a tensor as learning rate). Before the tiny
+model is timed over NCCL, shardwise's captured steps are checked to be bitwise equal to its eager steps.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shardwise.testing import run_ranks
 
 DEVICE = torch.device("cuda", 0)
 BY_HAND, OURS = "FSDP2, by hand", "shardwise.capture"
-# Without sharding: all that a graph has to do for the model itself, and an optimizer's step for all of its elements.
+# Without sharding: what any graph must do for the model itself, and an optimizer step over all of its elements.
 PLAIN_BY_HAND = "plain, by hand"
 
 
@@ -52,7 +52,7 @@ def training_step(name: str, size: Size, world_size: int) -> Callable[[Tensor, T
 
 
 def captured_by_hand(step: Callable[..., Tensor], *inputs: Tensor) -> Callable[..., Tensor]:
-    """What torch's documentation asks of users."""
+    """Captures a step as torch's documentation tells users to."""
     static = [tensor.clone() for tensor in inputs]
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -85,7 +85,7 @@ def captured_by_shardwise(
 
 
 def check_parity(size: Size, world_size: int, inputs: tuple[Tensor, Tensor]) -> None:
-    """Six captured steps are the six steps as they run eagerly, bit by bit."""
+    """Checks that six captured steps are bitwise equal to six eager steps."""
     eager = training_step("shardwise", size, world_size)
     captured = shardwise.capture(training_step("shardwise", size, world_size), *inputs)
     losses = [[step(*inputs) for _ in range(6)] for step in (eager, captured)]
@@ -94,10 +94,10 @@ def check_parity(size: Size, world_size: int, inputs: tuple[Tensor, Tensor]) -> 
 
 
 def measured(args: argparse.Namespace) -> Times:
-    """On a rank of a group that has started."""
+    """Times all contenders on one rank; the process group must be initialized."""
     size = SIZES[args.model]
     inputs = tokens_for(size, DEVICE)
-    # A fake group's reduce leaves gradients as their memory was: there is nothing to compare there.
+    # A fake group's reduce leaves gradients uninitialized, so there is nothing to compare.
     if args.model == "tiny" and args.backend == "nccl":
         check_parity(size, args.world_size, inputs)
     steps = {
@@ -106,7 +106,7 @@ def measured(args: argparse.Namespace) -> Times:
         PLAIN_BY_HAND: captured_by_hand(training_step("plain", size, 1), *inputs),
         BY_HAND: captured_by_hand(training_step("FSDP2", size, args.world_size), *inputs),
     }
-    # Ranks start a step together; a fake group's others are not there.
+    # Real ranks start each step together; a fake group has no other ranks.
     meet = dist.barrier if args.backend == "nccl" else nothing
     contenders = [
         Contender(name, lambda step=step: step(*inputs), before=meet) for name, step in steps.items()

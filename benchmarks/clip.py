@@ -1,10 +1,10 @@
-"""Clipping by the norm of all gradients: plain tensors, torch on FSDP2's shards, and `shardwise.clip_grad_norm_`.
+"""Times clipping by total norm: plain tensors, torch on FSDP2's shards, and `shardwise.clip_grad_norm_`.
 
     PYTHONPATH=. python benchmarks/clip.py                  # CPU
     PYTHONPATH=. python benchmarks/clip.py --device cuda
 
-All parameters of the tiny model, one rank's shards of a fake group of 8; plain are tensors with the same elements.
-After every clip the norms must agree, and shardwise must have asked for one all-reduce.
+One rank's shards of all parameters of the tiny model, in a fake group of 8; plain tensors have the same elements.
+After every clip the norms must agree, and shardwise must have issued one all-reduce.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import shardwise
 
-MAX_NORM = 1e9  # scales by one, so that every clip of a run meets the same gradients
+MAX_NORM = 1e9  # scales by one, so that every clip of a run sees the same gradients
 
 
 def measure(args: argparse.Namespace) -> None:

@@ -1,7 +1,7 @@
-"""Methods in whose place something else is called for a while, to find out what they cost.
+"""Temporarily replaces methods, to find out what they cost.
 
-Counted, each one's own time is known, without what it calls and without what counting costs. Stilled, it does nothing,
-and what a step takes less is its own time and all that comes of it.
+A counted method's own time is measured, without the counted methods it calls and without the cost of counting. A
+stilled method does nothing; the time a step saves is the method's own time and that of its side effects.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 
 class _Stack(threading.local):
-    """Counted calls under way on this thread, each as the time and the number of counted calls inside it."""
+    """Counted calls in progress on this thread: for each, the time and the number of counted calls inside it."""
 
     def __init__(self) -> None:
         self.open: list[list[int]] = []
@@ -25,7 +25,7 @@ _stack = _Stack()
 
 
 class Counts(NamedTuple):
-    """Calls of a method, counted calls that it made itself, and its own time without those."""
+    """The calls of a method, the counted calls it made itself, and its own time without those."""
 
     calls: int
     inner_calls: int
@@ -33,13 +33,13 @@ class Counts(NamedTuple):
 
 
 class Replaced:
-    """A method, and what is called in its place while it is open."""
+    """A method and its replacement, which is called instead between ``open`` and ``close``."""
 
     def __init__(self, owner: type, name: str) -> None:
         self.owner, self.name = owner, name
         self._inherits = name not in vars(owner)
         self._function = getattr(owner, name)
-        # Models bind methods when they are made, and hold some weakly: this one is theirs for good.
+        # Models bind methods when they are built, and hold some by weak references: keep this one alive.
         self._call = self._replacement(self._function)
 
     def open(self) -> None:
@@ -56,7 +56,7 @@ class Replaced:
 
 
 class Stilled(Replaced):
-    """A method that does nothing and gives back ``result``, from when it is still."""
+    """A method that does nothing and returns ``result`` while ``is_still`` is true."""
 
     def __init__(self, owner: type, name: str, result: object) -> None:
         self.is_still = False
@@ -72,7 +72,7 @@ class Stilled(Replaced):
 
 
 class Counted(Replaced):
-    """A method, with its calls counted while it is open."""
+    """A method whose calls are counted and timed while it is open."""
 
     def __init__(self, kind: str, owner: type, name: str) -> None:
         self.kind = kind
@@ -110,13 +110,13 @@ class Counted(Replaced):
 
 
 class Cost(NamedTuple):
-    """What counting adds to a call, in ns: to its own time, and to that of whoever calls it."""
+    """What counting adds to a call, in ns: to the method's own time, and to its caller's."""
 
     inside: float
     outside: float
 
     def own_ns(self, counts: Counts) -> float:
-        """A method's own time as it would have been without counting."""
+        """Returns a method's own time minus the cost of counting."""
         return counts.own_ns - counts.calls * self.inside - counts.inner_calls * self.outside
 
 
@@ -129,7 +129,7 @@ class _Nothing:
 
 
 def counting_cost(batches: int = 200, calls: int = 100) -> Cost:
-    """Measured on a method that does nothing, called by one that is counted itself."""
+    """Measures the cost of counting on a method that does nothing, as if called from a counted method."""
     method, nothing, costs = Counted("", _Nothing, "counted"), _Nothing(), []
     _stack.open.append([0, 0])
     for _ in range(batches):

@@ -1,18 +1,18 @@
-"""A real training step over gloo: DDP, torch FSDP2, DeepSpeed and shardwise, in one launch; and what they send.
+"""Times a real training step over gloo: DDP, torch FSDP2, DeepSpeed and shardwise in one launch; and counts bytes.
 
     PYTHONPATH=. python benchmarks/gloo_step.py             # 4 ranks, 6 blocks of width 512
 
-Forward, backward and AdamW on processes of one machine. Contenders take turns, step by step, behind a barrier; a step
-is as long as its slowest rank takes. All start from the same weights and meet the same tokens: their losses must stay
-close, the first equal. After each step every parameter must show its shard again.
+Forward, backward and AdamW on processes of one machine. Contenders take turns, step by step, after a barrier; the time
+of a step is that of its slowest rank. All start from the same weights and train on the same tokens: their losses must
+stay close, and the first be equal. After each step every parameter must be sharded again.
 
-DeepSpeed takes part where it can be imported; the results are then a file of their own. It runs twice, with its own
-settings, under which a model of this size stays unsharded from forward to backward, and with some under which it is
-resharded between them, as by the others.
+DeepSpeed takes part if it can be imported; the results then go to a separate file. It runs twice: with its default
+settings, under which a model of this size stays unsharded from forward to backward, and with settings under which it is
+resharded in between, as by the others.
 
-Bytes are what the loopback interface counted while one contender made a few steps, the least of several rounds: other
-programs use that interface too. Ranks of one host may also read each other's memory: what shardwise read so is added,
-byte for byte. A unit's parameters are gathered twice and its gradients reduced once, and each of these moves
+Bytes are what the loopback interface counted during a few steps of one contender: the minimum of several rounds, since
+other programs use that interface too. Ranks of one host may also read each other's memory: the bytes that shardwise
+read this way are added. A unit's parameters are gathered twice and its gradients reduced once, and each of these moves
 (ranks - 1) / ranks of the bytes in and out of every rank; the figure is per rank.
 """
 
@@ -44,7 +44,7 @@ DEEPSPEED = ["DeepSpeed ZeRO-3", RESHARDING] if find_spec("deepspeed") else []
 NAMES = ["DDP", "FSDP2", "shardwise", *DEEPSPEED]
 TORCH_LINEAR = functional.linear
 
-Train = Callable[[Tensor, Tensor], Tensor]  # makes a step on tokens and targets, and returns its loss
+Train = Callable[[Tensor, Tensor], Tensor]  # takes a step on tokens and targets, and returns its loss
 
 
 def with_torch(name: str, model: Any) -> Train:
@@ -68,33 +68,33 @@ def with_torch(name: str, model: Any) -> Train:
 
 
 def with_deepspeed(name: str, model: Any) -> Train:
-    # Said by its launcher, which is not used here; and without the second it takes a GPU where there is one.
+    # DeepSpeed's launcher would set the first; without the second, DeepSpeed uses a GPU if there is one.
     os.environ.update(LOCAL_RANK=str(dist.get_rank()), DS_ACCELERATOR="cpu")
     import deepspeed
 
     zero: dict[str, Any] = {"stage": 3}
     if name == RESHARDING:
-        # Nothing stays for a later use, and at most one block is gathered ahead of the one that computes.
+        # Nothing is kept for reuse, and at most one block is gathered ahead of the one that computes.
         block_numel = sum(param.numel() for param in model.blocks[0].parameters())
         zero.update(stage3_max_reuse_distance=0, stage3_max_live_parameters=2 * block_numel)
     engine, *_ = deepspeed.initialize(
         model=model,
-        # The optimizer of all others, which it steps over flat shards. Its own would be compiled, and another one.
+        # The optimizer of the other contenders, stepped over flat shards. DeepSpeed's own is another one, and compiled.
         optimizer=torch.optim.AdamW(model.parameters(), lr=1e-4),
         config={
-            "train_micro_batch_size_per_gpu": 1,  # what each rank meets in a step; there is no default
-            "gradient_clipping": 0.0,  # its default is to clip by a norm of 1, which no other contender does
+            "train_micro_batch_size_per_gpu": 1,  # required: there is no default
+            "gradient_clipping": 0.0,  # the default clips to a norm of 1, which no other contender does
             "zero_optimization": zero,
         },
     )
-    # It has put a linear of its own in the place of torch's, for the whole process: that is only for its own steps.
+    # DeepSpeed has replaced torch's linear for the whole process: restore it, except during DeepSpeed's steps.
     its_linear, functional.linear = functional.linear, TORCH_LINEAR
 
     def train(tokens: Tensor, targets: Tensor) -> Tensor:
         functional.linear = its_linear
         loss = engine(tokens, targets)
         engine.backward(loss)
-        engine.step()  # sets gradients free, too
+        engine.step()  # frees the gradients, too
         functional.linear = TORCH_LINEAR
         return loss
 
@@ -103,7 +103,7 @@ def with_deepspeed(name: str, model: Any) -> Train:
 
 def is_sharded(param: Any) -> bool:
     if hasattr(param, "ds_status"):
-        # Parameters below a threshold, here the norms' weights, are whole on every rank of DeepSpeed.
+        # DeepSpeed does not shard parameters below a size threshold, here the norms' weights.
         return param.ds_persist or param.ds_status.name == "NOT_AVAILABLE"
     return hasattr(param, "to_local")
 
@@ -129,12 +129,12 @@ def make(name: str, size: Size) -> tuple[Contender, list[float]]:
 
 
 def bytes_read() -> int:
-    """What this rank has read of other ranks' memory."""
+    """Returns the bytes that this rank has read from other ranks' memory."""
     return sum(wire.bytes_read for wire in WATCHDOG.channels() if isinstance(wire, GlooChannel))
 
 
 def measure(size: Size, rounds: int, iterations: int, warmup: int, threads: int) -> dict[str, Any]:
-    """One rank's part."""
+    """Runs all contenders on one rank and returns what it measured."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(threads)
     contenders, losses = {}, {}
@@ -165,7 +165,7 @@ def measure(size: Size, rounds: int, iterations: int, warmup: int, threads: int)
 
 
 def of_slowest(by_rank: list[dict[str, Any]]) -> Times:
-    """A step takes as long as its slowest rank; its CPU time is that of all ranks."""
+    """Combines the times of ranks: a step's time is that of its slowest rank, its CPU time that of all ranks."""
     rounds = {
         name: [
             [
@@ -208,7 +208,7 @@ def main() -> int:
             expect(other[-1] < other[0], f"{name}: the model does not learn")
     times = of_slowest(by_rank)
     numel = sum(param.numel() for param in Language(size).parameters())
-    # What each rank received, beside what it would have to hold unsharded.
+    # The bytes that each rank received, to compare with the size of the unsharded model.
     sent = {name: min(rank["wire"][name] for rank in by_rank) / args.ranks for name in NAMES}
     read = {name: sum(rank["read"][name] for rank in by_rank) / args.ranks for name in NAMES}
     moved = {name: sent[name] + read[name] for name in NAMES}

@@ -1,9 +1,9 @@
-"""Runs ``tests/gpu`` and writes what passed, on which hardware, to a results file.
+"""Runs ``tests/gpu`` and writes which tests passed, and on which hardware, to a results file.
 
     PYTHONPATH=. python benchmarks/gpu_tests.py                 # on a machine with a GPU, straight from the source tree
-    PYTHONPATH=. python benchmarks/gpu_tests.py wrapper_gpu     # some files alone; what was written of others stays
+    PYTHONPATH=. python benchmarks/gpu_tests.py wrapper_gpu     # only some files; the results of others are kept
 
-Files run beside each other, each in a process of its own: ranks share the GPU, so a second rank costs no second one.
+Files run in parallel, each in its own process. Ranks share the GPU, so that several ranks need only one.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def start(path: Path, report: Path, log: Path) -> subprocess.Popen[bytes]:
 
 def outcome(report: Path, log: Path, exit_status: int) -> dict[str, object]:
     if not report.exists():
-        # What pytest had told by then.
+        # pytest's output so far.
         told = log.read_text(errors="replace")
         tests = re.search(r"collected (\d+) items", told)
         return {

@@ -1,19 +1,18 @@
-"""Host time that sharding adds to a forward and backward: plain, torch's FSDP and shardwise in one run.
+"""Measures the host time that sharding adds to forward and backward: plain, torch's FSDP and shardwise in one run.
 
     python benchmarks/host_overhead.py                  # CPU, 24 tiny blocks, fake group of 8
     python benchmarks/host_overhead.py --device cuda    # the same model, wider, on a GPU
-    python benchmarks/host_overhead.py --face wrapper   # FullyShardedDataParallel, beside torch's FSDP1
+    python benchmarks/host_overhead.py --face wrapper   # FullyShardedDataParallel; the peer is FSDP1
 
-The model is so small that host time is all there is. torch's fake process group moves no data between ranks, so
-that communication time stays out of it; its own price is measured and printed beside the result. The three
-contenders take turns, round by round, in one process. In every round each sharded model also runs one step that
-is not timed, under `CommDebugMode`: its gathers and reduces must be as many as promised. After every step, timed
+The model is so small that host time dominates. torch's fake process group moves no data between ranks, so no
+communication time is included; the cost of the group's own calls is measured and printed with the result. The three
+contenders take turns, round by round, in one process. In every round each sharded model also runs one untimed step
+under `CommDebugMode`, which must issue the expected number of gathers and reduces. After every step, timed
 or not, the full weights must have been freed and every parameter must have its sharded gradient.
 
-The figure is (shardwise - plain) / (peer - plain), where the peer is FSDP2, or for the wrapper FSDP1. It is taken from
-the medians over all timed steps; the spread is that of
-the same figure round by round. It is given for wall-clock time and for the CPU time of the process, which other
-work on the machine disturbs less.
+The figure is (shardwise - plain) / (peer - plain), where the peer is FSDP2, or FSDP1 for the wrapper. It is computed
+from the medians over all timed steps; the spread is that of the same figure round by round. It is given for wall-clock
+time and for the CPU time of the process, which other work on the machine disturbs less.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class Model(nn.Module):
 
 
 class Contender:
-    """A model that takes timed steps; the sharded ones are checked between them."""
+    """A model that takes timed steps; sharded models are checked between them."""
 
     def __init__(
         self, name: str, model: nn.Module, inputs: Tensor, num_units: int | None, full_numel: int
@@ -88,10 +87,10 @@ class Contender:
         return timing
 
     def check_after_step(self) -> None:
-        """The step did its work: weights are freed, and gradients are there, sharded."""
+        """Checks that the step did its work: weights are freed, and all gradients exist and are sharded."""
         numel = 0
         for param in self.model.parameters():
-            # A rank may have no element of a parameter, and torch's wrapper then gives it no gradient.
+            # If a rank has no element of a parameter, torch's wrapper gives the parameter no gradient there.
             expect(param.grad is not None or not param.numel(), f"{self.name}: a parameter has no gradient")
             if param.grad is not None:
                 local = param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
@@ -102,7 +101,7 @@ class Contender:
             expect(weight.untyped_storage().size() == 0, f"{self.name}: a full weight was not freed")
 
     def check_counts(self) -> dict[str, dict[str, int]] | None:
-        """One step under `CommDebugMode`, in the same process and on the same model as the timed ones."""
+        """Checks the collectives of one step under `CommDebugMode`, in the same process and on the same model."""
         if self.num_units is None:
             return None
         self.model.zero_grad()
@@ -117,7 +116,7 @@ class Contender:
         for handle in handles:
             handle.remove()
         expect(bool(self.weights), f"{self.name}: no weight was seen")
-        # The root keeps its weights (the first and the last) for backward; the blocks' are freed by now.
+        # The root keeps its weights (the first and the last) for backward; those of the blocks must be free.
         for weight in self.weights[1:-1]:
             expect(
                 weight.untyped_storage().size() == 0, f"{self.name}: a block's weight outlives its forward"
@@ -130,7 +129,7 @@ class Contender:
         }
         blocks = self.num_units - 1
         expected = {"forward": {GATHER: blocks + 1}, "backward": {GATHER: blocks, REDUCE: blocks + 1}}
-        if self.name != "FSDP1":  # it makes promises of its own
+        if self.name != "FSDP1":  # FSDP1 issues other collectives
             expect(counts == expected, f"{self.name}: collectives {counts}, expected {expected}")
         self.check_after_step()
         return counts
@@ -176,7 +175,7 @@ def in_place(
 def wrapped(
     args: argparse.Namespace, device: torch.device, dtype: Any, reduce_dtype: Any, peer: Any, ours: Any
 ) -> tuple[nn.Module, nn.Module]:
-    # On a CPU, FSDP1 must be told that it is one.
+    # FSDP1 needs an explicit device on a CPU.
     options = {
         "device_id": device if device.type == "cpu" else torch.cuda.current_device(),
         "use_orig_params": args.use_orig_params,
@@ -193,7 +192,7 @@ def wrapped(
 
 
 def group_cost_us(args: argparse.Namespace, device: torch.device) -> dict[str, float]:
-    """What one call of the fake group costs the host by itself, at the size of a block."""
+    """Returns the host time of one call of the fake group alone, at the size of a block."""
     block = Block(args.width, args.hidden, args.heads)
     numel = sum(param.numel() for param in block.parameters()) // args.world_size * args.world_size
     full = torch.empty(numel, device=device)
@@ -223,7 +222,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             contender.time_step(wait)
     counts = {}
     for index in range(args.rounds):
-        # Turns rotate, so that nobody always runs on the heels of the same neighbour.
+        # Turns rotate, so that no contender always runs right after the same one.
         turn = index % len(everyone)
         for contender in everyone[turn:] + everyone[:turn]:
             found = contender.check_counts()
@@ -242,7 +241,7 @@ def overhead(plain: float, peer: float, ours: float) -> float:
 def report(
     args: argparse.Namespace, everyone: list[Contender], counts: dict[str, Any], group: dict[str, float]
 ) -> dict[str, Any]:
-    # What of each sharded model's time is the group's own, and no work of the implementation.
+    # The part of each sharded model's time that is the group's own, not the implementation's.
     num_gathers, num_reduces = 2 * args.blocks + 1, args.blocks + 1
     group_ms = (num_gathers * group["all_gather"] + num_reduces * group["reduce_scatter"]) / 1000
     return {
@@ -326,7 +325,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
     torch.set_num_threads(1)
-    # torch warns of its own names and of FSDP2's hooks; neither is what is measured here.
+    # torch warns about its own names and FSDP2's hooks, which does not matter here.
     warnings.simplefilter("ignore")
     result = measure(args)
     show(result)

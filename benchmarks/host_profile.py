@@ -1,22 +1,21 @@
-"""Where the host time goes that sharding adds to a forward and backward.
+"""Profiles the host time that sharding adds to forward and backward.
 
     python benchmarks/host_profile.py                  # CPU, 24 tiny blocks, fake group of 8
     python benchmarks/host_profile.py --device cuda    # the same model, wider, on a GPU
-    python benchmarks/host_profile.py --face wrapper   # FullyShardedDataParallel, beside torch's FSDP1
+    python benchmarks/host_profile.py --face wrapper   # FullyShardedDataParallel; the peer is FSDP1
 
 The models are those of `host_overhead.py`: plain, the peer and shardwise; shardwise a second time with the engine's
-methods counted, and a third time *still*: it does all but the work itself. All five take turns. A counted method's time
-is its own alone: without that of counted methods it calls, and without what counting costs, as measured on a method
-that does nothing. In the midst of other work counting costs more than that; how much is left of it is in the results.
-What is counted belongs to a kind: the group's calls, copies, memory that comes and goes, marks and lanes, and the
-Python around them. The last kind is what remains of the uncounted difference (shardwise - plain): torch's calling of
-hooks, and a model slower for the work in between.
+methods counted, and a third time *still*: without collectives, copies and frees. All five take turns. A counted
+method's time is its own: without the counted methods it calls, and without the cost of counting, as measured on a
+method that does nothing. Amid other work counting costs more than that; how much remains of it is in the results.
+Every counted method belongs to a kind: the group's calls, copies, allocation and release of memory, events and streams,
+and the Python around them. The last kind is the rest of the uncounted difference (shardwise - plain): torch's calls of
+hooks, and a model that runs slower because of the work in between.
 
-Each kind is also given as a part of the peer's overhead, so that all of them add up to the overhead ratio of this run.
+Each kind is also given as a fraction of the peer's overhead, so that all add up to the overhead ratio of this run.
 
-A still model calls no collective, copies nothing and keeps its memory. What it takes less than shardwise is what any
-library must take that makes the same calls and copies, with the room that these leave in the caches for the model: the
-*floor* of the ratio.
+A still model calls no collective, copies nothing and keeps its memory. The time it saves is what any library must spend
+that makes the same calls and copies, including their effect on the model's use of the caches: the *floor* of the ratio.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ MEMORY, LANES = "memory that comes and goes", "marks, waits and lanes"
 PYTHON, BESIDE = "Python of ours", "beside our hooks"
 COUNTED, STILL = "shardwise, counted", "shardwise, still"
 
-# Where each kind's work is done; a star is any class of any module of a package. Lanes of the host do nothing, so they
-# are counted on a GPU alone.
+# The methods that do each kind's work; a star stands for any class of any module of a package. On a CPU, side streams
+# do nothing, so they are counted only on a GPU.
 METHODS = {
     GROUP: {
         "shardwise.comm.collectives.group.GroupCollectives": "issue_all_gather issue_all_gather_each"
@@ -52,7 +51,7 @@ METHODS = {
     },
     COPIES: {
         "torch.Tensor": "copy_",
-        # As all ways to copy out and to pack are called.
+        # The method names of all ways to copy out and to pack.
         "shardwise.engine.*": "run fill",
     },
     MEMORY: {
@@ -78,7 +77,7 @@ METHODS = {
 
 
 def classes(path: str, method: str) -> list[type]:
-    """The class of this path; of a path that ends in a star, all those that have such a method of their own."""
+    """Returns the class at this path; for a path that ends in a star, all classes that define the method."""
     package, _, class_name = path.rpartition(".")
     room = importlib.import_module(package)
     if class_name != "*":
@@ -95,7 +94,7 @@ def classes(path: str, method: str) -> list[type]:
 
 
 def counted_methods(device_type: str) -> list[Counted]:
-    """All that is counted on such a device; an error names whatever is not where `METHODS` says."""
+    """Returns the methods to count on such a device; raises, with its name, if one is not where `METHODS` says."""
     found, missing = [], []
     for kind, owners in METHODS.items():
         for path, names in owners.items():
@@ -109,7 +108,7 @@ def counted_methods(device_type: str) -> list[Counted]:
 
 
 def stilled_methods(device_type: str) -> list[Stilled]:
-    """What does the work: the group's calls, copies, and what gives memory back."""
+    """Returns the methods that do the work: the group's calls, copies, and those that free memory."""
     return [
         Stilled(each.owner, each.name, DONE if each.kind == GROUP else None)
         for each in counted_methods(device_type)
@@ -118,7 +117,7 @@ def stilled_methods(device_type: str) -> list[Stilled]:
 
 
 class Row(NamedTuple):
-    """A method in a step: medians over steps, for each unit."""
+    """One method's figures: medians over steps, per unit."""
 
     method: str
     kind: str
@@ -127,7 +126,7 @@ class Row(NamedTuple):
 
 
 class Profile:
-    """Counts the methods of a model that was made while they were open, in steps that they are opened for."""
+    """Counts methods in the steps for which they are opened; the model must have been built while they were open."""
 
     def __init__(self, device_type: str) -> None:
         self._methods = counted_methods(device_type)
@@ -146,7 +145,7 @@ class Profile:
         self.steps.append([method.counts() for method in self._methods])
 
     def rows(self, cost: Cost, num_units: int) -> list[Row]:
-        """All methods, longest first. Some may not be called on this device; of a kind, all may not."""
+        """Returns a row for each method, the longest first. At least one method of each kind must have been called."""
         rows = []
         for method, steps in zip(self._methods, zip(*self.steps, strict=True), strict=True):
             us = statistics.median(map(cost.own_ns, steps)) / (1000 * num_units)
@@ -158,7 +157,7 @@ class Profile:
 
 
 def shares(rows: list[Row], ours_us: float, peer_us: float) -> dict[str, dict[str, float]]:
-    """Each kind beside our overhead and the peer's; what was not counted is the rest of ours."""
+    """Returns each kind's part of our overhead and of the peer's; the uncounted time is the rest of ours."""
     kinds = {kind: sum(row.us for row in rows if row.kind == kind) for kind in METHODS}
     kinds[BESIDE] = ours_us - sum(kinds.values())
     return {kind: {"us": us, "of_ours": us / ours_us, "of_peer": us / peer_us} for kind, us in kinds.items()}
@@ -196,7 +195,7 @@ def measure(args: argparse.Namespace) -> None:
 
 
 def still_contender(settings: argparse.Namespace, device: torch.device) -> Contender:
-    """Ours, without the work; it computes with what its memory holds from a step that did all of it."""
+    """Returns shardwise without the work; it computes with what its memory holds from one complete step."""
     methods = stilled_methods(device.type)
     for method in methods:
         method.open()

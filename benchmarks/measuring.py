@@ -1,4 +1,4 @@
-"""How benchmarks measure: contenders take turns, what they did is checked, and results say on what they were taken."""
+"""Shared by benchmarks: contenders take turns, their steps are checked, and results record hardware and versions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def expect(condition: bool, message: str) -> None:
-    """An assert that stays under `python -O`: without it the figure would mean nothing."""
+    """An assert that is also active under `python -O`: without it a figure would mean nothing."""
     if not condition:
         raise AssertionError(message)
 
@@ -29,7 +29,7 @@ def nothing() -> None:
 
 
 class Contender(NamedTuple):
-    """Takes steps. `before` and `after` are not timed; `after` checks that the step did its work."""
+    """Something that takes steps. `before` and `after` are not timed; `after` checks that the step did its work."""
 
     name: str
     step: Callable[[], object]
@@ -38,7 +38,7 @@ class Contender(NamedTuple):
 
 
 class Timing(NamedTuple):
-    """Milliseconds of one step: on the clock, and of this process's CPU time, which other programs disturb less."""
+    """Milliseconds of one step: wall-clock time, and CPU time of this process, which other programs disturb less."""
 
     wall: float
     cpu: float
@@ -60,14 +60,14 @@ def wait_for(device: torch.device) -> Callable[[], object]:
 
 
 class Times:
-    """What contenders took, by name, round by round."""
+    """The times of all contenders, by name, round by round."""
 
     def __init__(self, rounds: dict[str, list[list[Timing]]]) -> None:
         self.rounds = rounds
 
     @classmethod
     def of_slowest(cls, by_rank: Sequence[Times]) -> Times:
-        """Of ranks that took the same turns: a step is as long as its slowest rank takes."""
+        """Combines the times of ranks that took the same turns: a step's time is that of its slowest rank."""
         return cls(
             {
                 name: [
@@ -96,7 +96,7 @@ class Times:
         }
 
     def ratio(self, of: str, to: str, clock: str = "wall") -> dict[str, Any]:
-        """How long one took beside another: of the medians, and round by round to see how far that can be trusted."""
+        """Returns the ratio of two contenders' times: of the medians, and round by round to show its spread."""
         rounds = zip(self.by_round(of, clock), self.by_round(to, clock), strict=True)
         return {
             "value": self.median(of, clock) / self.median(to, clock),
@@ -113,7 +113,7 @@ def summary(times: Sequence[float]) -> dict[str, Any]:
 def take_turns(
     contenders: list[Contender], wait: Callable[[], object], rounds: int, iterations: int, warmup: int
 ) -> Times:
-    """Times every contender in every round; who begins changes, so that nobody always follows the same one."""
+    """Times every contender in every round; the order rotates, so that none always follows the same one."""
     for contender in contenders:
         for _ in range(warmup):
             time_once(contender, wait)
@@ -149,17 +149,17 @@ def cpu_name() -> str:
 
 
 def adamw_room(step: int, lr: float, scale: torch.Tensor) -> torch.Tensor:
-    """How much further two AdamW may lie apart after one more step, if they differ in nothing but roundings.
+    """Bounds how much one more step adds to the difference of two AdamW that differ only in their roundings.
 
     In float32, with torch's betas, and the same gradient g in every step. Each operation and each setting is rounded by
-    at most u = 2**-24 of its result, or not at all where it is fused with the next; between two it is twice that.
+    at most u = 2**-24 of its result, or not at all if it is fused with the next; two of them differ by up to 2 u.
 
-    - exp_avg m: (1 - beta1) (g - m) takes 3 roundings, the sum one; what was there before fades by beta1 a step:
-      relative to m, 6 u in all from the former and 2 u from each of the last 10 sums.
+    - exp_avg m: (1 - beta1) (g - m) takes 3 roundings, the sum one; earlier errors decay by beta1 per step: relative to
+      m, 6 u in total from the former and 2 u from each of the last 10 sums.
     - exp_avg_sq v: 2 roundings for beta2 v, 3 for (1 - beta2) g g, one for the sum, all of one sign: less than 8 u from
-      each of the last 1000 steps. Its root has half of that.
-    - The rest of the quotient takes 7 roundings. It is at most lr, for m and the root of v are g, but for roundings.
-    - The parameter itself: a setting, a product and a sum, relative to ``scale``, the largest that it was.
+      each of the last 1000 steps. Its square root has half of that.
+    - The rest of the quotient takes 7 roundings. It is at most lr, since m and the root of v equal g up to roundings.
+    - The parameter itself: a setting, a product and a sum, relative to ``scale``, the parameter's largest value so far.
     """
     half_ulp = 2.0**-24 * 1.01
     of_quotient = (6 + 2 * min(step, 10)) + 8 * min(step, 1000) / 2 + 2 * 7
@@ -167,7 +167,7 @@ def adamw_room(step: int, lr: float, scale: torch.Tensor) -> torch.Tensor:
 
 
 def loopback_bytes() -> int:
-    """Bytes sent over the loopback interface since the machine started."""
+    """Returns the bytes sent over the loopback interface since the machine started."""
     for line in Path("/proc/net/dev").read_text().splitlines():
         if line.strip().startswith("lo:"):
             return int(line.split(":")[1].split()[8])
@@ -175,7 +175,7 @@ def loopback_bytes() -> int:
 
 
 def parser(doc: str | None, *, rounds: int, iterations: int, warmup: int = 3) -> argparse.ArgumentParser:
-    """The options that all entries share."""
+    """Returns a parser with the options that all benchmarks share."""
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     made.add_argument("--rounds", type=int, default=rounds)
@@ -195,7 +195,7 @@ def write(
     figures: dict[str, dict[str, Any]],
     **more: Any,
 ) -> None:
-    """Writes a results file and says what it holds. Each of the figures has at least a `value`."""
+    """Writes a results file and prints its times and figures. Each figure has at least a `value`."""
     result = {
         "benchmark": benchmark,
         "settings": {key: value for key, value in vars(args).items() if key != "out"},

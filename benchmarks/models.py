@@ -62,7 +62,7 @@ class Block(nn.Module):
 
 
 class Language(nn.Module):
-    """Tokens in, a loss out."""
+    """A language model that takes tokens and targets and returns the loss."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class Language(nn.Module):
 
 
 def start_group(backend: str, world_size: int, device: torch.device) -> None:
-    """A process group of this process alone: torch's fake one of any size, or a real one of one rank."""
+    """Starts a process group with this process alone: torch's fake group of any size, or a real one of one rank."""
     if backend == "fake":
         dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
     else:
@@ -99,7 +99,7 @@ def tokens_for(size: Size, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def fill(model: nn.Module, seed: int = 0) -> None:
-    """Weights that depend on the seed and on what a rank holds of each: shards of one size get the same."""
+    """Fills the weights from the seed; shards of the same parameter get the same values if they have the same size."""
     with torch.no_grad():
         for number, param in enumerate(model.parameters()):
             local = param.to_local() if hasattr(param, "to_local") else param
@@ -136,7 +136,7 @@ def build(
     compiles: bool = False,
     offloads: bool = False,
 ) -> nn.Module:
-    """A contender's model: "plain" (in bf16), "FSDP1", "FSDP2" or "shardwise" (bf16 compute, float32 reduces)."""
+    """Builds a contender's model: "plain" (bf16), "FSDP1", "FSDP2" or "shardwise" (bf16 compute, float32 reduces)."""
     if name in ("plain", "FSDP1"):
         with device:
             model = Language(size)
@@ -165,7 +165,7 @@ def build(
 
 
 def shard_blocks(model: Any, fully_shard: Shard, **options: Any) -> Any:
-    """Each block a unit, and the rest of the model one."""
+    """Makes each block a unit, and the rest of the model another."""
     for block in model.blocks:
         fully_shard(block, **options)
     return fully_shard(model, **options)

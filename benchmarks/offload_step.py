@@ -1,14 +1,14 @@
-"""A whole training step with parameters offloaded to the host: torch FSDP2 and shardwise, in one run.
+"""Times a whole training step with parameters offloaded to the host: torch FSDP2 and shardwise, in one run.
 
     PYTHONPATH=. python benchmarks/offload_step.py --device cuda --model 1b
 
 Forward, backward and fused AdamW on the host; one NCCL rank (gloo on a CPU, where there is nothing to offload). No
-clipping, so that the optimizer may step a unit while backward still runs. Both start from the same weights and meet the
-same tokens: their losses must stay equal, the first bit by bit.
+clipping, so that the optimizer may step a unit while backward still runs. Both start from the same weights and train on
+the same tokens: their losses must stay equal, the first bitwise.
 
-Beside them, what no library gets around as long as the host holds float32 weights and a step ends before the next
-begins: all weights go to the device once before the last gradient comes back, and AdamW on the host takes its time
-after the first one. Both alone, one after the other, are the floor.
+The floor is also timed: what no library can avoid as long as the host holds float32 weights and a step ends before the
+next begins. All weights must be copied to the device before the last gradient comes back, and AdamW on the host can
+only start after the first one. The floor is these two by themselves, one after the other.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def contender(name: str, args: Any, device: torch.device, losses: dict[str, list
 
 
 def floor_parts(args: Any, device: torch.device) -> list[Contender]:
-    """All weights to the device, and AdamW on the host, each by itself, as one tensor a unit."""
+    """Returns the floor's contenders: copying all weights to the device, and AdamW on the host; one tensor per unit."""
     with torch.device("meta"):
         model = Language(SIZES[args.model])
     in_blocks = [sum(param.numel() for param in block.parameters()) for block in model.blocks]

@@ -1,11 +1,11 @@
-"""The optimizer's step: plain tensors, torch's optimizer on shards, and `shardwise.optim.flat`, in one run.
+"""Times the optimizer step: plain tensors, torch's optimizer on shards, and `shardwise.optim.flat`, in one run.
 
     PYTHONPATH=. python benchmarks/optimizer_step.py                  # CPU
     PYTHONPATH=. python benchmarks/optimizer_step.py --device cuda
 
-Fused AdamW over the 219 parameters of the tiny model, one rank's shards of a fake group of 8. Plain are tensors
-with the very same elements. All three get the same gradients; after the last step the flat optimizer's parameters must
-be those of the plain ones but for roundings: fused kernels take the ends of tensors by other instructions.
+Fused AdamW over one rank's shards of the 219 parameters of the tiny model, in a fake group of 8. The plain tensors have
+the same elements. All three get the same gradients; after the last step the flat optimizer's parameters must equal the
+plain ones up to rounding: fused kernels process the ends of tensors with other instructions.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def measure(args: argparse.Namespace) -> None:
 
 
 def within(got: Tensor, want: Tensor, num_steps: int) -> None:
-    scale = want.abs() + num_steps * LR  # in each step it has come no further than that
+    scale = want.abs() + num_steps * LR  # a step moves a parameter by at most LR
     room = sum(adamw_room(step, LR, scale) for step in range(1, num_steps + 1))
     expect(bool(((got - want).abs() <= room).all()), "the flat step has left the plain one")
 

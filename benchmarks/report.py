@@ -1,9 +1,9 @@
-"""The tables and the plot of benchmarks/README.md, from the results files alone.
+"""Generates the tables and the plot of benchmarks/README.md from the results files.
 
     python benchmarks/report.py            # writes them
-    python benchmarks/report.py --check    # says whether they are current
+    python benchmarks/report.py --check    # checks whether they are current
 
-A question that no results file answers yet says so.
+A question without a results file is marked as such.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ PROFILES_BEGIN, PROFILES_END = "<!-- profiles: written by report.py -->\n", "<!-
 
 
 class Question(NamedTuple):
-    """What is asked, where, and which figure of which results file answers it. All figures are better when lower.
+    """A question, where it is asked, and the figure of a results file that answers it. Lower figures are better.
 
-    Without a target it is there to be read, and not in the plot.
+    A question without a target is in the tables, but not in the plot.
     """
 
     asked: str
@@ -39,7 +39,7 @@ class Question(NamedTuple):
 
 
 class Floor(NamedTuple):
-    """What the figure would be if the library itself took nothing: a figure, or one as a part of another."""
+    """What the figure would be if the library itself cost nothing: a figure, or the quotient of two."""
 
     file: str
     path: tuple[str, ...]
@@ -62,7 +62,7 @@ def host(asked: str, where: str, target: float, file: str, profile: str = "") ->
 
 
 def captured(where: str, target: float, file: str, peer: str) -> Question:
-    """A graph of the unsharded model is the floor of one of the sharded."""
+    """Returns a question about a captured step; its floor is a graph of the unsharded model."""
     asked = "captured step / " + {"plain": "plain eager", "FSDP2, by hand": "FSDP2's by hand"}[peer]
     floor = Floor(file, step_of("plain, by hand"), step_of(peer))
     return of_figures(asked, where, target, file, f"shardwise.capture / {peer}", floor)
@@ -124,7 +124,7 @@ def _questions() -> list[Question]:
         found.append(of_figures(f"forward and backward / plain{what}", where, target, file, ours, floor))
     for world in (8, 64):
         where, file = f"GPU, 8B, fake {world}", f"step_memory_8b_{world}_cuda"
-        # Without any memory that is reserved and not allocated.
+        # The floor: no memory is reserved that is not allocated.
         floor = Floor(file, ("peak_bytes", "shardwise", "allocated"), ("peak_bytes", "FSDP2", "reserved"))
         found += [
             of_figures("peak reserved memory / FSDP2's", where, 0.85, file, reserved, floor),
@@ -232,14 +232,14 @@ def table() -> str:
 # --- the plot ---------------------------------------------------------------------------------------------------------
 
 MET, MISSED, INK, FAINT = "#2b6ca3", "#d97f2a", "#222222", "#777777"
-# The axis ends at twice the target; a longer bar is broken there, and says how long it is.
+# The axis ends at twice the target; longer bars are broken there and labelled with their length.
 AXIS_END = 2.0
 LABELS, BAR, NUMBERS, ROW = 330, 420, 250, 22
 WIDTH = LABELS + BAR + NUMBERS
 
 
 def plot() -> str:
-    """Each figure as a bar, as a part of its target: one that ends left of the line has met it."""
+    """Returns the plot: each figure as a bar relative to its target; bars that end left of the line meet it."""
     groups: dict[str, list[tuple[Question, float, Answer]]] = {}
     for question in QUESTIONS:
         if question.target is not None and (found := answer(question)) is not None:
@@ -317,7 +317,7 @@ def _bar(y: int, where: str, value: float, target: float) -> list[str]:
 
 
 def _break(x: float, y: float, height: float) -> str:
-    """Two slanted white lines through a bar that goes on."""
+    """Returns two slanted white lines, which mark a bar as broken."""
     return "".join(
         f'<path d="M{x + shift:.0f} {y + height + 1:.0f} l6 {-height - 2:.0f}" stroke="white" stroke-width="2.5"/>'
         for shift in (0, 7)
@@ -342,7 +342,7 @@ def _text(
 
 
 def profiles(results: Path = HERE / "results") -> str:
-    """Where time goes, for the profiles that there are; nothing without any."""
+    """Returns the tables of all profiles that exist; an empty text if there are none."""
     read = {path.stem: json.loads(path.read_text()) for path in sorted(results.glob("*_profile_*.json"))}
     hosts = {name: found for name, found in read.items() if found["benchmark"] == "host_profile"}
     steps = {name: found for name, found in read.items() if found["benchmark"] == "step_profile"}
@@ -400,7 +400,7 @@ def markdown(about: str, columns: list[str], rows: list[list[str]]) -> str:
 
 
 def page() -> str:
-    """The README with the tables as they have to be."""
+    """Returns the README with current tables."""
     text = README.read_text()
     for begin, end, content in ((BEGIN, END, table()), (PROFILES_BEGIN, PROFILES_END, profiles())):
         before, rest = text.split(begin)

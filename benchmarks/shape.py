@@ -1,6 +1,6 @@
-"""The shape of the package, in figures: how much code, how deep, how tangled. Run by `make shape`.
+"""Measures the structure of the package: its size, call depth and import cycles. Run by `make shape`.
 
-Everything but the way of one batch is read from the source; that one is watched, on two ranks that are threads.
+All figures are read from the source, except the path of one batch, which is traced on two ranks that are threads.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PACKAGE = REPOSITORY / "shardwise"
-# What does the job of torch's FSDP1, FSDP2 and ZeRO; theirs stand on torch's collectives, these on ``comm``.
+# The part that does the job of torch's FSDP1, FSDP2 and ZeRO; those build on torch's collectives, this on ``comm``.
 SAME_JOB = ("plan", "engine", "training_step", "composable", "wrapper", "zero", "forward_methods.py")
 CENTRAL_CLASS = ("engine/unit/unit.py", "Unit")
-# What a unit is called by those who have one.
+# The names that variables for units have.
 CALLED = {"unit", "needed", "owner", "chosen", "top", "each", "gone", "following", "used"}
 LONGEST_FUNCTION = 50
 
 
 def modules() -> dict[str, Path]:
-    """Every module of the package by its dotted name; a package by its own."""
+    """Returns the file of every module of the package by its dotted name; for a package, its ``__init__``."""
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(REPOSITORY).with_suffix("").parts
@@ -40,7 +40,7 @@ def modules() -> dict[str, Path]:
 
 
 def imports_of(source: str, known: dict[str, Any]) -> set[str]:
-    """The modules among ``known`` that a file imports, for types alone or late in a function too."""
+    """Returns the modules among ``known`` that a file imports, including imports for types or inside functions."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -53,7 +53,7 @@ def imports_of(source: str, known: dict[str, Any]) -> set[str]:
 
 
 def rings(graph: dict[str, set[str]]) -> list[list[str]]:
-    """Modules that import each other, directly or through others: the strongly connected ones, largest first."""
+    """Returns the import cycles: strongly connected components of more than one module, largest first."""
     order: dict[str, int] = {}
     lowest: dict[str, int] = {}
     open_: list[str] = []
@@ -90,7 +90,7 @@ def import_graph() -> dict[str, set[str]]:
 
 
 def code_lines(source: str) -> int:
-    """Lines with code on them: no blank ones, comments or docstrings."""
+    """Counts the lines of code, without blank lines, comments and docstrings."""
     lines: set[int] = set()
     docstrings = {
         (node.body[0].lineno, node.body[0].col_offset)
@@ -115,7 +115,7 @@ def is_below(path: Path, places: tuple[str, ...]) -> bool:
 
 
 def long_functions() -> tuple[int, int]:
-    """How many functions are longer than they should be, of how many."""
+    """Returns the number of functions that are too long, and the number of all functions."""
     lengths = [
         (node.end_lineno or 0) - node.lineno + 1
         for path in modules().values()
@@ -126,7 +126,7 @@ def long_functions() -> tuple[int, int]:
 
 
 def attributes_of_central_class() -> set[str]:
-    """What methods of the class assign to ``self``."""
+    """Returns the attributes that methods of the class assign to ``self``."""
     path, name = CENTRAL_CLASS
     (owner,) = [
         node
@@ -137,7 +137,7 @@ def attributes_of_central_class() -> set[str]:
 
 
 def writes_from_outside() -> list[str]:
-    """Assignments to those attributes in other files, to whatever is called as units are."""
+    """Returns assignments to those attributes in other files, on variables that have a unit's name."""
     attributes, found = attributes_of_central_class(), []
     for path in modules().values():
         if path == PACKAGE / CENTRAL_CLASS[0]:
@@ -167,21 +167,21 @@ def _receiver(target: ast.Attribute) -> str:
 
 
 def glossary() -> list[str]:
-    """The words that ARCHITECTURE.md explains, each row of its table one or more."""
+    """Returns the words that ARCHITECTURE.md explains, one or more in each row of its table."""
     text = (REPOSITORY / "ARCHITECTURE.md").read_text()
     found = re.search(r"^\| word \| meaning \|\n\|[-|]+\n((?:\|.*\n)+)", text, re.MULTILINE)
     rows = found[1].splitlines() if found else []
     return [word.strip() for row in rows for word in row.split("|")[1].split(",")]
 
 
-# --- the way of one batch ---------------------------------------------------------------------------------------------
+# --- the path of one batch --------------------------------------------------------------------------------------------
 
 GATHER = ("issue_all_gather", "issue_all_gather_each", "issue_all_gather_lent")
 REDUCE = ("issue_reduce_scatter",)
 
 
 class Way:
-    """The files that a step comes through on one thread, and its deepest calls where it communicates."""
+    """A trace function: collects the files a step runs through on one thread, and its deepest stacks at collectives."""
 
     def __init__(self) -> None:
         self.files: set[str] = set()
@@ -208,7 +208,7 @@ def _calls_of_package(frame: FrameType | None) -> Iterator[str]:
 
 
 def _one_batch() -> tuple[list[str], dict[str, list[str]]]:
-    """On a rank: the second step of a small model, watched."""
+    """Traces the second step of a small model, on one rank."""
     import torch
     from torch import nn
 

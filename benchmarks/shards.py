@@ -1,6 +1,6 @@
-"""What runs between steps, on one rank's shards: parameters with gradients, sharded by each library and plain.
+"""Builds one rank's shards with gradients, by each library and plain, for benchmarks of what runs after backward.
 
-The ranks are a fake group's; plain are tensors with the very same elements as shardwise's shards.
+The process group is a fake one; the plain tensors have the same elements as shardwise's shards.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def parse(doc: str | None, *, iterations: int) -> argparse.Namespace:
 
 
 def make(args: argparse.Namespace) -> tuple[dict[str, nn.Module], list[Tensor]]:
-    """A model of each library, and the plain tensors; all of them with the same gradients."""
+    """Returns a model of each library, and the plain tensors, all with the same gradients."""
     device, size = torch.device(args.device), SIZES[args.model]
     start_group("fake", args.world_size, device)
     models = {name: build(name, size, device, args.world_size) for name in LIBRARIES}
@@ -41,7 +41,7 @@ def make(args: argparse.Namespace) -> tuple[dict[str, nn.Module], list[Tensor]]:
 
 
 def _fill_gradients(model: nn.Module) -> None:
-    """In place: a fake group leaves anything in them."""
+    """Fills the gradients in place: a fake group leaves them uninitialized."""
     for number, param in enumerate(model.parameters()):
         local = param.grad.to_local()  # type: ignore[union-attr]
         local.normal_(generator=torch.Generator(local.device).manual_seed(number))

@@ -1,16 +1,16 @@
-"""Where a GPU's time goes in a step: compute's kernels, its gaps, and what runs beside it. Needs a GPU.
+"""Profiles a step on a GPU: the compute stream's kernels, its gaps, and what runs beside it. Needs a GPU.
 
     PYTHONPATH=. python benchmarks/step_profile.py --model 1b               # forward and backward; tiny, 1b or 8b
-    PYTHONPATH=. python benchmarks/step_profile.py --model tiny --captured  # whole steps, as captured_step.py has them
+    PYTHONPATH=. python benchmarks/step_profile.py --model tiny --captured  # whole steps, those of captured_step.py
 
 Plain, shardwise and torch FSDP2 on a fake group of 8, one after the other, each profiled by `torch.profiler` for a few
-steps; figures are medians of those. A step's *compute* is the stream of its matrix products, the others run *beside*
-it. A graph spreads one chain of kernels over streams as it likes: in captured steps, kernels that only move bytes
-count as beside compute and all others as compute. Kernels are told apart by their names.
+steps; figures are medians of those. A step's *compute* is the stream of its matrix products; other streams run *beside*
+it. A CUDA graph may spread one chain of kernels over several streams: in captured steps, kernels that only move bytes
+count as beside compute and all others as compute. Kernels are classified by their names.
 
-Compute's kernels take longer than plain's where others share the device's memory bandwidth and multiprocessors with
-them: that, its kernels that plain does not have, and its gaps are all that can make a step longer. The profiler costs
-the host time, so gaps are longer than without it; `step_ms` is of steps that were not profiled.
+Compute kernels take longer than plain's while other kernels share the device's memory bandwidth and multiprocessors.
+This, kernels that plain does not have, and gaps are all that can make a step longer. The profiler costs host time, so
+gaps are longer than without it; `step_ms` is the time of steps that were not profiled.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FLOOR = "plain"
 SLOWER, MORE, GAPS = "the same products and attention", "other kernels", "gaps"
 MATMUL, ATTENTION, OTHER = "matrix products", "attention", "other"
 GROUP, CAST, PACK, COPY_OUT, POINTERS = "the group's own", "casts", "packing", "copy-out", "from the host"
-# What is in a kernel's name, most telling first. The fake group's own work is copies.
+# Parts of kernel names; the first kind that matches wins. The fake group's own work is copies.
 NAMES = {
     ATTENTION: ("sdpa", "flash", "fmha", "attention", "cudnn::fusion"),
     MATMUL: ("nvjet", "gemm", "cutlass", "xmma", "cublas", "splitk"),
@@ -48,7 +48,7 @@ MOVING = (GROUP, CAST, PACK, COPY_OUT, POINTERS)
 
 
 class Kernel(NamedTuple):
-    """A kernel, copy or fill as it ran."""
+    """One execution of a kernel, copy or fill."""
 
     name: str
     stream: int
@@ -65,7 +65,7 @@ Ranges = list[tuple[int, int]]
 
 
 def busy(kernels: Iterable[Kernel]) -> Ranges:
-    """When any of the kernels ran, as ranges that do not touch."""
+    """Returns the times when any of the kernels ran, as ranges that do not touch."""
     ranges: Ranges = []
     for start, stop in sorted((kernel.start_ns, kernel.stop_ns) for kernel in kernels):
         if ranges and start <= ranges[-1][1]:
@@ -80,7 +80,7 @@ def ms(ranges: Ranges) -> float:
 
 
 def shared_ms(one: Ranges, other: Ranges) -> float:
-    """How long both ran at once."""
+    """Returns how long both ran at the same time."""
     return ms(one) + ms(other) - ms(busy(Kernel("", 0, *each) for each in (*one, *other)))
 
 
@@ -92,7 +92,7 @@ def ms_by_kind(kernels: Iterable[Kernel]) -> dict[str, float]:
 
 
 def compute_stream(kernels: list[Kernel]) -> int:
-    """The stream that has most of the matrix products."""
+    """Returns the stream with most of the matrix products."""
     taken: dict[int, int] = {}
     for kernel in kernels:
         if kernel.kind == MATMUL:
@@ -101,7 +101,7 @@ def compute_stream(kernels: list[Kernel]) -> int:
 
 
 def step_table(kernels: list[Kernel], is_captured: bool) -> dict[str, Any]:
-    """One step, in milliseconds."""
+    """Returns the table of one step, in milliseconds."""
     if is_captured:
         compute = [kernel for kernel in kernels if kernel.kind not in MOVING]
     else:
@@ -132,7 +132,7 @@ def step_table(kernels: list[Kernel], is_captured: bool) -> dict[str, Any]:
 
 
 def median_table(tables: list[Any]) -> Any:
-    """Tables of several steps as one, of medians; what a step does not have took it no time."""
+    """Merges the tables of several steps into one of medians; an entry that a step lacks counts as 0."""
     if not isinstance(tables[0], dict):
         return statistics.median(tables)
     keys = {key: None for table in tables for key in table}
@@ -140,7 +140,7 @@ def median_table(tables: list[Any]) -> Any:
 
 
 def longer(table: dict[str, Any], floor: dict[str, Any]) -> dict[str, float]:
-    """What makes a step's compute longer than the floor's, in milliseconds."""
+    """Returns what makes a step's compute longer than the floor's, in milliseconds."""
     own, floors = table["compute"], floor["compute"]
     same = sum(own["kinds"].get(kind, 0.0) - floors["kinds"].get(kind, 0.0) for kind in (MATMUL, ATTENTION))
     return {
@@ -173,7 +173,7 @@ def kernels_of(found: profile) -> list[Kernel]:
 
 
 def profiled(step: Callable[[], object], args: argparse.Namespace) -> list[list[Kernel]]:
-    """The kernels of each profiled step. Before each comes one that the profiler only warms up in."""
+    """Returns the kernels of each profiled step. Each is preceded by a warm-up step of the profiler."""
     steps: list[list[Kernel]] = []
     with profile(
         activities=[ProfilerActivity.CUDA],

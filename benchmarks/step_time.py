@@ -1,20 +1,20 @@
-"""Forward and backward of a transformer: plain, torch FSDP2, FSDP1 and shardwise, in one run; and their memory.
+"""Times forward and backward of a transformer: plain, torch FSDP2, FSDP1 and shardwise in one run; or their memory.
 
     PYTHONPATH=. python benchmarks/step_time.py --device cuda --model 1b             # tiny, 1b or 8b
     PYTHONPATH=. python benchmarks/step_time.py --device cuda --model 1b --compile   # blocks compiled
     PYTHONPATH=. python benchmarks/step_time.py --device cuda --model 8b --memory    # peak memory instead of time
 
-bf16 compute, float32 reduces, a fake group of 8 (or `--world-size 64`): no communication takes time, what is left is
+bf16 compute, float32 reduces, a fake group of 8 (or `--world-size 64`): communication takes no time, so what remains is
 what sharding costs a rank. Plain is the same model in bf16, unsharded. FSDP2 and shardwise hold the same shards, and a
-fake group gathers the same from them, so their losses must be equal in every step, bit by bit. After every step all
-parameters must have a gradient, and in a step that is not timed the collectives must be as many as promised.
+fake group gathers the same from them, so their losses must be bitwise equal in every step. After every step all
+parameters must have a gradient, and an untimed step must issue the expected number of collectives.
 
-*Plain, and the group's own*: the plain model while a stream beside it does what no library gets around on this group.
-Shards are cast, the collectives are issued where a unit begins or ends, gradients go into rows of float32; nobody waits
-for it before the step is over. What it takes longer than plain is the floor of what sharding costs here.
+*Plain, and the group's own*: the plain model while a side stream does what no library can avoid on this group: it casts
+shards, issues the collectives where a unit begins or ends, and copies gradients into rows of float32; nothing waits
+for it before the end of the step. The time it adds to plain is the floor of what sharding costs here.
 
-With `--memory` each contender runs in a process of its own with torch's default allocator, and the figures are the
-peaks of its allocated and reserved memory over whole steps.
+With `--memory` each contender runs in its own process with torch's default allocator, and the figures are its peaks
+of allocated and reserved memory over whole steps.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ FLOOR = "plain, and the group's own"
 
 
 class Runner:
-    """One contender's model and its losses."""
+    """A contender's model and its losses."""
 
     def __init__(self, name: str, args: Any, device: torch.device) -> None:
         size = SIZES[args.model]
@@ -67,9 +67,9 @@ class Runner:
         with CommDebugMode() as mode:
             self.step()
         counts = {str(op): count for op, count in mode.get_comm_counts().items()}
-        # Large units are gathered right into their parameters, as one operation for many tensors.
+        # Large units are gathered directly into their parameters, by one collective for many tensors.
         counts[GATHER] = counts.get(GATHER, 0) + counts.pop(GATHER_EACH, 0)
-        # Rows of more than 1 GiB are reduced in slices of that size: those of an embedding and an output, say.
+        # Rows of more than 1 GiB (an embedding and an output layer, say) are reduced in slices of that size.
         rest = [param for name, param in self.model.named_parameters() if not name.startswith("blocks.")]
         num_slices = -(-4 * sum(param.numel() for param in rest) // (1 << 30))
         expected = {GATHER: 2 * self.num_blocks + 1, REDUCE: self.num_blocks + num_slices}
@@ -80,9 +80,9 @@ class Runner:
 
 
 class GroupBeside:
-    """What a fake group makes any library do for a model, on a stream beside the compute stream.
+    """Does on a side stream what any library must do for a model on a fake group.
 
-    One buffer stands for every unit's: what is in it is nobody's business, how much is moved is.
+    All units share one buffer: only the number of bytes moved matters, not their values.
     """
 
     def __init__(self, runner: Runner, world_size: int, device: torch.device) -> None:
@@ -110,7 +110,7 @@ class GroupBeside:
         self._reduce(self._model)
 
     def _prepare(self) -> None:
-        # For this step alone: the model is plain's, which has no hooks.
+        # Only for this step: the model is also the plain contender's, which has no hooks.
         blocks, handles = self._blocks, self._handles
         for number, block in enumerate(blocks):
             after, before = blocks[number + 1 : number + 2], blocks[max(0, number - 1) : number]
@@ -154,7 +154,7 @@ def padded_numel(params: Any, world_size: int) -> int:
 def measure_time(args: Any, device: torch.device) -> None:
     runners = {name: Runner(name, args, device) for name in args.contenders}
     contenders = [runner.contender() for runner in runners.values()]
-    # A compiled block's hooks would be compiled with it.
+    # Hooks of a compiled block would be compiled, too.
     if "plain" in runners and not args.compile:
         contenders.append(GroupBeside(runners["plain"], args.world_size, device).contender())
     times = take_turns(contenders, wait_for(device), args.rounds, args.iterations, args.warmup)
@@ -190,7 +190,7 @@ def measure_memory(args: Any) -> None:
 
 
 def peaks_of(name: str, args: Any) -> dict[str, int]:
-    """Runs this very file for one contender."""
+    """Runs this file in a process for one contender and returns its peak memory."""
     command = [sys.executable, __file__, "--only", name, "--device", args.device, "--model", args.model]
     command += ["--world-size", str(args.world_size), "--iterations", str(args.iterations)]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -209,7 +209,7 @@ def run_alone(args: Any, device: torch.device) -> None:
         freed.append(torch.cuda.memory_allocated() if device.type == "cuda" else 0)
         runner.step()
         runner.check()
-    # From step to step nothing more may stay behind.
+    # Memory must not grow from step to step.
     expect(freed[1] == freed[-1], f"{args.only}: memory between steps grows: {freed}")
     on_gpu = device.type == "cuda"
     peaks = {
@@ -228,7 +228,7 @@ def main() -> int:
     options.add_argument("--contenders", nargs="+", choices=EVERYONE, help="default: all; FSDP1 needs a GPU")
     options.add_argument("--only", choices=EVERYONE, help="print the peak memory of this one")
     args = options.parse_args()
-    # FSDP1 has no way to make a model of 8 billion parameters shard by shard on a fake group.
+    # FSDP1 cannot build a model of 8 billion parameters shard by shard on a fake group.
     has_fsdp1 = args.device == "cuda" and args.model != "8b"
     args.contenders = args.contenders or [name for name in EVERYONE if has_fsdp1 or name != "FSDP1"]
     warnings.simplefilter("ignore")

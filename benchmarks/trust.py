@@ -1,16 +1,16 @@
-"""What becomes of ranks that part, fail or stall: torch FSDP2 beside shardwise's three faces, case by case.
+"""Shows how jobs end whose ranks diverge, fail or stall: torch FSDP2 and shardwise's three APIs, case by case.
 
     PYTHONPATH=. python benchmarks/trust.py                         # 2 ranks, the first one errs
     PYTHONPATH=. python benchmarks/trust.py --ranks 4 --errs last --only killed --only slow
 
-Every case runs in fresh gloo processes under a hard limit. For each it says how the ranks ended that were still alive:
+Every case runs in new gloo processes with a time limit. The result says how the surviving ranks ended:
 
-    named       all of them raised an error that names the rank, unit or cause, or their own
-    right       nothing was wrong in the end, and the numbers are right
+    named       all of them raised an error that names the rank, unit or cause, or their own error
+    right       no error, and the numbers are right
     an error    some raised, but not all of them an error that names anything
-    died        a rank that did nothing wrong was ended from within (C++ abort)
+    died        a rank that did nothing wrong crashed (C++ abort)
     hung        a rank was still waiting at the limit
-    SILENT      all went on as if nothing had been, with different parameters or gradients
+    SILENT      all went on without an error, with different parameters or gradients
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from measuring import RESULTS, machine
 
-# What the tests' own switch is set to, and which face the catalogue is run with.
+# The value of the tests' switch between libraries, and the API with which the catalogue of cases runs.
 PEERS = {
     "FSDP2": ("torch", "fully_shard"),
     "shardwise": ("shardwise", "fully_shard"),
@@ -50,14 +50,14 @@ ENDS_ITSELF = (
 
 
 def catalogue(face: str) -> dict[str, Any]:
-    """The cases of a face, by name; None for those that are made here."""
+    """Returns the cases of an API, by name; None for those defined in this file."""
     from tests.ranks import divergence, divergence_zero
 
     room: Any = divergence_zero if face == "zero" else divergence
     groups = [room.PARTING, room.DIFFERING, room.BREAKING_OFF, divergence.STRIKING, divergence.HARMLESS]
     found = {case.__name__: case for group in groups for case in group}
     if face == "zero":
-        # Data is none of an optimizer's business.
+        # An optimizer does not see data.
         del found["an_empty_batch"]
         found["a_state_dict_on_one"] = divergence_zero.a_state_dict_on_one
     return {**found, "a_late_rank": None, "a_closed_port": None}
@@ -70,7 +70,7 @@ def make_run(face: str) -> Any:
 
 
 def be_rank(rank: int, world: int, who: int, port: int, face: str, name: str, report: Any) -> None:
-    """One rank of one case; what it ended in goes to the caller."""
+    """Runs one rank of one case and sends the caller how it ended."""
     torch.set_num_threads(1)
     from tests.ranks import divergence
 
@@ -94,7 +94,7 @@ def be_rank(rank: int, world: int, who: int, port: int, face: str, name: str, re
             run.optim.zero_grad()
             catalogue(face)[name](run, errs)
         ended, text = "finished", ""
-    except BaseException as error:  # noqa: BLE001  whatever it is, it is what this rank ended in
+    except BaseException as error:  # noqa: BLE001  any exception is a result: how this rank ended
         kind = type(error)
         is_own = isinstance(error, (divergence.Boom, SystemExit, KeyboardInterrupt)) and errs
         is_named = kind.__module__.startswith("shardwise")
@@ -106,13 +106,13 @@ def be_rank(rank: int, world: int, who: int, port: int, face: str, name: str, re
         )
     report.send((ended, text[:2000], time.monotonic() - begun))
     if ended == "finished":
-        # A job goes on: this rank's connections stay.
+        # As in a job that goes on, this rank's connections stay open.
         time.sleep(600)
     os._exit(1)
 
 
 def run_case(face: str, name: str, world: int, who: int, limit_seconds: float) -> dict[str, Any]:
-    """Starts the ranks of one case, waits for them, and ends those that do not come back."""
+    """Starts the ranks of one case, waits until they end or the limit has passed, and kills the rest."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "shardwise", "tests.ranks.divergence_zero"])
     server: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -138,7 +138,7 @@ def run_case(face: str, name: str, world: int, who: int, limit_seconds: float) -
                 ended[rank] = ("died", f"exit code {ranks[rank].exitcode}", 0.0)
                 continue
             if told[0] == "ready":
-                # The last of them: the server goes, and its port with it.
+                # Drops the last reference: the store's server ends, and its port is closed.
                 server = None
             else:
                 ended[rank] = told
@@ -177,7 +177,7 @@ def _outcome(name: str, ends: list[str]) -> str:
 
 
 def contend(peer: str, given: argparse.Namespace) -> list[dict[str, Any]]:
-    """All cases with one implementation. The tests' own switch makes the catalogue use torch's `fully_shard`."""
+    """Runs all cases with one implementation. The tests' switch makes the catalogue use torch's `fully_shard`."""
     who = 0 if given.errs == "first" else given.ranks - 1
     rows = []
     for name in chosen(given, PEERS[peer][1]):
@@ -223,7 +223,7 @@ def main() -> None:
     results: dict[str, list[dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for peer in given.peer or PEERS:
-            # In a process of its own, whose environment says what the catalogue is to use.
+            # In its own process, whose environment selects the library that the catalogue uses.
             file = Path(folder) / peer
             subprocess.run(
                 [sys.executable, __file__, *sys.argv[1:], "--peer", peer, "--out", str(file), "--alone"],

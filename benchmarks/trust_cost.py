@@ -1,12 +1,12 @@
-"""What does trust cost? The same training step with checks off and on, in one launch of gloo processes or GPU ranks.
+"""Measures the cost of checks: the same training step with checks off and on, in one launch of gloo or GPU ranks.
 
     PYTHONPATH=. python benchmarks/trust_cost.py                     # 2 gloo ranks
     PYTHONPATH=. python benchmarks/trust_cost.py --device cuda       # NCCL, ranks share the GPU
 
-Contenders are plain (no communication), torch FSDP2 and shardwise twice: made while checks were off, and with the
-default policy. Each has a process group of its own, steps in turn behind a barrier, and its losses are compared. Two
-figures: the step with checks over the step without; and what checks add to the host's time for a unit, over what FSDP2
-adds to the plain model's for a unit.
+Contenders are plain (no communication), torch FSDP2 and shardwise twice: built with checks off, and with the default
+policy. Each has its own process group and takes its turns after a barrier, and losses are compared. Two figures: the
+step with checks over the step without; and the host time per unit that checks add, over the host time per unit that
+FSDP2 adds to the plain model.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def make(name: str, args: Any, device: torch.device) -> tuple[nn.Module, torch.o
     torch.manual_seed(0)
     model = nn.Sequential(*(Block(args.width) for _ in range(args.units))).to(device)
     if name != "plain":
-        # A group of its own: whether a group is checked is decided when it is first used.
+        # A separate group, because whether a group is checked is decided when it is first used.
         group = dist.new_group(list(range(dist.get_world_size())))
         assert group is not None
         mesh = DeviceMesh.from_group(group, device.type)

@@ -1,24 +1,24 @@
-"""The optimizer step of torch's ZeroRedundancyOptimizer and of ours, in one run.
+"""Times the optimizer step of torch's ZeroRedundancyOptimizer and of ours, in one run.
 
     python benchmarks/zero.py                       # gloo, 2 and 4 ranks
     python benchmarks/zero.py --backend nccl        # the same on GPUs; ranks may share one
 
-Contenders take turns, step by step, on copies of one model with the same gradients; each step begins behind a
-barrier. A step's time is that of its slowest rank; its CPU time is that of all ranks together, the transport's
-threads included, which other work on the machine disturbs less. Bytes on the wire are what the loopback
-interface counted while one contender made a few steps, the least of several rounds, since other programs use
-that interface too. State is what the local optimizer holds, on the rank that holds most.
+Contenders take turns, step by step, on copies of one model with the same gradients; each step begins after a
+barrier. A step's time is that of its slowest rank; its CPU time is that of all ranks together, including the
+transport's threads, and is disturbed less by other work on the machine. Bytes sent are what the loopback
+interface counted during a few steps of one contender: the minimum of several rounds, since other programs use
+that interface too. State is the size of the local optimizer's state, on the rank with the most.
 
-`local step alone` is a rank's share of the unsharded optimizer, stepped as torch steps it, with nothing sent. `floor`
-is that share's part of torch's step: what would be left of it if sending cost nothing. Ours can come below it where
-it steps large parameters block by block, and with views small ones together.
+`local step alone` is one rank's part of the unsharded optimizer, stepped as torch steps it, with nothing sent. `floor`
+is its fraction of torch's step: what would remain of that if communication cost nothing. Ours can be below the floor
+where it steps large parameters block by block and, with views, small ones together.
 
-After every round all contenders must have the parameters of an unsharded optimizer: bit by bit where parameters
-are stepped whole, but for roundings where they are split, since kernels take the ends of tensors by other instructions.
+After every round all contenders must have the parameters of an unsharded optimizer: bitwise where parameters are
+stepped whole, up to rounding where they are split, since kernels process the ends of tensors with other instructions.
 
-Models: `even` has layers of one size. `embedding` is a small transformer whose vocabulary is most of it, so that
-whole parameters cannot be shared out evenly. `small` has very many small layers. Both optimizers step by AdamW, once
-with torch's default kernels, which take most of the step on a CPU, and once with its fused ones.
+Models: `even` has layers of one size. `embedding` is a small transformer that is mostly vocabulary, so that whole
+parameters cannot be distributed evenly. `small` has very many small layers. Both optimizers use AdamW, once with
+torch's default kernels, which take most of the step on a CPU, and once with its fused ones.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ CONTENDERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "ours, balanced, views": (OurZero, {"balanced": True, "parameters_as_bucket_view": True}),
 }
 LOCAL = "local step alone"
-# Each of ours against torch's with the same choice of views.
+# Each of ours with torch's that has the same setting for views.
 PAIRS = {
     name: "torch, views" if "views" in name else "torch" for name in CONTENDERS if name.startswith("ours")
 }
@@ -85,7 +85,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {"even": even, "embedding": embeddi
 
 
 def measure(model_name: str, optimizer_name: str, rounds: int, steps: int) -> dict[str, Any]:
-    """One rank's part."""
+    """Runs all contenders on one rank and returns what it measured."""
     on_gpu = dist.get_backend() == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     torch.manual_seed(0)
@@ -141,7 +141,7 @@ def measure(model_name: str, optimizer_name: str, rounds: int, steps: int) -> di
 
 
 def local_share(ours: OurZero, kernels: dict[str, Any]) -> torch.optim.Optimizer:
-    """An optimizer of its own for copies of what this rank owns."""
+    """Returns a separate optimizer for copies of what this rank owns."""
     copies = []
     for owned in ours.optim.param_groups[0]["params"]:
         copies.append(owned.detach().clone().requires_grad_())
@@ -150,7 +150,7 @@ def local_share(ours: OurZero, kernels: dict[str, Any]) -> torch.optim.Optimizer
 
 
 def timed(step: Callable[[], object], on_gpu: bool) -> tuple[float, float]:
-    """Wall-clock time of a step, and CPU time up to the point where all ranks are through."""
+    """Returns the wall-clock time of a step, and the CPU time until all ranks have finished it."""
     dist.barrier()
     if on_gpu:
         torch.cuda.synchronize()
@@ -164,7 +164,7 @@ def timed(step: Callable[[], object], on_gpu: bool) -> tuple[float, float]:
 
 
 def step_reference(unsharded: torch.optim.Optimizer, reference: nn.Module, room: list[Tensor]) -> None:
-    """Steps the unsharded optimizer, and notes for each element how much further its roundings may lead."""
+    """Steps the unsharded optimizer, and adds to `room` how much more each element may differ by rounding."""
     before = [param.detach().abs() for param in reference.parameters()]
     unsharded.step()
     for param, was, allowed in zip(reference.parameters(), before, room, strict=True):
@@ -219,7 +219,7 @@ def summary(by_rank: list[dict[str, Any]], world: int) -> dict[str, Any]:
 
 
 def over_ranks(combine: Callable[[Any], float], by_rank: list[list[list[float]]]) -> list[list[float]]:
-    """Rank by round by step to round by step."""
+    """Combines values over ranks: takes them by rank, round and step, and returns them by round and step."""
     return [
         [combine(step) for step in zip(*of_round, strict=True)] for of_round in zip(*by_rank, strict=True)
     ]

@@ -1,11 +1,11 @@
-"""Overlapped steps under random sleeps in ranks and hooks: no hang, and the right result after every step.
+"""Runs overlapped steps with random sleeps in ranks and hooks: checks for hangs, and the result of every step.
 
     python benchmarks/zero_soak.py                  # gloo, 20 seeds of 50 steps, both hooks, both sharings
     python benchmarks/zero_soak.py --kind nccl
 
 Every rank trains a small model twice, once with the optimizer stepped inside DDP's backward and once with DDP and
-a local optimizer, and compares all parameters, bit by bit, after every step. A seed that does not end within its
-time is a hang: the run stops there and shows where every rank was.
+a local optimizer, and compares all parameters bitwise after every step. A seed that exceeds its time limit counts
+as a hang: the run stops there and shows the stack of every rank.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main() -> None:
     runs = []
     for seed in range(arguments.seeds):
         for interleaved, shard_buckets in product((False, True), (False, True)):
-            # 2, 3 and 4 ranks take turns, so that each of the four ways meets each of them.
+            # World sizes 2, 3 and 4 in turn, so that each of the four variants runs with each size.
             world = 2 + seed % 3
             start = time.monotonic()
             run_ranks(

@@ -3,13 +3,13 @@
     make demo                                  # or, with shardwise installed:
     python examples/demo.py --steps 200
 
-Every line that begins with $ is a command you can type yourself; what they make is left in ``runs/demo``. The text it
-learns is the source of Python's own standard library, so nothing is downloaded.
+Every line that begins with $ is a command you can type yourself; the results stay in ``runs/demo``. The training text
+is the source of Python's own standard library, so nothing is downloaded.
 
 Why the two runs must be equal: a run's batches, first weights and learning rates do not depend on the number of ranks.
-Two ranks take half of each batch and average their gradients, added in rank order; one process takes the same halves
-one after the other. The same arithmetic in the same order, so every weight must come out the same to the last bit.
-(Clipping is off for that: the norm of a gradient in two halves rounds differently from that of the whole.)
+Two ranks take half of each batch each and average their gradients, added in rank order; one process takes the same
+halves one after the other. The same arithmetic in the same order gives the same weights, to the last bit.
+(Clipping is off: the norm of a gradient in two halves rounds differently from that of the whole.)
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from shardwise.train.run_folder import new_folder
 
 
 def as_typed() -> str:
-    """The command as a user here would type it."""
+    """Returns the command as a user would type it here."""
     installed = Path(sys.executable).with_name("shardwise")
     if shutil.which("shardwise") is None and installed.exists():
         return os.path.relpath(installed)
@@ -38,7 +38,7 @@ def as_typed() -> str:
 
 
 def run(why: str, *arguments: str) -> None:
-    """Says what a command is for, shows it and runs it."""
+    """Prints what a command is for and the command itself, and runs it."""
     print(f"\n{why}\n$ {as_typed()} {shlex.join(arguments)}", flush=True)
     done = subprocess.run([sys.executable, "-m", "shardwise", *arguments], check=False)
     if done.returncode:
@@ -53,7 +53,7 @@ def weights_of(run_folder: Path) -> dict[str, torch.Tensor]:
 
 
 def compare(left: Path, right: Path) -> bool:
-    """Whether two runs left the same losses and weights, to the last bit; tells how far they are apart."""
+    """Returns whether two runs have bitwise equal losses and weights; prints the largest difference."""
     losses = [[record.loss for record in read_metrics(folder)] for folder in (left, right)]
     weights = [weights_of(folder) for folder in (left, right)]
     apart = max(

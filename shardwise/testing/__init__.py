@@ -1,6 +1,6 @@
-"""For tests of sharded code: ranks on one machine, as threads, as processes, or on GPUs.
+"""Tools for testing sharded code: runs ranks on one machine, as threads, as processes, or on GPUs.
 
-It may use everything below it; nothing of the library uses it.
+This package may import any other package of the library; none of them imports this one.
 """
 
 from shardwise.testing.failures import RankFailure, RankReport, RankTimeout

@@ -1,14 +1,14 @@
-"""How the failure of some ranks is told to the one who called them all.
+"""Turns the reports of all ranks of a call into the one error that ``run_ranks`` raises.
 
-Every rank of a call ends in one of five ways, and a failure report says which way each went:
+Every rank of a call ends in one of five ways, and the error says which, rank by rank:
 
     raised      its function raised
     died        its process ended by itself
-    torn down   nothing wrong of its own: it was stopped, or lost its peers, because another rank failed
+    torn down   did not fail itself: it was stopped, or lost its peers, because another rank failed
     hung        still running at the timeout; its stack is in the report
     finished    its function returned
 
-This file only describes; it starts and ends nothing.
+This file only describes failures; it starts and ends no ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shardwise.errors import ShardwiseError, follows_from_a_peer
 
 __all__ = ["Outcome", "RankFailure", "RankReport", "RankTimeout", "failure_of"]
 
-# A signal that comes just before its wait, or to another thread, does not wake a caller: its handler runs after this.
+# A signal just before the caller's wait, or in another thread, does not end the wait: its handler runs after this.
 SIGNALS_WAIT_SECONDS = 1.0
 
 
@@ -40,7 +40,7 @@ class RankReport:
     """How one rank ended.
 
     ``summary`` is one line, ``details`` a traceback or a stack. ``at_seconds`` is read from the machine's
-    monotonic clock, which all processes share, so that the first cause can be told from what it caused.
+    monotonic clock, which all processes share, so that the first failure can be distinguished from its consequences.
     """
 
     rank: int
@@ -52,9 +52,9 @@ class RankReport:
 
 
 class RankFailure(ShardwiseError, RuntimeError):
-    """At least one rank failed. ``rank`` is the first cause, ``reports`` tells of every rank, that one first.
+    """At least one rank failed. ``rank`` is the first cause; ``reports`` has a report of every rank, that one first.
 
-    ``__cause__`` is that rank's own exception where it could be brought here.
+    ``__cause__`` is the exception that rank raised, if it could be sent to the caller.
     """
 
     rank: int = -1
@@ -62,16 +62,16 @@ class RankFailure(ShardwiseError, RuntimeError):
 
 
 class RankTimeout(RankFailure):
-    """Ranks were still running when the time was up. The message holds the stack of each."""
+    """Ranks were still running at the timeout. The message contains the stack of each."""
 
 
-# The order of telling: first what can be a cause (errors of a rank's own before those about peers, each by time), then
-# what followed from it (by rank).
+# The order of reports: first possible causes (a rank's own errors before errors about peers, each by time), then their
+# consequences (by rank).
 _ORDER = {Outcome.RAISED: 0, Outcome.DIED: 0, Outcome.HUNG: 1, Outcome.TORN_DOWN: 2, Outcome.FINISHED: 3}
 
 
 def failure_of(reports: Sequence[RankReport], *, call: str, timeout_seconds: float) -> RankFailure:
-    """The one error that tells of all ranks, the first cause first."""
+    """Returns the error that describes how every rank ended, the first cause first."""
     told = sorted(reports, key=_order_of_telling)
     first = told[0]
     hung = [report for report in told if report.outcome is Outcome.HUNG]

@@ -1,10 +1,10 @@
-"""Does a model train sharded as it does unsharded? A check for users' own models.
+"""Checks, for a user's own model, that sharded training computes what unsharded training computes.
 
     report = check_parity(model, batch, shard=lambda model: fully_shard(model, wrap=Block))
     assert report, report
 
-Every rank trains two copies for a few steps: a sharded one, and a plain one whose gradients are averaged over ranks, in
-rank order. Without a process group it starts two ranks of its own, as threads.
+Every rank trains two copies for a few steps: a sharded one, and a plain one whose gradients are averaged over ranks in
+rank order. Without a process group, the check starts two ranks as threads.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ __all__ = ["ParityReport", "check_parity"]
 
 @dataclass(frozen=True)
 class ParityReport:
-    """What became of the two copies; true if they are the same.
+    """The result of the comparison; true if the two copies are the same.
 
-    ``difference`` names the step and the first thing that differs: the loss, a gradient or a parameter.
+    ``difference`` names the step and what differs first: the loss, a gradient or a parameter.
     """
 
     num_steps: int
@@ -57,19 +57,19 @@ def check_parity(
     steps: int = 3,
     tolerance: float | None = None,
 ) -> ParityReport:
-    """Trains copies of ``model``, sharded and plain, and reports the first parameter that differs.
+    """Trains copies of ``model``, sharded and plain, and reports the first loss, gradient or parameter that differs.
 
     Args:
-        model: a model that is not sharded; it is left as it is.
-        batch: what this rank feeds it: a tensor, a tuple of arguments, or a mapping of named ones.
-        shard: shards a copy, in place; ``fully_shard`` by default.
-        loss: makes a scalar of the model's output; by default the output itself, its ``loss``, or the mean of
-            squares of its tensors.
-        optimizer: makes an optimizer of parameters; plain SGD by default.
-        steps: how many to take.
-        tolerance: how much values may differ, relative to the largest of their tensor, or to a hundredth of the
-            model's largest: some gradients are nothing but rounding. By default not at all on a CPU, where sums are in
-            rank order, and 1e-5 elsewhere.
+        model: an unsharded model; it is not changed.
+        batch: this rank's input to the model: a tensor, a tuple of arguments, or a mapping of keyword arguments.
+        shard: shards a copy in place; ``fully_shard`` by default.
+        loss: computes a scalar from the model's output; by default the output itself if it is a scalar, its ``loss``,
+            or the mean square of its first tensor.
+        optimizer: builds an optimizer for the given parameters; plain SGD by default.
+        steps: the number of optimizer steps.
+        tolerance: the largest difference allowed, relative to the largest value of the tensor or to a hundredth of the
+            model's largest value, if that is more: some gradients are nothing but rounding errors. By default 0 on a
+            CPU, where sums are in rank order, and 1e-5 elsewhere.
     """
     if any(isinstance(param, DTensor) for param in model.parameters()):
         raise ConfigError(
@@ -104,13 +104,13 @@ def _check(
     for step in range(steps):
         losses: list[torch.Tensor] = []
         for copy_of_model in (plain, sharded):
-            # Ranks may drop out different elements; the two copies of a rank must not.
+            # Dropout may differ between ranks, but not between the two copies of a rank.
             torch.manual_seed(1000 * step + dist.get_rank())
             value = _loss_of(_call(copy_of_model, batch), loss)
             value.backward()
             losses.append(value.detach())
         _average_in_rank_order(plain)
-        # All of them on every rank: to make a parameter whole takes all ranks.
+        # Every rank makes every comparison: gathering a full parameter takes all ranks.
         found = [_differs("the loss", losses[0], losses[1], allowed)]
         found.append(_first_difference(plain, sharded, allowed, "grad"))
         for each in optims:
@@ -123,7 +123,7 @@ def _check(
 
 
 def _anywhere(*found: str | None) -> str | None:
-    """The first of the differences on any rank: one that sees none may have a peer that does, and all stop alike."""
+    """Returns the first difference that any rank found, the same on every rank, so that all ranks stop together."""
     assert dist.group.WORLD is not None
     own = next((each for each in found if each is not None), "")
     everywhere = all_gather_bytes(own.encode(), dist.group.WORLD)
@@ -178,7 +178,7 @@ def _first_difference(plain: nn.Module, sharded: nn.Module, allowed: float, of: 
     of_plain = [param.grad if of == "grad" else param.detach() for param in plain.parameters()]
     largest = max((_largest(tensor) for tensor in of_plain if tensor is not None), default=0.0)
     for want, (name, param) in zip(of_plain, sharded.named_parameters(), strict=True):
-        # Every rank asks for every parameter: to make one whole takes all of them.
+        # Every rank asks for every parameter: gathering a full tensor takes all ranks.
         have = param.grad if of == "grad" else param.detach()
         whole = full_tensor_of(have)
         if first is not None:
@@ -202,7 +202,7 @@ def _differs(
         return None
     scale = max(_largest(expected), at_least, torch.finfo(torch.float32).tiny)
     error = _largest(expected - found) / scale
-    # Not a number is no small difference.
+    # Written this way round so that NaN counts as a difference.
     if error <= allowed:
         return None
     return (

@@ -1,16 +1,16 @@
-"""Does a sharded run compute what a plain one does?
+"""Checks that sharded training computes what plain training computes.
 
-Two roads lead to the same `History`, and `differences` compares them:
+Both runs produce a `History`, and `differences` compares the two:
 
     every rank   run_sharded: units sharded, its own slice of the data ──> LocalHistory ─┐
                                                                          gather_histories ┴─> History
     one process  run_plain:   every rank's slice in turn on the plain model, gradients
                               summed in rank order in the reduce dtype ──────────────────> History
 
-The oracle (`run_plain`) shards nothing and communicates nothing. It models what a user is promised:
+The oracle (`run_plain`) shards nothing and communicates nothing. It models what users are promised:
 parameters and floating inputs of a unit cast to the parameter dtype, gradients summed in the reduce dtype and
-averaged over ranks, master parameters and optimizer state in the parameters' own dtype. The models to run are
-in `workloads.py`. This file knows nothing of how sharding is done: it is handed a function that does it.
+averaged over ranks, master parameters and optimizer state in the parameters' own dtype. The models are in
+`workloads.py`. This file does not know how sharding is done: callers pass a function that does it.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ __all__ = [
 OptimizerFactory: TypeAlias = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
-# --- what is run --------------------------------------------------------------------------------------------
+# --- settings of a run --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Precision:
-    """Dtypes of compute and of the reduce; None means the parameters' own."""
+    """The dtypes of computation and of the reduce; None means the parameters' own dtype."""
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
@@ -74,7 +74,7 @@ BF16_REDUCED_IN_BF16 = Precision(param_dtype=torch.bfloat16)
 
 @dataclass(frozen=True)
 class Accumulation:
-    """How many micro-batches make a step, and whether each is reduced or only the last."""
+    """The number of micro-batches in a step, and whether each is reduced or only the last."""
 
     micro_batches: int = 1
     sync_each: bool = True
@@ -92,19 +92,19 @@ class Accumulation:
 ONE_BATCH = Accumulation()
 
 
-# --- what came out ------------------------------------------------------------------------------------------
+# --- results of a run ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class ShardPiece:
-    """One rank's shard of a tensor, cut along `dim`; `replica` tells copies of the same shard apart."""
+    """One rank's shard of a tensor, cut along `dim`; `replica` distinguishes copies of the same shard."""
 
     values: Tensor
     dim: int
     replica: int = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # torch pickles a tensor in about 0.1 ms, which thousands of small pieces would feel.
+        # torch takes about 0.1 ms to pickle a tensor, which adds up over thousands of small pieces.
         values = self.values.contiguous()
         raw = ctypes.string_at(values.data_ptr(), values.nbytes)
         return _unpickled_piece, (raw, self.values.dtype, self.values.shape, self.dim, self.replica)
@@ -117,7 +117,7 @@ def _unpickled_piece(raw: bytes, dtype: torch.dtype, shape: torch.Size, dim: int
 
 @dataclass
 class LocalHistory:
-    """What one rank saw, step by step."""
+    """What one rank computed in each step: its losses, and its shards of gradients and parameters."""
 
     losses: list[list[float]] = field(default_factory=list)
     grads: list[dict[str, ShardPiece | None]] = field(default_factory=list)
@@ -126,7 +126,7 @@ class LocalHistory:
 
 @dataclass
 class History:
-    """What a run computed: `losses[step][rank][micro_batch]`, full gradients and parameters of each step."""
+    """What a run computed: `losses[step][rank][micro_batch]`, and full gradients and parameters of each step."""
 
     losses: list[list[list[float]]] = field(default_factory=list)
     grads: list[dict[str, Tensor | None]] = field(default_factory=list)
@@ -134,7 +134,7 @@ class History:
 
 
 def sgd(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """The default optimizer: unlike Adam it is not blind to a gradient that is off by a factor."""
+    """The default optimizer: unlike Adam, SGD reveals a gradient that is wrong by a constant factor."""
     return torch.optim.SGD(params, lr=0.01, momentum=0.9)
 
 
@@ -151,7 +151,7 @@ def run_plain(
     optimizer: OptimizerFactory = sgd,
     device: torch.device | str = "cpu",
 ) -> History:
-    """Train in this process alone, each rank's slice in turn; needs no process group."""
+    """Train in this process alone, on each rank's slice in turn; needs no process group."""
     master = workload.model(device)
     named = dict(master.named_parameters())
     optim = optimizer(named.values())
@@ -177,7 +177,7 @@ def run_plain(
 
 
 class _Worker:
-    """The model as one rank computes with it: cast to the parameter dtype, unsharded."""
+    """The unsharded model, cast to the parameter dtype, as one rank computes with it."""
 
     def __init__(self, workload: Workload, master: nn.Module, precision: Precision) -> None:
         self._workload = workload
@@ -197,7 +197,7 @@ class _Worker:
                 param.copy_(masters[name])
 
     def run(self, batch: Batch, held: dict[str, Tensor]) -> float:
-        """Forward and backward of one slice; adds its gradients to `held`, in the reduce dtype if wider."""
+        """Runs forward and backward on one slice and adds its gradients to `held`, in the reduce dtype if wider."""
         loss = self._workload.loss(self._model(*batch), batch)
         loss.backward()
         for name, param in self._named.items():
@@ -291,7 +291,7 @@ def _piece(name: str, value: Tensor) -> ShardPiece:
 
 
 def gather_histories(local: Sequence[LocalHistory]) -> list[History]:
-    """Put the pieces of all ranks together, on every rank; one collective for any number of runs."""
+    """Assemble full histories from the shards of all ranks, on every rank; one collective for any number of runs."""
     assert dist.group.WORLD is not None
     by_rank = [pickle.loads(given) for given in all_gather_bytes(pickle.dumps(list(local)), dist.group.WORLD)]
     return [_assemble(pieces) for pieces in zip(*by_rank, strict=True)]
@@ -318,7 +318,7 @@ def _assemble(ranks: Sequence[LocalHistory]) -> History:
 
 
 def _join(pieces: Sequence[ShardPiece]) -> Tensor:
-    """The whole tensor; replicas, where there are any, must agree to the bit."""
+    """Returns the full tensor; raises if replicas are not bitwise equal."""
     replicas: dict[int, list[Tensor]] = {}
     for piece in pieces:
         replicas.setdefault(piece.replica, []).append(piece.values)
@@ -329,14 +329,14 @@ def _join(pieces: Sequence[ShardPiece]) -> Tensor:
     return whole
 
 
-# --- the verdict --------------------------------------------------------------------------------------------
+# --- the comparison -----------------------------------------------------------------------------------------
 
 
 def differences(expected: History, actual: History, *, tolerance: float = 0.0) -> list[str]:
-    """Where two histories part, in the order of the run; empty if they agree.
+    """Returns the differences between two histories, in the order of the run; empty if the histories agree.
 
-    A tolerance of 0 asks for the same bits. Otherwise it bounds the error's norm relative to the expected
-    norm, tensor by tensor; gradients, whose terms may nearly cancel, get a hundred times as much.
+    A tolerance of 0 demands bitwise equality. Otherwise it bounds the norm of the error relative to the norm
+    of the expected tensor; gradients, whose terms may nearly cancel, are allowed a hundred times as much.
     """
     found: list[str] = []
     if len(expected.losses) != len(actual.losses):

@@ -1,4 +1,4 @@
-"""One call's talk with its rank processes, and what is told of it when a rank fails, dies or hangs."""
+"""Sends one call's jobs to the rank processes, collects their answers, and reports ranks that fail, die or hang."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from shardwise.testing.worker import CLEAN_UP, Answer, Job, ThreadError
 
 __all__ = ["PoolCall"]
 
-# After the first failure the others may still tell their own story; then the failed ranks end, which wakes
-# those that wait for them; then whoever is left is ended.
+# After the first failure, other ranks get a short time to report failures of their own. Then the failed ranks end,
+# which wakes the ranks that wait for them. Ranks that are still running after the grace period are killed.
 _OWN_STORY_SECONDS = 0.3
 _GRACE_SECONDS = 2.0
 _STACK_SECONDS = 10.0
 
 
 class PoolCall:
-    """One call's talk with its workers: jobs out, answers in, until all are through or something fails."""
+    """The messages of one call: sends a job to each worker and collects answers, until all are in or a rank fails."""
 
     def __init__(self, workers: list[Worker], timeout_seconds: float) -> None:
         self._workers = workers
@@ -76,7 +76,7 @@ class PoolCall:
         return [self._with_thread_errors(report) for report in reports]
 
     def _with_thread_errors(self, report: RankReport) -> RankReport:
-        """A thread that ended with an exception comes before all that its rank says, and explains why it waits."""
+        """Puts errors of the rank's threads before the rank's own report: they may be why the rank failed or hangs."""
         errors = self._thread_errors.get(report.rank)
         if not errors or report.outcome is Outcome.FINISHED:
             return report
@@ -100,7 +100,7 @@ class PoolCall:
     def _receive(
         self, waiting: set[int], deadline: float, take: Callable[[int, bytes], None], *, through: bool = False
     ) -> set[int]:
-        """Take messages until nobody is waited for, the time is up or, unless ``through``, a rank failed."""
+        """Receive a message from each rank until the deadline or, unless ``through``, a failure; return the others."""
         rank_of = {self._workers[rank].connection: rank for rank in waiting}
         while rank_of and (through or not self._failed):
             remaining = deadline - time.monotonic()
@@ -134,7 +134,7 @@ class PoolCall:
         )
 
     def _take_done(self, rank: int, message: bytes) -> None:
-        """The rank has cleaned up after itself; there is nothing more to know."""
+        """Ignores the message: it only says that the rank has cleaned up."""
 
     def _note_death(self, rank: int) -> None:
         worker = self._workers[rank]
@@ -150,7 +150,7 @@ class PoolCall:
         for rank in deaths_before:
             self._workers[rank].connection.close()
         self._receive(waiting, time.monotonic() + _GRACE_SECONDS, self._take_answer, through=True)
-        # Whoever died only now was killed by the loss of its peers, not by a fault of its own.
+        # Ranks that died only now died because they lost their peers.
         for rank in set(self._failed) - deaths_before:
             report = self._failed[rank]
             if report.outcome is Outcome.DIED:
@@ -158,7 +158,7 @@ class PoolCall:
                     rank, Outcome.TORN_DOWN, report.summary, report.details, report.at_seconds
                 )
         if all(report.outcome is Outcome.TORN_DOWN for report in self._failed.values()):
-            # Nobody admits to a fault: then the loss of a peer is the fault, and must be shown in full.
+            # No rank has an error of its own, so the loss of a peer is the cause and is reported in full.
             for rank, report in list(self._failed.items()):
                 self._failed[rank] = RankReport(
                     rank, Outcome.RAISED, report.summary, report.details, report.at_seconds, report.exception
@@ -171,7 +171,7 @@ class PoolCall:
         while time.monotonic() < deadline:
             self._stacks = {rank: self._workers[rank].stack() for rank in waiting}
             if all(self._stacks.values()):
-                # A dump is written in several parts: give the last of them its time.
+                # A dump is written in several parts: wait for the last of them.
                 time.sleep(0.1)
                 break
             time.sleep(0.02)

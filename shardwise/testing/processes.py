@@ -1,12 +1,12 @@
-"""Ranks as processes: a pool that is started once and used by every call.
+"""Runs ranks as processes of a pool that is started once and reused by every call.
 
     run(2 ranks)   worker 0, worker 1
     run(4 ranks)   worker 0, worker 1, worker 2 (new), worker 3 (new)
     run(2 ranks)   worker 0, worker 1
-    a rank fails   its call's workers are retired; the next call starts fresh ones in their places
+    a rank fails   the workers of its call are killed; the next call starts new ones
 
-Worker i is always rank i, because NCCL reads some of its environment once in the life of a process. Workers
-are forked from a server that has imported torch and never touches CUDA, so a new one is there in a moment.
+Worker i is always rank i, because NCCL reads some environment variables only once in the life of a process.
+Workers are forked from a server that has imported torch and never touches CUDA, so a new one starts quickly.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _CROWDED = {
 
 @dataclass(frozen=True)
 class ProcessKind:
-    """A backend, and whether its ranks own a GPU."""
+    """A backend, and whether its ranks use GPUs."""
 
     backend: str
     on_gpu: bool
@@ -63,7 +63,7 @@ def run_processes(
     call: str,
     timeout_seconds: float,
 ) -> list[Any]:
-    """Call ``fn`` on ``world_size`` processes of the pool; results in rank order."""
+    """Call ``fn`` on ``world_size`` processes of the pool and return the results in rank order."""
     if multiprocessing.parent_process() is not None and multiprocessing.current_process().daemon:
         raise StateError(
             "run_ranks was called on a rank", where=call, fix="start all ranks from outside, in one call"
@@ -87,7 +87,7 @@ def run_processes(
     )
 
 
-# A fresh worker has a handful; a group adds three.
+# A new worker has a handful of threads; each process group adds three.
 _MOST_THREADS = 32
 
 _pools: dict[tuple[bool, bool], _Pool] = {}
@@ -104,7 +104,7 @@ def _pool(*, on_gpu: bool, crowded: bool) -> _Pool:
 
 @atexit.register
 def close_pools() -> None:
-    """End every rank process. Later calls start new ones."""
+    """End all rank processes. Later calls start new ones."""
     with _pools_lock:
         for pool in _pools.values():
             pool.close()
@@ -112,7 +112,7 @@ def close_pools() -> None:
 
 
 class _Pool:
-    """Worker processes by rank, and the one call that uses them at a time."""
+    """Worker processes by rank, used by one call at a time."""
 
     def __init__(self, *, crowded: bool) -> None:
         self._crowded = crowded
@@ -151,7 +151,7 @@ class _Pool:
                     backend=backend,
                     device_index=rank % num_devices if num_devices else None,
                     store_path=str(store_path),
-                    # Longer than the call's: a hang is told here, where every rank's stack can be shown.
+                    # Longer than the call's, so that the caller reports a hang: it can show every rank's stack.
                     group_timeout_seconds=timeout_seconds + 60.0,
                     import_path=tuple(sys.path),
                     warning_filters=_dump_warning_filters(),
@@ -165,8 +165,8 @@ class _Pool:
                 answers = exchange.run(jobs)
                 healthy = exchange.all_well
             finally:
-                # After a failure, a hang, or an interrupt: nobody can say what state these are in. And a call may
-                # leave groups behind whose threads slow all that follow (a hook that holds its model, say).
+                # After a failure, a hang or an interrupt, workers are in an unknown state. Also, a call may leak
+                # process groups (through a hook that holds its model, say), whose threads slow down later calls.
                 if not healthy or any(worker.num_threads() > _MOST_THREADS for worker in workers):
                     self._retire(world_size)
                 store_path.unlink(missing_ok=True)
@@ -214,5 +214,5 @@ class _Pool:
 def _dump_warning_filters() -> bytes:
     try:
         return pickle.dumps(list(warnings.filters))
-    except Exception:  # noqa: BLE001  a filter on a local class cannot travel; the worker keeps its own filters
+    except Exception:  # noqa: BLE001  a filter on a local class does not pickle; the worker keeps its own filters
         return b""

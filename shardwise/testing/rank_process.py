@@ -1,4 +1,4 @@
-"""One rank process, as its caller sees it: started, asked for its stack, ended. What it runs is `worker`'s matter."""
+"""Starts a rank process, asks for its stack and ends it, on the caller's side. `worker` is the process's side."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PRELOAD = [
 
 
 class Worker:
-    """One rank process, as its caller sees it. Born ready for jobs after ``wait_until_ready``."""
+    """One rank process, on the caller's side. It takes jobs once ``wait_until_ready`` has returned."""
 
     def __init__(self, index: int, stack_path: Path, environment: dict[str, str]) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -63,7 +63,7 @@ class Worker:
         return self.process.is_alive()
 
     def num_threads(self) -> int:
-        """Threads of the process, where the system tells; 0 where it does not."""
+        """Returns the number of threads of the process; 0 on systems without ``/proc``."""
         tasks = Path(f"/proc/{self.process.pid}/task")
         return len(list(tasks.iterdir())) if tasks.exists() else 0
 
@@ -72,14 +72,14 @@ class Worker:
             os.kill(self.process.pid, signal.SIGUSR1)
 
     def stack(self) -> str:
-        """What the process wrote when it was asked, or when it crashed."""
+        """Returns the stack that the process dumped on request or when it crashed; empty if there is none."""
         try:
             return _without_own_frames(self._stack_path.read_text())
         except OSError:
             return ""
 
     def thread_errors(self) -> list[ThreadError]:
-        """The exceptions that ended threads of the process in its present call."""
+        """Returns the exceptions that ended threads of the process during the current call."""
         try:
             lines = threads_path(self._stack_path).read_text().splitlines()
             return [ThreadError(**json.loads(line)) for line in lines]
@@ -87,7 +87,7 @@ class Worker:
             return []
 
     def ending(self) -> str:
-        # Its pipe is closed; on a busy machine it may be a while before its process has ended, too.
+        # The pipe is closed, but on a busy machine the process may take a while longer to end.
         self.process.join(_ENDS_SECONDS)
         code = self.process.exitcode
         if code is None:
@@ -100,7 +100,7 @@ class Worker:
             return f"was killed by signal {-code}"
 
     def end(self) -> None:
-        """By its own process id, whatever it is doing."""
+        """Kills the process, whatever it is doing, and removes its files."""
         self.connection.close()
         if self.process.is_alive():
             self.process.kill()
@@ -109,14 +109,14 @@ class Worker:
         threads_path(self._stack_path).unlink(missing_ok=True)
 
     def leave(self) -> None:
-        """An idle worker ends by itself when its pipe closes."""
+        """Closes the pipe, upon which an idle worker exits; kills the process if it does not."""
         self.connection.close()
         self.process.join(1.0)
         self.end()
 
 
 def _without_own_frames(dump: str) -> str:
-    """Leave out what every worker has: the thread that follows the caller, and the loop that takes jobs."""
+    """Drops the frames that every worker has: the thread that watches the caller, and the loop that takes jobs."""
     blocks = [block for block in dump.split("\n\n") if "_follow_the_caller" not in block]
     lines = "\n\n".join(blocks).splitlines()
     ends = [index for index, line in enumerate(lines) if line.endswith(" in _do")]

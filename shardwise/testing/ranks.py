@@ -1,15 +1,15 @@
-"""Run a function on N ranks: the one entry to ranks as threads, as processes, and on GPUs.
+"""Runs a function on N ranks: the one entry point for ranks as threads, as processes, and on GPUs.
 
     def check(rows):
-        rank = dist.get_rank()          # the default group is there
+        rank = dist.get_rank()          # the default group is initialized
         ...
         return loss.item()
 
     losses = run_ranks(check, 4, 17)                    # four threads
     losses = run_ranks(check, 4, 17, kind="gloo")       # four processes
 
-It is for tests, demos and experiments on one machine. It launches no jobs over several machines and restarts
-nothing: that is torchrun's work.
+It is for tests, demos and experiments on one machine. It does not launch jobs across machines or restart
+failed ranks: use torchrun for that.
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ def run_ranks(
     timeout_seconds: float = 300.0,
     **kwargs: Any,
 ) -> list[Result]:
-    """Call ``fn(*args, **kwargs)`` on every rank of a fresh default group; the results, in rank order.
+    """Call ``fn(*args, **kwargs)`` on every rank of a new default group and return the results in rank order.
 
     Args:
-        fn: what each rank runs; it learns its rank from ``dist.get_rank()``. For process kinds it is a
-            function at the top level of an importable module or of a test file, and its arguments and results
+        fn: the function each rank runs; it gets its rank from ``dist.get_rank()``. For process kinds it must be
+            at the top level of an importable module or of a test file, and its arguments and results must
             pickle (return CPU tensors).
-        world_size: how many ranks.
+        world_size: the number of ranks.
         kind: ``"threads"``: ranks are threads of this process and share the default random generator.
             ``"gloo"``: ranks are processes of a reused pool, with one compute thread each (or as many as
             ``OMP_NUM_THREADS`` says) and seed 0 at the start of each call.
-            ``"nccl"``, ``"gloo-cuda"``: the same, each with its CUDA device set; ranks share GPUs where there
-            are fewer than ranks.
-        timeout_seconds: how long the call may take, from the moment the ranks are there.
+            ``"nccl"``, ``"gloo-cuda"``: the same, each with its CUDA device set; ranks share GPUs if there are
+            fewer GPUs than ranks.
+        timeout_seconds: how long the call may take once the ranks have started.
 
     Raises:
-        RankFailure: a rank raised or died. The message holds its number and traceback, and what became of the
-            other ranks; peers that wait for it are ended after about two seconds.
-        RankTimeout: ranks were still running when the time was up. The message holds the stack of each.
+        RankFailure: a rank raised or died. The message contains its rank and traceback, and how the other
+            ranks ended; peers that wait for it are stopped after about two seconds.
+        RankTimeout: ranks were still running at the timeout. The message contains the stack of each.
     """
     name = getattr(fn, "__qualname__", None) or repr(fn)
     call = f"run_ranks({name}, {world_size}, kind={kind!r})"

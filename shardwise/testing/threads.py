@@ -1,16 +1,16 @@
-"""Ranks as threads of this process: cheap enough for 128 of them, and a debugger can see them all.
+"""Runs ranks as threads of this process: cheap enough for 128 of them, and a debugger can see them all.
 
-Collectives are copies under a lock, done by torch's own threaded group. What threads share, these ranks
-share: the default random generator, warning filters, module globals. Autograd runs in the rank's own thread,
-because an engine thread would not know which rank it works for.
+Collectives are copies under a lock, done by torch's own threaded group. The ranks share what threads share:
+the default random generator, warning filters, module globals. Autograd runs in the rank's own thread,
+because an autograd engine thread would not know which rank it works for.
 
-Rank threads never end; they wait for the next call. A thread that ends frees what C++ kept for it, and in
-torch 2.11 DTensor's part of that takes a lock and then the interpreter's, while a running rank takes them the
-other way round.
+Rank threads never end; they wait for the next call. A thread that ends destroys its C++ thread-local state. In
+torch 2.11, DTensor's part of that takes a lock and then the GIL, while a running rank takes them in the other
+order: a deadlock.
 
-A thread cannot be killed. A rank that does not come back to Python bytecode in time (a C call that blocks) is
-left behind and another thread takes its place; it keeps its memory but cannot meet later calls, whose groups
-have other names.
+A thread cannot be killed. A rank that does not return to Python bytecode in time (it blocks in a C call) is
+abandoned, and another thread takes its place. An abandoned rank keeps its memory but cannot interfere with
+later calls, whose groups have other names.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def run_threads(
     call: str,
     timeout_seconds: float,
 ) -> list[Any]:
-    """Call ``fn`` on ``world_size`` threads, each with its own default group; results in rank order."""
+    """Call ``fn`` on ``world_size`` threads, each with its own default group; return the results in rank order."""
     if getattr(_rank_thread, "active", False):
         raise StateError(
             "run_ranks was called on a rank", where=call, fix="start all ranks from outside, in one call"
@@ -73,7 +73,7 @@ def run_threads(
 
 
 class _RankThread:
-    """A thread that does one job after another, for as long as the process lives."""
+    """A thread that runs one job after another until the process exits."""
 
     def __init__(self) -> None:
         self.number = next(_thread_numbers)
@@ -89,7 +89,7 @@ class _RankThread:
         return sys._current_frames().get(self._thread.ident or -1)
 
     def interrupt(self) -> None:
-        """Raise SystemExit in it at its next bytecode; what blocks in C does not notice."""
+        """Raise SystemExit in the thread at its next bytecode; has no effect while it blocks in a C call."""
         ctypes.pythonapi.PyThreadState_SetAsyncExc(
             ctypes.c_ulong(self._thread.ident or 0), ctypes.py_object(SystemExit)
         )
@@ -97,18 +97,18 @@ class _RankThread:
     def _serve(self) -> None:
         _rank_thread.active = True
         while True:
-            # An interrupt that comes late ends a job, or nothing; the thread itself stays.
+            # A late interrupt may end a job, but never the thread.
             with contextlib.suppress(SystemExit):
                 self._jobs.get()()
 
 
-# Oldest first; a thread that did not come back from its call is no longer here. The newest are taken first: what
-# tells where a thread is tells it of a process's 100 newest alone.
+# Oldest first, without abandoned threads. Calls take the newest first, because stack dumps (faulthandler's) show only
+# the 100 newest threads of a process.
 _idle_threads: list[_RankThread] = []
 
 
 class _Crew:
-    """The threads of one call, and what has become of each."""
+    """The threads of one call, with their results and reports."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class _Crew:
         self._timeout_seconds = timeout_seconds
         self._store = dist.HashStore()  # type: ignore[attr-defined]
         self._call_number = next(_call_numbers)
-        # torch counts compute threads for each thread: ranks have what the caller has, whatever an earlier call set.
+        # torch's number of compute threads is per thread: ranks get the caller's, whatever an earlier call has set.
         self._num_compute_threads = torch.get_num_threads()
         self._results: list[Any] = [None] * world_size
         self._reports: dict[int, RankReport] = {}
@@ -143,13 +143,13 @@ class _Crew:
             if not self._wait_until_failure_or_end(deadline):
                 stacks = self._stacks()
         finally:
-            # Nothing to stop after an ordinary end; but after a failure, a hang or an interrupt there is.
+            # Stops nothing after a normal end, only after a failure, a hang or an interrupt.
             self._stop_the_rest()
             _idle_threads.extend(thread for rank, thread in enumerate(self._threads) if rank in self._reports)
             _idle_threads.sort(key=lambda thread: thread.number)
             if self._world_size > _FEW_RANKS:
-                # Groups that models hold in cycles would be watched until they are collected; twice, because what
-                # gradients hold goes after their parameters.
+                # The watchdog would watch groups held in reference cycles of models until they are collected. Twice,
+                # because what gradients hold is freed only after their parameters.
                 gc.collect()
                 gc.collect()
         if len(self._reports) == self._world_size and all(
@@ -162,7 +162,7 @@ class _Crew:
         try:
             if torch.get_num_threads() != self._num_compute_threads:
                 torch.set_num_threads(self._num_compute_threads)
-            # Numbers never come twice, so a rank left behind by an earlier call can meet nobody here.
+            # Call numbers are unique, so a rank abandoned by an earlier call cannot join a collective of this one.
             torch_threads.start_threaded_rank(
                 rank,
                 self._world_size,
@@ -198,7 +198,7 @@ class _Crew:
         )
 
     def _wait_until_failure_or_end(self, deadline: float) -> bool:
-        """False if the time was up first."""
+        """Returns whether all ranks finished or one failed before the deadline."""
         with self._changed:
             while (remaining := deadline - time.monotonic()) > 0:
                 if self._changed.wait_for(self._is_over, timeout=min(remaining, SIGNALS_WAIT_SECONDS)):
@@ -211,7 +211,7 @@ class _Crew:
         return any(report.outcome is not Outcome.FINISHED for report in self._reports.values())
 
     def _stop_the_rest(self) -> None:
-        """Wake ranks that wait in a collective, interrupt those that compute, leave those that are deaf."""
+        """Wakes ranks that wait in a collective, interrupts those that compute, abandons those that do not react."""
         began = time.monotonic()
         interrupted = False
         with self._changed:
@@ -223,7 +223,7 @@ class _Crew:
                 if waited_seconds > _INTERRUPT_SECONDS and not interrupted:
                     interrupted = True
                     for rank, thread in enumerate(self._threads):
-                        # A rank that has reported may be waiting for its next job, which is not to be lost.
+                        # A thread whose rank has reported waits for its next job; an interrupt could lose that job.
                         if rank not in self._reports:
                             thread.interrupt()
                 self._changed.wait(_POLL_SECONDS)
@@ -234,7 +234,7 @@ class _Crew:
             frame = thread.frame()
             if rank not in self._reports and frame is not None:
                 lines = traceback.format_stack(frame)
-                # The first frames are how a thread starts, up to the call of the rank's function.
+                # Skips the frames up to the call of the rank's function, which are the same in every rank.
                 own = [index for index, line in enumerate(lines) if "in _be_rank" in line]
                 stacks[rank] = "".join(lines[own[0] + 1 :] if own else lines)
         return stacks

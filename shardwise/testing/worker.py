@@ -1,13 +1,13 @@
-"""What runs inside a process rank: take a job, be its rank, report, wait for the next.
+"""The process side of a rank: takes a job, runs it as its rank, reports, and waits for the next.
 
     caller                              worker
       | -- job: group, function, args --> |   start a fresh default group, call the function
-      | <------- result or failure ------ |   after a failure: wait for the word, then end
-      | ---------- clean up ------------> |   only when every rank is through, so that none loses a peer
+      | <------- result or failure ------ |   after a failure: wait for the caller's reply, then exit
+      | ---------- clean up ------------> |   only when every rank has finished, so that none loses a peer
       | <------------ done -------------- |
 
-A worker follows its caller: when the caller is gone, it ends. After a failure it is never used again, since
-nobody can say what the failure left behind.
+A worker exits when its caller's process has ended. It is never reused after a failure, because the failure may
+have left it in an unknown state.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ DONE = b"done"
 
 @dataclass(frozen=True)
 class Job:
-    """One rank's part of a call. ``function`` is pickled by itself: loading it may import a test file."""
+    """One rank's part of a call. ``function`` is pickled separately: unpickling it may import a test file."""
 
     rank: int
     world_size: int
@@ -64,7 +64,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a rank sends back. Result and exception are pickled apart: the caller may fail to load them."""
+    """What a rank sends back. Result and exception are pickled separately: the caller may fail to unpickle them."""
 
     ok: bool
     result: bytes = b""
@@ -77,7 +77,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class ThreadError:
-    """An exception that ended a thread of a rank; the rank itself may never have heard of it."""
+    """An exception that ended a thread of a rank, which the rank itself may not have noticed."""
 
     summary: str
     details: str
@@ -85,19 +85,19 @@ class ThreadError:
 
 
 def serve(connection: Connection, stack_path: str, environment: dict[str, str]) -> None:
-    """Take jobs until the caller closes the pipe."""
+    """Run jobs until the caller closes the pipe."""
     os.environ.update(environment)
-    # Ctrl-C is for the caller, which ends its ranks itself.
+    # Ctrl-C is handled by the caller, which then ends its ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    stack_file = open(stack_path, "w")  # noqa: SIM115  stays open as long as the process: signals write to it
+    stack_file = open(stack_path, "w")  # noqa: SIM115  stays open: signal handlers write to it
     faulthandler.enable(stack_file)
     faulthandler.register(signal.SIGUSR1, stack_file)
     threads_file = open(threads_path(stack_path), "w")  # noqa: SIM115  stays open, too
     threading.excepthook = partial(_note_thread_error, threads_file, threading.excepthook)
     threading.Thread(target=_follow_the_caller, daemon=True).start()
-    # Ranks are the parallelism, unless somebody asked for more; torchrun goes by the same.
+    # One compute thread per rank unless the user asks for more, as in torchrun.
     num_threads = torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else 1
-    # What was imported stays for good; collections after each call look only at what the call left.
+    # Imported modules are never freed; garbage collections after each call need not look at them.
     gc.freeze()
     connection.send_bytes(READY)
     while True:
@@ -105,7 +105,7 @@ def serve(connection: Connection, stack_path: str, environment: dict[str, str]) 
             job = pickle.loads(connection.recv_bytes())
         except EOFError:
             return
-        threads_file.truncate(0)  # of the call before
+        threads_file.truncate(0)  # drops the errors of the previous call
         torch.set_num_threads(num_threads)
         answer = _do(job)
         connection.send_bytes(pickle.dumps(answer))
@@ -125,7 +125,7 @@ def serve(connection: Connection, stack_path: str, environment: dict[str, str]) 
 def _do(job: Job) -> Answer:
     try:
         function, args, kwargs = _load(job)
-        # The same start for every call, whatever ran on this worker before.
+        # Every call starts with the same seed, whatever this worker ran before.
         torch.manual_seed(0)
         if job.device_index is not None:
             torch.cuda.set_device(job.device_index)
@@ -152,7 +152,7 @@ def _do(job: Job) -> Answer:
 
 
 def threads_path(stack_path: str | Path) -> Path:
-    """Where a worker writes the exceptions that ended its threads, a line of JSON each."""
+    """Returns the path to which a worker writes the exceptions that ended its threads, one line of JSON each."""
     return Path(f"{stack_path}.threads")
 
 
@@ -175,7 +175,7 @@ def _load(job: Job) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]
     known = set(sys.path)
     sys.path.extend(entry for entry in job.import_path if entry not in known)
     if job.warning_filters:
-        # Forgets which warnings were shown, too: one that an earlier call has shown must not be silent in this one.
+        # Also resets which warnings have been shown: one shown in an earlier call must be shown again in this one.
         warnings.resetwarnings()
         warnings.filters[:] = pickle.loads(job.warning_filters)  # type: ignore[index]
     function, args, kwargs = pickle.loads(job.function)
@@ -195,7 +195,7 @@ def _dump_result(result: Any) -> bytes:
 def _dump_exception(error: BaseException) -> bytes:
     try:
         dumped = pickle.dumps(error)
-        # Some exceptions pickle but do not load; better to know here than to fail in the caller.
+        # Some exceptions pickle but do not unpickle: find out here rather than fail in the caller.
         pickle.loads(dumped)
         return dumped
     except Exception:  # noqa: BLE001  the traceback text is always there; the object is a convenience
@@ -210,7 +210,7 @@ def _follow_the_caller() -> None:
 
 
 def _end_now() -> None:
-    """Without clean-up: a half-finished group could block it, and closed sockets are what frees the peers."""
+    """Exits without clean-up, which a broken process group could block; the closed sockets release the peers."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)

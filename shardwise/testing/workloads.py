@@ -1,7 +1,7 @@
-"""The models parity is checked on: small, and each awkward in its own way.
+"""The models on which parity is checked: small, each with its own difficulties.
 
-Every model is initialised, and every batch drawn, from a generator of its own, so that each rank of any kind
-(process or thread) sees the same model, and anyone can draw any rank's slice of the data.
+Every model is initialised, and every batch drawn, from its own generator, so that all ranks (processes or
+threads) get the same model, and any rank's slice of the data can be drawn anywhere.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Batch: TypeAlias = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Workload:
-    """A model, which of its modules become units (bottom-up; the root comes after them), and its data."""
+    """A model, the modules that become units (bottom-up, without the root, which is last), and its data."""
 
     name: str
     build: Callable[[], nn.Module]
@@ -31,11 +31,11 @@ class Workload:
     loss: Callable[[Any, Batch], Tensor]
 
     def model(self, device: torch.device | str = "cpu") -> nn.Module:
-        """A fresh model; the same values on every call, on every rank."""
+        """Returns a new model, with the same values on every call and every rank."""
         return seeded(self.build()).to(device)
 
     def data(self, step: int, micro_batch: int, rank: int, device: torch.device | str = "cpu") -> Batch:
-        """The slice of one rank; the same on every call."""
+        """Returns one rank's slice of the data, the same on every call."""
         generator = torch.Generator().manual_seed((step * 97 + micro_batch) * 1009 + rank + 1)
         return tuple(
             value.to(device) if isinstance(value, Tensor) else value for value in self.batch(generator)
@@ -43,7 +43,7 @@ class Workload:
 
 
 def seeded(module: nn.Module, seed: int = 0) -> nn.Module:
-    """Fill the parameters from a generator of their own: ranks that live as threads share the global one."""
+    """Fill the parameters from a generator of their own: ranks that are threads share the global generator."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, param in module.named_parameters():
@@ -61,13 +61,13 @@ def _normal(*shape: int) -> Callable[[torch.Generator], Batch]:
 
 
 def _classify(output: Any, batch: Batch) -> Tensor:
-    """The first sample is of class 0, the second of class 1, and so on: a loss that stays away from zero."""
+    """Cross-entropy with sample i in class i (modulo the number of classes): a loss that stays away from zero."""
     classes = torch.arange(output.shape[0], device=output.device) % output.shape[1]
     return functional.cross_entropy(output.float(), classes)
 
 
 class OddMLP(nn.Module):
-    """Sizes that divide by no small world, and a layer whose dim 0 is smaller than any."""
+    """Sizes that no small world size divides, and a layer whose dim 0 has size 1."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class Block(nn.Module):
 
 
 class TiedTransformer(nn.Module):
-    """The output layer's weight is the embedding's."""
+    """A transformer whose output layer shares the embedding's weight."""
 
     VOCAB = 19
 
@@ -135,7 +135,7 @@ def _next_token(logits: Any, batch: Batch) -> Tensor:
 
 
 class ConvNet(nn.Module):
-    """Four-dimensional weights, a norm with weights in a unit of its own, and a floating buffer."""
+    """Four-dimensional weights, a norm that is a unit by itself, and a floating-point buffer."""
 
     scale: Tensor
 
@@ -160,7 +160,7 @@ class Halves(NamedTuple):
 
 @dataclass
 class Report:
-    """An output that torch's pytree does not look into."""
+    """An output type that torch's pytree does not traverse."""
 
     main: Tensor
     extras: dict[str, list[Tensor]]
@@ -177,7 +177,7 @@ class Trunk(nn.Module):
 
 
 class Branch(nn.Module):
-    """Takes a namedtuple and gives a dict of lists and tuples; one of its outputs is never used."""
+    """Takes a namedtuple and returns a dict of lists and tuples; one of its outputs is never used."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ class Branch(nn.Module):
 
 
 class Gather(nn.Module):
-    """Takes nested structures and gives a dataclass."""
+    """Takes nested structures and returns a dataclass."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -208,7 +208,7 @@ class Gather(nn.Module):
 
 
 class Branches(nn.Module):
-    """Branches, a module that runs three times, and outputs in nested structures."""
+    """A model with branches, a module that runs three times, and outputs in nested structures."""
 
     def __init__(self, width: int = 7) -> None:
         super().__init__()
@@ -237,7 +237,7 @@ def _branch_loss(output: Any, batch: Batch) -> Tensor:
 
 
 class Adapted(nn.Module):
-    """A frozen layer with a small trainable bypass."""
+    """A frozen layer with a small trainable adapter."""
 
     def __init__(self, width: int, rank: int = 3) -> None:
         super().__init__()
@@ -250,7 +250,7 @@ class Adapted(nn.Module):
 
 
 class Adapters(nn.Module):
-    """LoRA-like: frozen siblings in every unit, and a first unit whose input needs no grad."""
+    """A LoRA-like model: frozen parameters in every layer, and a first unit whose input requires no grad."""
 
     def __init__(self, width: int = 10) -> None:
         super().__init__()

@@ -1,1 +1,1 @@
-"""Programs and files nobody thought of, made from a seed."""
+"""Fuzzing: random programs, files and faults, each generated from a seed."""

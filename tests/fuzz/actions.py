@@ -1,7 +1,7 @@
-"""What a program does with its model: actions as data, how they are drawn, and the lines they are written as.
+"""The actions of programs on their models: actions as data, how they are drawn, and their source lines.
 
-An action is a kind and its arguments. `DRAW` makes one that fits the program, or None; `WRITE` gives its source lines.
-The lines speak to `side` (see `oracle.py`) where plain and sharded code differ, and are ordinary torch code otherwise.
+An action is a kind and its arguments. `DRAW` makes one that fits the program, or None; `WRITE` returns source lines.
+The lines call `side` (see `oracle.py`) where plain and sharded code differ, and are ordinary torch code otherwise.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class Action:
 
 @dataclass(frozen=True)
 class Step:
-    """How a training step is taken; the defaults are the plainest step."""
+    """How a training step is taken; the defaults are the simplest step."""
 
     syncs: bool = True
     all_reduces: bool = True
     backward: str = "plain"
     input_needs_grad: bool = False
-    fails: str = ""  # the path of a block that raises, and is caught inside of the model
+    fails: str = ""  # the path of a block whose exception is caught inside the model
     clips: bool = False
     steps: bool = True
     zeroes: str = "optim"
@@ -38,7 +38,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Context:
-    """What there is to act on."""
+    """The model, settings and units that actions are drawn for."""
 
     model: Block
     settings: Settings
@@ -61,7 +61,7 @@ class Context:
         return [path for path, block in self.blocks if block.kind in kinds]
 
     def caught(self) -> list[str]:
-        """Raising blocks whose exception is caught inside of the model."""
+        """Returns the paths of raising blocks whose exception is caught inside the model."""
         return [
             f"{path}.{block.children[0].name}" if path else block.children[0].name
             for path, block in self.blocks
@@ -75,11 +75,11 @@ class Context:
         ]
 
     def tensor_modules(self) -> list[str]:
-        """Modules that take one tensor."""
+        """Returns the paths of modules that take one tensor."""
         return [path for path, block in self.blocks if path and not block.kind.endswith("_inner")]
 
     def callable_modules(self, *kinds: str) -> list[str]:
-        """Those that can be called by themselves: no unit around them owns parameters of theirs."""
+        """Returns the modules that can be called by themselves: no unit outside them owns any of their parameters."""
         return [
             path
             for path, block in self.blocks
@@ -101,7 +101,7 @@ def is_below(path: str, above: str) -> bool:
 
 
 def at(path: str) -> str:
-    """A module or parameter of the model, as it is written."""
+    """Returns the source expression for a module or parameter of the model."""
     return f"model.{path}" if path else "model"
 
 
@@ -113,12 +113,12 @@ _ONCE_DIFFERENTIABLE = {"reentrant", "selective", "checkpoint", "recurrent", "at
 
 
 def draw_step(dice: Dice, context: Context, number: int, holds: bool = False) -> Action:
-    """`holds`: an earlier step has left gradients that are not reduced yet."""
+    """Draws a training step. `holds`: an earlier step has left gradients that are not reduced yet."""
     without = context.without
     backward = "plain"
     if dice.chance(25):
         options = ["retain", "two_losses", "two_backwards", "crossed_backwards"]
-        if "reentrant" not in context.kinds:  # which torch allows in backward() alone
+        if "reentrant" not in context.kinds:  # torch allows that only in backward()
             options += ["grad_of_input"]
         # Second derivatives in bfloat16 cancel to rounding errors.
         is_coarse = context.settings.param_dtype == "bfloat16"
@@ -130,14 +130,14 @@ def draw_step(dice: Dice, context: Context, number: int, holds: bool = False) ->
     if caught and "caught_exception" not in without and dice.chance(40):
         fails = dice.pick(caught)
     if holds and "" not in context.sharded:
-        # A backward that comes by no unit cannot give out what is held.
+        # A backward that runs through no unit cannot reduce stashed gradients.
         fails = ""
     inner: list[Action] = []
     if dice.chance(25):
         for _ in range(dice.between(1, 2)):
             kinds = [(weight, kind) for kind, weight in INNER.items() if kind not in without]
             if context.settings.face == "wrapper":
-                # Whole tensors are shown between steps alone.
+                # Full tensors are available only between steps.
                 kinds = [
                     (weight, kind) for weight, kind in kinds if kind not in ("save", "look", "call_part")
                 ]
@@ -149,7 +149,7 @@ def draw_step(dice: Dice, context: Context, number: int, holds: bool = False) ->
                 inner.append(action)
     syncs = "no_sync" in without or dice.chance(80)
     all_reduces = not syncs or not context.settings.is_hybrid or dice.chance(80)
-    # A step whose gradients are kept back is refused; mostly another micro-batch follows.
+    # An optimizer step with stashed gradients is refused; mostly another micro-batch follows.
     is_last = syncs and all_reduces
     keeps = not is_last and "zero_held" in without
     step = Step(
@@ -235,7 +235,7 @@ def draw_tie(dice: Dice, context: Context, number: int) -> Drawn:
 
 
 def draw_pair(dice: Dice, context: Context) -> tuple[str, str] | None:
-    """Two parameters that can share their values."""
+    """Draws two parameters that can be tied."""
     params: list[Param] = [
         param for param in context.params if param.path.split(".")[-1] in ("weight", "bias")
     ]
@@ -328,7 +328,7 @@ def draw_keep_gradients(dice: Dice, context: Context, number: int) -> Drawn:
     return Action("keep_gradients", (number, dice.pick(("model", "optim"))))
 
 
-# What torch.func can run through: no hooks, no checkpoints, no buffers written to.
+# Kinds that torch.func can differentiate: no hooks, no checkpointing, no writes to buffers.
 _PURE = {
     "linear",
     "no_bias",
@@ -347,7 +347,7 @@ _PURE = {
 def draw_func(dice: Dice, context: Context, number: int) -> Drawn:
     if context.kinds - _PURE:
         return None
-    # Forward differentiation has one level for a whole process, which ranks that are threads would share.
+    # Forward-mode differentiation has one level per process, which ranks that are threads would share.
     return Action(
         "func", (number, dice.pick(("grad", "jvp") if context.settings.kind == "gloo" else ("grad",)))
     )
@@ -400,7 +400,7 @@ DRAW: dict[str, Callable[[Dice, Context, int], Drawn]] = {
     "look": draw_look,
 }
 
-# How often each comes between steps.
+# The weight of each kind between steps.
 OUTER = {
     "eval": 10,
     "forward_only": 5,
@@ -436,7 +436,7 @@ OUTER = {
     "look": 2,
 }
 
-# And between a step's forward and its backward.
+# The weight of each kind between a step's forward and its backward.
 INNER = {
     "eval": 6,
     "forward_only": 6,
@@ -512,7 +512,7 @@ def write_step(context: Context, number: int, step: Step, inner: list[str]) -> l
 
 
 def write(action: Action, context: Context) -> list[str]:
-    """The lines of an action."""
+    """Returns the source lines of an action."""
     args = action.args
     if action.kind == "step":
         inner = [line for each in action.inner for line in write(each, context)]
@@ -589,12 +589,12 @@ def write_optimizer(context: Context, name: str) -> list[str]:
 
 
 def inside(context: Context, path: str) -> str:
-    """A module itself, not what is wrapped around it."""
+    """Returns the expression for a module itself, not for a wrapper around it."""
     return f"side.inside({at(path)})" if context.settings.face == "wrapper" else at(path)
 
 
 def write_set(context: Context, path: str, name: str, value: str) -> str:
-    """An attribute of a module: a wrapper keeps what is set on it to itself."""
+    """Returns the line that sets an attribute of a module: set on a wrapper, it would not reach the module."""
     return f"{inside(context, path)}.{name} = {value}"
 
 
@@ -629,7 +629,7 @@ def write_load(context: Context, how: str) -> list[str]:
 
 
 def write_ema(context: Context, number: int) -> list[str]:
-    # A copy that follows the model, by foreach operations on its parameters.
+    # A moving average of the model, updated by foreach operations on its parameters.
     return [
         "side.reshard(model)",
         "with torch.no_grad():",
@@ -640,7 +640,7 @@ def write_ema(context: Context, number: int) -> list[str]:
 
 
 def write_keep_gradients(context: Context, number: int, target: str) -> list[str]:
-    # Whoever keeps a gradient keeps its values.
+    # Gradients that a user keeps must keep their values.
     return [
         "side.reshard(model)",
         "kept = side.gradients(model)",
@@ -659,7 +659,7 @@ def write_func(context: Context, number: int, transform: str) -> list[str]:
 
 
 def rebuilt(lines: list[str], context: Context) -> list[str]:
-    """Then an optimizer over the shards that there are now."""
+    """Appends the lines that build a new optimizer over the current shards."""
     return [*lines, "side.reshard(model)", *write_optimizer(context, context.settings.optimizer)]
 
 

@@ -1,4 +1,4 @@
-"""Random choices that are the same for ever: from one integer, on any Python, in any process."""
+"""Reproducible random choices: the same for a seed on any version of Python, in any process."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Dice:
         return value ^ (value >> 31)
 
     def below(self, count: int) -> int:
-        """An integer from 0 to `count - 1`."""
+        """Returns an integer from 0 to `count - 1`."""
         self._state = (self._state + 0x9E3779B97F4A7C15) & _MASK
         return self._mixed(self._state) % count
 
     def between(self, low: int, high: int) -> int:
-        """An integer from `low` to `high`, both included."""
+        """Returns an integer from `low` to `high`, both included."""
         return low + self.below(high - low + 1)
 
     def chance(self, percent: int) -> bool:
@@ -41,7 +41,7 @@ class Dice:
         return options[self.below(len(options))]
 
     def weighted(self, options: Sequence[tuple[int, T]]) -> T:
-        """One of the options, each as often as its weight says."""
+        """Returns one of the options, with a probability proportional to its weight."""
         rest = self.below(sum(weight for weight, _ in options))
         for weight, option in options:
             rest -= weight
@@ -50,9 +50,9 @@ class Dice:
         raise AssertionError("the weights do not add up")
 
     def some(self, options: Sequence[T], percent: int) -> list[T]:
-        """Each option with this chance, in their order."""
+        """Returns a random subset, in order, that contains each option with this probability."""
         return [option for option in options if self.chance(percent)]
 
     def split(self, number: int) -> Dice:
-        """Dice of their own for one part, so that one part's choices do not move the others'."""
+        """Returns separate dice for one part, so that one part's choices do not change those of others."""
         return Dice(self._state, number)

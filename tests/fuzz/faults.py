@@ -1,24 +1,24 @@
-"""Runs of ``shardwise train`` that something happens to, at random: nothing is lost, and the first error is shown.
+"""Injects random faults into runs of ``shardwise train``: nothing may be lost, and the first error must be shown.
 
     python -m tests.fuzz.faults --runs 100 --seed 0 --result benchmarks/results/fuzz_faults.json
     python -m tests.fuzz.faults --only kill,raise --runs 10
 
 Each run is small, on CPU ranks, and saves every second step. A fault is drawn from the seed:
 
-    kill, crash, exit      a rank gets SIGKILL, a segmentation fault, or leaves (with a status of 0, too), in a step
+    kill, crash, exit      a rank gets SIGKILL, a segmentation fault, or exits (possibly with status 0), in a step
     kill at any time       the same SIGKILL from outside, also while ranks start and end
     launcher               the process that started the ranks gets SIGKILL
     raise, data, thread    the model, the data, or a thread of a rank raises
     late, stop             a rank sleeps; a rank gets SIGSTOP and, later, SIGCONT: the run goes on
-    files, disk            a rank can open no more files, or write none, for a while or to the end
+    files, disk            a rank cannot open files, or cannot write them, for a while or to the end
     interrupt, terminate   Ctrl-C, SIGTERM
     folder                 the run's folder is moved away, and the run makes another
-    same folder            a second run in the folder of one that goes on
-    two at once            two new runs, started in the same moment, without a folder
+    same folder            a second run in the folder of a run that is still active
+    two at once            two new runs, started at the same time, without a folder
 
-After each of them every checkpoint is readable to the last byte, no more steps are lost than those since the save
-before the last, standard error begins with the fault and not with what it led to, and the run, resumed, ends with the
-weights and optimizer state of one that nobody disturbed, to the last bit.
+After each fault, every checkpoint must be readable to the last byte, no steps may be lost but those since the save
+before the last, standard error must begin with the fault and not with its consequences, and the resumed run must end
+with weights and optimizer state that are bitwise equal to those of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ FIRST_WORDS = {
 
 
 def attempt(folder, ranks, *, fault=None, outside=None):
-    """One part of a run, begun or resumed; its exit status and what it said on standard error."""
+    """Starts or resumes a run; returns its exit status and its output on standard error."""
     resume = bool(Store(folder / "checkpoints").checkpoints())
     request = Request(
         RECIPE,
@@ -101,7 +101,7 @@ def attempt(folder, ranks, *, fault=None, outside=None):
 
 
 def in_a_process(folder, ranks, results):
-    """The same in a process of its own, which another can end: begun, then told how it ended."""
+    """Calls `attempt` in a separate process, which can be killed, and puts its result into the queue."""
     results.put(attempt(folder, ranks))
 
 
@@ -111,7 +111,7 @@ def steps_done(folder):
 
 
 def wait_for_step(folder, step, over, *, has_ranks=True):
-    """Returns when a step is done, and the ranks of this process are there, or when the run is over."""
+    """Waits until a step is done and the ranks of this process have started, or until the run is over."""
     while not over.is_set() and (steps_done(folder) < step or (has_ranks and process_of(0) is None)):
         time.sleep(0.002)
 
@@ -136,7 +136,7 @@ def check_readable(folder):
     for path in store.checkpoints():
         damage = first_damage(path, read_manifest(path))
         assert damage is None, f"{path} is damaged: {damage}"
-    # It may lag behind a folder that has just got its name.
+    # It may lag behind a folder that has just been renamed to its final name.
     assert store.latest() in (None, *store.checkpoints())
     for name in ("config.json", "summary.json"):
         if (folder / name).exists():
@@ -144,7 +144,7 @@ def check_readable(folder):
 
 
 def check_little_is_lost(folder):
-    """A save begins when the one before it has ended: only that of the last is in doubt."""
+    """Checks that all saves but the last are complete: a save begins only when the previous one has ended."""
     saved = max((Store.step_of(path) for path in Store(folder / "checkpoints").checkpoints()), default=0)
     done = steps_done(folder)
     assert saved >= ((done - 1) // EVERY - 1) * EVERY, f"{done} steps were done, and {saved} are saved"
@@ -155,7 +155,7 @@ def check_first_words(kind, rank, status, said):
     expected = FIRST_WORDS.get(kind)
     if status == 0 or expected is None:
         return
-    # A thread's exception is shown by Python itself, when it happens.
+    # Python itself prints a thread's exception, as soon as it is raised.
     shown = shown[shown.index("error: ") :] if "error: " in shown else shown
     assert re.match(expected.format(rank=rank), shown, re.DOTALL), (
         f"{kind} on rank {rank} was told as\n{said}"
@@ -176,7 +176,7 @@ def steps_written(folder):
 
 
 def finish(folder, ranks, expected, tolerated=()):
-    """Resumes without a fault to the end, and compares."""
+    """Resumes the run without a fault until its end, and compares the result."""
     status, said = attempt(folder, ranks)
     assert status == 0, f"could not be resumed: {said}"
     check_readable(folder)
@@ -187,7 +187,7 @@ def finish(folder, ranks, expected, tolerated=()):
 
 
 def disturb(kind, chance, folder, ranks, seconds):
-    """One run with one fault, up to where it ended; what happened, in a word."""
+    """Starts a run, injects one fault, and returns in one or two words how the run ended."""
     rank = chance.randrange(ranks)
     step = chance.randint(1, STEPS)
     if kind in INSIDE:
@@ -238,7 +238,7 @@ def disturb(kind, chance, folder, ranks, seconds):
 
 
 def check_went_on_elsewhere(folder, status, said, was_moved):
-    """A run whose folder is moved away makes another for what it saves from then on, and says so."""
+    """Checks that a run whose folder was moved away went on: it makes another folder for its later saves."""
     if not was_moved:
         assert (status, said) == (0, ""), said
         return
@@ -247,14 +247,14 @@ def check_went_on_elsewhere(folder, status, said, was_moved):
     saved = [
         Store.step_of(path) for each in (folder, moved) for path in Store(each / "checkpoints").checkpoints()
     ]
-    # Or it was moved before there was anything to save, or when all was done.
+    # The folder may also have been moved before the first save or after the last.
     has_begun, is_over = (moved / "config.json").exists(), (status, said) == (0, "")
     assert not has_begun or max(saved, default=0) == STEPS, said
     assert is_over or status == 1, said
 
 
 def check_stopped(kind, status, said, was_sent):
-    """Ctrl-C and SIGTERM save and end well; before there is anything to save, they just end."""
+    """Checks that Ctrl-C and SIGTERM made the run save and end normally, or just end outside of training."""
     early, late = (130, 130) if kind == "interrupt" else (143, 0)
     if not was_sent:
         assert status == 0, said
@@ -274,7 +274,7 @@ def disturb_inside(kind, chance, folder, ranks, rank, step):
     if kind == "late":
         assert (status, said) == (0, ""), f"a rank that came late ended the run: {said}"
     elif kind in ("files", "disk"):
-        # Some of these find nothing to write. Those that do never end training before its last step.
+        # Some ranks write nothing while the fault lasts. Failed writes never end training before its last step.
         assert steps_done(folder) == STEPS or rank == 0, said
         assert status == 0 or "warning: " in said or "checkpoint" in said, said
     else:
@@ -295,7 +295,7 @@ def end_launcher(folder, ranks, step):
 
 
 def join_in(folder, ranks, step):
-    """A second run in the folder, whatever it is asked: refused, and the first one does not notice."""
+    """Starts a second run in the folder: it must be refused, new or resumed, without an effect on the first."""
     context = multiprocessing.get_context("fork")
     told = context.SimpleQueue()
     is_busy, was_refused = threading.Event(), []
@@ -304,7 +304,7 @@ def join_in(folder, ranks, step):
         wait_for_step(folder, step - 1, over)
         process = process_of(0)
         if not over.is_set() and send(process, signal.SIGSTOP):
-            # So that the first run goes on for as long as the second one tries.
+            # Keeps the first run active while the second one tries.
             is_busy.set()
             second = context.Process(target=in_a_process, args=(folder, ranks, told))
             second.start()
@@ -323,7 +323,7 @@ def join_in(folder, ranks, step):
 
 
 def start_two(folder, ranks):
-    """Two runs without a folder, at once: each gets one of its own, and ends."""
+    """Starts two runs without a folder at the same time: each must get its own folder, and finish."""
     place = folder.parent / f"{folder.name}-two"
     place.mkdir()
     context = multiprocessing.get_context("fork")
@@ -367,7 +367,7 @@ def run_all(kinds, runs, seed, ranks, temporary, verbose=False):
     expected = files_of(temporary / "undisturbed")
     counts = collections.Counter()
     for number in range(runs):
-        # Every kind once before any comes twice.
+        # Every kind once before any is repeated.
         kind = kinds[number % len(kinds)] if number < len(kinds) else chance.choice(kinds)
         folder = temporary / f"run-{number}"
         own = random.Random(f"{seed} {number} {kind}")
@@ -407,7 +407,7 @@ def main():
         result = run_all(
             kinds, options.runs, options.seed, options.ranks, Path(temporary), verbose=not options.quiet
         )
-    # Whatever did not hold has raised.
+    # Failed checks have raised.
     result |= {
         "unreadable_checkpoints": 0,
         "runs_that_lost_more_than_the_last_save": 0,

@@ -1,6 +1,6 @@
-"""A small run in which something goes wrong: what `faults` trains, and what strikes it from inside a rank.
+"""The small model and data that `faults` trains, and the faults that are injected from inside a rank.
 
-The fault is set before the ranks are forked, so that they all know of it and one of them does it.
+The fault is set before the ranks are forked, so that all ranks know it and one of them performs it.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ folder = Path()
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens, to which rank, in which step (counted from 1, of those that a part of a run does)."""
+    """What happens, on which rank and in which step (counted from 1, in the current part of the run)."""
 
     kind: str
     rank: int
     step: int
     seconds: float = 0.0
     steps: int = 0
-    """How long it lasts, if it passes; 0: to the end."""
+    """For how many steps it lasts; 0: to the end."""
     status: int = 7
-    """To exit with."""
+    """The exit status."""
 
 
 def strike(here: str, step: int) -> None:
-    """Called on every rank, in its data and in its model, in every step."""
+    """Performs the fault if it is due here; called on every rank in every step, by its data and by its model."""
     if fault is None or dist.get_rank() != fault.rank:
         return
     if fault.steps and step == fault.step + fault.steps and here == "model":
@@ -65,14 +65,14 @@ def strike(here: str, step: int) -> None:
         loader.join()
         raise RuntimeError("no batch came")
     elif fault.kind == "files":
-        # Nothing beyond the first number that is free: what is open stays open.
+        # No file descriptor from the first free one on: open files stay open.
         first_free = os.open(os.devnull, os.O_RDONLY)
         os.close(first_free)
         resource.setrlimit(
             resource.RLIMIT_NOFILE, (first_free, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
         )
     elif fault.kind == "disk":
-        # Every write to a file that would make it longer fails from now on.
+        # Every write that extends a file fails from now on.
         resource.setrlimit(resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))
 
 
@@ -111,7 +111,7 @@ class Model(torch.nn.Module):
 
 
 class Samples(data_room.Samples):
-    """The data of a run, which may be the part of it that goes wrong."""
+    """The data of a run, in which the fault may be."""
 
     _num_batches = 0
 

@@ -1,16 +1,16 @@
-"""Checkpoints, safetensors and torch files, damaged or forged from a seed, and what shardwise makes of them.
+"""Damages or forges checkpoints, safetensors and torch files from a seed, and checks how shardwise reads them.
 
     python -m tests.fuzz.files --count 2000 --seed 0 --result benchmarks/results/fuzz_files.json
-    python -m tests.fuzz.files --seed 0 --case 17 --keep folder      one of them again, its files left there
+    python -m tests.fuzz.files --seed 0 --case 17 --keep folder      repeats one case and keeps its files
 
-A small file of some kind is made, then changed. *Damage* is blind: bits, blocks, lengths, whole files of a folder.
-*Forgery* knows the format: it changes what the file says and makes its checksums right. Each file is then loaded into a
-model and converted, and either a CheckpointError says no, or what comes out is right:
+A small file of some kind is written, then changed. *Damage* is blind: bits, blocks, lengths, whole files of a folder.
+*Forgery* knows the format: it changes the contents and corrects the checksums. Each file is then loaded into a model
+and converted; this must raise a CheckpointError, or the result must be right:
 
-- where the format has checksums, damage yields what was there before, or nothing;
-- everything else yields what the file says, as a second, simple reader below understands it.
+- if the format has checksums, a damaged file yields the original contents or an error;
+- any other file yields what it contains according to a second, simple reader below.
 
-Another exception, another value, a crash or a hang is a failure.
+Any other exception, a wrong value, a crash or a hang is a failure.
 """
 
 from __future__ import annotations
@@ -56,21 +56,21 @@ from shardwise.checkpoint.weights import open_weights
 from shardwise.errors import CheckpointError
 from shardwise.testing import run_ranks
 
-SECONDS_A_CASE = 120  # a case that takes longer hangs
+SECONDS_A_CASE = 120  # a case that takes longer counts as a hang
 MODEL_SIZES = (3, 5, 2)
 
 
 class Invalid(Exception):
-    """The second reader: the file does not say what it holds."""
+    """Raised by the second reader: the file is not valid."""
 
 
 class Wrong(AssertionError):
-    """What no file may bring about."""
+    """A failure: something that no file may cause."""
 
 
 @dataclass(frozen=True)
 class Made:
-    """A changed file: how to open it, and what it holds."""
+    """A changed file: its path, and a function that returns what it contains."""
 
     kind: str
     change: str
@@ -89,7 +89,7 @@ def new_model():
 
 
 def tensors_for(chance, with_optimizer):
-    """A state of the model above, under the names of a checkpoint."""
+    """Returns a random state of the model above, under the names that a checkpoint uses."""
     generator = torch.Generator().manual_seed(chance.getrandbits(32))
     tensors = {}
     model = new_model()
@@ -106,7 +106,7 @@ def tensors_for(chance, with_optimizer):
 
 
 def odd_tensors(chance):
-    """Tensors of many dtypes and shapes, among them empty ones and scalars."""
+    """Returns tensors of many dtypes and shapes, including empty ones and scalars."""
     generator = torch.Generator().manual_seed(chance.getrandbits(32))
     dtypes = [
         torch.float32,
@@ -126,7 +126,7 @@ def odd_tensors(chance):
 
 
 def write_checkpoint(folder, tensors, chance):
-    """As ranks would write it: each tensor cut into a grid, its blocks in the files of one to three ranks."""
+    """Writes a checkpoint as ranks would: each tensor cut into a grid of blocks, in the files of one to three ranks."""
     folder.mkdir(parents=True)
     files = [RawFile(folder / f"rank-{rank:05d}.bin") for rank in range(chance.randint(1, 3))]
     records = {}
@@ -146,7 +146,7 @@ def write_checkpoint(folder, tensors, chance):
 
 
 def grid(shape, chance):
-    """Blocks that tile a shape."""
+    """Returns blocks that tile a shape."""
     blocks = [((), ())]
     for size in shape:
         cuts = sorted({0, size, *(chance.randint(0, size) for _ in range(chance.randint(0, 2)))})
@@ -161,7 +161,7 @@ def grid(shape, chance):
 
 
 def simply(read):
-    """Whatever stops a simple reader, the file is not valid."""
+    """Decorates a simple reader: any exception in it means that the file is not valid."""
 
     def truth(*args):
         try:
@@ -232,7 +232,7 @@ def safetensors_truth(path):
             raw = torch.frombuffer(bytearray(data[start:stop]), dtype=dtype)
             tensors[name] = raw.view(
                 entry["shape"]
-            ).clone()  # to torch, any byte but 0 is True, and a copy is 1
+            ).clone()  # torch reads any byte but 0 as True; a copy has 1
     assert bool((times == 1).all())
     return tensors
 
@@ -258,7 +258,7 @@ def folder_truth(folder):
 
 
 class Unpickler(pickle._Unpickler):
-    """Python's own, with nothing in it but what a plain state dict needs."""
+    """Python's own unpickler, restricted to what a plain state dict needs."""
 
     def __init__(self, archive, prefix):
         super().__init__(archive.open(f"{prefix}/data.pkl"))
@@ -271,7 +271,7 @@ class Unpickler(pickle._Unpickler):
         }
         if module == "torch" and name.endswith("Storage"):
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # for being a storage of one dtype
+                warnings.simplefilter("ignore")  # typed storages are deprecated
                 return getattr(torch, name).dtype
         return known[module, name]
 
@@ -280,7 +280,7 @@ class Unpickler(pickle._Unpickler):
         assert kind == "storage"
         content = bytearray(self._archive.read(f"{self._prefix}/data/{key}"))
         if not numel:
-            return torch.empty(0, dtype=dtype)  # whatever the record holds, none of it is read
+            return torch.empty(0, dtype=dtype)  # nothing of the record is read
         assert len(content) == numel * dtype.itemsize
         return torch.frombuffer(content, dtype=dtype)
 
@@ -306,7 +306,7 @@ def torch_truth(path):
 
 
 def damaged(content, chance):
-    """Bytes that differ, by one of the accidents that happen to files."""
+    """Returns changed bytes, by one of the accidents that happen to files."""
     content, size = bytearray(content), len(content)
     how = chance.choice(["flip", "flip", "cut", "extend", "zero", "swap", "repeat", "remove", "noise"])
     start = chance.randrange(max(size, 1))
@@ -340,7 +340,7 @@ def damage_file(path, chance):
 
 
 def disturb_folder(folder, chance):
-    """Something happens to a whole file of a folder."""
+    """Damages a folder by an accident to a whole file."""
     path = chance.choice(sorted(folder.iterdir()))
     how = chance.choice(["lose", "empty", "swap", "link", "pipe", "folder", "grow"])
     if how == "swap":
@@ -369,11 +369,11 @@ def disturb_folder(folder, chance):
     return how
 
 
-# --- forgery: changes of what a file says ---------------------------------------------------------------------------
+# --- forgery: valid-looking changes of contents ---------------------------------------------------------------------
 
 
 class Pairs(list):
-    """A JSON object, in which a key may be there twice."""
+    """A JSON object in which a key may occur twice."""
 
 
 HOSTILE = [
@@ -422,7 +422,7 @@ class Nested:
 
 
 def containers(value, found=None):
-    """Every object and list of a document that is not empty."""
+    """Returns all non-empty objects and lists of a document."""
     found = [] if found is None else found
     if isinstance(value, list):
         if value:
@@ -441,7 +441,7 @@ def put(container, place, value):
 
 
 def forge_json(text, chance):
-    """Another document, by one to two changes of this one."""
+    """Returns the document with one or two changes."""
     document = json.loads(text, object_pairs_hook=Pairs)
     names = []
     for _ in range(chance.choice([1, 1, 1, 2])):
@@ -488,7 +488,7 @@ def forge_json(text, chance):
         elif how == "nest":
             put(container, place, Nested(chance.choice([70, 990, 100_000])))
         else:
-            # From anywhere in the document: a dtype for a file, offsets for a shape.
+            # A value from anywhere in the document: a dtype as a file, offsets as a shape.
             donor = chance.choice(found)
             put(container, place, copy.deepcopy(get(donor, chance.randrange(len(donor)))))
             how = "copy"
@@ -504,7 +504,7 @@ def forge_manifest(folder, chance):
 
 
 def forge_cut(folder, chance):
-    """Chunks of one tensor at other offsets or of other sizes, as if ranks had not agreed."""
+    """Changes offsets or sizes of one tensor's chunks, as if ranks had disagreed."""
     page = json.loads((folder / MANIFEST).read_text())
     tensors = [tensor for tensor in page["body"]["tensors"].values() if tensor["shape"]]
     tensor = chance.choice(tensors)
@@ -533,7 +533,7 @@ def forge_safetensors(path, chance):
 
 
 def forge_archive(path, chance):
-    """The records of a torch file written anew, some of them changed; all checksums are right."""
+    """Rewrites the records of a torch file, some of them changed, with correct checksums."""
     with zipfile.ZipFile(path) as archive:
         records = [(info.filename, archive.read(info)) for info in archive.infolist()]
     how = chance.choice(
@@ -559,14 +559,14 @@ def forge_archive(path, chance):
         chance.shuffle(records)
     compression = chance.choice([zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2]) if how == "compress" else 0
     with zipfile.ZipFile(path, "w", compression) as archive, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # for names that are there twice
+        warnings.simplefilter("ignore")  # about names that occur twice
         for name, content in records:
             archive.writestr(zipfile.ZipInfo(name), content, compression)
     return f"archive: {how}"
 
 
 def forge_directory(path, chance):
-    """One field of one entry of a torch file's directory, or of a record's own header."""
+    """Changes one field of one entry of a torch file's directory, or of a record's own header."""
     content = bytearray(path.read_bytes())
     with zipfile.ZipFile(path) as archive:
         infos, at = archive.infolist(), archive.start_dir
@@ -605,7 +605,7 @@ def forge_directory(path, chance):
 
 
 def make(seed, number, folder):
-    """The file of a case, in a folder of its own."""
+    """Makes the file of a case, in the given folder."""
     chance = random.Random(f"{seed}:{number}")
     return chance.choice(
         [make_checkpoint] * 4 + [make_safetensors] * 2 + [make_folder] + [make_torch_file] * 3
@@ -680,7 +680,7 @@ def make_torch_file(folder, chance):
 
 
 def judge(made, folder):
-    """What came of reading it: for each way to, 'refused' or 'right'. Raises Wrong, or what the library raised."""
+    """Reads the file in all ways; returns 'refused' or 'right' for each. Raises Wrong, or what the library raised."""
 
     def truth():
         named = made.truth()
@@ -701,7 +701,7 @@ def judge(made, folder):
 
 
 def outcome_of(read, truth, prefixes, unchanged=lambda: None):
-    """Reads, and compares with the truth what is named by the prefixes; ``unchanged`` is called after a refusal."""
+    """Calls ``read`` and compares the result with the truth under the prefixes; calls ``unchanged`` after a refusal."""
     try:
         found = read()
     except CheckpointError as error:
@@ -722,13 +722,13 @@ def outcome_of(read, truth, prefixes, unchanged=lambda: None):
 
 
 def same(first, second):
-    """To the last bit."""
+    """Returns whether two tensors are bitwise equal, with the same dtype and shape."""
     as_bytes = [value.contiguous().reshape(-1).view(torch.uint8) for value in (first, second)]
     return first.dtype == second.dtype and first.shape == second.shape and torch.equal(*as_bytes)
 
 
 def converted(made, folder):
-    """Through a conversion, and then as torch, the second reader or the format's package reads the result."""
+    """Converts the file, and returns what torch, the second reader or the format's package reads from the result."""
     weights = open_weights(made.path)
     if weights.is_checkpoint:
         found = torch.load(convert.export_torch(weights, folder / "out.pt"), weights_only=True)
@@ -740,7 +740,7 @@ def converted(made, folder):
 
 
 def verified(made):
-    """What lies there, as the second reader sees it, if a check of all files finds no damage."""
+    """Returns what the second reader reads; raises if the check of all files finds damage."""
     manifest = read_manifest(made.path)
     if damage := first_damage(made.path, manifest):
         raise CheckpointError(damage, where="first_damage")
@@ -748,7 +748,7 @@ def verified(made):
 
 
 def load_on_a_rank(made):
-    """Into a sharded model and its optimizer; what comes of it, on this rank."""
+    """Loads the file into a sharded model and its optimizer; returns the outcome on this rank."""
     torch.manual_seed(0)
     model = fully_shard(new_model())
     optimizer = torch.optim.AdamW(model.parameters())
@@ -774,7 +774,7 @@ def load_on_a_rank(made):
 
 
 def as_loaded(tensors):
-    """An optimizer keeps its state in the dtype of its parameters, but for step counts."""
+    """Returns the tensors as loaded: an optimizer's state, except step counts, gets its parameters' dtype."""
     return {
         name: value.float() if name.startswith("optimizer/") and not name.endswith("/step") else value
         for name, value in tensors.items()
@@ -786,7 +786,7 @@ def full(value):
 
 
 def run_case(seed, number, folder):
-    """Makes a file and reads it; what kind it was, what was done to it, and what came of it."""
+    """Makes a file and reads it; returns its kind, the change made to it, and the outcomes."""
     made = make(seed, number, folder)
     try:
         outcomes = judge(made, folder)
@@ -803,7 +803,7 @@ def run_case(seed, number, folder):
 
 
 def work(seed, numbers):
-    """Runs cases and prints a line before and after each, for whoever watches over this process."""
+    """Runs cases and prints a line before and after each, for the parent process."""
     for number in numbers:
         print(json.dumps({"begin": number}), flush=True)
         folder = Path(tempfile.mkdtemp(prefix="fuzz-files-"))
@@ -811,7 +811,7 @@ def work(seed, numbers):
         begun = time.monotonic()
         try:
             line["kind"], line["change"], line["outcomes"] = run_case(seed, number, folder)
-        except BaseException as error:  # noqa: BLE001  a finding
+        except BaseException as error:  # noqa: BLE001  any exception is a finding
             line["failure"] = f"{type(error).__name__}: {error}"
         finally:
             shutil.rmtree(folder, ignore_errors=True)
@@ -819,7 +819,7 @@ def work(seed, numbers):
 
 
 def run_all(seed, count):
-    """Every case, in processes that may crash or hang; a line for each."""
+    """Runs all cases, in processes that may crash or hang; returns a line for each."""
     lines, number = [], 0
     while number < count:
         command = [
@@ -858,7 +858,7 @@ def run_all(seed, count):
 
 
 def summary(seed, lines):
-    """Counts by what was done to which kind of file, and by what came of it."""
+    """Counts outcomes by kind of file and kind of change."""
     counts = {}
     failures = []
     for line in lines:
@@ -868,7 +868,7 @@ def summary(seed, lines):
         kind = counts.setdefault(line["kind"], {})
         change = line["change"].split("+")[0]
         outcomes = sorted(set(line["outcomes"].values()))
-        # Some ways to read may refuse what others need not look at: a conversion leaves optimizer state behind.
+        # Some ways to read may refuse what others do not read: a conversion skips optimizer state.
         kind.setdefault(change, Counter())[" or ".join(outcomes)] += 1
     totals = sum((counter for kind in counts.values() for counter in kind.values()), Counter())
     return {

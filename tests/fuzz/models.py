@@ -1,8 +1,8 @@
-"""Random models: trees of blocks as data, and the classes they are written as.
+"""Random models: trees of blocks as data, and their source as classes.
 
 Every block maps a tensor (rows, width) to one of the same shape, so any tree of blocks is a model. A block of kind
-"linear" is an `nn.Linear`; most others are a class of their own in the printed source. What a block does besides can be
-changed between steps by its attributes (`fails`, `first`, ...): actions set them.
+"linear" is an `nn.Linear`; most others have their own class in the printed source. Actions can change the behaviour
+of a block between steps by its attributes (`fails`, `first`, ...).
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from tests.fuzz.dice import Dice
 
 @dataclass(frozen=True)
 class Block:
-    """A module: its kind, the attribute of its parent that holds it, the blocks below it, what its kind takes."""
+    """A module: its kind, its name in its parent, its children, and the options of its kind."""
 
     kind: str
     name: str
     children: tuple[Block, ...] = ()
     options: tuple[int | str, ...] = ()
-    single: bool = False  # the parameters below are float32, the model's are not
+    single: bool = False  # its parameters are float32, the rest of the model's are not
 
     def walk(self, path: str = "") -> Iterator[tuple[str, Block]]:
-        """This block and all below it with their paths, the root's being empty."""
+        """Yields this block and all blocks below it with their paths; the root's path is empty."""
         yield path, self
         for child in self.children:
             yield from child.walk(f"{path}.{child.name}" if path else child.name)
@@ -32,7 +32,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Param:
-    """A parameter as the tree shows it."""
+    """A parameter of the tree."""
 
     path: str
     shape: tuple[int, ...]
@@ -41,7 +41,7 @@ class Param:
 
 # --- leaves -----------------------------------------------------------------------------------------------------------
 
-# Of a kind: its weight in the draw, and its parameters' names and shapes for a width and an option.
+# For each kind: its weight in the draw, and its parameters' names and shapes for a width and an option.
 _LEAF_WEIGHTS = {
     "linear": 34,
     "no_bias": 10,
@@ -83,7 +83,7 @@ def leaf_params(block: Block, width: int) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def params_of(root: Block, width: int) -> list[Param]:
-    """The parameters that actions may name, in the order of the tree."""
+    """Returns the parameters that actions may use, in the order of the tree."""
     found = []
 
     def visit(path: str, block: Block, single: bool) -> None:
@@ -97,7 +97,7 @@ def params_of(root: Block, width: int) -> list[Param]:
     return found
 
 
-# Leaves that are torch's own module, called with a tensor.
+# Leaves that are a module of torch, called with a tensor.
 _TORCH_LEAVES = {
     "linear": "nn.Linear({w}, {w})",
     "no_bias": "nn.Linear({w}, {w}, bias=False)",
@@ -258,7 +258,7 @@ except Oops:
     "keyword": (2, 1, "return self.{a}(x=x, scale=0.5)", ""),
 }
 
-# The inner half of a container: takes and gives what the outer one says.
+# The inner half of a container: takes and returns what the outer half passes and expects.
 _CARRIERS = {
     "tuple": ("parts", "return (self.{a}(parts[0]), parts[1])"),
     "list": ("parts", "return [None, [self.{a}(parts[0]) + parts[1][0]]]"),
@@ -326,14 +326,14 @@ FEATURES = {
 
 
 class Architect:
-    """Draws a tree, with names that are unique in it."""
+    """Draws a tree of blocks with unique names."""
 
     def __init__(self, dice: Dice, without: frozenset[str], is_double: bool) -> None:
         self._dice = dice
         self._count = 0
         self._banned = {kind for feature in without for kind in FEATURES.get(feature, ())}
         if not is_double:
-            # The gradient of what comes before it cancels to rounding errors, which it divides by a deviation.
+            # Gradients before a batch norm cancel to rounding errors, which it divides by a standard deviation.
             self._banned.add("batch_norm")
         self._may_mix = is_double and "mixed_dtypes" not in without
 
@@ -390,7 +390,7 @@ def _renamed(block: Block, name: str) -> Block:
 
 
 def written(root: Block, width: int) -> str:
-    """The classes of a model; the root's is the last, and called Model."""
+    """Returns the source of a model's classes; the root's class is the last, and is called Model."""
     leaves: dict[str, str] = {}
     classes: list[str] = []
 

@@ -1,10 +1,10 @@
-"""The two sides that a program is run on, and how what they saw is compared.
+"""The two sides on which a program runs, plain and sharded, and the comparison of what they noted.
 
-A program is a function of a `side`. What differs between a plain and a sharded run is asked of the side: `shard` does
+A program is a function of a `side`, whose methods do what differs between a plain and a sharded run: `shard` does
 nothing to a plain model, and a plain `backward` averages gradients over ranks by itself, in rank order. Everything else
 is the user's code. Both sides note what they see, and `differences` compares their notes entry by entry.
 
-Plain ranks are ranks too: each has its own model, data and buffers, so a plain run is data parallelism at its simplest.
+A plain run has ranks, too: each has its own model, data and buffers, so it is data parallelism in its simplest form.
 
 What counts as equal is decided in `Tolerance`, in one place.
 """
@@ -32,11 +32,11 @@ from shardwise.torch_internals import map_tree
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far a tensor may be from the plain one, relative to the plain one's norm. 0: the same bits.
+    """How much a tensor may differ from the plain one, relative to the plain one's norm. 0: bitwise equal.
 
-    Sums of gradients are made in rank order on both sides, so most programs must agree to the bit. They may not where
-    terms are added in another order: a module that runs several times is reduced several times; a norm is a sum over
-    shards; fused kernels treat the ends of a tensor by other instructions. Programs are a few steps of a few layers, so
+    Gradients are summed in rank order on both sides, so most programs must agree bitwise. They need not if terms are
+    added in another order: a module that runs several times is reduced several times; a norm is a sum over shards;
+    fused kernels process the ends of a tensor with other instructions. Programs are a few steps of a few layers, so
     rounding grows by less than four orders of magnitude, while a lost or doubled term is of the order of one.
     """
 
@@ -49,7 +49,7 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Cut:
-    """One rank's part of a tensor, and how it was cut: enough to find the same part of a whole one."""
+    """One rank's shard of a tensor, and how it was cut: enough to find the same shard of a full tensor."""
 
     local: Tensor
     shape: torch.Size
@@ -82,27 +82,25 @@ class Raised:
 
     name: str
     text: str = ""
-    names: tuple[str, ...] = ()  # of its class and those above it
+    names: tuple[str, ...] = ()  # of its class and base classes
 
     @staticmethod
     def of(error: BaseException) -> Raised:
         return Raised(type(error).__name__, str(error), tuple(each.__name__ for each in type(error).__mro__))
 
     def stands_for(self, other: Raised) -> bool:
-        """Whether `except` for the other catches this one too."""
+        """Returns whether an `except` clause for the other catches this one, too."""
         return self.name == other.name or other.name in self.names
 
 
-KEPT = (
-    "kept"  # a module shows something else than its shards: there is nothing to compare before they are back
-)
+KEPT = "kept"  # a module does not show its shards: there is nothing to compare until it does
 
 Notes = list[tuple[str, Any]]
 
 
 @dataclass
 class Side:
-    """What a program asks of the library it runs with."""
+    """The methods by which a program calls the library it runs with."""
 
     seed: int = 0
     mesh_shape: tuple[int, ...] = ()
@@ -120,30 +118,30 @@ class Side:
         self._seen: dict[str, Any] = {}
 
     def inside(self, module: Any) -> Any:
-        """The module itself, where something is wrapped around it."""
+        """Returns the module itself, without a wrapper around it."""
         return module
 
     def reload(self, optim: Any) -> Any:
-        """An optimizer made anew, with the state of the one before."""
+        """Returns a new optimizer with the state of the given one."""
         state = copy.deepcopy(optim.state_dict())
         twin = type(optim)(optim.param_groups[0]["params"], **_arguments(optim))
         twin.load_state_dict(state)
         return twin
 
     def scale(self, model: Any, factor: float) -> None:
-        """Writes to all parameters in place."""
+        """Scales all parameters in place."""
         with torch.no_grad():
             for param in model.parameters():
                 param.mul_(factor)
 
     def ready(self, model: Any) -> None:
-        """The model that `look` looks at and `backward` goes through."""
+        """Sets the model that `look` reads and `backward` runs through."""
         self.model = model
 
     # --- the same on both sides ---------------------------------------------------------------------------------------
 
     def build(self, make: Callable[[], nn.Module], dtype: torch.dtype = torch.float64) -> Any:
-        """The model with weights that follow from the program's seed and their names."""
+        """Builds the model; its weights depend on the program's seed and their names."""
         self.dtype = dtype
         model = make().to(dtype)
         with torch.no_grad():
@@ -156,7 +154,7 @@ class Side:
         return model
 
     def batch(self, number: int, rows: int = 3, width: int = 4) -> Tensor:
-        """This rank's input of one step."""
+        """Returns this rank's input of one step."""
         generator = torch.Generator().manual_seed(zlib.crc32(f"{self.seed} {number} {self.rank}".encode()))
         return torch.randn((rows, width), generator=generator, dtype=torch.float64).to(self.dtype)
 
@@ -164,7 +162,7 @@ class Side:
         self.notes.append((what, _snapshot(value)))
 
     def seen(self, what: str, value: Any) -> None:
-        """Noted with the next look: when in a backward a hook runs may differ, what it saw last may not."""
+        """Stores a value for the next `look`: the time of a hook in a backward may differ, but not its last value."""
         self._seen[what] = _snapshot(value)
 
     def scale_gradients(self, model: Any, factor: float) -> None:
@@ -174,7 +172,7 @@ class Side:
 
     def clip(self, model: Any, max_norm: float) -> Tensor:
         norm = self._clip(model, max_norm)
-        # Of no gradients at all the norm is a zero, of whatever dtype.
+        # Without any gradients the norm is a zero of any dtype.
         return norm if norm else norm.to(self.dtype)
 
     def _clip(self, model: Any, max_norm: float) -> Tensor:
@@ -184,7 +182,7 @@ class Side:
         return [param.grad for param in model.parameters()]
 
     def backward(self, loss: Tensor, **options: Any) -> None:
-        """As `loss.backward`; nothing where everything is frozen."""
+        """Calls `loss.backward`; does nothing if everything is frozen."""
         if loss.requires_grad:
             self._backward(loss, options)
 
@@ -193,10 +191,10 @@ class Side:
 
     @contextlib.contextmanager
     def catch(self, what: str) -> Iterator[None]:
-        """Catches what is raised inside, and notes its type."""
+        """Catches an exception of the body, and notes its type."""
         try:
             yield
-        except Exception as error:  # noqa: BLE001  what it is gets compared
+        except Exception as error:  # noqa: BLE001  its type is compared
             self.notes.append((what, Raised.of(error)))
         else:
             self.notes.append((what, Raised("nothing")))
@@ -220,7 +218,7 @@ class Side:
 
 
 class Plain(Side):
-    """No sharding: gradients are averaged over ranks after each backward that syncs."""
+    """The plain side: gradients are averaged over ranks after each backward that syncs."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -246,20 +244,20 @@ class Plain(Side):
         return value.clone()
 
     def deepcopy(self, model: Any) -> None:
-        """Of a sharded model it is refused, which says nothing about a plain one."""
+        """Does nothing: a sharded model refuses to be copied, so there is nothing to compare with."""
 
     def sync(self, model: Any, on: bool) -> None:
         self.is_synced = on
 
     def all_reduce(self, model: Any, on: bool) -> None:
-        if len(self.mesh_shape) == 2:  # without replicas there is nothing to put off
+        if len(self.mesh_shape) == 2:  # without replicas there is no all-reduce to postpone
             self.is_synced = on
 
     def call(self, module: Any, method: str, *args: Any) -> None:
-        """A method that only sharded modules have, and that changes no number."""
+        """Does nothing: only sharded modules have the method, and it changes no values."""
 
     def _backward(self, loss: Tensor, options: dict[str, Any]) -> None:
-        # What is in no unit is the user's to synchronize.
+        # Parameters outside of units are synchronized by the user.
         in_units = {param for unit in self._units for param in unit.parameters()}
         params = [param for param in self.model.parameters() if param in in_units]
         before = [(param, param.grad) for param in params]
@@ -284,18 +282,18 @@ class Plain(Side):
         shown = set(self.model.parameters())
         for param, average in zip(self.held, self._averages(list(self.held.values())), strict=True):
             param.grad = average if param.grad is None else param.grad + average
-            # One that was replaced has no shard to wait for any more.
+            # A replaced parameter no longer has a shard whose gradient could be complete.
             for hook in self._after_gradient.get(param, ()) if param in shown else ():
                 hook(param)
         self.held = {}
 
     def after_gradient(self, param: Any, name: str) -> None:
-        """A hook for when a gradient is complete; of a plain parameter, when it is averaged."""
+        """Registers a hook that runs when a gradient is complete; for a plain parameter, when it is averaged."""
         if param.requires_grad:
             self._after_gradient.setdefault(param, []).append(lambda param: self.seen(name, param.grad))
 
     def _fill_flat_gradients(self) -> None:
-        """The gradient of a flat parameter is whole: where one of its parameters has a gradient, all have."""
+        """Adds missing gradients, as zeros: if one parameter of a flat parameter has a gradient, all of them have."""
         taken: set[Tensor] = set()
         for unit in self._units:
             owned = [param for param in unit.parameters() if param not in taken and param.requires_grad]
@@ -307,7 +305,7 @@ class Plain(Side):
                         self.held.setdefault(param, torch.zeros_like(param))
 
     def _averages(self, grads: list[Tensor]) -> list[Tensor]:
-        """Summed over the ranks of a shard group, then over replicas, in rank order; then divided."""
+        """Returns averages: sums over the ranks of a shard group, then over replicas, in rank order; then divides."""
         if self.world == 1:
             return grads
         averages: list[Tensor | None] = [None] * len(grads)
@@ -360,7 +358,7 @@ class _LowPrecision:
         for module in modules:
             for member in module.modules():
                 for name in member._parameters:
-                    # A place belongs to the innermost unit around it, whoever owns the parameter it shows.
+                    # A parameter's place in a module belongs to the innermost unit around it, also if it is tied.
                     if (id(member), name) not in taken and member._parameters[name] is not None:
                         taken.add((id(member), name))
                         self._places.append((member, name))
@@ -390,7 +388,7 @@ class _LowPrecision:
         if isinstance(value, list):
             value[:] = [
                 self._cast(each) for each in value
-            ]  # still the caller's list: the module may append to it
+            ]  # in place: the module may append to the caller's list
             return value
         return map_tree(self._cast_tensor, value)
 
@@ -406,7 +404,7 @@ def _sum_in_order(parts: list[Tensor]) -> Tensor:
 
 
 class Sharded(Side):
-    """shardwise's `fully_shard`."""
+    """The side that uses shardwise's `fully_shard`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -451,7 +449,7 @@ class Sharded(Side):
         return shardwise.optim.flat(params, cls, **options)
 
     def _outermost(self, model: Any) -> list[Any]:
-        """The model if it is sharded, else the outermost modules below that are."""
+        """Returns the model if it is sharded, else the outermost sharded modules below it."""
         found: list[Any] = []
 
         def visit(module: nn.Module) -> None:
@@ -499,18 +497,18 @@ class Sharded(Side):
         return None if param.grad is None else Cut.of(param.grad)  # type: ignore[arg-type]
 
     def reshard(self, model: Any) -> None:
-        """What was unsharded by hand is sharded by hand."""
+        """Reshards what the program unsharded by hand."""
         for module in model.modules():
             if self._is_sharded(module):
                 module.reshard()
 
     def finish(self) -> None:
-        """Shards everything again, so that the last look sees everything."""
+        """Reshards everything, so that the last look sees all shards."""
         self.reshard(self.model)
 
 
 class Wrapped(Sharded):
-    """shardwise's `FullyShardedDataParallel`."""
+    """The side that uses shardwise's `FullyShardedDataParallel`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -568,7 +566,7 @@ class Wrapped(Sharded):
 
     def look(self, what: str, model: Any = None) -> None:
         model = self.model if model is None else model
-        # Gradients that `no_sync` keeps are not part of what is shown whole.
+        # Gradients stashed by `no_sync` are not available as full tensors.
         with_grads = not self._holds
         with shardwise.FullyShardedDataParallel.summon_full_params(
             model, with_grads=with_grads, writeback=False
@@ -582,7 +580,7 @@ class Wrapped(Sharded):
         self.notes.append((f"{what}: seen by hooks", {}))
 
     def reshard(self, model: Any) -> None:
-        """Between steps a wrapper shows its shards anyway."""
+        """Does nothing: between steps a wrapper shows its shards anyway."""
 
     def finish(self) -> None:
         pass
@@ -595,7 +593,7 @@ class ZeroPlain(Plain):
         return shardwise.ZeroRedundancyOptimizer(params, optimizer_class=cls, **self.zero_options, **options)
 
     def reload(self, optim: Any) -> Any:
-        """Its state goes by way of one rank."""
+        """Returns a new optimizer with the state of the given one, consolidated on one rank."""
         optim.consolidate_state_dict(to=0)
         states = [optim.state_dict() if self.rank == 0 else None]
         dist.broadcast_object_list(states, src=0)
@@ -607,7 +605,7 @@ class ZeroPlain(Plain):
 
 
 class TorchSharded(Sharded):
-    """torch's own `fully_shard`, to tell a defect of shardwise from one of the oracle."""
+    """The side that uses torch's own `fully_shard`, to tell a defect of shardwise from one of the oracle."""
 
     def _options(self) -> dict[str, Any]:
         from torch.distributed import fsdp
@@ -649,7 +647,7 @@ class TorchSharded(Sharded):
 
 
 def _arguments(optim: Any) -> dict[str, Any]:
-    """What an optimizer was made with."""
+    """Returns the arguments with which an optimizer was made."""
     names = ("lr", "momentum", "eps", "foreach", "fused")
     return {name: optim.defaults[name] for name in names if name in optim.defaults}
 
@@ -666,16 +664,16 @@ def _snapshot(value: Any) -> Any:
     return value
 
 
-# --- the verdict ------------------------------------------------------------------------------------------------------
+# --- the comparison ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a program on one rank. `how` tells failures apart: alike ones shrink into each other."""
+    """The outcome of a program on one rank. Failures with the same `how` may be shrunk into each other."""
 
-    how: str = ""  # empty: as it must be
+    how: str = ""  # empty: passed
     text: str = ""
-    refused: str = ""  # the refusal that ended it, where refusing is right
+    refused: str = ""  # the intended refusal that ended it, if any
 
 
 def differences(expected: Notes, actual: Notes, tolerance: Tolerance) -> Iterator[str]:
@@ -746,17 +744,17 @@ def _described(value: Any) -> str:
 
 
 def run_side(program: Callable[[Any], None], side: Any) -> BaseException | None:
-    """Runs a program to its end, or to what it raises."""
+    """Runs a program; returns the exception that ended it, or None."""
     try:
         program(side)
-    except Exception as error:  # noqa: BLE001  compared with what the other side raises
+    except Exception as error:  # noqa: BLE001  compared with the other side's exception
         side.notes.append(("the program", Raised.of(error)))
         return error
     return None
 
 
 class ProgramRaised(Exception):
-    """Sharded code raised where plain code did not."""
+    """Sharded code raised an exception that plain code did not."""
 
 
 def compared(
@@ -766,7 +764,7 @@ def compared(
     tolerance: Tolerance,
     refusals: tuple[tuple[str, str], ...] = (),
 ) -> Verdict:
-    """On one rank: the program on both sides, and whether they agree."""
+    """Runs the program on both sides, on one rank, and compares; raises if only sharded code raised."""
     plain, other = Plain(**options), sharded(**options)
     want = run_side(program, plain)
     got = run_side(program, other)

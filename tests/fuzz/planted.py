@@ -1,8 +1,8 @@
-"""Known defects, planted again by taking their fixes back, and how many programs it takes to find each.
+"""Reverts the fixes of known defects, and counts how many programs it takes to find each defect again.
 
     python -m tests.fuzz.planted --result benchmarks/results/fuzz_finds.json
 
-A program counts as a find if it fails with the defect and passes without.
+A program finds a defect if it fails with it and passes without it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.fuzz import trial
 from tests.fuzz.programs import Program, draw, source
 from tests.fuzz.shrink import shrunk
 
-# Processes would not have what was planted here.
+# Rank processes would not have the patches of this process.
 WITHOUT = frozenset({"gloo"})
 
 
@@ -49,7 +49,7 @@ def ties_within_a_unit_are_not_followed(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_unit_remembers_one_call(patch: pytest.MonkeyPatch) -> None:
-    """A unit that calls itself: the inner call's pass takes the outer one's place, and ends with the inner call."""
+    """If a unit calls itself, the inner call's visit replaces the outer one's, and ends with the inner call."""
     make, end, signal = Visit.__init__, UnitHooks._end_forward, Visit.signal_outputs
 
     def made(self: Visit, hooks: Any, window: Any) -> None:
@@ -126,7 +126,7 @@ DEFECTS = (
 
 
 def first_find(defect: Defect, programs: Iterable[Program]) -> tuple[int, Program] | None:
-    """The first program that finds a defect, and how many were run until then."""
+    """Returns the first program that finds a defect, and the number of programs run up to it."""
     for count, program in enumerate(programs, 1):
         if defect.how(program) and not trial.run(program).how:
             return count, program

@@ -1,4 +1,4 @@
-"""Whole programs from a seed: drawn as data, written as source, and the source is what runs. It needs no torch."""
+"""Draws a whole program from a seed, as data, and writes it as source, which then runs. This file needs no torch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Program:
 
 
 def draw(seed: int, without: frozenset[str] = frozenset()) -> Program:
-    """The program of a seed; `without` leaves features out."""
+    """Returns the program of a seed; `without` excludes features."""
     dice = Dice(seed)
     face = draw_face(dice.split(0), without)
     without = without | {"fully_shard": frozenset(), "wrapper": NOT_OF_WRAPPERS, "zero": NOT_OF_ZERO}[face]
@@ -43,18 +43,18 @@ def draw(seed: int, without: frozenset[str] = frozenset()) -> Program:
     if not settings.use_orig_params:
         without = without | {"freeze", "thaw", "freeze_module"}
     if settings.param_dtype:
-        # The oracle casts a unit's parameters around its call. A recompute is beyond it, state of another dtype, and a
-        # list whose tensors are cast for the module and not for its caller.
+        # The oracle casts a unit's parameters around its call. It does not model recomputation, state of another dtype,
+        # or a list whose tensors are cast for the module but not for its caller.
         without = without | {"checkpoint", "recurrent", "batch_norm", "buffer", "appended"}
     if settings.param_dtype == "bfloat16":
-        # Rounding is large enough to hide what a change of order would explain: leave the changes of order out.
+        # Rounding is too coarse to bound the effect of adding in another order: exclude what changes the order.
         without = without | {"twice", "attention", "tie_before", "tie_after"}
     model = Architect(dice.split(2), without, settings.dtype == "float64" and not settings.param_dtype).draw()
     units = draw_units(dice.split(3), model, settings, without)
     if face == "zero":
         units = (UnitCall(("",)),)
     if not is_fully_sharded(units):
-        # Each outermost unit has steps of its own then: what is held is given out when that unit runs again.
+        # Each outermost unit then is a root of its own: stashed gradients are reduced when that unit runs again.
         without = without | {
             "foreach",
             "fused",
@@ -100,20 +100,20 @@ def draw_actions(dice: Dice, context: Context) -> list[Action]:
             kind = "save"
         saved = saved or kind == "save"
         if kind == "set_data" and any(each.kind in ("replace", "load", "tie") for each in drawn):
-            continue  # what stands there now may be a DTensor of the user's, whose data torch itself does not set
+            continue  # the parameter may now be a user's DTensor, whose data torch itself does not set
         if kind == "func" and (hooked or holds):
-            continue  # hooks would note tensors of a transform; whether it syncs what is held is nobody's promise
+            continue  # hooks would note a transform's tensors; whether it syncs stashed gradients is unspecified
         hooked = hooked or kind == "hook"
         action = actions.DRAW[kind](dice, context, number)
         if action is not None:
             drawn.append(action)
-    # What an action has left behind shows in the steps after it.
+    # The effects of an action show in the steps after it.
     drawn += [Action("step", (100 + number, Step())) for number in range(2)]
     return drawn
 
 
 def source(program: Program) -> str:
-    """The program as a test: classes, a function of a side, and a call that compares."""
+    """Returns the program as a test: classes, a function of a side, and a call that compares."""
     context = program.context()
     settings = program.settings
     make = [f"model = side.build(Model, torch.{settings.dtype})"]

@@ -1,7 +1,7 @@
 """Runs programs: `python -m tests.fuzz.run --seconds 60 --seed 0`.
 
-Programs run in a worker process. One that hangs or dies takes its worker along, is recorded as a failure, and the run
-goes on with another worker.
+Programs run in worker processes. A program that hangs or dies is recorded as a failure, its worker is killed, and the
+run goes on with a new worker.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from tests.fuzz.programs import Program, draw
 from tests.fuzz.shrink import shape, shrunk
 from tests.fuzz.trial import TIMEOUT_SECONDS, Outcome, as_test, run
 
-# Classes that programs define stay in the process that ran them.
+# Classes that programs define are never freed in the process that ran them.
 _PROGRAMS_A_WORKER = 400
 
 
 class Worker:
-    """A process that runs programs one at a time, replaced when one of them ends it."""
+    """A process that runs programs one at a time, and is replaced if one of them ends it."""
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
@@ -62,11 +62,11 @@ class Worker:
             self.close()
             return Outcome(f"dies: exit code {code}", f"the worker process ended with exit code {code}")
         if outcome.how.startswith(("hangs", "dies")):
-            self.close()  # threads may be left behind in it
+            self.close()  # threads may still run in it
         return outcome
 
     def _stacks(self) -> str:
-        """Where the worker's threads are; it need not hold the interpreter to tell."""
+        """Returns the stacks of the worker's threads; works even if no thread can take the GIL."""
         os.kill(self._process.pid, signal.SIGUSR2)
         time.sleep(2)
         return Path(self._folder.name, "stacks").read_text()
@@ -95,7 +95,7 @@ def _serve(connection: Connection, stacks: str) -> None:
 
     from shardwise.testing import close_pools
 
-    faulthandler.register(signal.SIGUSR2, open(stacks, "w"))  # noqa: SIM115  open for as long as the process lives
+    faulthandler.register(signal.SIGUSR2, open(stacks, "w"))  # noqa: SIM115  stays open until the process exits
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     while True:
@@ -144,7 +144,7 @@ class Report:
 
 
 class Session:
-    """Programs of one run, shared out among workers."""
+    """The programs of one run, distributed among workers."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._arguments = arguments
@@ -181,7 +181,7 @@ class Session:
             worker.close()
 
     def _take(self) -> int | None:
-        """The next seed, unless the run is over."""
+        """Returns the next seed; None if the run is over."""
         with self._lock:
             arguments, taken = self._arguments, self._next - self._arguments.seed
             elapsed = time.monotonic() - self._start

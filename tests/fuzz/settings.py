@@ -1,4 +1,4 @@
-"""What a program runs under: world, mesh, dtypes, precision, optimizer, which modules become units."""
+"""The settings of a program: world, mesh, dtypes, precision, optimizer, and which modules become units."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.fuzz.models import Block
 
 @dataclass(frozen=True)
 class Settings:
-    """The defaults are what a failure shrinks towards."""
+    """The settings of a program; failures shrink towards the defaults."""
 
     face: str = "fully_shard"  # or "wrapper", "zero"
     world: int = 2
@@ -23,11 +23,11 @@ class Settings:
     reduce_dtype: str = ""
     offload: bool = False
     optimizer: str = "sgd"
-    # The wrapper's own.
+    # Only for the wrapper.
     strategy: str = "FULL_SHARD"
     use_orig_params: bool = True
     prefetch: str = "BACKWARD_PRE"
-    # ZeRO's own.
+    # Only for ZeRO.
     bucket_view: bool = False
     balanced: bool = False
 
@@ -38,11 +38,11 @@ class Settings:
 
 @dataclass(frozen=True)
 class UnitCall:
-    """One call of `fully_shard`: the modules it is given, and how it reshards."""
+    """One call of `fully_shard`: its modules, and how the unit reshards."""
 
     paths: tuple[str, ...]
     reshard: bool | int | None = None
-    columns: bool = False  # cut along dim 1 where there is one
+    columns: bool = False  # shard along dim 1 if there is one
 
 
 OPTIMIZERS = {
@@ -57,7 +57,7 @@ OPTIMIZERS = {
 }
 
 
-# What the other two faces do not have, or what this oracle does not model for them.
+# What the other two APIs do not have, or this oracle does not model for them.
 _ENGINE_ONLY = frozenset(
     {"columns", "after_gradient", "groups", "unshard", "reshard", "setting", "prefetch", "no_root"}
 )
@@ -122,7 +122,7 @@ def draw_settings(dice: Dice, face: str, without: frozenset[str]) -> Settings:
 
 
 def draw_units(dice: Dice, model: Block, settings: Settings, without: frozenset[str]) -> tuple[UnitCall, ...]:
-    """Some modules below and mostly the model itself, bottom-up; now and then two modules as one unit."""
+    """Draws some submodules and mostly the model itself, bottom-up; sometimes two modules as one unit."""
     percent = dice.pick((0, 25, 50, 80, 100))
     found: list[str] = []
 
@@ -147,7 +147,7 @@ def draw_units(dice: Dice, model: Block, settings: Settings, without: frozenset[
 
 
 def is_fully_sharded(units: tuple[UnitCall, ...]) -> bool:
-    """Whether every parameter is in a unit. Foreach operations do not take plain and sharded tensors together."""
+    """Returns whether every parameter is in a unit. Foreach operations reject a mix of plain and sharded tensors."""
     return any("" in call.paths for call in units)
 
 

@@ -1,8 +1,8 @@
-"""From a program that fails to a small one that fails alike.
+"""Shrinks a failing program to a small one that fails in the same way.
 
-Every step tries programs that are a little smaller (an action less, a setting at its default, a block replaced by one
-of its children) and takes the first that still fails in the same way. Nothing here runs a program: it is handed a
-function that does and says how it failed.
+Every step tries programs that are a little smaller (one action fewer, a setting at its default, a block replaced by one
+of its children) and takes the first that still fails in the same way. This file does not run programs: callers pass a
+function that does, and returns how a program failed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ How = Callable[[Program], str]
 
 
 def shrunk(program: Program, how: How, limit: int = 400) -> Program:
-    """The smallest program found that fails as this one does, in at most `limit` runs."""
+    """Returns the smallest program found that fails in the same way, after at most `limit` runs."""
     wanted = how(program)
     if not wanted:
         return program
@@ -43,7 +43,7 @@ def shrunk(program: Program, how: How, limit: int = 400) -> Program:
 
 
 def smaller(program: Program) -> Iterator[Program]:
-    """Programs one step simpler, those first that would save most."""
+    """Yields programs that are one step simpler, the largest reductions first."""
     yield from _fewer_actions(program)
     yield from _smaller_models(program)
     yield from _fewer_units(program)
@@ -78,7 +78,7 @@ def _plainer_actions(program: Program) -> Iterator[Program]:
             continue
         number, step = action.args
         for field in fields(Step):
-            # Zeroing gradients is no plainer than leaving them.
+            # Zeroing gradients is no simpler than keeping them.
             if getattr(step, field.name) != field.default and field.name not in ("zeroes", "steps"):
                 plainer = replace(step, **{field.name: field.default})
                 yield _with_action(program, index, replace(action, args=(number, plainer)))
@@ -96,7 +96,7 @@ def _with_action(program: Program, index: int, action: Action) -> Program:
 
 def _fewer_units(program: Program) -> Iterator[Program]:
     for index, call in enumerate(program.units):
-        # A tie that leaves a unit is a question of its own, and names change where the outermost wrapper goes.
+        # A tie to a parameter outside its unit would be another failure; without the outermost wrapper, names change.
         is_needed = "" in call.paths and (program.ties or program.settings.face == "wrapper")
         if len(program.units) > 1 and not is_needed:
             yield replace(program, units=_without(program.units, index))
@@ -113,7 +113,7 @@ def _plainer_settings(program: Program) -> Iterator[Program]:
     settings = program.settings
     for field in fields(Settings):
         if getattr(settings, field.name) == field.default or field.name == "face":
-            continue  # the same program on another face fails for another reason
+            continue  # the same program with another API fails for another reason
         changes: dict[str, Any] = {field.name: field.default}
         if field.name == "world":
             changes["mesh"] = ()
@@ -135,7 +135,7 @@ def _smaller_models(program: Program) -> Iterator[Program]:
 
 
 def _transplanted(program: Program, path: str, graft: Block, old_path: str | None) -> Iterator[Program]:
-    """The program with the block at `path` replaced; what spoke of blocks that are gone goes too."""
+    """Yields the program with the block at `path` replaced, without what refers to blocks that no longer exist."""
     name = path.split(".")[-1] if path else "model"
     graft = replace(graft, name=name)
     model = _grafted(program.model, path, graft)
@@ -208,7 +208,7 @@ def _paths(model: Block, width: int) -> set[str]:
 
 
 def shape(program: Program) -> str:
-    """What a program is made of, in words: alike for programs that fail for the same reason, once they are small."""
+    """Describes a program's features in words; small programs that fail for the same reason have the same text."""
     words = {f"block {block.kind}" for _, block in program.model.walk() if block.kind != "linear"}
     for action in program.actions:
         words.add(action.kind)

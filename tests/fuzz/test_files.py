@@ -1,6 +1,6 @@
-"""A slice of the changed files, and that a reader that is less careful would be found out.
+"""Tests a fixed sample of changed files, and that a less careful reader is detected.
 
-``python -m tests.fuzz.files`` runs as many as one likes.
+``python -m tests.fuzz.files`` runs any number of cases.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def test_a_case_is_the_same_whenever_it_is_made(tmp_path):
 
 
 def first_finding(tmp_path, kind, changes):
-    """What the first case of some kind that goes wrong is found to do."""
+    """Returns the failure of the first case of a kind that fails."""
     for number in range(1000):
         folder = tmp_path / str(number)
         folder.mkdir()
@@ -46,7 +46,7 @@ def first_finding(tmp_path, kind, changes):
         if made.kind == kind and made.change.startswith(changes):
             try:
                 files.judge(made, folder)
-            except Exception as error:  # noqa: BLE001  whatever it is that it brings about
+            except Exception as error:  # noqa: BLE001  any exception is a finding
                 return f"{type(error).__name__}: {error}"
     return "nothing"
 

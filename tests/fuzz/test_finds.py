@@ -1,4 +1,4 @@
-"""The fuzzer finds defects that were mended once, if their fixes are taken back."""
+"""Tests that the fuzzer finds defects whose fixes are reverted."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from tests.fuzz.planted import DEFECTS, WITHOUT, Defect, first_find
 from tests.fuzz.programs import draw
 
-# Seeds move when the generator changes: any of so many programs will do.
+# Seeds give other programs when the generator changes: any of this many programs may find the defect.
 SEEDS, MOST = 3000, 60
 
 

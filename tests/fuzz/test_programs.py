@@ -1,4 +1,4 @@
-"""A fixed slice of programs, and the machine that finds and shrinks failures tested on defects that are planted."""
+"""Runs a fixed sample of programs, and tests the detection and shrinking of failures on planted defects."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def a_program(**changes: Any) -> Program:
 
 
 class LosesABias(Sharded):
-    """A defect: the gradient of the first unit's bias is dropped in the second backward."""
+    """A defect: the second backward drops the gradient of the first unit's bias."""
 
     backwards = 0
 
@@ -110,7 +110,7 @@ class RaisesOnOneRank(Sharded):
 
 
 class WrongValue(Sharded):
-    """A defect of one bit in a parameter."""
+    """A defect: one element of a parameter is off by one ulp."""
 
     def finish(self) -> None:
         super().finish()

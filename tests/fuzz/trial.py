@@ -1,4 +1,4 @@
-"""One program, run: what each rank found, put together into one outcome."""
+"""Runs one program, and combines what each rank found into one outcome."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.fuzz.oracle import (
 from tests.fuzz.programs import Program, source
 from tests.fuzz.settings import Settings
 
-# Long for a program of tiny tensors, short for a hang among ten thousand; machines may be busy.
+# Long enough for a program of tiny tensors on a busy machine, short enough for a hang among ten thousand programs.
 TIMEOUT_SECONDS = 60.0
 
 SIDES: dict[str, type[Side]] = {
@@ -37,7 +37,7 @@ SIDES: dict[str, type[Side]] = {
     "torch": TorchSharded,
 }
 
-# What shardwise refuses on purpose though a plain program can do it: a name, and a sign in the message.
+# What shardwise refuses on purpose though a plain program can do it: a name, and a part of the message.
 REFUSALS: tuple[tuple[str, str], ...] = (
     ("a parameter replaced by something else", "which cannot take the place of"),
     (
@@ -69,7 +69,7 @@ REFUSALS: tuple[tuple[str, str], ...] = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a program. `how` is empty if all is well; alike failures have the same."""
+    """The outcome of a program. `how` is empty if it passed; failures of the same kind have the same `how`."""
 
     how: str = ""
     text: str = ""
@@ -77,7 +77,7 @@ class Outcome:
 
 
 def code_of(text: str, name: str) -> Callable[[Any], None]:
-    """The function `program` of a source, whose lines show in tracebacks."""
+    """Returns the function `program` of a source text, whose lines are shown in tracebacks."""
     filename = f"<{name}>"
     linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
     space: dict[str, Any] = {"__name__": "fuzzed"}
@@ -93,7 +93,7 @@ def on_rank(text: str, name: str, side: str, options: dict[str, Any], tolerance:
 
 
 def run(program: Program, side: str = "shardwise", runner: Any = run_ranks) -> Outcome:
-    """Runs a program on its ranks; everything that can go wrong becomes an outcome."""
+    """Runs a program on its ranks; any failure becomes an outcome."""
     settings = program.settings
     try:
         verdicts = runner(
@@ -139,7 +139,7 @@ def _kind_of(error: RankFailure) -> str:
 
 
 def normalised(text: str) -> str:
-    """Without names, shapes and numbers, which change while a program shrinks."""
+    """Returns a text without names, shapes and numbers, which change while a program shrinks."""
     text = re.sub(r"'[^']*'|\"[^\"]*\"", "'…'", text)
     text = re.sub(r"\[[^\]]*\]|\([^)]*\)", "(…)", text)
     return re.sub(r"\d+", "#", text)[:100]
@@ -183,7 +183,7 @@ def _dtype(name: str) -> torch.dtype | None:
 
 
 def tolerance_of(program: Program) -> Tolerance:
-    """The same bits, unless the program adds terms in another order than the plain one."""
+    """Returns the tolerance: 0, unless the sharded program adds terms in another order than the plain one."""
     settings = program.settings
     kinds = program.context().kinds
     names = [settings.dtype, settings.param_dtype, settings.reduce_dtype]
@@ -199,7 +199,7 @@ def _reorders(program: Program) -> bool:
         return True
     if kinds & {"twice", "mirrored", "recursive"} or program.ties:
         return True
-    # An input's gradient is a sum over its uses, and a unit sums its own uses first: of three terms, in another order.
+    # An input's gradient is a sum over its uses, and a unit sums its own uses first: another order for three terms.
     uses = [
         block.kind
         for _, block in program.model.walk()
@@ -209,7 +209,7 @@ def _reorders(program: Program) -> bool:
     if len(uses) > 1 or "attention" in kinds:
         return True
     if settings.kind == "gloo" and (settings.mesh or settings.strategy == "NO_SHARD"):
-        return True  # replicas are summed by gloo, in an order of its own
+        return True  # gloo sums replicas in another order
     if "fused" in settings.optimizer or "flat" in settings.optimizer:
         return True
     for action in program.actions:
@@ -227,7 +227,7 @@ def _reorders(program: Program) -> bool:
 
 
 def as_test(program: Program) -> str:
-    """The source with a test around it, to be pasted into a file."""
+    """Returns the source with a test around it, to be pasted into a file."""
     settings = program.settings
     options = {"world_size": settings.world, **side_options(program)}
     defaults = {"mesh_shape": (), "param_dtype": None, "reduce_dtype": None, "offload": False}
@@ -252,7 +252,7 @@ def check(
     tolerance: float = 0.0,
     **options: Any,
 ) -> None:
-    """Raises unless the program does the same sharded as plain."""
+    """Raises unless the sharded program does the same as the plain one."""
     verdicts = run_ranks(
         compared, world_size, program, SIDES[side], options, Tolerance(tolerance), REFUSALS, kind=kind
     )

@@ -1,7 +1,7 @@
-"""The catalogue of what a rank may do wrong, on a small model that can be made to do it.
+"""The catalogue of errors that one rank can make, as cases on a small model.
 
-Each case is called on all ranks with a `Run` and told whether this rank errs. They serve the tests and
-`benchmarks/trust.py`, which shows what torch's own `fully_shard` makes of them.
+Each case is a function that runs on all ranks; its arguments are a `Run` and whether this rank errs. The cases are used
+by tests and by `benchmarks/trust.py`, which shows how torch's own `fully_shard` reacts to them.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ WIDTH = 6
 
 
 class Boom(Exception):
-    """A user's own error."""
+    """An error raised by a user's code."""
 
 
 class OutOfMemory(Boom, torch.OutOfMemoryError):
-    """What a device raises, made by hand."""
+    """The error of a device that is out of memory, raised by hand."""
 
 
 class Block(nn.Module):
@@ -69,7 +69,7 @@ def raise_boom(*_):
 
 
 class Model(nn.Module):
-    """Blocks in an order that a test can change; the last one is of another size."""
+    """Blocks in an order that tests can change; the last one has another size."""
 
     def __init__(self):
         super().__init__()
@@ -100,7 +100,7 @@ def loss_of(model, step, rank, num_rows=3):
 
 
 class Run:
-    """A sharded model in training, and a plain one beside it that makes the same good steps."""
+    """A sharded model in training, and a plain one that takes the same good steps."""
 
     def __init__(self, face="fully_shard", **options):
         self.face = face
@@ -120,7 +120,7 @@ class Run:
         return block.module if self.face == "wrapper" else block
 
     def bad_step(self):
-        """A step in which a rank errs."""
+        """Takes a step in which a rank errs."""
         self.loss().backward()
         self.optim.step()
 
@@ -128,11 +128,11 @@ class Run:
         self.block(2).register_forward_pre_hook(strike)
 
     def go_back(self):
-        """A step that broke off has changed no parameter."""
+        """Undoes an interrupted step; that step has changed no parameter."""
         self.optim.zero_grad()
 
     def good_step(self, num_rows=lambda rank: 3):
-        """Right to the last bit: a parameter that was not would show in the loss."""
+        """Takes a step and checks that its loss is bitwise right, and with it the parameters."""
         self.take(0, 1, 2, 3)
         self.optim.zero_grad()
         loss = loss_of(self.model, self.step, dist.get_rank(), num_rows(dist.get_rank()))
@@ -143,7 +143,7 @@ class Run:
             lambda rank: loss_of(self.plain, self.step, rank, num_rows(rank)),
             dist.get_world_size(),
         )
-        # torch sums in an order of its own.
+        # torch sums in another order.
         tolerance = 1e-5 if TORCH_IS_THE_SUBJECT else 0.0
         same(loss.detach(), losses[dist.get_rank()], f"loss of step {self.step}", tolerance)
         self.plain_optim.step()
@@ -151,7 +151,7 @@ class Run:
         self.step += 1
 
 
-# --- what a rank may do wrong: each is called on all ranks and told whether this one errs ---------------------------
+# --- errors of one rank: each case runs on all ranks; `errs` is true on the rank that errs ---------------------------
 
 
 def another_layer_of_the_same_shape(run, errs):
@@ -342,7 +342,7 @@ def interrupt(*_):
 
 
 def a_state_dict_on_one(run, errs):
-    """No collective of ``fully_shard``'s, so what follows must be right. A wrapper's gathers, as torch's does."""
+    """With ``fully_shard`` it is no collective, so the next step must be right. A wrapper's gathers, as in torch."""
     if errs:
         run.model.state_dict()
     run.good_step()
@@ -384,9 +384,9 @@ BREAKING_OFF = [
 
 
 LONG_SECONDS = 120.0
-"""What nobody waits for where all is well, however busy the machine is."""
+"""Longer than any wait without an error, however busy the machine is."""
 
-# How often the watch looks, which tests make often; and limits for what a busy machine may be late with, here long.
+# The watchdog's polling intervals, short here; and limits that a busy machine might exceed, long here.
 _WAITS = {
     (watchdog_thread, "_TICK_SECONDS"): 0.01,
     (watchdog_thread, "_IDLE_SECONDS"): 0.05,
@@ -404,7 +404,7 @@ def _set_waits(waits):
 
 
 class _Inside:
-    """How many ranks of this process are inside ``timeouts_of``, and what was in force before the first."""
+    """The number of ranks of this process inside ``timeouts_of``, and the policy before the first entered."""
 
     lock = threading.Lock()
     num_ranks = 0
@@ -413,7 +413,7 @@ class _Inside:
 
 @contextmanager
 def timeouts_of(**changes):
-    """A policy of the process for a while, and a watch that looks early: the process serves other tests too."""
+    """Sets a policy and short polling intervals for the process, and restores both, since other tests run in it."""
     with _Inside.lock:
         before = set_trust(**changes)
         if _Inside.num_ranks == 0:
@@ -430,11 +430,11 @@ def timeouts_of(**changes):
                 _set_waits(_USUAL_WAITS)
 
 
-# --- what ends a rank, or keeps it: for processes of their own -------------------------------------------------------
+# --- cases that end or stop a rank: only for ranks that are separate processes ---------------------------------------
 
 
 class Struck:
-    """Called in forward: the rank is sent a signal, and what it does not die of it sits out."""
+    """A forward hook that sends its rank a signal, and sleeps if the rank survives it."""
 
     def __init__(self, signal_number, seconds):
         self.signal_number = signal_number
@@ -478,7 +478,7 @@ def a_slow_rank(run, errs):
 
 
 def in_a_debugger(is_over):
-    """Sits in a frame of a debugger's file, as at its prompt, until ``is_over()``."""
+    """Waits in a frame of a debugger's file, as at its prompt, until ``is_over()``."""
     scope = {"time": time, "is_over": is_over}
     prompt = "def prompt():\n    while not is_over():\n        time.sleep(0.02)\n"
     exec(compile(prompt, "/usr/lib/python3/pdb.py", "exec"), scope)

@@ -1,4 +1,4 @@
-"""Small models, and the loop that holds a sharded one against a plain one step by step."""
+"""Small models, and a loop that compares a sharded model with a plain one step by step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TwoLayers(nn.Module):
 
 
 class DoubleLinear(nn.Module):
-    """Two layers side by side; the second is optional."""
+    """Two parallel layers; the second is optional."""
 
     def __init__(self, width: int = 8, use_second: bool = True) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class DoubleLinear(nn.Module):
 
 
 class Layers(nn.Module):
-    """Layers between parameters of the root; what enters the first layer needs grad, as after an embedding."""
+    """Layers between parameters of the root; the first layer's input requires grad, as after an embedding."""
 
     def __init__(self, num_layers: int = 3, width: int = 6) -> None:
         super().__init__()
@@ -59,17 +59,17 @@ class Layers(nn.Module):
 
 
 def data(step: int, rank: int, *shape: int) -> Tensor:
-    """One rank's input of one step; anyone can draw it."""
+    """Returns one rank's input of one step; any rank can draw it."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(1000 * step + rank + 7))
 
 
 def full(value: Tensor) -> Tensor:
-    """All of a tensor; shards that live on the host go over the device that the mesh talks for."""
+    """Returns the full tensor; shards on the host are gathered through the mesh's device."""
     return value.to(value.device_mesh.device_type).full_tensor() if isinstance(value, DTensor) else value
 
 
 def own_part(whole: Tensor, like: DTensor) -> Tensor | None:
-    """This rank's shard of `whole`, cut as `like` is; None where the cut is none of the plain ones."""
+    """Returns this rank's shard of `whole`, placed as `like` is; None for placements other than Shard and Replicate."""
     coordinate = like.device_mesh.get_coordinate()
     assert coordinate is not None
     for axis, placement in enumerate(like.placements):
@@ -83,14 +83,14 @@ def own_part(whole: Tensor, like: DTensor) -> Tensor | None:
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether the module shows shards of its own parameters (all of them, or none)."""
+    """Returns whether the module shows shards of its own parameters (all of them, or none)."""
     shown = {isinstance(param, DTensor) for param in module.parameters(recurse=False)}
     assert len(shown) == 1, "some parameters are sharded and some are not"
     return shown.pop()
 
 
 def is_gathered(module: nn.Module) -> bool:
-    """Whether the module's own parameters are in memory whole, whatever the module shows of them."""
+    """Returns whether the module's own parameters are gathered, whether or not the module shows them."""
     units = {
         found[0] for param in module.parameters(recurse=False) if (found := membership(param)) is not None
     }
@@ -111,7 +111,7 @@ def match_plain(
     optimizer: Callable[[Any], torch.optim.Optimizer] = sgd,
     tolerance: float = 0.0,
 ) -> nn.Module:
-    """Train a sharded model beside a plain one; losses, gradients and parameters must agree at every step.
+    """Train a sharded and a plain model; losses, gradients and parameters must agree at every step.
 
     `loss_of(model, step, rank)` runs the forward. The plain model computes every rank's loss in turn and averages
     the gradients in rank order. Returns the sharded model. `tolerance` 0 means bitwise.
@@ -141,7 +141,7 @@ def match_plain(
 
 
 def average_gradients(plain: nn.Module, loss_of: Callable[[int], Tensor], world_size: int) -> list[Tensor]:
-    """What the ranks' backwards leave behind together: the average, added to gradients that are there."""
+    """Adds the average of all ranks' gradients to the gradients of `plain`; returns the ranks' losses."""
     totals: dict[nn.Parameter, Tensor] = {}
     losses = []
     for rank in range(world_size):
@@ -163,13 +163,13 @@ def same_parameters(model: nn.Module, plain: nn.Module, where: str = "", toleran
 
 
 def same_shards(model: nn.Module, plain: nn.Module, where: str = "", tolerance: float = 0.0) -> None:
-    """As `same_parameters`, each rank for what it holds: for loops, where gathering would take most of the time."""
+    """As `same_parameters`, but each rank compares its shards: for loops, in which gathering would take most time."""
     for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
         same_shard(param.detach(), expected.detach(), f"{where}parameter {name}", tolerance)
 
 
 def same_shard(got: Tensor, want: Tensor, what: str, tolerance: float = 0.0) -> None:
-    """Each rank judges what it holds: all ranks together judge the whole, and nothing is gathered for it."""
+    """Compares this rank's shard: all ranks together compare the full tensor, without gathering it."""
     part = own_part(want, got) if isinstance(got, DTensor) else None
     if part is None:
         same(full(got), want, what, tolerance)
@@ -187,7 +187,7 @@ def same(got: Tensor, want: Tensor, what: str, tolerance: float = 0.0) -> None:
 
 
 class Traffic(TorchDispatchMode):
-    """What `CommDebugMode` counts, with sizes: (op, ranks in the group, bytes of the larger side) in order."""
+    """Like `CommDebugMode`, with sizes: records (op, ranks in the group, bytes of the larger side) in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -202,7 +202,7 @@ class Traffic(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def of(self, op: str) -> list[int]:
-        """The group sizes of the collectives of one kind."""
+        """Returns the group sizes of the collectives of one kind."""
         return [ranks for name, ranks, _ in self.seen if name == op]
 
 
@@ -210,15 +210,15 @@ GATHER, REDUCE = "c10d._allgather_base_", "c10d._reduce_scatter_base_"
 
 
 def counted(mode: CommDebugMode) -> dict[str, int]:
-    """All collectives that `CommDebugMode` saw, by the name of the op."""
+    """Returns the count of each collective that `CommDebugMode` saw, by the name of the op."""
     return {str(op): count for op, count in mode.get_comm_counts().items()}
 
 
 @contextmanager
 def seen_weights(*modules: nn.Module) -> Iterator[list[Tensor]]:
-    """The parameters these modules compute with, as they are shown in the middle of a forward.
+    """Collects the parameters that these modules show during a forward.
 
-    Each is kept as autograd would keep it; its storage tells whether the memory is held.
+    Each is kept as autograd would keep it; the size of its storage shows whether its memory is allocated.
     """
     seen: list[Tensor] = []
 

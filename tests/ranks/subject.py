@@ -1,8 +1,8 @@
-"""What the rank tests judge: shardwise.
+"""Selects the library that the rank tests test: shardwise.
 
-With `SHARDWISE_TEST_PEER=torch` in the environment they judge torch's own `fully_shard` instead. That checks
-the tests, not the library: a test that is right about what both promise must pass there too. Where shardwise
-promises more, the test is marked with `beyond_torch` and is skipped.
+With `SHARDWISE_TEST_PEER=torch` in the environment they test torch's own `fully_shard` instead. That checks
+the tests, not the library: a correct test of what both libraries promise must pass with torch, too. A test of
+what only shardwise promises is marked with `beyond_torch` and skipped.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A run small enough to be made many times: its config, one call of the trainer on every rank, its files."""
+"""A training run small enough to repeat many times: its config, one call of the trainer on every rank, its files."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ FSYNC = os.fsync
 def small_config(text, *settings):
     config = Config(
         name="test",
-        # Sizes that no number of ranks divides, and two heads that share keys.
+        # Sizes that no number of ranks divides, and two heads that share keys and values.
         model=Llama(layers=2, width=20, heads=2, kv_heads=1, hidden=27, vocabulary=128, context=8),
         data=Data(path=str(text)),
-        # Sums differ in their last bits between numbers of ranks, and Adam turns tiny gradients into whole steps.
+        # Sums differ in their last bits between numbers of ranks, and Adam turns tiny gradients into full steps.
         optimizer=Optimization(lr=1e-2, warmup=2, clip=0.0),
         train=Training(steps=STEPS, batch_size=12),
         checkpoint=Checkpoints(every=0, keep=0),
@@ -51,7 +51,7 @@ def write_text(folder):
 
 
 class Noted:
-    """A display that remembers."""
+    """A display that records what it is shown."""
 
     def __init__(self):
         self.lines, self.records, self.summary = [], [], None
@@ -74,9 +74,9 @@ class Noted:
 
 
 def run_part(config, folder, *, resume=False, stop_after=None, display=None, device=None, draws=False):
-    """One part of a run, on this rank: the losses of its steps, and what it said.
+    """Runs one part of a run on this rank; returns the losses of its steps, and the lines it displayed.
 
-    Most of the time of so small a run goes into its curve, and into waiting for a disk that loses nothing here.
+    Skips drawing the curve (unless ``draws``) and fsync, which would take most of the time of so small a run.
     """
     Path(folder).mkdir(parents=True, exist_ok=True)
     display = Noted() if display is None else display
@@ -97,7 +97,7 @@ def in_mode(config, mode):
 
 
 def whole_tensors(checkpoint):
-    """Every tensor of a checkpoint, put together."""
+    """Returns all tensors of a checkpoint, each assembled from its chunks."""
     checkpoint = Path(checkpoint)
     manifest = read_manifest(checkpoint)
     files = MappedFiles(checkpoint, manifest)
