@@ -166,7 +166,9 @@ def shuffled(group):
 
 
 @pytest.mark.parametrize(
-    ("world_size", "options"), [(2, OPTIONS), (3, ["bfloat16"]), slow(3, OPTIONS), slow(4, OPTIONS)], ids=str
+    ("world_size", "options"),
+    [(2, OPTIONS), (3, ["bfloat16"]), slow(3, OPTIONS), slow(4, OPTIONS)],
+    ids=["2", "3", "3-all", "4-all"],
 )
 def test_the_same_bits_wherever_ranks_are(world_size, options):
     sights = ["all near", "all far", "another machine"] if world_size == 2 else list(SIGHTS)
