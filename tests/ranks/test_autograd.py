@@ -613,6 +613,7 @@ def test_a_backward_that_does_not_reach_the_model_leaves_it_alone():
     run_ranks(unused_in_backward_on_all_ranks, 2, kind="gloo")
 
 
+@pytest.mark.slow
 @beyond_torch
 def test_gradients_are_right_with_ranks_as_threads():
     for function in (unused_output, unused_module, reused_module, first_unit):

@@ -153,7 +153,7 @@ def same_as(optimizer, other, params, other_params, what, is_filled=False):
                 assert got == value
 
 
-def in_step(name, make, options, steps=5, **kwargs):
+def in_step(name, make, options, steps=4, **kwargs):
     """A model stepped flat beside one stepped parameter by parameter."""
     one, other = sharded(**kwargs), sharded(**kwargs)
     ours, torchs = flat(groups_of(one), make, **options), make(groups_of(other), **options)

@@ -32,6 +32,11 @@ pytestmark = pytest.mark.arithmetic
 
 # What goes wrong goes wrong by the first momentum; that nothing adds up later is seen in ten steps.
 FEW = 3
+# Of what a model may be, two ranks show all.
+SOME = ("odd MLP", "tied transformer")
+some_workloads = pytest.mark.parametrize(
+    "workload", [name if name in SOME else slow(name) for name in WORKLOADS]
+)
 each_length = pytest.mark.parametrize("steps", [FEW, slow(10)])
 
 EACH_OF_THREE = Accumulation(3)
@@ -143,14 +148,14 @@ FROM_THREE_RANKS_ON = 1e-6 if TORCH_IS_THE_SUBJECT else 0.0
 
 
 @each_length
-@pytest.mark.parametrize("workload", [name if name == "odd MLP" else slow(name) for name in WORKLOADS])
+@some_workloads
 def test_three_ranks_match_the_oracle_bitwise(workload, steps):
     cases = cases_of(workload, (FP32,), (ONE_BATCH, LAST_OF_THREE), (True, False), steps=steps)
     check(cases, 3, tolerance=FROM_THREE_RANKS_ON)
 
 
 @each_length
-@pytest.mark.parametrize("workload", WORKLOADS)
+@some_workloads
 def test_four_ranks_match_the_oracle_bitwise(workload, steps):
     cases = cases_of(workload, (FP32,), (ONE_BATCH, LAST_OF_THREE), (True, False, 2), steps=steps)
     check(cases, 4, tolerance=FROM_THREE_RANKS_ON)
@@ -162,6 +167,7 @@ def test_two_ranks_as_threads_match_the_oracle_bitwise(workload):
     check(cases, 2, kind="threads")
 
 
+@pytest.mark.slow
 def test_four_ranks_as_threads_match_the_oracle_to_the_last_digits():
     cases = [case for name in WORKLOADS for case in cases_of(name, (FP32,), (ONE_BATCH,), (True, 2))]
     check(cases, 4, kind="threads", tolerance=1e-6)

@@ -79,6 +79,7 @@ def test_every_pair_of_param_and_reduce_dtype_matches_the_oracle_bitwise():
     assert run_ranks(parity, 2, "odd MLP", COMBINATIONS, accumulations, kind="gloo") == [[]] * 2
 
 
+@pytest.mark.slow
 def test_every_pair_of_dtypes_matches_the_oracle_with_ranks_as_threads():
     assert run_ranks(parity, 2, "odd MLP", COMBINATIONS, (ONE_BATCH, LAST_OF_THREE)) == [[]] * 2
 

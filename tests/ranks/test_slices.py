@@ -10,6 +10,7 @@ from shardwise.engine.unit.membership import units_of
 from shardwise.testing import run_ranks
 from shardwise.testing.workloads import WORKLOADS
 from tests.ranks.models import full
+from tests.ranks.tables import slow
 
 pytestmark = pytest.mark.arithmetic
 
@@ -54,7 +55,7 @@ def compare(names, policies=POLICIES, device="cpu"):
                 assert torch.equal(value, in_slices[key]), (name, policy, key)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [slow(2), 3])
 def test_slices_come_to_the_same_bits(world_size):
     # Odd sizes, and parameters that a step does not reach.
     run_ranks(compare, world_size, ("odd MLP", "branches"), kind="gloo")

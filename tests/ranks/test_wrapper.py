@@ -87,6 +87,7 @@ def test_two_ranks_match_the_oracle_bit_for_bit():
     assert run_ranks(parity, 2, cases, 0.0, kind="gloo") == [[]] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.arithmetic
 def test_more_ranks_match_the_oracle():
     cases = [

@@ -206,7 +206,8 @@ OVERLAP = (
     Claim(
         overlap.overlap_equals_ddp_with_a_local_optimizer,
         cases_of(name=["adamw"], interleaved=[False, True], shard_buckets=[False, True]),
-        gloo=(3,),
+        gloo=(),
+        slow_gloo=(3,),
         nccl=(4,),
     ),
     Claim(
