@@ -4,7 +4,7 @@
     torchrun, srun  ──▶ this process is one of their ranks and joins their process group
 
 The parent of ranks started here does not train. It forwards signals, ends the other ranks once one is gone, and
-reports once what happened, in the words of the rank that failed first.
+reports once what happened (``failure_report``).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -33,13 +33,19 @@ import torch
 import torch.distributed as dist
 
 from shardwise.errors import ConfigError, lost_its_peers
-from shardwise.train.rank_log import Failure, RankLog, log_path, remove_empty_logs, signal_name
+from shardwise.train.failure_report import (
+    describe_failures,
+    describe_stop,
+    log_length,
+    unreported_failure,
+    with_crash,
+)
+from shardwise.train.rank_log import Failure, RankLog, log_path, remove_empty_logs
 from shardwise.train.run_folder import CHECKPOINTS, LOGS
 
 __all__ = ["Given", "given_ranks", "joined", "leave", "plan_ranks", "run_own_ranks"]
 
 _GRACE_SECONDS = 3.0
-_NOTICED_SECONDS = 1.0
 _STOPS = (signal.SIGTERM, signal.SIGINT)
 _TALK_TIMEOUT = timedelta(minutes=30)
 Work = Callable[[torch.device], None]
@@ -198,7 +204,7 @@ def run_own_ranks(
     with tempfile.TemporaryDirectory(prefix="shardwise-") as private:
         folder = Path(private)
         logs = folder / LOGS if logs is None else logs
-        lengths = [_length(log_path(logs, rank)) for rank in range(num_ranks)]
+        lengths = [log_length(log_path(logs, rank)) for rank in range(num_ranks)]
         # Ranks report through pipes, which work even if the disk is full or no file can be opened.
         pipes = [context.Pipe(duplex=False) for _ in range(num_ranks)]
         ranks: list[BaseProcess] = [
@@ -244,13 +250,13 @@ def run_own_ranks(
         if passed_on and all(
             failure.is_consequence or ranks[failure.rank].exitcode in asked for failure in own
         ):
-            print(f"error: {_stopped_by(passed_on)}", file=sys.stderr, flush=True)
+            print(f"error: {describe_stop(passed_on)}", file=sys.stderr, flush=True)
             return 128 + passed_on[0]
-        failures = [_with_crash(failure, logs, lengths) for failure in failures]
-        has_news = any(_length(log_path(logs, rank)) > lengths[rank] for rank in range(num_ranks))
+        failures = [with_crash(failure, logs, lengths) for failure in failures]
+        has_news = any(log_length(log_path(logs, rank)) > lengths[rank] for rank in range(num_ranks))
         is_kept = logs.parent != folder
         print(
-            _what_happened(
+            describe_failures(
                 failures,
                 num_ranks,
                 logs if is_kept and has_news else None,
@@ -293,7 +299,7 @@ def _wait_for_all(
                 _hear(heard[rank], telling, failures, done)
             if status or rank not in done:
                 if all(failure.rank != rank or failure.thread for failure in failures):
-                    failures.append(_untold(rank, status, failures[num_before:]))
+                    failures.append(unreported_failure(rank, status, failures[num_before:]))
                 # Peers that do not notice in this time that it is gone would wait for it forever.
                 grace = time.monotonic() + _GRACE_SECONDS
                 deadline = grace if deadline is None else min(deadline, grace)
@@ -371,115 +377,8 @@ def _end_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
-# --- reporting failures ---------------------------------------------------------------------------------------------
-
-
 def _tell(telling: Connection, one_at_a_time: threading.Lock, failure: Failure | None) -> None:
     """Reports to the parent how the rank failed, or that it is done, which exit status 0 alone does not prove."""
     # The parent may be gone.
     with one_at_a_time, contextlib.suppress(OSError):
         telling.send_bytes(b"" if failure is None else json.dumps(asdict(failure)).encode())
-
-
-def _untold(rank: int, status: int, meanwhile: Sequence[Failure] = ()) -> Failure:
-    """Returns the failure of a rank that ended without a report: killed, crashed, or by ``os._exit``.
-
-    ``meanwhile``: what other ranks have reported since this one was last seen running.
-    """
-    if status >= 0:
-        what = (
-            f"rank {rank} ended with exit status {status} before it was done, and without an error of its own"
-        )
-    else:
-        what = f"rank {rank} was ended by {signal_name(-status)}"
-    return Failure(
-        rank,
-        # The end is noticed late: what others reported meanwhile followed from it.
-        min([time.monotonic() - _NOTICED_SECONDS, *(failure.at_seconds for failure in meanwhile)]),
-        text=what,
-        summary=what,
-        # A library may abort when it loses a peer; all other signals come from outside, or from a crash.
-        is_consequence=status == -signal.SIGABRT,
-        is_silent=True,
-    )
-
-
-def _with_crash(failure: Failure, logs: Path, lengths: list[int]) -> Failure:
-    """Adds to the failure of a rank without a report the crash that its log shows since it started."""
-    stack = ""
-    if failure.is_silent:
-        stack = _crashed_thread(_text_after(log_path(logs, failure.rank), lengths[failure.rank]))
-    return replace(failure, text=f"{failure.text}\n{stack}") if stack else failure
-
-
-def _stopped_by(passed_on: list[int]) -> str:
-    """Describes the signals that ended ranks. During training the first signal only makes ranks save and stop."""
-    first, *more = map(signal_name, passed_on)
-    if more:
-        return f"stopped by {first}, then by {more[0]}: what came after the last checkpoint is not saved"
-    return f"stopped by {first} outside of training, with nothing to save"
-
-
-def _what_happened(
-    failures: list[Failure], num_ranks: int, logs: Path | None = None, checkpoints: Path | None = None
-) -> str:
-    """Describes the first failure in full, and then in one line each what followed from it.
-
-    Args:
-        failures: the failures of all ranks.
-        num_ranks: how many ranks there were.
-        logs: the folder of the logs, if ranks have logged anything.
-        checkpoints: the folder in which the run may have saved checkpoints.
-    """
-    if not failures:
-        return f"error: {num_ranks} ranks were not done in time, and were ended"
-    failures = sorted(
-        failures,
-        key=lambda failure: (
-            failure.is_consequence,
-            failure.at_seconds,
-            not failure.is_silent,
-            failure.rank,
-        ),
-    )
-    own = [failure for failure in failures if failure.thread is None]
-    # Threads that failed before the first rank did may be the cause.
-    in_full = failures[: failures.index(own[0]) + 1] if own else failures
-    lines = [_in_full(failure) for failure in in_full]
-    lines += [
-        f"  then:  rank {failure.rank}: {failure.summary}"
-        for failure in failures[len(in_full) :]
-        if failure.text not in {told.text for told in in_full}
-    ]
-    if logs is not None:
-        lines.append(f"  logs:  {logs}")
-    is_explained = all(failure.is_expected for failure in in_full)
-    if not is_explained and checkpoints is not None and any(checkpoints.glob("step-*")):
-        lines.append("  fix:   mend that, and continue with --resume: the last checkpoint is whole")
-    return "\n".join(lines)
-
-
-def _in_full(failure: Failure) -> str:
-    text = failure.text.rstrip()
-    if failure.is_silent or (failure.is_expected and failure.thread is None):
-        return f"error: {text}"
-    who = f"thread '{failure.thread}' of rank {failure.rank}" if failure.thread else f"rank {failure.rank}"
-    return f"error: {who} failed\n{text}"
-
-
-def _crashed_thread(dump: str) -> str:
-    """Returns the fatal error and the stack of the crashed thread from what a crash left in the log."""
-    what = re.search(r"^Fatal Python error: .*$", dump, re.MULTILINE)
-    stack = re.search(r"^Current thread.*\n(?:  File .*\n?)*", dump, re.MULTILINE)
-    return "" if what is None or stack is None else f"{what[0]}\n{stack[0]}"
-
-
-def _length(path: Path) -> int:
-    return path.stat().st_size if path.is_file() else 0
-
-
-def _text_after(path: Path, start: int) -> str:
-    with contextlib.suppress(OSError), path.open("rb") as file:
-        file.seek(start)
-        return file.read(1 << 16).decode(errors="replace").strip()
-    return ""

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from shardwise.errors import ConfigError, PeerFailure, follows_from_a_peer
-from shardwise.train.launch import Given, _untold, _what_happened, joined
+from shardwise.train.failure_report import describe_failures, unreported_failure
+from shardwise.train.launch import Given, joined
 from shardwise.train.rank_log import Failure, RankLog, failure_of, log_path, remove_empty_logs
 
 
@@ -23,7 +24,7 @@ def test_a_ranks_own_error_is_told_before_what_its_peers_say_of_it_whoever_spoke
     lost = failure_of(raised(PeerFailure("rank 1 is dead")), 0)
     reset = failure_of(raised(RuntimeError("Connection reset by peer")), 2)
     own = failure_of(raised(ValueError("my data is wrong")), 1)
-    told = _what_happened([lost, reset, own], 3, None)
+    told = describe_failures([lost, reset, own], 3, None)
     assert told.startswith("error: rank 1 failed\nTraceback")
     assert told.index("ValueError: my data is wrong") < told.index("rank 1 is dead")
     assert "  then:  rank 0: PeerFailure: rank 1 is dead" in told
@@ -33,19 +34,19 @@ def test_a_ranks_own_error_is_told_before_what_its_peers_say_of_it_whoever_spoke
 def test_of_two_errors_of_their_own_the_earlier_is_told_first():
     late = Failure(0, 2.0, "Traceback\nLateError", "LateError")
     early = Failure(1, 1.0, "Traceback\nEarlyError", "EarlyError")
-    assert _what_happened([late, early], 2, None).startswith("error: rank 1 failed\nTraceback\nEarlyError")
+    assert describe_failures([late, early], 2, None).startswith("error: rank 1 failed\nTraceback\nEarlyError")
 
 
 def test_a_rank_that_was_killed_is_told_before_errors_of_peers_that_nobody_knows():
     odd = failure_of(raised(RuntimeError("[enforce fail] something of gloo's")), 0)
-    killed = _untold(1, -9)
-    assert _what_happened([odd, killed], 2, None).startswith("error: rank 1 was ended by SIGKILL")
+    killed = unreported_failure(1, -9)
+    assert describe_failures([odd, killed], 2, None).startswith("error: rank 1 was ended by SIGKILL")
 
 
 def test_a_rank_that_was_killed_is_told_before_what_was_heard_meanwhile_however_late_that_was_noticed():
     odd = replace(failure_of(raised(RuntimeError("[enforce fail] something of gloo's")), 0), at_seconds=5.0)
-    killed = _untold(1, -9, [odd])
-    assert _what_happened([odd, killed], 2, None).startswith("error: rank 1 was ended by SIGKILL")
+    killed = unreported_failure(1, -9, [odd])
+    assert describe_failures([odd, killed], 2, None).startswith("error: rank 1 was ended by SIGKILL")
 
 
 def test_a_rank_that_could_not_meet_a_peer_which_has_ended_is_told_after_that_peer():
@@ -63,12 +64,14 @@ def lose_a_peer(*_args, **_kwargs):
 
 def test_an_abort_is_told_after_the_error_that_it_may_have_followed_from():
     own = failure_of(raised(ValueError("mine")), 0)
-    assert _what_happened([_untold(1, -6), own], 2, None).startswith("error: rank 0 failed")
-    assert _what_happened([_untold(1, -6)], 2, None).startswith("error: rank 1 was ended by SIGABRT")
+    assert describe_failures([unreported_failure(1, -6), own], 2, None).startswith("error: rank 0 failed")
+    assert describe_failures([unreported_failure(1, -6)], 2, None).startswith(
+        "error: rank 1 was ended by SIGABRT"
+    )
 
 
 def test_an_exit_without_a_word_is_told_as_that():
-    assert "rank 1 ended with exit status 7" in _what_happened([_untold(1, 7)], 2, None)
+    assert "rank 1 ended with exit status 7" in describe_failures([unreported_failure(1, 7)], 2, None)
 
 
 def test_what_is_no_text_is_logged_and_told_all_the_same(tmp_path):
@@ -88,18 +91,18 @@ def test_an_error_that_cannot_be_printed_is_told_all_the_same():
 
     failure = failure_of(raised(Unprintable()), 1)
     assert failure.summary == "Unprintable: <no text>"
-    assert _what_happened([failure], 2).startswith("error: rank 1 failed\nTraceback")
+    assert describe_failures([failure], 2).startswith("error: rank 1 failed\nTraceback")
 
 
 def test_logs_are_named_where_there_are_any_and_a_checkpoint_where_one_was_saved(tmp_path):
     failure = failure_of(raised(ValueError("mine")), 1)
-    assert "logs" not in _what_happened([failure], 2, None, tmp_path)
-    assert "--resume" not in _what_happened([failure], 2, tmp_path, tmp_path)
+    assert "logs" not in describe_failures([failure], 2, None, tmp_path)
+    assert "--resume" not in describe_failures([failure], 2, tmp_path, tmp_path)
     (tmp_path / "step-00000002").mkdir()
-    told = _what_happened([failure], 2, tmp_path / "logs", tmp_path)
+    told = describe_failures([failure], 2, tmp_path / "logs", tmp_path)
     assert f"  logs:  {tmp_path / 'logs'}\n  fix:   mend that, and continue with --resume" in told
     # What an error made for users says of itself is enough, but its traceback is in the log.
-    told = _what_happened(
+    told = describe_failures(
         [failure_of(raised(ConfigError("no", fix="yes")), 1)], 2, tmp_path / "logs", tmp_path
     )
     assert told == f"error: no\n  fix:   yes\n  logs:  {tmp_path / 'logs'}"
@@ -107,7 +110,7 @@ def test_logs_are_named_where_there_are_any_and_a_checkpoint_where_one_was_saved
 
 def test_an_error_that_ranks_found_together_is_told_once():
     failures = [failure_of(ConfigError("no data", fix="bring some"), rank) for rank in range(4)]
-    assert _what_happened(failures, 4, None) == "error: no data\n  fix:   bring some"
+    assert describe_failures(failures, 4, None) == "error: no data\n  fix:   bring some"
 
 
 def test_an_error_raised_because_of_a_peers_is_a_consequence():
@@ -129,7 +132,7 @@ def test_an_exception_of_a_thread_is_logged_and_told_before_the_rank_that_waited
         log.close()
     assert "IndexError" in log_path(tmp_path, 1).read_text()
     own = failure_of(raised(RuntimeError("no batch came")), 1)
-    message = _what_happened([own, *told], 2, None)
+    message = describe_failures([own, *told], 2, None)
     assert message.startswith("error: thread 'loader' of rank 1 failed\nTraceback")
     assert (
         message.index("IndexError") < message.index("error: rank 1 failed") < message.index("no batch came")
