@@ -1140,3 +1140,106 @@ def test_a_step_without_sums_that_wait_for_replicas_is_refused():
         optimizer.step()
 
     run_ranks(on_a_rank, 2)
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x)))
+
+
+class StoresAndRaises(nn.Linear):
+    def forward(self, x):
+        self.stored = super().forward(x).sin()
+        raise ValueError("cannot do it")
+
+
+class SecondIfFirstRaises(Pair):
+    def __init__(self):
+        super().__init__()
+        self.first = StoresAndRaises(WIDTH, WIDTH)
+
+    def forward(self, x):
+        try:
+            return self.first(x)
+        except ValueError:
+            return self.second(torch.tanh(x))
+
+
+class FirstOfAConstant(Pair):
+    def forward(self, x):
+        return self.first(inputs()) + self.second(torch.tanh(x))
+
+
+class FirstWithoutGrad(Pair):
+    def forward(self, x):
+        with torch.no_grad():
+            scale = self.first(x).mean()
+        return self.second(torch.tanh(x)) * scale
+
+
+class FirstOfAnotherInput(Pair):
+    def forward(self, x):
+        return self.first(inputs().requires_grad_()) + self.second(torch.tanh(x))
+
+
+def shard_pair(model):
+    fully_shard([model.first, model.second])
+    return fully_shard(model)
+
+
+@pytest.mark.parametrize(
+    "make", [Pair, SecondIfFirstRaises, FirstOfAConstant, FirstWithoutGrad, FirstOfAnotherInput]
+)
+def test_second_derivatives_pass_whichever_modules_of_a_unit_ran(make):
+    def program(sharding):
+        model = seeded(make())
+        model = sharding(model) if sharding else model
+        results = []
+        for _ in range(2):
+            x = inputs().requires_grad_()
+            loss = model(x).square().mean()
+            (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+            (loss + slope.square().sum()).backward()
+            results += [loss.detach(), slope.detach(), x.grad]
+            results += [whole(param.grad) for param in model.second.parameters()]
+            model.zero_grad()
+        return results
+
+    twice(program, shard_pair)
+
+
+def test_backward_may_start_from_what_a_module_stored_before_it_raised():
+    def program(sharding):
+        model = seeded(SecondIfFirstRaises())
+        model = sharding(model) if sharding else model
+        optimizer = sgd_of(model)
+        results = []
+        for _ in range(3):
+            loss = model(inputs()).square().mean() + model.first.stored.square().mean()
+            loss.backward()
+            results += [loss.detach(), *(whole(param.grad) for param in model.parameters())]
+            optimizer.step()
+            optimizer.zero_grad()
+        return results
+
+    twice(program, shard_pair)
+
+
+def test_a_tie_leaves_what_was_replaced_in_the_unit_it_is_tied_to():
+    def shard_first(model):
+        fully_shard(model.first)
+        return fully_shard(model)
+
+    def program(sharding):
+        model = seeded(Pair())
+        model = sharding(model) if sharding else model
+        with torch.no_grad():
+            model.first.bias = nn.Parameter(model.first.bias * 0.5)
+        model.second.weight = model.first.weight
+        return gradients_and_losses(model)
+
+    twice(program, shard_first)

@@ -88,29 +88,35 @@ class Visit:
     # --- forward --------------------------------------------------------------------------------------------------
 
     def signal_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], swaps: InputSwaps) -> Any:
-        """Returns the inputs as views whose hooks tell when all their gradients are done."""
+        """Returns the inputs as views whose hooks tell when all their gradients are done.
+
+        In a unit of several modules that run one after the other, backward is done with the first of them last: the
+        inputs of the others only announce a second backward.
+        """
+        is_first = not self.has_input_signal
+        done = self.inputs_gradients_are_done if is_first else self.later_inputs_gradients_are_done
         if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
             # The usual input of a block: nothing to walk, nothing to rebuild.
             if not args[0].requires_grad:
                 return args, kwargs
             self.has_input_signal = True
-            if self._follows(args[0]):
+            if is_first and self._follows(args[0]):
                 return args, kwargs
             view = unrecorded_view(args[0])
-            hook_gradient(view, self.inputs_gradients_are_done)
+            hook_gradient(view, done)
             return (view,), kwargs
         inputs = {id(tensor): tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad}
         if not inputs:
             return args, kwargs
         self.has_input_signal = True
-        if len(inputs) == 1 and self._follows(*inputs.values()):
+        if is_first and len(inputs) == 1 and self._follows(*inputs.values()):
             return args, kwargs
         views = {key: unrecorded_view(tensor) for key, tensor in inputs.items()}
         signals = list(views.values())
         if len(signals) == 1:
-            hook_gradient(signals[0], self.inputs_gradients_are_done)
+            hook_gradient(signals[0], done)
         else:
-            register_multi_grad_hook(signals, self.inputs_gradients_are_done, mode="all")
+            register_multi_grad_hook(signals, done, mode="all")
         return swaps.change(lambda tensor: views.get(id(tensor), tensor), (args, kwargs))
 
     def _follows(self, tensor: Tensor) -> bool:
@@ -201,9 +207,12 @@ class Visit:
             self.views_gradient_arrives(gradient)
 
     def inputs_gradients_are_done(self, gradients: Any) -> None:
+        self.later_inputs_gradients_are_done(gradients)
+        do_aside(self.hooks.post_backward, self)
+
+    def later_inputs_gradients_are_done(self, gradients: Any) -> None:
         if is_grad_enabled():
             self._await_second_backward(gradients)
-        do_aside(self.hooks.post_backward, self)
 
     def _await_second_backward(self, gradients: Any) -> None:
         """With ``create_graph``: hooks the gradients, because a backward through them needs the parameters again."""

@@ -132,7 +132,7 @@ class UnitHooks:
             dtype = self._input_dtype or input_dtype
             if dtype is not None:
                 args, kwargs = _cast_inputs(dtype, args, kwargs, swaps)
-            if visit is not None and not visit.has_input_signal and is_grad_enabled():
+            if visit is not None and is_grad_enabled():
                 args, kwargs = visit.signal_inputs(args, kwargs, swaps)
         except BaseException as error:
             self.forward_raised(module, error)
@@ -305,6 +305,9 @@ class UnitHooks:
         visit, root = self._calls[-1], self.unit.root
         if not (root.in_backward and inside_backward()):
             self._modules_to_run.discard(module)
+            if self._modules_to_run and visit is not None and is_grad_enabled():
+                # Other modules follow, and this one may have stored something that backward starts from.
+                visit.expect_unseen_backward()
             if self._is_last_call():
                 self._shared_visit = None
                 if visit is not None:

@@ -108,12 +108,12 @@ def sharded_shown(slots: Iterable[Slot], unit: Unit) -> Shown:
 # --- parameters replaced or tied from outside -------------------------------------------------------------------------
 
 
-def follow_ties(unit: Unit) -> list[Unit]:
-    """Moves names that now show another sharded parameter to its slot; returns the units of those slots.
+def follow_ties(unit: Unit) -> dict[Unit, list[Place]]:
+    """Moves names that now show another sharded parameter to its slot; returns them by the unit of that slot.
 
     A slot of ``unit`` may be left without a name.
     """
-    owners: dict[Unit, None] = {}
+    moved: dict[Unit, list[Place]] = {}
     for slot in unit.slots:
         for place in tuple(slot.places):
             shown = place.params.get(place.name)
@@ -130,8 +130,8 @@ def follow_ties(unit: Unit) -> list[Unit]:
                 )
             slot.places.remove(place)
             tied.places.append(place)
-            owners[owner] = None
-    return list(owners)
+            moved.setdefault(owner, []).append(place)
+    return moved
 
 
 def _tied_to(shown: torch.Tensor | None, slot: Slot) -> tuple[Unit, Slot] | None:

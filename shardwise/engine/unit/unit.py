@@ -19,7 +19,7 @@ from shardwise import trace
 from shardwise.comm.collectives.group import GroupCollectives
 from shardwise.comm.mesh import DataMesh
 from shardwise.engine.reduce.reduce_plan import Summation
-from shardwise.engine.unit.binding import ShownForms, Slot, show, unsharded_shown
+from shardwise.engine.unit.binding import Place, ShownForms, Slot, show, unsharded_shown
 from shardwise.engine.unit.collective_names import CollectiveNames
 from shardwise.engine.unit.dtensor_form import ShardedForm
 from shardwise.engine.unit.gathered_parameters import GatheredParameters
@@ -198,6 +198,19 @@ class Unit:
         self._list_shown()
         show(self.shown.unsharded if is_gathered else self.shown.sharded)
 
+    def _show_in(self, places: list[Place]) -> None:
+        """Shows the current form in places that are new; others may show what users put there since."""
+        self._list_shown()
+        is_gathered = self.state is UNSHARDED and not self.gathered.is_hidden
+        new = {(id(names), place.name) for place in places for names in (place.params, place.module.__dict__)}
+        show(
+            [
+                entry
+                for entry in (self.shown.unsharded if is_gathered else self.shown.sharded)
+                if (id(entry[0]), entry[1]) in new
+            ]
+        )
+
     @property
     def has_memory(self) -> bool:
         """Whether parameters have left the meta device."""
@@ -251,11 +264,11 @@ class Unit:
 
     def _follow_ties(self) -> None:
         """Lets units that show a parameter which was tied to another unit's gather that unit, too."""
-        owners = follow_ties(self)
-        if not owners:
+        moved = follow_ties(self)
+        if not moved:
             return
         self.slots = self.form.named(self.slots)
-        for owner in owners:
+        for owner, places in moved.items():
             if owner is self:
                 continue
             for unit in self.root.units:
@@ -264,7 +277,7 @@ class Unit:
             if not owner.holders:
                 # Otherwise what was frozen or thawed since its last gather would go unnoticed.
                 owner._note_trainable()
-            owner.show_in_all_places(owner.state is UNSHARDED and not owner.gathered.is_hidden)
+            owner._show_in(places)
 
     def _note_trainable(self) -> None:
         """Copies ``requires_grad``, which users may flip between steps, to the unsharded parameters."""
