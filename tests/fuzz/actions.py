@@ -6,7 +6,7 @@ The lines call `side` (see `oracle.py`) where plain and sharded code differ, and
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -230,14 +230,19 @@ def draw_freeze_module(dice: Dice, context: Context, number: int) -> Drawn:
 
 
 def draw_tie(dice: Dice, context: Context, number: int) -> Drawn:
-    pair = draw_pair(dice, context)
+    # Of a module that does not run, nobody notices the tie: while the other unit is gathered, the name shows the shard.
+    skipped = context.of_kind("catching", "unused")
+    pair = draw_pair(dice, context, skipped)
     return None if pair is None else Action("tie", pair)
 
 
-def draw_pair(dice: Dice, context: Context) -> tuple[str, str] | None:
-    """Draws two parameters that can be tied."""
+def draw_pair(dice: Dice, context: Context, without: Sequence[str] = ()) -> tuple[str, str] | None:
+    """Draws two parameters that can be tied, none of them below the paths of ``without``."""
     params: list[Param] = [
-        param for param in context.params if param.path.split(".")[-1] in ("weight", "bias")
+        param
+        for param in context.params
+        if param.path.split(".")[-1] in ("weight", "bias")
+        and not any(is_below(param.path, path) for path in without)
     ]
     pairs = [
         (one.path, other.path)
@@ -412,8 +417,8 @@ OUTER = {
     "freeze": 6,
     "thaw": 4,
     "freeze_module": 4,
-    "tie_after": 5,
-    "replace": 3,
+    "tie_after": 12,
+    "replace": 6,
     "zero_grad": 4,
     "unshard": 5,
     "reshard": 4,

@@ -16,7 +16,7 @@ import copy
 import traceback
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -390,6 +390,8 @@ class _LowPrecision:
                 self._cast(each) for each in value
             ]  # in place: the module may append to the caller's list
             return value
+        if is_dataclass(value) and not isinstance(value, type):
+            return replace(value, **{key: self._cast(each) for key, each in vars(value).items()})
         return map_tree(self._cast_tensor, value)
 
     def _cast_tensor(self, value: Tensor) -> Tensor:

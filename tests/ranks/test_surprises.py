@@ -479,7 +479,7 @@ def assigns_data(sharding):
     model = sharding(model) if sharding else model
     model.weight.data = torch.full((WIDTH, WIDTH), 0.25)
     model.bias.data = model.bias.data * 2
-    return [model(inputs()).detach(), *(whole(param.detach()) for param in model.parameters())]
+    return [model(inputs()).detach(), *(whole(param.detach().clone()) for param in model.parameters())]
 
 
 def test_data_assigned_to_a_sharded_parameter_is_its_value():
@@ -1243,3 +1243,58 @@ def test_a_tie_leaves_what_was_replaced_in_the_unit_it_is_tied_to():
         return gradients_and_losses(model)
 
     twice(program, shard_first)
+
+
+@pytest.mark.parametrize("change", ["write", "data", "freeze"])
+@pytest.mark.parametrize("with_grad", [False, True])
+def test_what_was_done_to_gathered_weights_stays_when_a_step_keeps_them(change, with_grad):
+    def kept(model):
+        model = fully_shard(model, reshard_after_forward=False)
+        model.set_reshard_after_backward(False)
+        return model
+
+    def program(sharding):
+        model = seeded(nn.Linear(WIDTH, WIDTH))
+        model = sharding(model) if sharding else model
+        results = []
+        for _ in range(2):
+            if sharding:
+                model.unshard()
+            if change == "write":
+                with torch.no_grad():
+                    model.weight.mul_(1.5)
+            elif change == "data":
+                model.weight.data = model.weight.data * 1.5
+            else:
+                model.bias.requires_grad_(False)
+            with torch.set_grad_enabled(with_grad):
+                loss = model(inputs()).square().mean()
+            if with_grad:
+                loss.backward()
+            if sharding:
+                assert all(isinstance(param, DTensor) for param in model.parameters())
+            results += [loss.detach(), *(whole(param.detach().clone()) for param in model.parameters())]
+            results += [torch.tensor(param.requires_grad) for param in model.parameters()]
+        return results
+
+    twice(program, kept)
+
+
+class CallsItselfTwice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, depth=1):
+        return torch.tanh(self.linear(self(x, depth - 1) + self(-x, depth - 1) if depth else x))
+
+
+def test_a_recursive_module_of_an_outermost_unit_of_several_is_freed_after_its_forward():
+    def on_a_rank():
+        first, second = seeded(CallsItselfTwice()), seeded(nn.Linear(WIDTH, WIDTH))
+        fully_shard([first, second])
+        with torch.no_grad():
+            first(inputs())
+        assert is_sharded(first.linear) and is_sharded(second)
+
+    run_ranks(on_a_rank, 2)

@@ -149,7 +149,7 @@ class UnitHooks:
         unit = self.unit
         root = unit.root
         is_outermost = unit.is_top and not self._calls
-        is_within_model = root.in_forward
+        is_within_model = root.in_forward and not unit.is_top
         visit: Visit | None = None
         try:
             if is_outermost:

@@ -146,13 +146,13 @@ def _tied_to(shown: torch.Tensor | None, slot: Slot) -> tuple[Unit, Slot] | None
     return found
 
 
-def ties_while_gathered(unit: Unit) -> dict[Place, Slot]:
+def ties_while_gathered(slots: list[Slot], unit: str, rank: int) -> dict[Place, Slot]:
     """Returns places of gathered parameters that now show another sharded parameter, with its slot.
 
     Raises where a place shows anything else.
     """
     tied: dict[Place, Slot] = {}
-    for slot in unit.slots:
+    for slot in slots:
         for place in slot.places:
             shown = place.params.get(place.name)
             if shown is slot.unsharded or shown is slot.sharded:
@@ -161,7 +161,7 @@ def ties_while_gathered(unit: Unit) -> dict[Place, Slot]:
                 raise StateError(
                     f"parameter '{slot.name}' was replaced by {_described(shown)} while it was gathered, and the "
                     "replacement would be lost",
-                    where=f"unit '{unit.name}', rank {unit.rank}",
+                    where=f"unit '{unit}', rank {rank}",
                     fix="call reshard() first, and give the sharded parameter new values with copy_() or "
                     "load_state_dict()",
                 )

@@ -30,7 +30,6 @@ from shardwise.engine.unit.membership import (
     follow_ties,
     sharded_shown,
     tag,
-    ties_while_gathered,
 )
 from shardwise.engine.unit.unit_buffers import UnitBuffers
 from shardwise.engine.unit.unit_gradients import UnitGradients
@@ -377,10 +376,7 @@ class Unit:
             self.buffers.gather.drop_part()
         else:
             if not gathered.is_hidden:
-                if gathered.kept_version is None:
-                    show(self.shown.sharded)
-                else:
-                    self._take_over_changes()
+                gathered.show_shards()
             gathered.awaits_unseen_backward = gathered.is_hidden = False
             self.root.free_after_compute(self)
             if gathered.has_moved:
@@ -398,15 +394,6 @@ class Unit:
         self.state = TRANSITIONS[state, step]
         if self.settings.recorder is not None:
             self.settings.recorder.add(trace.RESHARD, self.name, phase, self.rank)
-
-    def _take_over_changes(self) -> None:
-        """Shows the shards, with what users did to kept parameters: writes, freezing and ties."""
-        self.gathered.copy_writes_to_shards()
-        self.gathered.move_freezing_to_shards()
-        tied = ties_while_gathered(self)
-        show(self.shown.sharded)
-        for place, other in tied.items():
-            place.params[place.name] = other.sharded
 
     def end_step(self) -> None:
         """Frees the parameters at the end of the last backward, unless somebody holds them or they are to stay."""
