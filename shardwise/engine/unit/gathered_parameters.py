@@ -19,7 +19,6 @@ from shardwise.engine.gather.tensor_extensions import is_tensor_extension
 from shardwise.engine.unit.binding import ShownForms, Slot, is_showing, show
 from shardwise.engine.unit.dtensor_form import ShardedForm
 from shardwise.engine.unit.interfaces import NamedUnit
-from shardwise.engine.unit.membership import ties_while_gathered
 from shardwise.errors import StateError
 from shardwise.plan.lifecycle import UNSHARDED, State
 
@@ -39,6 +38,8 @@ class GatheredUnit(NamedUnit, Protocol):
 
     @property
     def gradients(self) -> _Trained: ...
+
+    def show_shards(self) -> None: ...
 
 
 class GatheredParameters:
@@ -81,7 +82,7 @@ class GatheredParameters:
                 self.is_hidden = True
         elif is_hidden and unit.state is UNSHARDED and not self.is_hidden:
             # Users may have written to them before the step that ends now.
-            self.show_shards()
+            unit.show_shards()
             self.is_hidden = True
             if not self.has_moved:
                 self.kept_version = self.shard_version()
@@ -126,19 +127,6 @@ class GatheredParameters:
             for slot, seen in zip(self._unit.slots, self._last_seen, strict=True)
         )
 
-    def show_shards(self) -> None:
-        """Shows the shards, with what users did to kept parameters: writes, freezing and ties."""
-        unit = self._unit
-        if self.kept_version is None:
-            show(unit.shown.sharded)
-            return
-        self.copy_writes_to_shards()
-        self._move_freezing_to_shards()
-        tied = ties_while_gathered(unit.slots, unit.name, unit.rank)
-        show(unit.shown.sharded)
-        for place, other in tied.items():
-            place.params[place.name] = other.sharded
-
     def copy_writes_to_shards(self) -> None:
         """Copies what users wrote to kept parameters, while modules showed them, to the shards."""
         unit = self._unit
@@ -162,7 +150,7 @@ class GatheredParameters:
         with torch.no_grad():
             slot.local.copy_(own_part)
 
-    def _move_freezing_to_shards(self) -> None:
+    def move_freezing_to_shards(self) -> None:
         """Freezes or thaws the shards of gathered parameters that a user froze or thawed."""
         for slot, trainable in zip(self._unit.slots, self._unit.gradients.trainable, strict=True):
             if slot.unsharded.requires_grad != trainable:

@@ -30,6 +30,7 @@ from shardwise.engine.unit.membership import (
     follow_ties,
     sharded_shown,
     tag,
+    ties_while_gathered,
 )
 from shardwise.engine.unit.unit_buffers import UnitBuffers
 from shardwise.engine.unit.unit_gradients import UnitGradients
@@ -376,7 +377,7 @@ class Unit:
             self.buffers.gather.drop_part()
         else:
             if not gathered.is_hidden:
-                gathered.show_shards()
+                self.show_shards()
             gathered.awaits_unseen_backward = gathered.is_hidden = False
             self.root.free_after_compute(self)
             if gathered.has_moved:
@@ -394,6 +395,18 @@ class Unit:
         self.state = TRANSITIONS[state, step]
         if self.settings.recorder is not None:
             self.settings.recorder.add(trace.RESHARD, self.name, phase, self.rank)
+
+    def show_shards(self) -> None:
+        """Shows the shards, with what users did to kept parameters: writes, freezing and ties."""
+        if self.gathered.kept_version is None:
+            show(self.shown.sharded)
+            return
+        self.gathered.copy_writes_to_shards()
+        self.gathered.move_freezing_to_shards()
+        tied = ties_while_gathered(self.slots, self.name, self.rank)
+        show(self.shown.sharded)
+        for place, other in tied.items():
+            place.params[place.name] = other.sharded
 
     def end_step(self) -> None:
         """Frees the parameters at the end of the last backward, unless somebody holds them or they are to stay."""
