@@ -148,7 +148,7 @@ def draw_step(dice: Dice, context: Context, number: int, holds: bool = False) ->
             if action is not None:
                 inner.append(action)
     syncs = "no_sync" in without or dice.chance(80)
-    all_reduces = not syncs or not context.settings.is_hybrid or dice.chance(80)
+    all_reduces = not syncs or "no_sync" in without or not context.settings.is_hybrid or dice.chance(80)
     # An optimizer step with stashed gradients is refused; mostly another micro-batch follows.
     is_last = syncs and all_reduces
     keeps = not is_last and "zero_held" in without
@@ -231,7 +231,7 @@ def draw_freeze_module(dice: Dice, context: Context, number: int) -> Drawn:
 
 def draw_tie(dice: Dice, context: Context, number: int) -> Drawn:
     # Of a module that does not run, nobody notices the tie: while the other unit is gathered, the name shows the shard.
-    skipped = context.of_kind("catching", "unused")
+    skipped = context.of_kind("catching", "either", "unused")
     pair = draw_pair(dice, context, skipped)
     return None if pair is None else Action("tie", pair)
 
