@@ -21,7 +21,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardwise import CPUOffloadPolicy, FullyShardedDataParallel, OffloadPolicy, fully_shard
+from shardwise import (
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    OffloadPolicy,
+    fully_shard,
+)
 from shardwise.engine.unit.membership import units_of
 from shardwise.testing import run_ranks
 
@@ -145,7 +150,12 @@ class Stage:
     """A sharded chain after one step, beside a plain one; memory of that step lies around with other values in it."""
 
     def __init__(
-        self, deaf_to: Site | None, *, replicas: bool = False, offload: bool = False, exact: bool = False
+        self,
+        deaf_to: Site | None,
+        *,
+        replicas: bool = False,
+        offload: bool = False,
+        exact: bool = False,
     ) -> None:
         self.on_cuda = torch.cuda.is_available()
         self.device = "cuda" if self.on_cuda else "cpu"
@@ -267,20 +277,19 @@ def backward_computes_late(deaf_to: Site | None) -> Outcome:
     return stage.read_gradients(), stage.gradients(3.0)
 
 
-def packing_runs_late(deaf_to: Site | None) -> Outcome:
+def reduces_run_late(deaf_to: Site | None) -> Outcome:
     stage = Stage(deaf_to)
     stage.streams.slow = {"reduce"}
     stage.model(stage.input(3.0)).sum().backward()
     return stage.read_gradients(), stage.gradients(3.0)
 
 
-def division_runs_late(deaf_to: Site | None) -> Outcome:
+def gradients_are_added_late(deaf_to: Site | None) -> Outcome:
     stage = Stage(deaf_to)
-    for module in (stage.model, *stage.model.layers):
-        module.set_gradient_divide_factor(4.0)
-    stage.streams.slow = {"reduce"}
     stage.model(stage.input(3.0)).sum().backward()
-    return stage.read_gradients(), stage.gradients(3.0) * dist.get_world_size() / 4
+    stage.streams.slow = {"reduce"}
+    stage.model(stage.input(5.0)).sum().backward()
+    return stage.read_gradients(), stage.gradients(3.0) + stage.gradients(5.0)
 
 
 def shard_sums_arrive_late(deaf_to: Site | None) -> Outcome:
@@ -433,14 +442,14 @@ WAITS = {
     "an eval's transfers are done before the host writes shards": Wait(
         Site("end_forward", "host_waits_for"), weights_reach_the_device_late_in_eval
     ),
-    "gradients are computed before they are packed": Wait(
+    "gradients are computed before they are reduced": Wait(
         Site("issue", "wait_compute"), backward_computes_late
     ),
-    "gradients are packed before their memory is reused": Wait(
-        Site("release_gradients", "compute_waits_for"), packing_runs_late
+    "rows are reduced before their memory is reused": Wait(
+        Site("release_rows", "compute_waits_for"), reduces_run_late
     ),
-    "gradients are reduced before what follows backward": Wait(
-        Site("end_backward", "compute_waits_for"), division_runs_late
+    "gradients are added before what follows backward": Wait(
+        Site("end_backward", "compute_waits_for"), gradients_are_added_late
     ),
     "shards are summed before replicas": Wait(
         Site("_receive_own_row", "wait_event"), shard_sums_arrive_late, 2

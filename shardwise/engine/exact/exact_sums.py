@@ -237,11 +237,6 @@ class ExactReduceInFlight(ReduceInFlight):
         super().__init__(plan, settings, streams, codes)
         self._reduce_number = reduce_number
 
-    def _make_own_row(self) -> torch.Tensor:
-        # From the reduce stream's memory, on which subtrees are made and freed.
-        with self._streams.reduce:
-            return super()._make_own_row()
-
     def _divide(self, own_row: torch.Tensor) -> None:
         if self._division.after != 1.0:
             own_row.div_(self._division.after)

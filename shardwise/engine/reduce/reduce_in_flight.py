@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.comm.collectives.group import Work, drain
 from shardwise.comm.streams import SideStreams, StreamEvent
 from shardwise.engine.reduce.gradient_buffer import GradientBuffer, GradientView, Presence
+from shardwise.engine.reduce.pack import Slice
 from shardwise.engine.unit.binding import Slot
 from shardwise.torch_internals import (
     add_all,
@@ -75,8 +76,8 @@ class ReduceInFlight:
         self._received: list[GradientView] = plan.views
         self._buffer: GradientBuffer | None = None
         self._own_row: torch.Tensor | None = None
-        self._packed: StreamEvent | None = None
-        self._late_reads: list[torch.Tensor] = []
+        # On the reduce stream, after the last use of the rows.
+        self._scattered: StreamEvent | None = None
 
     def issue(self, gradients: list[torch.Tensor | None], present: Presence) -> None:
         """Packs the gradients and starts the reduce-scatter."""
@@ -86,10 +87,15 @@ class ReduceInFlight:
         if is_grad_enabled():
             # backward(create_graph=True): a double backward does not differentiate the reduce.
             gradients = [None if gradient is None else gradient.detach() for gradient in gradients]
-        calls, division = self._settings.calls, self._division
+        calls = self._settings.calls
         # From the compute stream's memory, where backward is freeing activations.
         plan.rows.grow_in(calls.lend(plan.rows.size_bytes))
         plan.filled_by = self
+        packs_at_once = len(plan.slices) == 1
+        if packs_at_once:
+            # On the compute stream, so that backward may reuse the gradients' memory at once, for the own row first.
+            plan.slices[0].pack.fill(gradients, is_complete=present is None)
+            gradients.clear()
         if not self._defers_all_reduce:
             self._buffer = plan.buffer_to_fill()
         if self._buffer is not None:
@@ -97,13 +103,11 @@ class ReduceInFlight:
             self._own_row = self._buffer.row
         else:
             self._own_row = self._make_own_row()
-        # order: gradients before their packing, because backward writes them on the compute stream
+        # order: gradients and packed rows before the reduce, because backward writes them on the compute stream
         stream.wait_compute()
         if self._streams.host_runs_ahead:
-            # alive: the gradients, until compute has waited for their packing and may reuse their memory
+            # alive: gradients that the reduce stream packs, until compute has waited for it
             self._gradients = gradients
-            # alive: what the reduce stream reads after that, until compute has waited for later work of that stream
-            self._late_reads.append(self._own_row)
         with stream:
             for each in plan.slices:
                 if self._work is not None:
@@ -111,46 +115,48 @@ class ReduceInFlight:
                     # read shared memory for longer than that, so the next slice gets new shared memory
                     self._work.wait()
                     plan.rows.grow_in(calls.lend(plan.rows.size_bytes))
-                each.pack.fill(gradients, is_complete=present is None)
-                self._packed = stream.record_event()
-                if division.before != 1.0:
-                    each.rows.div_(division.before)
-                self._work = calls.issue_reduce_scatter(
-                    each.own_span(self._own_row), each.rows, division.group_averages, self._code
-                )
+                if not packs_at_once:
+                    each.pack.fill(gradients, is_complete=present is None)
+                self._issue_slice(each)
             if calls.ordered_by_stream:
                 self._receive_own_row()
                 if self._work is not None:
                     self._receive_replicas()
 
-    def _make_own_row(self) -> torch.Tensor:
-        plan = self.plan
-        return torch.empty(plan.row_numel, dtype=plan.sum_dtype, device=plan.mesh.device)
+    def _issue_slice(self, each: Slice) -> None:
+        division = self._division
+        assert self._own_row is not None
+        if division.before != 1.0:
+            each.rows.div_(division.before)
+        self._work = self._settings.calls.issue_reduce_scatter(
+            each.own_span(self._own_row), each.rows, division.group_averages, self._code
+        )
 
-    def release_gradients(self) -> None:
-        """Releases the full gradients' memory for the compute stream to reuse."""
-        if self._gradients and self._packed is not None:
-            # order: packing before compute, because compute's allocator reuses the gradients' memory from here on
-            self._streams.compute_waits_for(self._packed)
-            self._gradients = ()
+    def _make_own_row(self) -> torch.Tensor:
+        """Allocates an own row that is cast or added to, on the reduce stream, which frees it when that is done."""
+        plan = self.plan
+        with self._streams.reduce:
+            return torch.empty(plan.row_numel, dtype=plan.sum_dtype, device=plan.mesh.device)
 
     def release_rows(self) -> None:
-        """Releases the rows' memory, once compute has waited for later work of the reduce stream."""
-        self._late_reads.clear()
+        """Returns the memory of the rows, and of gradients packed on the reduce stream, to the compute stream."""
+        if self._scattered is not None:
+            # order: the reduce-scatter before compute, because compute's allocator reuses the memory from here on
+            self._streams.compute_waits_for(self._scattered)
+        self._gradients = ()
         if self.plan.filled_by is self:
             self.plan.filled_by = None
             self.plan.rows.shrink()
 
     def advance(self) -> None:
         """Completes the next stage, if any is left."""
-        self.release_gradients()
-        if self.is_done:
-            return
-        with self._streams.reduce:
-            if self.is_scattering:
-                self._receive_own_row()
-            elif self._work is not None:
-                self._receive_replicas()
+        if not self.is_done:
+            with self._streams.reduce:
+                if self.is_scattering:
+                    self._receive_own_row()
+                elif self._work is not None:
+                    self._receive_replicas()
+        self.release_rows()
 
     def finish(self) -> list[Slot]:
         """Completes all stages and assigns the gradients; returns the slots whose parameters have users' hooks."""
@@ -165,13 +171,13 @@ class ReduceInFlight:
 
     def abandon(self) -> bool:
         """Drops the reduce once its collective has ended; False if its buffers may still be written to."""
-        self.release_gradients()
         if self._work is not None:
             with self._streams.reduce:
                 if not drain(self._work):
                     return False
-        if not self._streams.host_runs_ahead:
-            self.release_rows()
+        if self._streams.host_runs_ahead:
+            self._scattered = self._streams.reduce.record_event()
+        self.release_rows()
         return True
 
     # The stages run on the reduce stream.
@@ -186,7 +192,6 @@ class ReduceInFlight:
             self.release_rows()
         if plan.partial is not None:
             self._own_row.add_(plan.partial.row)
-            self._late_reads.append(plan.partial.row)
             all_views = {view.slot: view for view in (*plan.partial.views, *self._received)}
             self._received = list(all_views.values())
             plan.partial = None
@@ -196,8 +201,9 @@ class ReduceInFlight:
             self._received, self._own_row = [], None
             self.is_done = True
         elif plan.mesh.replicate is not None:
+            self._scattered = streams.reduce.record_event()
             # order: the reduce-scatter before the all-reduce over replicas, because that sums its result
-            streams.replicate.wait_event(streams.reduce.record_event())
+            streams.replicate.wait_event(self._scattered)
             with streams.replicate:
                 calls = self._settings.replicate_calls or plan.mesh.replicate
                 self._work = calls.issue_all_reduce(
@@ -205,6 +211,8 @@ class ReduceInFlight:
                 )
         else:
             self._divide(self._own_row)
+        if self._scattered is None and streams.host_runs_ahead:
+            self._scattered = streams.reduce.record_event()
 
     def _receive_replicas(self) -> None:
         assert self._work is not None

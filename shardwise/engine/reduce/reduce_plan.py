@@ -4,12 +4,15 @@
                                                                                       │
                                             with replicas: ──all-reduce over them─────┘
 
-Packing, summing and dividing run on the reduce stream, the all-reduce over replicas on a stream of its own. The own
-row, cast to the shards' dtypes where they differ, *is* the gradient buffer: the shards' gradients are views of it.
+Packing runs on the compute stream, so that backward can reuse the gradients' memory at once; summing and dividing run on
+the reduce stream, the all-reduce over replicas on a stream of its own. Before the next unit's rows are allocated,
+compute waits for this reduce and the rows are freed: one reduce at a time has its rows in memory. The own row, cast to
+the shards' dtypes where they differ, *is* the gradient buffer: the shards' gradients are views of it.
 
 ``requires_grad`` decides which parameters take part, so all ranks send rows of the same size; a parameter without a
-gradient sends zeros and receives nothing. Very large rows are packed and reduced slice by slice, through the memory of
-one slice. All of this is planned here, once per set of trainable parameters; ``reduce_in_flight`` carries it out.
+gradient sends zeros and receives nothing. Very large rows are packed and reduced slice by slice, on the reduce stream,
+through the memory of one slice. All of this is planned here, once per set of trainable parameters;
+``reduce_in_flight`` carries it out.
 """
 
 from __future__ import annotations

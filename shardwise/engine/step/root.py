@@ -87,7 +87,6 @@ class Root:
         self._freed: deque[tuple[Unit, StreamEvent]] = deque()
         self._in_flight: deque[ReduceInFlight] = deque()
         # Finished reduces whose rows the reduce stream may still read.
-        self._reduced: deque[ReduceInFlight] = deque()
         self._is_offloaded = False
         self.post_optim_event: torch.Event | None = None
         self.agreement = StepAgreement(top)
@@ -226,10 +225,13 @@ class Root:
 
     def free_after_compute(self, unit: Unit) -> None:
         """Frees a unit's full parameters as soon as the compute stream has passed them."""
-        if self.streams.host_runs_ahead:
-            self._freed.append((unit, self.streams.record_compute()))
-        else:
+        if not self.streams.host_runs_ahead:
             unit.buffers.free()
+            return
+        self._freed.append((unit, self.streams.record_compute()))
+        if self.in_backward:
+            # At once: the unit's gradients are packed next, and the next gather takes this memory anyway.
+            self._reclaim(0)
 
     def _reclaim(self, keep: int) -> None:
         while len(self._freed) > keep:
@@ -311,10 +313,6 @@ class Root:
     def _finish_oldest_reduce(self) -> None:
         reduction = self._in_flight.popleft()
         hooked = reduction.finish()
-        if self.streams.host_runs_ahead:
-            # Compute has waited for the packing of this one, which follows all earlier ones on the stream.
-            self._free_reduced_rows()
-            self._reduced.append(reduction)
         if hooked:
             self._run_hooks(reduction, hooked)
         if self.is_last_backward and (listener := reduction.listener()) is not None:
@@ -332,10 +330,6 @@ class Root:
         self.streams.gather.wait_event(stepped)
         # order: that optimizer before compute, because compute's allocator reuses gradients that the hook dropped
         self.streams.compute_waits_for(stepped)
-
-    def _free_reduced_rows(self) -> None:
-        while self._reduced:
-            self._reduced.popleft().release_rows()
 
     def end_backward(self) -> None:
         """Reduces and frees what no signal did, and makes the compute stream wait for the gradients."""
@@ -358,7 +352,6 @@ class Root:
             self.streams.compute_waits_for(reduced)
             for channel in self.agreement.channels:
                 channel.last_event = reduced
-            self._free_reduced_rows()
             if self._is_offloaded:
                 # order: the last transfers before the host goes on, because it steps the optimizer
                 self.streams.host_waits_for(reduced)
@@ -417,9 +410,6 @@ class Root:
         with torch.no_grad():
             in_flight = [self._in_flight.popleft() for _ in range(len(self._in_flight))]
             unlanded = {reduction.plan for reduction in in_flight if not reduction.abandon()}
-            if self.streams.host_runs_ahead:
-                # alive: their rows, until compute has waited for the next reduce
-                self._reduced.extend(in_flight)
             for unit in self.units:
                 unit.abandon_step(drops_stash)
                 unit.gradients.forget_reduces(unlanded)

@@ -355,19 +355,19 @@ class UnitHooks:
             root.prefetch_before(unit, visit)
 
     def post_backward(self, visit: Visit) -> None:
-        """Reduces and frees when the inputs' gradients are done: backward has left this visit."""
+        """Frees and reduces when the inputs' gradients are done: backward has left this visit."""
         unit = self.unit
         if not visit.is_open:
             if visit.is_unseen:
                 # Only now do we know that backward has passed the unit.
                 unit.gathered.unseen_backward_came()
             return
+        self._close(visit)
         unit.gradients.reduce()
         if unit.settings.recorder is not None:
             self._report(unit.settings.recorder)
         if unit.settings.prefetches_late:
             unit.root.prefetch_before(unit, visit)
-        self._close(visit)
 
     def _gradient_arrived(self, param: Tensor) -> None:
         """Counts complete gradients; where no input gives a signal, the last one starts the reduce.
@@ -385,26 +385,28 @@ class UnitHooks:
             return
         if any(visit.has_input_signal for visit in self._open_visits):
             return
-        self.unit.gradients.reduce()
         self._owes_event = True
         if not self.unit.gradients.some_are_frozen and len(self.unit.needs) == 1:
             for visit in tuple(self._open_visits):
                 self._close(visit)
+        self.unit.gradients.reduce()
 
     def flush(self) -> None:
         """Reduces, frees and reports at the end of backward what gave no signal."""
         unit = self.unit
         if unit.prefetched and unit.state is GATHERING and unit.gradients.have_come():
             self._refuse_unannounced_gradients()
-        if unit.gradients.reduce() or self._open_visits:
+        if self._open_visits:
+            self._owes_event = True
+        for visit in tuple(self._open_visits):
+            self._close(visit)
+        if unit.gradients.reduce():
             self._owes_event = True
         if self._owes_event:
             unit.gathered.unseen_backward_came()
         unit.gradients.reduce_the_rest()
         if self._owes_event and unit.settings.recorder is not None:
             self._report(unit.settings.recorder)
-        for visit in tuple(self._open_visits):
-            self._close(visit)
         self._owes_event = False
 
     def _refuse_unannounced_gradients(self) -> None:
