@@ -1299,3 +1299,21 @@ def test_a_recursive_module_of_an_outermost_unit_of_several_is_freed_after_its_f
         assert is_sharded(second)
 
     run_ranks(on_a_rank, 2)
+
+
+class OtherPath(Pair):
+    """Runs its first module by another path than the one whose weight the second module shows, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.ModuleDict({"used": nn.Linear(WIDTH, WIDTH), "tied": nn.Linear(WIDTH, WIDTH)})
+        self.first.forward = self.first["used"].forward
+        self.second.weight = self.first["tied"].weight
+
+
+def test_a_tied_weight_that_only_the_other_unit_uses_gets_its_gradient():
+    def program(sharding):
+        model = seeded(OtherPath())
+        return gradients_and_losses(sharding(model) if sharding else model)
+
+    twice(program, shard_children)

@@ -337,7 +337,7 @@ class UnitHooks:
             self._arrived = 0
             self._backward = current_backward()
             if unit.state is not UNSHARDED and unit.gradients.have_come():
-                self._refuse_unannounced_gradients()
+                self._check_announced()
         self._open_visits.append(visit)
         for needed in unit.needs:
             if needed.root is not root and not needed.root.in_backward:
@@ -395,7 +395,7 @@ class UnitHooks:
         """Reduces, frees and reports at the end of backward what gave no signal."""
         unit = self.unit
         if unit.prefetched and unit.state is GATHERING and unit.gradients.have_come():
-            self._refuse_unannounced_gradients()
+            self._check_announced()
         if self._open_visits:
             self._owes_event = True
         for visit in tuple(self._open_visits):
@@ -409,9 +409,19 @@ class UnitHooks:
             self._report(unit.settings.recorder)
         self._owes_event = False
 
-    def _refuse_unannounced_gradients(self) -> None:
-        """Raises: the gradients were computed with parameters that had not been gathered."""
+    def _check_announced(self) -> None:
+        """Raises if gradients were computed with parameters that had not been gathered.
+
+        Gradients of parameters that another unit shows, too, may have come while that one held them.
+        """
         unit = self.unit
+        others = [other for other in unit.root.units if other is not unit and unit in other.needs]
+        elsewhere = {module for other in others for top in other.modules for module in top.modules()}
+        if not any(
+            slot.unsharded.grad is not None and elsewhere.isdisjoint(place.module for place in slot.places)
+            for slot in unit.slots
+        ):
+            return
         unit.gradients.drop()
         raise StateError(
             f"backward went through unit '{unit.name}' before its weights were gathered, so its gradients are wrong: "
