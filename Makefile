@@ -97,6 +97,7 @@ bench-gpu:
 		$(BENCH_GPU)/step_time.py --device cuda --model $$model $$compiled || exit 1; done; done
 	for world in 8 64; do \
 		$(BENCH_GPU)/step_time.py --device cuda --model 8b --memory --world-size $$world || exit 1; done
+	$(BENCH_GPU)/backward_memory.py
 	for step in 1b 8b "tiny --captured" "1b --captured"; do $(BENCH_GPU)/step_profile.py --model $$step || exit 1; done
 	$(BENCH_GPU)/offload_step.py --device cuda --model 1b
 	$(BENCH_GPU)/report.py

@@ -25,6 +25,7 @@ from shardwise.policies import (
 from shardwise.training_step.clip_grad_norm import clip_grad_norm_
 from shardwise.training_step.cuda_graph import CapturedStep, capture
 from shardwise.training_step.grad_scaler import ShardedGradScaler
+from shardwise.training_step.planned_memory import planned_memory
 from shardwise.training_step.uneven_batches import uneven
 from shardwise.version import __version__
 from shardwise.wrapper.optim_state_load import OptimStateKeyType
@@ -101,6 +102,7 @@ __all__ = [
     "hook_with_zero_step_interleaved",
     "lambda_auto_wrap_policy",
     "optim",
+    "planned_memory",
     "register_fsdp_forward_method",
     "set_trust",
     "share_comm_ctx",

@@ -55,7 +55,7 @@ class ElasticBuffer:
     """A buffer whose tensors persist while its memory is allocated and freed."""
 
     def __init__(self, size_bytes: int, device: torch.device) -> None:
-        self._size_bytes = size_bytes
+        self.size_bytes = size_bytes
         self._storage = torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
         self.is_grown = False
 
@@ -89,7 +89,7 @@ class ElasticBuffer:
     def frees(self, tensor: torch.Tensor) -> bool:
         """Whether shrinking this buffer frees the memory of ``tensor``."""
         try:
-            return 0 <= tensor.data_ptr() - self._storage.data_ptr() < self._size_bytes
+            return 0 <= tensor.data_ptr() - self._storage.data_ptr() < self.size_bytes
         except RuntimeError:
             # A tensor without one storage, such as a sparse tensor.
             return False
@@ -100,7 +100,7 @@ class ElasticBuffer:
 
     def grow(self) -> None:
         if not self.is_grown:
-            self._storage.resize_(self._size_bytes)
+            self._storage.resize_(self.size_bytes)
             self.is_grown = True
 
     def shrink(self) -> None:
@@ -114,7 +114,6 @@ class RelocatableBuffer(ElasticBuffer):
 
     def __init__(self, size_bytes: int, device: torch.device) -> None:
         super().__init__(size_bytes, device)
-        self.size_bytes = size_bytes
         self._tensors: list[tuple[torch.Tensor, int]] = []
         self._is_borrowed = False
 
@@ -153,6 +152,7 @@ class PermanentBuffer(ElasticBuffer):
 
     def __init__(self, buffer: torch.Tensor) -> None:
         self._storage = buffer.untyped_storage()
+        self.size_bytes = 0
         self.is_grown = True
 
     def frees(self, tensor: torch.Tensor) -> bool:

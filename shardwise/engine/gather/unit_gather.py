@@ -226,6 +226,14 @@ class UnitGather:
             self._temporary.append(device_row)
         return row
 
+    @property
+    def temporary_bytes(self) -> int:
+        """The bytes that a gather needs beside the full parameters, until it has finished."""
+        gathers_each = self._in_place is not None and self.calls.gathers_each
+        return sum(
+            buffer.size_bytes for buffer in self._temporary if buffer is not self._rows or not gathers_each
+        )
+
     def issue(self, code: int, from_part: bool) -> None:
         """Starts the gather, from every rank's shards or from the parts kept after forward."""
         if from_part:

@@ -4,8 +4,8 @@
                                                                                       │
                                             with replicas: ──all-reduce over them─────┘
 
-Packing runs on the compute stream, so that backward can reuse the gradients' memory at once; summing and dividing run on
-the reduce stream, the all-reduce over replicas on a stream of its own. Before the next unit's rows are allocated,
+Packing runs on the compute stream, so that backward can reuse the gradients' memory at once; summing and dividing run
+on the reduce stream, the all-reduce over replicas on a stream of its own. Before the next unit's rows are allocated,
 compute waits for this reduce and the rows are freed: one reduce at a time has its rows in memory. The own row, cast to
 the shards' dtypes where they differ, *is* the gradient buffer: the shards' gradients are views of it.
 

@@ -70,6 +70,8 @@ class UnitBuffers:
         )
         self._full = PermanentBuffer(shards) if is_whole else ElasticBuffer(layout.full_bytes, mesh.device)
         self.shares_memory = self._full.frees
+        # The memory that a gather allocates for the full parameters.
+        self.full_bytes = self._full.size_bytes
         self.gather = UnitGather(
             layout, shards, stored, sent, self._full, mesh.device, gather_calls, part_calls
         )
