@@ -13,9 +13,13 @@ import contextlib
 import errno
 import json
 import os
+import resource
+import signal
 import sys
+import threading
 import time
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -28,8 +32,6 @@ from shardwise.policies import set_trust
 from shardwise.train.checkpointing import RunCheckpoints
 from shardwise.train.config import Config, as_json
 from shardwise.train.display import Display, Lossy, Quiet
-from shardwise.train.hardware import memory_bytes, peak_flops
-from shardwise.train.interrupt import Interrupt
 from shardwise.train.parallel import Parallel
 from shardwise.train.records import CONFIG, RunFacts, StepRecord, Summary, read_metrics
 from shardwise.train.report import Report, Unwritten
@@ -39,7 +41,7 @@ from shardwise.train.sample_order import SampleOrder, plan_order
 from shardwise.train.step import Progress, Stepper
 from shardwise.train.team import Team
 
-__all__ = ["Trainer"]
+__all__ = ["Interrupt", "Trainer"]
 
 _TOKENS = "tokens.bin"
 
@@ -322,3 +324,69 @@ class Trainer:
             fix="lower optimizer.lr or look at the data, and continue with --resume "
             f"{self.folder}: the weights before this step are saved",
         )
+
+
+# --- figures of the hardware -------------------------------------------------------------------------------------
+
+_TERA = 1e12
+_PEAK_BF16 = {
+    "H200": 989 * _TERA,
+    "H100": 989 * _TERA,
+    "B200": 2250 * _TERA,
+    "A100": 312 * _TERA,
+    "L40": 181 * _TERA,
+    "L4": 121 * _TERA,
+    "4090": 165 * _TERA,
+    "3090": 71 * _TERA,
+}
+"""Dense bf16 FLOPs per second, from vendors' data sheets, by a word in the device's name; the longest match wins."""
+
+
+def peak_flops(device: torch.device, precision: str) -> float | None:
+    """Returns the peak FLOPs per second of a GPU in bf16; None if unknown, or in another precision."""
+    if device.type != "cuda" or precision != "bf16":
+        return None
+    name = torch.cuda.get_device_name(device)
+    fitting = [word for word in _PEAK_BF16 if word in name]
+    return _PEAK_BF16[max(fitting, key=len)] if fitting else None
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Returns the peak memory of this rank so far: of its GPU, or else of the host."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+# --- stopping ----------------------------------------------------------------------------------------------------
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Interrupt:
+    """Turns SIGTERM and Ctrl-C, while it is entered, into a request to stop between two steps.
+
+    SIGTERM may arrive many times, from a scheduler and from processes that forward it; a second Ctrl-C goes to the
+    previous handler.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Interrupt:
+        # Only the main thread may set handlers; ranks that are threads are stopped by their caller.
+        if threading.current_thread() is threading.main_thread():
+            for number in _SIGNALS:
+                self._before[number] = signal.signal(number, self._request_stop)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+    def _request_stop(self, number: int, _frame: FrameType | None) -> None:
+        self.requested = True
+        if number == signal.SIGINT:
+            signal.signal(number, self._before.pop(number, signal.SIG_DFL))
