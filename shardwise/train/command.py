@@ -21,10 +21,10 @@ from shardwise.policies import set_trust, trust
 from shardwise.torch_internals import store_of
 from shardwise.train.config import Config, with_settings
 from shardwise.train.display import Quiet, make_display
+from shardwise.train.failures import RankLog, failure_of, remove_empty_logs
 from shardwise.train.launch import Given, given_ranks, joined, leave, plan_ranks, run_own_ranks
 from shardwise.train.loop import Trainer
 from shardwise.train.optional_packages import require
-from shardwise.train.rank_log import RankLog, failure_of, remove_empty_logs
 from shardwise.train.recipes import RECIPES, load_recipe
 from shardwise.train.records import CONFIG
 from shardwise.train.run_files import fill_standard_streams

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from shardwise.train.rank_log import Failure, log_path, signal_name
+from shardwise.train.failures import Failure, log_path, signal_name
 
 __all__ = ["describe_failures", "describe_stop", "log_length", "unreported_failure", "with_crash"]
 

@@ -40,7 +40,7 @@ from shardwise.train.failure_report import (
     unreported_failure,
     with_crash,
 )
-from shardwise.train.rank_log import Failure, RankLog, log_path, remove_empty_logs
+from shardwise.train.failures import Failure, RankLog, log_path, remove_empty_logs
 from shardwise.train.run_folder import CHECKPOINTS, LOGS
 
 __all__ = ["Given", "given_ranks", "joined", "leave", "plan_ranks", "run_own_ranks"]

@@ -9,8 +9,8 @@ import pytest
 
 from shardwise.errors import ConfigError, PeerFailure, follows_from_a_peer
 from shardwise.train.failure_report import describe_failures, unreported_failure
+from shardwise.train.failures import Failure, RankLog, failure_of, log_path, remove_empty_logs
 from shardwise.train.launch import Given, joined
-from shardwise.train.rank_log import Failure, RankLog, failure_of, log_path, remove_empty_logs
 
 
 def raised(error):
