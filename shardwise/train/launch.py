@@ -4,7 +4,7 @@
     torchrun, srun  ──▶ this process is one of their ranks and joins their process group
 
 The parent of ranks started here does not train. It forwards signals, ends the other ranks once one is gone, and
-reports once what happened (``failure_report``).
+reports once what happened (``failures``).
 """
 
 from __future__ import annotations
@@ -33,14 +33,17 @@ import torch
 import torch.distributed as dist
 
 from shardwise.errors import ConfigError, lost_its_peers
-from shardwise.train.failure_report import (
+from shardwise.train.failures import (
+    Failure,
+    RankLog,
     describe_failures,
     describe_stop,
     log_length,
+    log_path,
+    remove_empty_logs,
     unreported_failure,
     with_crash,
 )
-from shardwise.train.failures import Failure, RankLog, log_path, remove_empty_logs
 from shardwise.train.run_folder import CHECKPOINTS, LOGS
 
 __all__ = ["Given", "given_ranks", "joined", "leave", "plan_ranks", "run_own_ranks"]

@@ -8,8 +8,15 @@ from dataclasses import replace
 import pytest
 
 from shardwise.errors import ConfigError, PeerFailure, follows_from_a_peer
-from shardwise.train.failure_report import describe_failures, unreported_failure
-from shardwise.train.failures import Failure, RankLog, failure_of, log_path, remove_empty_logs
+from shardwise.train.failures import (
+    Failure,
+    RankLog,
+    describe_failures,
+    failure_of,
+    log_path,
+    remove_empty_logs,
+    unreported_failure,
+)
 from shardwise.train.launch import Given, joined
 
 
