@@ -16,7 +16,7 @@ from shardwise.train.config import Output
 from shardwise.train.optional_packages import optional
 from shardwise.train.records import RunFacts, StepRecord, Summary
 
-__all__ = ["Display", "JsonLines", "Lines", "Lossy", "Quiet", "make_display", "sparkline"]
+__all__ = ["Display", "FaultTolerantDisplay", "JsonLines", "Lines", "Quiet", "make_display", "sparkline"]
 
 _BARS = "▁▂▃▄▅▆▇█"
 
@@ -53,7 +53,7 @@ def make_display(output: Output, stream: TextIO | None = None) -> Display:
     return Lines(target, output.every)
 
 
-class Lossy:
+class FaultTolerantDisplay:
     """Wraps a display so that a run goes on when the disk behind a log is full, or the log's reader is gone.
 
     Args:
@@ -161,12 +161,12 @@ class Lines:
         columns = [
             f"step {record.step:>{len(str(facts.num_steps))}}/{facts.num_steps}",
             f"loss {record.loss:.4f}",
-            f"{in_thousands(record.tokens_per_second)} tok/s",
+            f"{format_count(record.tokens_per_second)} tok/s",
             *([f"mfu {record.mfu:.1%}"] if record.mfu is not None else []),
             f"norm {record.grad_norm:.2f}",
             f"lr {record.lr:.1e}",
-            f"mem {in_bytes(record.memory_bytes)}",
-            f"left {in_time(left)}",
+            f"mem {format_bytes(record.memory_bytes)}",
+            f"left {format_duration(left)}",
             *([f"eval {record.eval_loss:.4f}"] if record.eval_loss is not None else []),
             *(["saving"] if record.saving else []),
         ]
@@ -193,29 +193,29 @@ def headline(facts: RunFacts) -> list[str]:
     ranks = "rank" if facts.world_size == 1 else "ranks"
     return [
         (
-            f"{facts.name}: {facts.model}, {in_thousands(facts.num_parameters)} parameters, "
-            f"{in_thousands(facts.num_tokens)} tokens of data"
+            f"{facts.name}: {facts.model}, {format_count(facts.num_parameters)} parameters, "
+            f"{format_count(facts.num_tokens)} tokens of data"
         ),
         (
             f"{facts.world_size} {facts.device} {ranks}, sharding {facts.mode}, {facts.precision}, "
-            f"{in_thousands(facts.tokens_of_step)} tokens a step; {facts.folder}"
+            f"{format_count(facts.tokens_of_step)} tokens per step; {facts.folder}"
         ),
     ]
 
 
 def summary_rows(summary: Summary) -> list[tuple[str, str]]:
     ended = f"{summary.ended} at step {summary.step} of {summary.num_steps}"
-    speed = f"{in_thousands(summary.tokens_per_second)} tokens/s, {in_time(summary.seconds)} in all"
+    speed = f"{format_count(summary.tokens_per_second)} tokens/s, {format_duration(summary.seconds)} in total"
     if not summary.tokens:
         speed = ""
         if summary.step >= summary.num_steps:
-            ended += ": there was no step left; --set train.steps=N for more"
+            ended += ": no steps were left; use --set train.steps=N to train longer"
     rows = [
         ("ended", ended),
-        ("loss", _change(summary.first_loss, summary.last_loss)),
+        ("loss", _loss_change(summary.first_loss, summary.last_loss)),
         ("eval loss", "" if summary.eval_loss is None else f"{summary.eval_loss:.4f}"),
         ("speed", speed),
-        ("memory", f"{in_bytes(summary.memory_bytes)} a rank at most"),
+        ("memory", f"{format_bytes(summary.memory_bytes)} peak per rank"),
         ("checkpoint", summary.checkpoint or "none"),
         ("curve", summary.curve or ""),
         ("not written", "; ".join(summary.unwritten)),
@@ -223,25 +223,25 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
     return [(key, value) for key, value in rows if value]
 
 
-def _change(first: float | None, last: float | None) -> str:
+def _loss_change(first: float | None, last: float | None) -> str:
     return "" if first is None or last is None else f"{first:.4f} → {last:.4f}"
 
 
-def in_thousands(number: float) -> str:
+def format_count(number: float) -> str:
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(number) >= size:
             return f"{number / size:.1f}{letter}"
     return f"{number:.0f}"
 
 
-def in_bytes(number: float) -> str:
+def format_bytes(number: float) -> str:
     for size, letter in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB")):
         if number >= size:
             return f"{number / size:.1f} {letter}"
     return f"{number / 1024:.0f} KiB"
 
 
-def in_time(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     whole = max(0, round(seconds))
     hours, minutes = whole // 3600, whole % 3600 // 60
     return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"

@@ -166,11 +166,9 @@ def unreported_failure(rank: int, status: int, meanwhile: Sequence[Failure] = ()
     ``meanwhile``: what other ranks have reported since this one was last seen running.
     """
     if status >= 0:
-        what = (
-            f"rank {rank} ended with exit status {status} before it was done, and without an error of its own"
-        )
+        what = f"rank {rank} exited with status {status} before it was done, without reporting an error"
     else:
-        what = f"rank {rank} was ended by {signal_name(-status)}"
+        what = f"rank {rank} was killed by {signal_name(-status)}"
     return Failure(
         rank,
         # The end is noticed late: what others reported meanwhile followed from it.
@@ -191,11 +189,11 @@ def with_crash(failure: Failure, logs: Path, lengths: list[int]) -> Failure:
     return replace(failure, text=f"{failure.text}\n{stack}") if stack else failure
 
 
-def describe_stop(passed_on: list[int]) -> str:
+def describe_stop(forwarded: list[int]) -> str:
     """Describes the signals that ended ranks. During training the first signal only makes ranks save and stop."""
-    first, *more = map(signal_name, passed_on)
+    first, *more = map(signal_name, forwarded)
     if more:
-        return f"stopped by {first}, then by {more[0]}: what came after the last checkpoint is not saved"
+        return f"stopped by {first}, then by {more[0]}: progress since the last checkpoint is lost"
     return f"stopped by {first} outside of training, with nothing to save"
 
 
@@ -211,7 +209,7 @@ def describe_failures(
         checkpoints: the folder in which the run may have saved checkpoints.
     """
     if not failures:
-        return f"error: {num_ranks} ranks were not done in time, and were ended"
+        return f"error: {num_ranks} ranks did not finish in time and were killed"
     failures = sorted(
         failures,
         key=lambda failure: (
@@ -234,7 +232,7 @@ def describe_failures(
         lines.append(f"  logs:  {logs}")
     is_explained = all(failure.is_expected for failure in in_full)
     if not is_explained and checkpoints is not None and any(checkpoints.glob("step-*")):
-        lines.append("  fix:   mend that, and continue with --resume: the last checkpoint is whole")
+        lines.append("  fix:   fix the cause, and continue with --resume from the last checkpoint")
     return "\n".join(lines)
 
 

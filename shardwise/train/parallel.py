@@ -70,7 +70,7 @@ class Parallel:
         exact: bool = False,
     ) -> None:
         self._source, self._sharding, self._device, self._is_exact = source, sharding, device, exact
-        self._home = torch.device("cpu") if sharding.offload else device
+        self._param_device = torch.device("cpu") if sharding.offload else device
         torch.manual_seed(seed)
         with torch.device("meta") if source.builds_on_meta else contextlib.nullcontext():
             self.module = source.build()
@@ -87,18 +87,18 @@ class Parallel:
         for unit in self.units.values():
             # Compile inside recomputation: the other way round, the compiler skips the unit.
             if sharding.compile and sharding.recompute:
-                unit.forward = _recomputed(torch.compile(unit.forward))
+                unit.forward = _with_recomputation(torch.compile(unit.forward))
             elif sharding.recompute:
-                unit.forward = _recomputed(unit.forward)
+                unit.forward = _with_recomputation(unit.forward)
             elif sharding.compile:
                 unit.compile()
         self.is_sharded = sharding.mode not in ("none", "optimizer")
         if self.is_sharded:
             self._shard(classes)
-        self._give_values(seed)
+        self._initialize_parameters(seed)
         if not self.is_sharded and exact:
             self.module = self._exact_replica(classes)
-        self._called = self.module if self.is_sharded or exact else self._replicated()
+        self._forward_module = self.module if self.is_sharded or exact else self._wrap_in_ddp()
 
     # --- set-up -------------------------------------------------------------------------------------------------
 
@@ -123,11 +123,11 @@ class Parallel:
             exact=self._is_exact,
         )
 
-    def _give_values(self, seed: int) -> None:
+    def _initialize_parameters(self, seed: int) -> None:
         """Initializes parameters one by one, each from its own seed: if sharded, no rank ever holds the whole model."""
         if not self._source.builds_on_meta:
             return
-        self.module.to_empty(device=self._home)
+        self.module.to_empty(device=self._param_device)
         for name, param in self.module.named_parameters():
             generator = torch.Generator(self._device).manual_seed(
                 seed * 0x9E3779B1 + zlib.crc32(name.encode())
@@ -139,7 +139,7 @@ class Parallel:
                 whole = whole.narrow(dim, min(start, whole.size(dim) - size), size)
             part.tensor.copy_(whole)
 
-    def _replicated(self) -> nn.Module:
+    def _wrap_in_ddp(self) -> nn.Module:
         self.module.to(self._device)
         devices = [self._device.index] if self._device.type == "cuda" else None
         return DistributedDataParallel(self.module, device_ids=devices)
@@ -173,7 +173,7 @@ class Parallel:
         if choice.name == "adamw":
             kind: type[Optimizer] = torch.optim.AdamW
             options["betas"] = (choice.beta1, choice.beta2)
-            if self._home.type == "cuda":
+            if self._param_device.type == "cuda":
                 options["fused"] = True
         else:
             kind = torch.optim.SGD
@@ -186,7 +186,7 @@ class Parallel:
 
     def logits(self, tokens: Tensor) -> Tensor:
         with self._autocast():
-            return self._source.logits(self._called(tokens)).float()
+            return self._source.logits(self._forward_module(tokens)).float()
 
     def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
         """Returns the context for forward and backward of a micro-batch, which defers what can wait for the last one.
@@ -194,10 +194,14 @@ class Parallel:
         Replicas exchange whole gradients, so they exchange them once. Sharded modes reduce every time, which keeps
         gradients sharded; only the sum over replicas is deferred. With exact sums nothing is deferred.
         """
-        if isinstance(self._called, DistributedDataParallel) and not is_last:
-            return self._called.no_sync()
-        if isinstance(self._called, FSDPModule) and self._sharding.mode == "hybrid" and not self._is_exact:
-            self._called.set_requires_all_reduce(is_last)
+        if isinstance(self._forward_module, DistributedDataParallel) and not is_last:
+            return self._forward_module.no_sync()
+        if (
+            isinstance(self._forward_module, FSDPModule)
+            and self._sharding.mode == "hybrid"
+            and not self._is_exact
+        ):
+            self._forward_module.set_requires_all_reduce(is_last)
         return contextlib.nullcontext()
 
     def clip(self, largest_norm: float) -> float | None:
@@ -216,7 +220,7 @@ class Parallel:
         return contextlib.nullcontext()
 
 
-def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _with_recomputation(forward: Callable[..., Any]) -> Callable[..., Any]:
     return partial(checkpoint, forward, use_reentrant=False)
 
 
@@ -239,7 +243,7 @@ def num_replicas(wanted: int, world_size: int, local_world_size: int) -> int:
         replicas = hosts if hosts > 1 else min(2, world_size)
     if world_size % replicas:
         raise ConfigError(
-            f"{world_size} ranks cannot be shared by {replicas} replicas",
+            f"{world_size} ranks cannot be divided into {replicas} replicas",
             where="sharding.replicas",
             fix=f"use a divisor of {world_size}, or sharding.mode=full",
         )

@@ -29,7 +29,7 @@ __all__ = [
     "LOCK",
     "LOGS",
     "FolderLock",
-    "holder_of",
+    "lock_holder",
     "new_folder",
     "newest_folder",
     "refuse_checkpoints_in",
@@ -51,20 +51,20 @@ def new_folder(wanted: str, name: str) -> Path:
         ConfigError: the folder holds a run with checkpoints, which stays untouched; or it cannot be made or written to.
     """
     try:
-        folder = _made(Path(wanted).expanduser()) if wanted else _next_free(Path("runs"), name)
+        folder = _create_folder(Path(wanted).expanduser()) if wanted else _next_free(Path("runs"), name)
         if not os.access(folder, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         place = Path(wanted).expanduser() if wanted else Path("runs") / name
         raise ConfigError(
-            f"there can be no run in '{place}': {error.strerror}",
-            where="output.folder" if wanted else "the present folder",
+            f"cannot create a run in '{place}': {error.strerror}",
+            where="output.folder" if wanted else "the current folder",
             fix="choose a folder that can be written to: --set output.folder=FOLDER",
         ) from None
     return folder.resolve()
 
 
-def _made(folder: Path) -> Path:
+def _create_folder(folder: Path) -> Path:
     refuse_checkpoints_in(folder)
     folder.mkdir(parents=True, exist_ok=True)
     return folder
@@ -73,7 +73,7 @@ def _made(folder: Path) -> Path:
 def refuse_checkpoints_in(folder: Path) -> None:
     if Store(folder / CHECKPOINTS).checkpoints():
         raise ConfigError(
-            f"a run with checkpoints lives in {folder}",
+            f"{folder} already holds a run with checkpoints",
             where="output.folder",
             fix=f"continue it with --resume {folder}, or choose another folder",
         )
@@ -125,7 +125,7 @@ class FolderLock:
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / LOCK
-        self._descriptor = self._taken()
+        self._descriptor = self._acquire()
         with contextlib.suppress(OSError):
             os.ftruncate(self._descriptor, 0)
             os.write(
@@ -140,10 +140,10 @@ class FolderLock:
                 self._path.unlink()
         os.close(self._descriptor)
 
-    def _taken(self) -> int:
+    def _acquire(self) -> int:
         deadline = time.monotonic() + _ENDING_SECONDS
         while True:
-            descriptor = self._opened()
+            descriptor = self._open()
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 # The previous holder may have removed the file that is locked here.
@@ -160,7 +160,7 @@ class FolderLock:
                     continue
                 os.close(descriptor)
                 raise ConfigError(
-                    f"another run is going on in {self._path.parent}" + (f": {holder}" if holder else ""),
+                    f"another run is active in {self._path.parent}" + (f": {holder}" if holder else ""),
                     where=str(self._path),
                     fix="wait for it or stop it, or choose another folder",
                 ) from None
@@ -171,7 +171,7 @@ class FolderLock:
                 return descriptor
             os.close(descriptor)
 
-    def _opened(self) -> int:
+    def _open(self) -> int:
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             return os.open(self._path, flags, 0o666)
@@ -180,11 +180,11 @@ class FolderLock:
             raise ConfigError(
                 f"{self._path} cannot be opened: {reason}",
                 where="the run's folder",
-                fix="make the folder writable, and remove the file if it is no plain file",
+                fix="make the folder writable, and remove the file if it is not a regular file",
             ) from None
 
 
-def holder_of(folder: Path) -> str:
+def lock_holder(folder: Path) -> str:
     """Returns what the run that holds a folder wrote into its lock file; empty if there is none."""
     with contextlib.suppress(OSError), open_file(folder / LOCK, follow_links=False) as file:
         return _text_of(file.fileno())

@@ -34,7 +34,7 @@ class Progress:
     losses: list[float] = field(default_factory=list)
     eval_loss: float | None = None
     saved_step: int = -1
-    stops: bool = False
+    stop_requested: bool = False
     """Whether any rank was asked to stop; all ranks learn of it in the same step."""
 
 
@@ -94,7 +94,7 @@ class Stepper:
         """Returns the mean loss of held-out samples over all ranks; None if there is nothing to evaluate."""
         samples, order = self._samples, self._order
         # With exact sums, the total number of batches must not depend on the number of ranks.
-        num_batches = self._config.evaluate.batches * (order.accumulate if order.takes_turns else 1)
+        num_batches = self._config.evaluate.batches * (order.accumulate if order.is_round_robin else 1)
         if not samples.num_held_out or not num_batches:
             return None
         self._parallel.module.eval()
@@ -142,8 +142,10 @@ class Stepper:
         for number in range(order.accumulate):
             # Dropout and the like depend only on the step and the rank, so there is no random state to save. With
             # exact sums they depend on the step and the micro-batch instead.
-            if number == 0 or order.takes_turns:
-                self._seed(progress.step, order.number(rank, number) if order.takes_turns else rank)
+            if number == 0 or order.is_round_robin:
+                self._seed(
+                    progress.step, order.micro_batch_index(rank, number) if order.is_round_robin else rank
+                )
             inputs, targets = self._samples.batch(order.samples(progress.samples, rank, number))
             yield inputs.to(self._device), targets.to(self._device)
 
@@ -191,8 +193,10 @@ def first_bad_unit(
     # Backward runs from the end, so the last unit with bad gradients is where they began.
     for name in reversed(order):
         if name in gradients:
-            return f"all outputs of units are finite, and gradients are not from unit '{name}' on down"
-    return "outputs and gradients of all units are finite; it arose outside of them, in the root or the loss"
+            return f"all unit outputs are finite, but gradients are not, from unit '{name}' backwards"
+    return (
+        "outputs and gradients of all units are finite; the cause is outside of them, in the root or the loss"
+    )
 
 
 def _bad_gradients(module: nn.Module, units: Mapping[str, nn.Module]) -> list[str]:

@@ -55,16 +55,16 @@ OUTSIDE = (
 RECIPE = "tests.fuzz.faulty:recipe"
 
 FIRST_WORDS = {
-    "kill": "error: rank {rank} was ended by SIGKILL",
-    "kill at any time": "error: rank {rank} was ended by SIGKILL",
-    "crash": "error: rank {rank} was ended by SIGSEGV\nFatal Python error: Segmentation fault\n",
-    "exit": "error: rank {rank} ended with exit status [07] before it was done",
+    "kill": "error: rank {rank} was killed by SIGKILL",
+    "kill at any time": "error: rank {rank} was killed by SIGKILL",
+    "crash": "error: rank {rank} was killed by SIGSEGV\nFatal Python error: Segmentation fault\n",
+    "exit": "error: rank {rank} exited with status [07] before it was done",
     "raise": "error: rank {rank} failed\nTraceback",
     "data": "error: rank {rank} failed\nTraceback",
     "thread": "error: thread 'loader' of rank {rank} failed\nTraceback",
-    "disk": r"error: (the last checkpoint could not be written|the run finished .* not all of it was)",
-    "files": r"error: (the last checkpoint could not be written|the run finished .* not all of it was)",
-    "folder": r"error: (the run finished .* not all of it was|.*config.json cannot be written)",
+    "disk": r"error: (the last checkpoint could not be written|the run finished .* some files could not be)",
+    "files": r"error: (the last checkpoint could not be written|the run finished .* some files could not be)",
+    "folder": r"error: (the run finished .* some files could not be|.*config.json cannot be written)",
 }
 
 
@@ -318,7 +318,7 @@ def join_in(folder, ranks, step):
     if is_busy.is_set():
         ((second_status, second_said),) = was_refused
         assert second_status == 1, second_said
-        assert second_said.startswith("error: another run is going on in"), second_said
+        assert second_said.startswith("error: another run is active in"), second_said
     return "went on"
 
 

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from shardwise.errors import ConfigError, StateError
 from shardwise.policies import set_trust, trust
 from shardwise.testing import run_ranks
-from shardwise.train import data as data_room
-from shardwise.train import loop, run_files
+from shardwise.train import data, loop, run_files
 from shardwise.train.model import OwnModel
 from shardwise.train.optional_packages import require
 from tests.ranks.tables import slow
@@ -272,7 +271,7 @@ def test_a_gradient_that_is_no_number_stops_the_run_with_step_and_unit_and_saves
     config, _, _ = undisturbed
     for output, gradient in on_ranks(2, run_into_nan, config, tmp_path):
         assert "the output of unit 'blocks.1' is the first that is not finite" in output
-        assert "gradients are not from unit 'blocks.1' on down" in gradient
+        assert "gradients are not, from unit 'blocks.1' backwards" in gradient
         for message in (output, gradient):
             assert "step 4" in message
             assert "--resume" in message
@@ -309,11 +308,11 @@ class Twice:
 
 def with_tokenizer(function, *args):
     found = SimpleNamespace(AutoTokenizer=SimpleNamespace(from_pretrained=lambda name: Twice()))
-    data_room.require = lambda name, purpose: found
+    data.require = lambda name, purpose: found
     try:
         return function(*args)
     finally:
-        data_room.require = require
+        data.require = require
 
 
 def test_a_run_is_never_trained_on_tokens_of_other_data(tmp_path):
@@ -323,8 +322,8 @@ def test_a_run_is_never_trained_on_tokens_of_other_data(tmp_path):
     ((said, tokens),) = on_ranks(1, with_tokenizer, train_on_two_texts, config, str(tmp_path))
     assert tokens[0] != tokens[1]
     assert b"l\0\0\0l\0\0\0a\0\0\0a" in tokens[1]
-    assert not any("making them anew" in line for line in said[0])
-    assert any("making them anew" in line for line in said[1])
+    assert not any("tokenizing again" in line for line in said[0])
+    assert any("tokenizing again" in line for line in said[1])
     assert any("not what the checkpoint was trained on" in line for line in said[1])
 
 
@@ -344,9 +343,9 @@ def train_where_little_can_be_written(config, folder):
 def test_metrics_that_cannot_be_written_do_not_end_a_run_and_are_told_at_its_end(undisturbed, tmp_path):
     config, _, tensors = undisturbed
     ((error, lines, summary),) = on_ranks(1, train_where_little_can_be_written, config, tmp_path)
-    assert error.startswith(f"the run finished at step {STEPS} and its checkpoint is whole")
+    assert error.startswith(f"the run finished at step {STEPS} and its checkpoint is complete")
     assert f"metrics.jsonl: No space left on device, {STEPS} times" in error
-    assert sum("metrics.jsonl cannot be written, training goes on" in line for line in lines) == 1
+    assert sum("metrics.jsonl cannot be written, training continues" in line for line in lines) == 1
     assert summary.unwritten == (f"metrics.jsonl: No space left on device, {STEPS} times",)
     assert whole_tensors(checkpoint_at(tmp_path)).keys() == tensors.keys()
 

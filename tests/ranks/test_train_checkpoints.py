@@ -357,7 +357,7 @@ def test_training_goes_on_when_the_disk_is_full_and_says_so_and_fails_at_the_end
     assert [record.loss for record in display.records] == losses
     assert len(display.lines) == 5  # the last is tried again
     for step, line in zip((1, 2, 3, 4, 4), display.lines, strict=True):
-        assert f"warning: the checkpoint of step {step} could not be written, training goes on" in line
+        assert f"warning: the checkpoint of step {step} could not be written, training continues" in line
 
 
 # --- code in files ------------------------------------------------------------------------------------------------
@@ -488,7 +488,7 @@ def test_a_run_goes_on_from_weights_that_came_back(finished, tmp_path, monkeypat
         runs[name] = tmp_path / f"from-{name}"
     found = run_ranks(go_on_from_weights, 2, in_mode(config, "optimizer"), runs, kind="gloo")[0]
     assert found["hf"][0] == found["m.pt"][0]
-    assert "weights alone" in found["hf"][1][0]
+    assert "only weights" in found["hf"][1][0]
 
 
 def test_what_holds_no_weights_or_damaged_ones_is_refused(finished, copied, tmp_path):

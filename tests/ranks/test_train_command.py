@@ -210,7 +210,7 @@ def test_what_cannot_be_is_refused_in_one_message_before_anything_starts(argumen
 def test_more_ranks_than_gpus_are_refused_by_the_command(monkeypatch, capsys):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     assert main(["train", "tiny", "--ranks", "4"]) == 1
-    assert "4 ranks are asked for, and there are 2 GPUs" in capsys.readouterr().err
+    assert "4 ranks were requested, but this machine has 2 GPUs" in capsys.readouterr().err
 
 
 def test_a_run_is_not_begun_where_another_lives(tmp_path):
@@ -226,7 +226,7 @@ def test_a_run_is_not_begun_where_nothing_can_be_written(tmp_path, monkeypatch):
         with pytest.raises(ConfigError, match=f"no run in '{wanted}'.*\\n.*output.folder"):
             new_folder(wanted, "tiny")
     (tmp_path / "runs").write_text("")
-    with pytest.raises(ConfigError, match=r"no run in 'runs/tiny'.*\n.*the present folder"):
+    with pytest.raises(ConfigError, match=r"cannot create a run in 'runs/tiny'.*\n.*the current folder"):
         new_folder("", "tiny")
 
 
@@ -328,7 +328,8 @@ def test_a_run_that_had_no_step_left_says_how_to_go_on():
     stream = io.StringIO()
     Lines(stream, every=8).end(dataclasses.replace(SUMMARY, tokens=0, tokens_per_second=0.0))
     assert (
-        "finished at step 20 of 20: there was no step left; --set train.steps=N for more" in stream.getvalue()
+        "finished at step 20 of 20: no steps were left; use --set train.steps=N to train longer"
+        in stream.getvalue()
     )
     assert "tokens/s" not in stream.getvalue()
 
@@ -338,7 +339,7 @@ def test_the_doctor_names_what_is_missing_with_the_command_that_fixes_it(monkeyp
         "shardwise.train.doctor._loopback",
         lambda: Finding("loopback", False, "lo is down", "ip link set lo up"),
     )
-    monkeypatch.setattr("shardwise.train.doctor.run_own_ranks", lambda *_, **__: 0)
+    monkeypatch.setattr("shardwise.train.doctor.run_local_ranks", lambda *_, **__: 0)
     assert main(["doctor"]) == 1
     out = capsys.readouterr().out
     assert "NO  loopback" in out

@@ -73,9 +73,9 @@ def test_samples_are_sequences_with_the_token_after_and_the_end_is_held_out():
     ("path", "content", "words"),
     [
         ("nowhere.txt", None, "there is no file or folder"),
-        ("empty.txt", b"", "there is no text in it"),
-        ("odd.bin", b"abc", "no whole number of"),
-        ("empty.bin", b"", "there is no text in it"),
+        ("empty.txt", b"", "it contains no text"),
+        ("odd.bin", b"abc", "not a whole number of"),
+        ("empty.bin", b"", "it contains no text"),
     ],
 )
 def test_data_that_is_missing_or_empty_or_cut_is_told(tmp_path, path, content, words):
@@ -98,7 +98,7 @@ def test_too_little_data_and_tokens_beyond_the_vocabulary_are_told():
     assert data.Samples(data.Corpus([torch.arange(11)]), 10, 256, 0.0).num_training == 1
     samples = data.Samples(data.Corpus([torch.arange(50)]), 10, 20, 0.0)
     samples.batch([0])
-    with pytest.raises(ConfigError, match=r"token 30, and the model knows 20"):
+    with pytest.raises(ConfigError, match=r"token 30, but the model's vocabulary is 20"):
         samples.batch([0, 2])
 
 
@@ -199,7 +199,7 @@ def test_a_binary_that_is_read_in_another_dtype_is_refused(tmp_path, vocabulary,
 
 def test_a_refusal_names_the_dtype_to_use(tmp_path):
     path = write_binary(tmp_path / "tokens.bin", zipf(50257, 500), "int32")
-    with pytest.raises(ConfigError, match=r"not written as uint16(.|\n)*use data.token_dtype=int32"):
+    with pytest.raises(ConfigError, match=r"does not look like uint16(.|\n)*use data.token_dtype=int32"):
         read_or_refuse(path, "uint16", 50257)
     path.write_bytes(b"plain text that somebody called a binary, twice and thrice. " * 20)
     with pytest.raises(ConfigError, match=r"use data\.token_dtype=uint8"):

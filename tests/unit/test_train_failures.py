@@ -17,7 +17,7 @@ from shardwise.train.failures import (
     remove_empty_logs,
     unreported_failure,
 )
-from shardwise.train.launch import Given, joined
+from shardwise.train.launch import AssignedRank, joined_process_group
 
 
 def raised(error):
@@ -47,20 +47,23 @@ def test_of_two_errors_of_their_own_the_earlier_is_told_first():
 def test_a_rank_that_was_killed_is_told_before_errors_of_peers_that_nobody_knows():
     odd = failure_of(raised(RuntimeError("[enforce fail] something of gloo's")), 0)
     killed = unreported_failure(1, -9)
-    assert describe_failures([odd, killed], 2, None).startswith("error: rank 1 was ended by SIGKILL")
+    assert describe_failures([odd, killed], 2, None).startswith("error: rank 1 was killed by SIGKILL")
 
 
 def test_a_rank_that_was_killed_is_told_before_what_was_heard_meanwhile_however_late_that_was_noticed():
     odd = replace(failure_of(raised(RuntimeError("[enforce fail] something of gloo's")), 0), at_seconds=5.0)
     killed = unreported_failure(1, -9, [odd])
-    assert describe_failures([odd, killed], 2, None).startswith("error: rank 1 was ended by SIGKILL")
+    assert describe_failures([odd, killed], 2, None).startswith("error: rank 1 was killed by SIGKILL")
 
 
 def test_a_rank_that_could_not_meet_a_peer_which_has_ended_is_told_after_that_peer():
-    given = Given(0, 2, 0, 2, "127.0.0.1", 0)
+    assigned = AssignedRank(0, 2, 0, 2, "127.0.0.1", 0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torch.distributed.init_process_group", lose_a_peer)
-        with pytest.raises(ConfigError, match="could not meet") as caught, joined(given, "cpu"):
+        with (
+            pytest.raises(ConfigError, match="could not rendezvous") as caught,
+            joined_process_group(assigned, "cpu"),
+        ):
             pass
     assert failure_of(caught.value, 0).is_consequence
 
@@ -73,12 +76,12 @@ def test_an_abort_is_told_after_the_error_that_it_may_have_followed_from():
     own = failure_of(raised(ValueError("mine")), 0)
     assert describe_failures([unreported_failure(1, -6), own], 2, None).startswith("error: rank 0 failed")
     assert describe_failures([unreported_failure(1, -6)], 2, None).startswith(
-        "error: rank 1 was ended by SIGABRT"
+        "error: rank 1 was killed by SIGABRT"
     )
 
 
 def test_an_exit_without_a_word_is_told_as_that():
-    assert "rank 1 ended with exit status 7" in describe_failures([unreported_failure(1, 7)], 2, None)
+    assert "rank 1 exited with status 7" in describe_failures([unreported_failure(1, 7)], 2, None)
 
 
 def test_what_is_no_text_is_logged_and_told_all_the_same(tmp_path):
@@ -107,7 +110,7 @@ def test_logs_are_named_where_there_are_any_and_a_checkpoint_where_one_was_saved
     assert "--resume" not in describe_failures([failure], 2, tmp_path, tmp_path)
     (tmp_path / "step-00000002").mkdir()
     told = describe_failures([failure], 2, tmp_path / "logs", tmp_path)
-    assert f"  logs:  {tmp_path / 'logs'}\n  fix:   mend that, and continue with --resume" in told
+    assert f"  logs:  {tmp_path / 'logs'}\n  fix:   fix the cause, and continue with --resume" in told
     # What an error made for users says of itself is enough, but its traceback is in the log.
     told = describe_failures(
         [failure_of(raised(ConfigError("no", fix="yes")), 1)], 2, tmp_path / "logs", tmp_path
