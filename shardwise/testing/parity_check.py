@@ -43,8 +43,8 @@ class ParityReport:
         return self.difference is None
 
     def __str__(self) -> str:
-        told = f"{self.num_parameters} parameters over {self.num_steps} steps"
-        return f"{told}: the same" if self.difference is None else f"{told}: {self.difference}"
+        summary = f"{self.num_parameters} parameters over {self.num_steps} steps"
+        return f"{summary}: the same" if self.difference is None else f"{summary}: {self.difference}"
 
 
 def check_parity(
@@ -73,7 +73,7 @@ def check_parity(
     """
     if any(isinstance(param, DTensor) for param in model.parameters()):
         raise ConfigError(
-            "the model is sharded already, so there is nothing to compare it with",
+            "the model is already sharded, so there is nothing to compare it with",
             where="check_parity(model, ...)",
             fix="pass the model as it was before fully_shard, and how to shard it as shard=",
         )
@@ -99,7 +99,9 @@ def _check(
     allowed = (0.0 if on_cpu else 1e-5) if tolerance is None else tolerance
     num_parameters = sum(1 for _ in plain.parameters())
     if difference := _anywhere(_first_difference(plain, sharded, 0.0, "data")):
-        advice = "ranks made their weights apart; call torch.manual_seed alike before the model is made"
+        advice = (
+            "ranks initialized their weights differently; call torch.manual_seed before building the model"
+        )
         return ParityReport(0, num_parameters, f"before the first step, {difference}: {advice}")
     for step in range(steps):
         losses: list[torch.Tensor] = []
@@ -151,9 +153,9 @@ def _loss_of(output: Any, loss: Callable[[Any], torch.Tensor] | None) -> torch.T
     if isinstance(output, (tuple, list)) and isinstance(output[0], torch.Tensor):
         return _loss_of(output[0], None)
     raise ConfigError(
-        f"the model returns a {type(output).__name__}, of which no loss can be made",
+        f"the model returns a {type(output).__name__}, from which no loss can be computed",
         where="check_parity(model, batch)",
-        fix="pass loss=, which makes a scalar of what the model returns",
+        fix="pass loss=, a function that computes a scalar from the model's output",
     )
 
 

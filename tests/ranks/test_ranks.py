@@ -361,7 +361,7 @@ def test_peers_that_wait_are_told_as_torn_down_and_hold_nothing_up(kind):
 @pytest.fixture
 def every_rank_is_heard(monkeypatch):
     """However slow a rank is, its own story is waited for. For calls in which all ranks raise."""
-    monkeypatch.setattr(pool_call, "_OWN_STORY_SECONDS", LONGER_THAN_A_TEST_SECONDS)
+    monkeypatch.setattr(pool_call, "_OWN_REPORT_SECONDS", LONGER_THAN_A_TEST_SECONDS)
     monkeypatch.setattr(threads, "_INTERRUPT_SECONDS", LONGER_THAN_A_TEST_SECONDS)
     monkeypatch.setattr(threads, "_GRACE_SECONDS", 2 * LONGER_THAN_A_TEST_SECONDS)
 
