@@ -19,8 +19,7 @@ from torch.utils.dlpack import from_dlpack
 
 from shardwise.comm.collectives.group import channel_of
 from shardwise.comm.exchange import Exchange, plan_exchange, process_vm_peers_of
-from shardwise.comm.shared_memory.direct_reads import DirectReads, zeros_in_huge_pages
-from shardwise.comm.shared_memory.process_vm import ProcessVMPeers
+from shardwise.comm.shared_memory.process_vm import DirectReads, ProcessVMPeers, zeros_in_huge_pages
 from shardwise.zero.partition import Partition, SharedBuffer
 
 __all__ = ["ParameterSync", "plan_piece_exchanges"]
@@ -64,7 +63,7 @@ class ParameterSync:
             partition.detect_moves()
         else:
             indices = [index for shared in self._active for index in shared.params]
-            self._exchanges = plan_piece_exchanges(partition, self._group, indices, neighbours=self._peers)
+            self._exchanges = plan_piece_exchanges(partition, self._group, indices, local_peers=self._peers)
         self._planned_revision = partition.revision
 
     @property
@@ -100,7 +99,7 @@ class ParameterSync:
         self.buffers.append(buffer)
         sections = [[buffer[span.start : span.stop]] for span in layout.spans]
         return plan_exchange(
-            sections, self._group, buffer=buffer if layout.is_even else None, neighbours=self._peers
+            sections, self._group, buffer=buffer if layout.is_even else None, local_peers=self._peers
         )
 
 
@@ -109,7 +108,7 @@ def plan_piece_exchanges(
     group: dist.ProcessGroup,
     indices: Iterable[int],
     *,
-    neighbours: ProcessVMPeers | None = None,
+    local_peers: ProcessVMPeers | None = None,
     tag_offset: int = 0,
 ) -> list[Exchange]:
     """Plans one exchange per device, which sends the parameters' pieces from their owners to all other ranks."""
@@ -118,6 +117,6 @@ def plan_piece_exchanges(
         for piece in partition.pieces[index]:
             sections[partition.params[index].device][piece.owner].append(partition.memory_of(piece))
     return [
-        plan_exchange(by_owner, group, neighbours=neighbours, tag_offset=tag_offset)
+        plan_exchange(by_owner, group, local_peers=local_peers, tag_offset=tag_offset)
         for by_owner in sections.values()
     ]

@@ -71,13 +71,13 @@ def test_ranks_that_come_by_the_same_path_have_the_same_numbers_and_none_comes_a
     zero, one = pair()
     seen = set()
     for step in range(100):
-        for neighbours in (zero, one):
-            neighbours._channel.record(collective_code(f"step {step % 3}"))
+        for local_peers in (zero, one):
+            local_peers._channel.record(collective_code(f"step {step % 3}"))
         numbers = [(zero.next_tag(), one.next_tag()) for _ in range(3)]
         assert all(left == right for left, right in numbers)
         seen.update(left for left, _ in numbers)
     assert len(seen) == 300
-    for neighbours in (zero, one):
-        neighbours._channel.abort_step("something is wrong")
+    for local_peers in (zero, one):
+        local_peers._channel.abort_step("something is wrong")
     assert zero.next_tag() == one.next_tag()
     assert zero.next_tag() not in seen
