@@ -24,8 +24,8 @@ from shardwise.train.display import Quiet, make_display
 from shardwise.train.failures import RankLog, failure_of, remove_empty_logs
 from shardwise.train.launch import (
     AssignedRank,
-    assigned_rank,
     exit_now,
+    given_ranks,
     joined_process_group,
     plan_ranks,
     run_local_ranks,
@@ -70,7 +70,7 @@ class Request:
 def train(request: Request) -> int:
     """Trains, and returns the exit status."""
     fill_standard_streams()
-    assigned = assigned_rank(os.environ) if request.ranks is None else None
+    assigned = given_ranks(os.environ) if request.ranks is None else None
     num_gpus = torch.cuda.device_count()
     if assigned is None:
         try:

@@ -48,8 +48,8 @@ from shardwise.train.run_folder import CHECKPOINTS, LOGS
 
 __all__ = [
     "AssignedRank",
-    "assigned_rank",
     "exit_now",
+    "given_ranks",
     "joined_process_group",
     "plan_ranks",
     "run_local_ranks",
@@ -103,7 +103,7 @@ class AssignedRank:
     port: int
 
 
-def assigned_rank(environment: Mapping[str, str]) -> AssignedRank | None:
+def given_ranks(environment: Mapping[str, str]) -> AssignedRank | None:
     """Returns the rank from torchrun's environment variables, or from Slurm's if it runs several tasks; else None."""
     if "RANK" in environment and "WORLD_SIZE" in environment:
         return AssignedRank(

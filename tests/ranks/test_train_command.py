@@ -223,7 +223,7 @@ def test_a_run_is_not_begun_where_nothing_can_be_written(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.chdir(tmp_path)
     for wanted in ("file", "file/below", "/proc/here"):
-        with pytest.raises(ConfigError, match=f"no run in '{wanted}'.*\\n.*output.folder"):
+        with pytest.raises(ConfigError, match=f"cannot create a run in '{wanted}'.*\\n.*output.folder"):
             new_folder(wanted, "tiny")
     (tmp_path / "runs").write_text("")
     with pytest.raises(ConfigError, match=r"cannot create a run in 'runs/tiny'.*\n.*the current folder"):

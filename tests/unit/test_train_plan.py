@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from shardwise.errors import ConfigError
 from shardwise.train.config import Config, Optimization, Sharding, Training, settings_of, with_settings
 from shardwise.train.display import sparkline
-from shardwise.train.launch import assigned_rank, plan_ranks
+from shardwise.train.launch import given_ranks, plan_ranks
 from shardwise.train.parallel import learning_rate, num_replicas
 from shardwise.train.recipes import RECIPES, load_recipe
 from shardwise.train.sample_order import SampleOrder, plan_order, shuffled
@@ -214,15 +214,15 @@ def test_more_ranks_than_gpus_are_refused():
 
 
 def test_ranks_of_torchrun_and_slurm_are_joined():
-    assert assigned_rank({"PATH": "x", "SLURM_PROCID": "0", "SLURM_NTASKS": "1"}) is None
+    assert given_ranks({"PATH": "x", "SLURM_PROCID": "0", "SLURM_NTASKS": "1"}) is None
     torchrun = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     torchrun |= {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"}
-    found = assigned_rank(torchrun)
+    found = given_ranks(torchrun)
     assert found is not None
     assert dataclasses.astuple(found) == (3, 4, 1, 2, "10.0.0.1", 1234)
     slurm = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_NNODES": "2"}
     for hosts, first in (("gpu[03-04]", "gpu03"), ("a,b", "a"), ("n[7,9]", "n7"), ("only", "only")):
-        found = assigned_rank({**slurm, "SLURM_STEP_NODELIST": hosts, "SLURM_JOB_ID": "41"})
+        found = given_ranks({**slurm, "SLURM_STEP_NODELIST": hosts, "SLURM_JOB_ID": "41"})
         assert found is not None
         assert dataclasses.astuple(found) == (5, 8, 1, 4, first, 20041)
 

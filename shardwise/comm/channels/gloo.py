@@ -77,7 +77,7 @@ class GlooChannel(WatchedChannel):
         """Records an event; returns a digest of log and size: gloo aborts a process that receives too many bytes."""
         if self._local_peers is None:
             self._find_local_peers(code)
-        return _message_digest(self.record(code), message_bytes)
+        return _message_digest(self.log.record(code), message_bytes)
 
     def _find_local_peers(self, code: int) -> None:
         """Finds the ranks of this host, before the first collective of a log."""
@@ -90,7 +90,7 @@ class GlooChannel(WatchedChannel):
         size = len(next(iter(messages.values())))
         # An event of its own: a rank in it is not yet waiting in the collective that follows.
         code = collective_code(f"find the ranks of this host, to {collective_name(code)}")
-        posted = GlooWork(self, code, _message_digest(self.record(code), size), size)
+        posted = GlooWork(self, code, _message_digest(self.log.record(code), size), size)
         received = {peer: torch.empty(size, dtype=torch.uint8) for peer in messages}
         sent = {peer: torch.tensor([*message], dtype=torch.uint8) for peer, message in messages.items()}
         posted.alive = (*received.values(), *sent.values())
