@@ -217,6 +217,7 @@ def run_local_ranks(
     context: Any = multiprocessing.get_context("fork" if kind == "cpu" else "spawn")
     with tempfile.TemporaryDirectory(prefix="shardwise-") as private:
         folder = Path(private)
+        are_logs_kept = logs is not None
         logs = folder / LOGS if logs is None else logs
         lengths = [log_length(log_path(logs, rank)) for rank in range(num_ranks)]
         # Ranks report through pipes, which work even if the disk is full or no file can be opened.
@@ -229,34 +230,10 @@ def run_local_ranks(
             )
             for rank in range(num_ranks)
         ]
-        forwarded: list[int] = []
-
-        def forward_signal(number: int, _frame: Any) -> None:
-            forwarded.append(number)
-            for process in ranks:
-                if process.pid is not None and process.is_alive():
-                    process.terminate()
-
-        before = {number: signal.signal(number, forward_signal) for number in _STOPS}
         try:
-            # A forked rank inherits this handler: signals stay blocked until the rank has reset it.
-            signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
-            for process in ranks:
-                process.start()
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)
-            for _, write_end in pipes:
-                write_end.close()
-            failures = _wait_for_all(ranks, [read_end for read_end, _ in pipes], timeout_seconds)
+            with _forward_signals(ranks) as forwarded:
+                failures = _start_and_wait(ranks, pipes, timeout_seconds)
         finally:
-            for process in ranks:
-                if process.is_alive():
-                    process.kill()
-                process.join()
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)
-            for number, handler in before.items():
-                signal.signal(number, handler)
-            for read_end, _ in pipes:
-                read_end.close()
             with contextlib.suppress(OSError):
                 remove_empty_logs(logs)
         own = [failure for failure in failures if failure.thread is None]
@@ -270,18 +247,57 @@ def run_local_ranks(
             return 128 + forwarded[0]
         failures = [with_crash(failure, logs, lengths) for failure in failures]
         has_new_logs = any(log_length(log_path(logs, rank)) > lengths[rank] for rank in range(num_ranks))
-        is_kept = logs.parent != folder
-        print(
-            describe_failures(
-                failures,
-                num_ranks,
-                logs if is_kept and has_new_logs else None,
-                logs.parent / CHECKPOINTS if is_kept else None,
-            ),
-            file=sys.stderr,
-            flush=True,
+        report = describe_failures(
+            failures,
+            num_ranks,
+            logs if are_logs_kept and has_new_logs else None,
+            logs.parent / CHECKPOINTS if are_logs_kept else None,
         )
+        print(report, file=sys.stderr, flush=True)
         return 1
+
+
+@contextlib.contextmanager
+def _forward_signals(ranks: list[BaseProcess]) -> Iterator[list[int]]:
+    """Ends the ranks on SIGTERM or Ctrl-C; yields the signals that have arrived so far."""
+    forwarded: list[int] = []
+
+    def forward(number: int, _frame: Any) -> None:
+        forwarded.append(number)
+        for process in ranks:
+            if process.pid is not None and process.is_alive():
+                process.terminate()
+
+    before = {number: signal.signal(number, forward) for number in _STOPS}
+    try:
+        yield forwarded
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _start_and_wait(
+    ranks: list[BaseProcess], pipes: list[tuple[Connection, Connection]], timeout_seconds: float | None
+) -> list[Failure]:
+    """Starts the ranks, waits for them, kills those that remain, and returns the failures."""
+    read_ends = [read_end for read_end, _ in pipes]
+    try:
+        # A forked rank inherits the signal handlers: signals stay blocked until the rank has reset them.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
+        for process in ranks:
+            process.start()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)
+        for _, write_end in pipes:
+            write_end.close()
+        return _wait_for_all(ranks, read_ends, timeout_seconds)
+    finally:
+        for process in ranks:
+            if process.is_alive():
+                process.kill()
+            process.join()
+        for read_end in read_ends:
+            read_end.close()
 
 
 def _wait_for_all(

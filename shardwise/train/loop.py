@@ -146,56 +146,13 @@ class Trainer:
                 end, something other than checkpoints could not be written.
             CheckpointError: the last checkpoint could not be written.
         """
-        config, progress = self.config, self.progress
         begun = time.perf_counter()
-        first_step, first_samples = progress.step, progress.samples
+        first_samples = self.progress.samples
         facts = self._facts()
         report = self._begin(facts)
-        ended = "finished"
         try:
-            with Interrupt() as interrupt:
-                while progress.step < config.train.steps:
-                    if progress.stop_requested or progress.step == stop_after:
-                        ended = "stopped"
-                        break
-                    record = self._step(facts, interrupt)
-                    if report is not None:
-                        report.step(record)
-                    self.display.step(record)
-                    if config.checkpoint.every and progress.step % config.checkpoint.every == 0:
-                        self._checkpoints.save(progress)
-                    self._checkpoints.report_outcomes(progress)
-                problem = self._checkpoints.save_and_wait(progress)
-            if problem is not None:
-                raise CheckpointError(
-                    f"the last checkpoint could not be written: {problem}",
-                    where=str(self._store.folder),
-                    fix="free disk space or make the folder writable, and "
-                    + (
-                        f"continue from {latest.name} with --resume {self.folder}"
-                        if (latest := self._store.latest())
-                        else "start again: there is no checkpoint of this run"
-                    ),
-                )
-            seconds = time.perf_counter() - begun
-            tokens = (progress.samples - first_samples) * config.model.context
-            latest = self._store.latest()
-            summary = Summary(
-                ended=ended,
-                folder=str(self.folder),
-                step=progress.step,
-                num_steps=config.train.steps,
-                first_loss=next(iter((*facts.losses_before, *progress.losses)), None),
-                last_loss=progress.losses[-1] if progress.losses else None,
-                eval_loss=progress.eval_loss,
-                seconds=seconds,
-                tokens=tokens,
-                tokens_per_second=tokens / seconds,
-                memory_bytes=max(self.team.collect(memory_bytes(self.device))),
-                checkpoint=str(latest) if latest else None,
-                curve=report.draw_curve() if report is not None and progress.step > first_step else None,
-                unwritten=self._unwritten.lines(),
-            )
+            ended = self._train(facts, report, stop_after)
+            summary = self._summary(facts, ended, time.perf_counter() - begun, first_samples, report)
             if report is not None:
                 report.end(summary)
             self.display.end(summary)
@@ -205,6 +162,59 @@ class Trainer:
             self.display.close()
             if report is not None:
                 report.close()
+
+    def _train(self, facts: RunFacts, report: Report | None, stop_after: int | None) -> str:
+        """Runs the steps, saves the last checkpoint, and returns how the run ended."""
+        config, progress = self.config, self.progress
+        ended = "finished"
+        with Interrupt() as interrupt:
+            while progress.step < config.train.steps:
+                if progress.stop_requested or progress.step == stop_after:
+                    ended = "stopped"
+                    break
+                record = self._step(facts, interrupt)
+                if report is not None:
+                    report.step(record)
+                self.display.step(record)
+                if config.checkpoint.every and progress.step % config.checkpoint.every == 0:
+                    self._checkpoints.save(progress)
+                self._checkpoints.report_outcomes(progress)
+            problem = self._checkpoints.save_and_wait(progress)
+        if problem is None:
+            return ended
+        raise CheckpointError(
+            f"the last checkpoint could not be written: {problem}",
+            where=str(self._store.folder),
+            fix="free disk space or make the folder writable, and "
+            + (
+                f"continue from {latest.name} with --resume {self.folder}"
+                if (latest := self._store.latest())
+                else "start again: there is no checkpoint of this run"
+            ),
+        )
+
+    def _summary(
+        self, facts: RunFacts, ended: str, seconds: float, first_samples: int, report: Report | None
+    ) -> Summary:
+        progress = self.progress
+        tokens = (progress.samples - first_samples) * self.config.model.context
+        latest = self._store.latest()
+        return Summary(
+            ended=ended,
+            folder=str(self.folder),
+            step=progress.step,
+            num_steps=self.config.train.steps,
+            first_loss=next(iter((*facts.losses_before, *progress.losses)), None),
+            last_loss=progress.losses[-1] if progress.losses else None,
+            eval_loss=progress.eval_loss,
+            seconds=seconds,
+            tokens=tokens,
+            tokens_per_second=tokens / seconds,
+            memory_bytes=max(self.team.collect(memory_bytes(self.device))),
+            checkpoint=str(latest) if latest else None,
+            curve=report.draw_curve() if report is not None and progress.step > facts.first_step else None,
+            unwritten=self._unwritten.lines(),
+        )
 
     def _begin(self, facts: RunFacts) -> Report | None:
         self.team.from_first(self._write_config)
