@@ -263,6 +263,6 @@ def save_without_a_group(folder):
     return outcome.problem
 
 
-def test_a_save_whose_group_is_gone_is_told_and_does_not_end_its_thread(tmp_path):
+def test_a_save_whose_group_is_gone_is_reported_and_does_not_end_its_thread(tmp_path):
     (problem,) = run_ranks(save_without_a_group, 1, tmp_path, kind="gloo")
     assert problem

@@ -349,7 +349,7 @@ def test_an_exception_is_reported_with_its_rank_and_traceback(kind):
 
 
 @every_cpu_kind
-def test_peers_that_wait_are_told_as_torn_down_and_hold_nothing_up(kind):
+def test_peers_that_wait_are_reported_as_torn_down_and_hold_nothing_up(kind):
     with pytest.raises(RankFailure) as caught:
         run_ranks(fail_on, 3, 1, kind=kind)
     message = str(caught.value)
@@ -378,7 +378,7 @@ def test_when_several_ranks_fail_all_are_listed(kind):
     assert message.count("Traceback") == 3
 
 
-def test_the_first_of_several_failures_is_told_first():
+def test_the_first_of_several_failures_is_reported_first():
     reports = [
         RankReport(0, Outcome.TORN_DOWN, at_seconds=1.0),
         RankReport(1, Outcome.RAISED, "raised KeyError", at_seconds=3.0, exception=KeyError("later")),
@@ -494,7 +494,7 @@ def test_ranks_that_compute_forever_are_stopped(kind):
 
 
 @every_cpu_kind
-def test_a_rank_that_finished_before_the_hang_is_told_as_finished(kind):
+def test_a_rank_that_finished_before_the_hang_is_reported_as_finished(kind):
     message = hung(
         hang_unless_rank_0,
         2,
@@ -600,7 +600,7 @@ def raise_something(*_args):
 
 @every_cpu_kind
 @pytest.mark.usefixtures("every_rank_is_heard")
-def test_a_ranks_own_error_is_told_before_what_its_peers_say_of_it(kind, tmp_path):
+def test_a_ranks_own_error_is_reported_before_what_its_peers_say_of_it(kind, tmp_path):
     with pytest.raises(RankFailure) as failed:
         run_ranks(break_in_the_model_of_the_last_rank, 2, tmp_path / "told", kind=kind)
     assert failed.value.rank == 1
@@ -615,7 +615,7 @@ def wait_for_a_thread_that_is_gone():
     dist.barrier()
 
 
-def test_an_exception_that_ended_a_thread_is_told_before_the_ranks_that_hang_because_of_it():
+def test_an_exception_that_ended_a_thread_is_reported_before_the_ranks_that_hang_because_of_it():
     text = hung(
         wait_for_a_thread_that_is_gone,
         2,

@@ -206,7 +206,7 @@ def late_on_a_path_that_was_left():
     return seen
 
 
-def test_who_comes_late_to_a_path_that_was_left_reads_what_was_sent_there_and_is_told():
+def test_who_comes_late_to_a_path_that_was_left_reads_what_was_sent_there_and_is_reported():
     _, (seen, told) = run_ranks(late_on_a_path_that_was_left, 2, kind="gloo")
     assert seen in (None, {1.0, 2.0})
     assert "rank 0 aborted its step: it does not like this path" in told

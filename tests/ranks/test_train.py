@@ -340,7 +340,7 @@ def train_where_little_can_be_written(config, folder):
     return str(told.value), display.lines, display.summary
 
 
-def test_metrics_that_cannot_be_written_do_not_end_a_run_and_are_told_at_its_end(undisturbed, tmp_path):
+def test_metrics_that_cannot_be_written_do_not_end_a_run_and_are_reported_at_its_end(undisturbed, tmp_path):
     config, _, tensors = undisturbed
     ((error, lines, summary),) = on_ranks(1, train_where_little_can_be_written, config, tmp_path)
     assert error.startswith(f"the run finished at step {STEPS} and its checkpoint is complete")

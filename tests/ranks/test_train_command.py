@@ -151,7 +151,7 @@ def given_one_rank(monkeypatch):
     torch_internals.forget_meshes()
 
 
-def test_data_that_is_missing_is_told_once(tmp_path, given_one_rank, capsys):
+def test_data_that_is_missing_is_reported_once(tmp_path, given_one_rank, capsys):
     missing = f"{tmp_path}/nowhere.txt"
     assert main(["train", "tiny", "--set", f"data.path={missing}", "--out", str(tmp_path / "run")]) == 1
     said = capsys.readouterr()
@@ -178,7 +178,7 @@ def test_data_that_is_missing_on_one_machine_is_an_error_on_all(tmp_path):
     assert "nowhere.txt" in first[0]
 
 
-def test_a_port_in_use_is_told(tmp_path, given_one_rank, capsys):
+def test_a_port_in_use_is_reported(tmp_path, given_one_rank, capsys):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", given_one_rank))
         taken.listen()

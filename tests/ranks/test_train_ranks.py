@@ -50,7 +50,7 @@ def name_what_is_no_text(_device):
     raise FileNotFoundError("no file 'caf\udce9.txt'")
 
 
-def test_an_error_that_is_no_text_is_told(tmp_path, capfd):
+def test_an_error_that_is_no_text_is_reported(tmp_path, capfd):
     assert run_local_ranks(name_what_is_no_text, 1, "cpu", logs=tmp_path / "logs") == 1
     said = capfd.readouterr().err
     assert said.startswith("error: rank 0 failed\nTraceback"), said
@@ -145,7 +145,7 @@ def train_while(config, folder, work):
     return error, display.lines
 
 
-def test_a_run_whose_folder_is_moved_goes_on_in_a_new_one_and_that_is_told(tmp_path):
+def test_a_run_whose_folder_is_moved_goes_on_in_a_new_one_and_that_is_reported(tmp_path):
     config = small_config(write_text(tmp_path), "checkpoint.every=2", "checkpoint.asynchronous=false")
     folder, moved = tmp_path / "run", tmp_path / "moved"
     (error, lines), _ = run_ranks(
@@ -166,7 +166,7 @@ def put_a_file_there(folder):
     folder.write_text("not a folder")
 
 
-def test_a_folder_that_cannot_be_made_anew_is_told(tmp_path):
+def test_a_folder_that_cannot_be_made_anew_is_reported(tmp_path):
     config = small_config(write_text(tmp_path), "checkpoint.every=2", "checkpoint.asynchronous=false")
     folder = tmp_path / "run"
     (error, lines), _ = run_ranks(

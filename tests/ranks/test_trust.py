@@ -33,15 +33,15 @@ from tests.ranks.tables import slow
 
 pytestmark = beyond_torch
 
-FACES = {"fully_shard": divergence, "wrapper": divergence, "zero": divergence_zero}
+APIS = {"fully_shard": divergence, "wrapper": divergence, "zero": divergence_zero}
 
 
-def outcomes(cases, who, face):
+def outcomes(cases, who, api):
     """What each case ends in on this rank; a good step before and after each must be right to the last bit."""
     errs = dist.get_rank() == who
     ended = []
     with timeouts_of(timeout_seconds=LONG_SECONDS):
-        run = ZeroRun() if face == "zero" else Run(face)
+        run = ZeroRun() if api == "zero" else Run(api)
         run.good_step()
         for case in cases:
             run.go_back()
@@ -65,23 +65,23 @@ OWN = {
 }
 
 
-def check(world_size, who, face, kind):
-    room = FACES[face]
-    harmless = [] if face == "zero" else [divergence.an_empty_batch]
-    parted = list(room.PARTING)
-    if face != "zero":
-        (parted if face == "wrapper" else harmless).append(divergence.a_state_dict_on_one)
+def check(world_size, who, api, kind):
+    cases_module = APIS[api]
+    harmless = [] if api == "zero" else [divergence.an_empty_batch]
+    diverging = list(cases_module.DIVERGING)
+    if api != "zero":
+        (diverging if api == "wrapper" else harmless).append(divergence.a_state_dict_on_one)
     who %= world_size
-    cases = [*parted, *room.DIFFERING, *room.BREAKING_OFF, *harmless]
-    told = run_ranks(outcomes, world_size, cases, who, face, kind=kind)
+    cases = [*diverging, *cases_module.DIFFERING, *cases_module.BREAKING_OFF, *harmless]
+    told = run_ranks(outcomes, world_size, cases, who, api, kind=kind)
     for rank, ended in enumerate(told):
         for case, (name, text) in zip(cases, ended, strict=True):
             what = f"{case.__name__} on rank {rank}: {name} {text}"
-            if case in parted:
+            if case in diverging:
                 assert name == "RankDisagreement", what
                 assert f"rank {who} went on to" in text, what
                 assert f"rank {rank}: ..." in text, what
-            elif case in room.DIFFERING:
+            elif case in cases_module.DIFFERING:
                 assert name == "RankDisagreement", what
                 assert "different" in text, what
             elif case in harmless:
@@ -93,7 +93,7 @@ def check(world_size, who, face, kind):
                 assert f"rank {who} aborted its step" in text, what
 
 
-# Each face with two and four ranks, the first and the last of which errs; in turn as threads and as processes.
+# Each API with two and four ranks, the first and the last of which errs; in turn as threads and as processes.
 CELLS = [
     ("fully_shard", 2, 0, "gloo"),
     slow("fully_shard", 2, -1, "threads"),
@@ -110,9 +110,9 @@ CELLS = [
 ]
 
 
-@pytest.mark.parametrize(("face", "world_size", "who", "kind"), CELLS)
-def test_ranks_that_part_or_break_off_are_told_and_train_on(face, world_size, who, kind):
-    check(world_size, who, face, kind)
+@pytest.mark.parametrize(("api", "world_size", "who", "kind"), CELLS)
+def test_ranks_that_diverge_or_abort_are_told_and_train_on(api, world_size, who, kind):
+    check(world_size, who, api, kind)
 
 
 def different_sizes():
@@ -125,13 +125,13 @@ def different_sizes():
     return str(told.value), gathered.tolist()
 
 
-def test_messages_of_different_sizes_are_told():
+def test_messages_of_different_sizes_are_reported():
     for text, gathered in run_ranks(different_sizes, 2, kind="gloo"):
         assert "rank 0 sends 16 bytes; rank 1 sends 20 bytes" in text
         assert gathered == [0.0, 1.0]
 
 
-def late_verdict():
+def late_failure():
     """A rank was given up, but came before anybody raised that; much later all of them stand still for a moment."""
     rank, run = dist.get_rank(), Run()
     with timeouts_of(timeout_seconds=LONG_SECONDS):
@@ -151,7 +151,7 @@ def late_verdict():
 
 @pytest.mark.parametrize("kind", ["threads", "gloo"])
 def test_a_rank_that_comes_at_the_last_moment_is_not_held_against_anybody_later(kind):
-    run_ranks(late_verdict, 2, kind=kind)
+    run_ranks(late_failure, 2, kind=kind)
 
 
 def native_paths():
@@ -364,7 +364,7 @@ def a_barrier_on_one():
         return str(told.value)
 
 
-def test_a_rank_that_sits_in_a_collective_of_its_own_is_told_with_its_stack():
+def test_a_rank_that_sits_in_a_collective_of_its_own_is_reported_with_its_stack():
     told, _ = run_ranks(a_barrier_on_one, 2, kind="gloo")
     assert 'ranks are waiting for each other: rank 1 did not reach "communicate outside a unit"' in told
     assert "in barrier" in told

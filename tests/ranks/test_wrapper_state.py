@@ -324,7 +324,7 @@ def test_a_state_dict_that_does_not_fit_loads_nothing():
     run_ranks(unfit, 2)
 
 
-# --- optimizers and other faces -------------------------------------------------------------------------------------
+# --- optimizers and other APIs --------------------------------------------------------------------------------------
 
 
 def adam(params):

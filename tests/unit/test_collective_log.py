@@ -1,4 +1,4 @@
-"""A path is told whole to another thread, while it goes on and while it begins anew."""
+"""Another thread gets a consistent excerpt of a collective log, while it grows and when it restarts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardwise.errors import PeerFailure
 CODES = [collective_code(f"event {number}") for number in range(1, 50)]
 
 
-def test_a_path_is_told_whole_while_it_goes_on():
+def test_an_excerpt_is_consistent_while_the_log_grows():
     path, is_over = CollectiveLog(), threading.Event()
 
     def walk():
@@ -24,8 +24,8 @@ def test_a_path_is_told_whole_while_it_goes_on():
     walker.start()
     try:
         for _ in range(3000):
-            story = path.excerpt()
-            assert story.names == [f"event {number}" for number in range(1, story.num_events + 1)]
+            excerpt = path.excerpt()
+            assert excerpt.names == [f"event {number}" for number in range(1, excerpt.num_events + 1)]
     finally:
         is_over.set()
         walker.join()
@@ -37,7 +37,7 @@ def test_a_path_that_is_merely_shorter_does_not_part():
     assert first_divergence([(3, ["b", "c"]), (2, ["a", "x"])]) == 1
 
 
-def test_a_verdict_on_an_epoch_that_a_rank_has_left_is_none():
+def test_a_failure_of_an_epoch_that_a_rank_has_left_does_not_count():
     channel = WatchedChannel.__new__(WatchedChannel)
     channel.log, channel.world_rank, channel.waiting, channel._epoch_failure = CollectiveLog(), 0, None, None
     epoch = channel.log.epoch
@@ -49,7 +49,7 @@ def test_a_verdict_on_an_epoch_that_a_rank_has_left_is_none():
     channel.raise_failure()
 
 
-def test_a_long_list_is_told_in_short_and_stays_itself():
+def test_a_long_list_is_abbreviated_and_stays_distinct():
     assert listed(["a", "b"]) == "['a', 'b']"
     many = [f"layer.{number}" for number in range(40)]
     told = listed(many)

@@ -98,7 +98,7 @@ def test_the_innermost_call_comes_last_with_its_source():
 
 
 @pytest.mark.usefixtures("patient")
-def test_of_very_deep_stacks_the_inner_part_is_told():
+def test_of_very_deep_stacks_the_inner_part_is_reported():
     with thread_in(dive, "wait") as thread:
         stack = stack_of(thread)
         assert len(stack) == 100

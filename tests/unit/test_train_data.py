@@ -78,19 +78,19 @@ def test_samples_are_sequences_with_the_token_after_and_the_end_is_held_out():
         ("empty.bin", b"", "it contains no text"),
     ],
 )
-def test_data_that_is_missing_or_empty_or_cut_is_told(tmp_path, path, content, words):
+def test_data_that_is_missing_or_empty_or_cut_is_reported(tmp_path, path, content, words):
     if content is not None:
         (tmp_path / path).write_bytes(content)
     with pytest.raises(ConfigError, match=words):
         data.open_corpus(Data(path=str(tmp_path / path)))
 
 
-def test_a_folder_without_text_is_told(tmp_path):
+def test_a_folder_without_text_is_reported(tmp_path):
     with pytest.raises(ConfigError, match="no text"):
         data.open_corpus(Data(path=str(tmp_path)))
 
 
-def test_too_little_data_and_tokens_beyond_the_vocabulary_are_told():
+def test_too_little_data_and_tokens_beyond_the_vocabulary_are_reported():
     with pytest.raises(ConfigError, match="5 tokens, too few for sequences of 10"):
         data.Samples(data.Corpus([torch.arange(5)]), 10, 256, 0.1)
     with pytest.raises(ConfigError, match="too few"):
@@ -135,7 +135,7 @@ def test_a_data_set_goes_through_its_tokenizer_into_a_file(tmp_path, monkeypatch
         data.tokenize(Data(path="hf:corpus", column="body"), tmp_path / "other.bin")
 
 
-def test_a_data_set_that_cannot_be_loaded_is_told_and_leaves_no_tokens(tmp_path, monkeypatch):
+def test_a_data_set_that_cannot_be_loaded_is_reported_and_leaves_no_tokens(tmp_path, monkeypatch):
     def load_dataset(*_args, **_kwargs):
         raise RuntimeError("no network")
 
@@ -145,7 +145,7 @@ def test_a_data_set_that_cannot_be_loaded_is_told_and_leaves_no_tokens(tmp_path,
     assert not (tmp_path / "tokens.bin").exists()
 
 
-def test_a_package_that_is_not_installed_is_told_with_the_command_that_installs_it():
+def test_a_package_that_is_not_installed_is_reported_with_the_command_that_installs_it():
     from shardwise.train.optional_packages import require
 
     with pytest.raises(ConfigError, match="pip install surely_not_there"):

@@ -27,7 +27,7 @@ def raised(error):
         return caught
 
 
-def test_a_ranks_own_error_is_told_before_what_its_peers_say_of_it_whoever_spoke_first():
+def test_a_ranks_own_error_is_reported_before_what_its_peers_say_of_it_whoever_spoke_first():
     lost = failure_of(raised(PeerFailure("rank 1 is dead")), 0)
     reset = failure_of(raised(RuntimeError("Connection reset by peer")), 2)
     own = failure_of(raised(ValueError("my data is wrong")), 1)
@@ -38,25 +38,25 @@ def test_a_ranks_own_error_is_told_before_what_its_peers_say_of_it_whoever_spoke
     assert "  then:  rank 2: RuntimeError: Connection reset by peer" in told
 
 
-def test_of_two_errors_of_their_own_the_earlier_is_told_first():
+def test_of_two_errors_of_their_own_the_earlier_is_reported_first():
     late = Failure(0, 2.0, "Traceback\nLateError", "LateError")
     early = Failure(1, 1.0, "Traceback\nEarlyError", "EarlyError")
     assert describe_failures([late, early], 2, None).startswith("error: rank 1 failed\nTraceback\nEarlyError")
 
 
-def test_a_rank_that_was_killed_is_told_before_errors_of_peers_that_nobody_knows():
+def test_a_rank_that_was_killed_is_reported_before_errors_of_peers_that_nobody_knows():
     odd = failure_of(raised(RuntimeError("[enforce fail] something of gloo's")), 0)
     killed = unreported_failure(1, -9)
     assert describe_failures([odd, killed], 2, None).startswith("error: rank 1 was killed by SIGKILL")
 
 
-def test_a_rank_that_was_killed_is_told_before_what_was_heard_meanwhile_however_late_that_was_noticed():
+def test_a_rank_that_was_killed_is_reported_before_what_was_heard_meanwhile_however_late_that_was_noticed():
     odd = replace(failure_of(raised(RuntimeError("[enforce fail] something of gloo's")), 0), at_seconds=5.0)
     killed = unreported_failure(1, -9, [odd])
     assert describe_failures([odd, killed], 2, None).startswith("error: rank 1 was killed by SIGKILL")
 
 
-def test_a_rank_that_could_not_meet_a_peer_which_has_ended_is_told_after_that_peer():
+def test_a_rank_that_could_not_meet_a_peer_which_has_ended_is_reported_after_that_peer():
     assigned = AssignedRank(0, 2, 0, 2, "127.0.0.1", 0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torch.distributed.init_process_group", lose_a_peer)
@@ -72,7 +72,7 @@ def lose_a_peer(*_args, **_kwargs):
     raise RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:21176")
 
 
-def test_an_abort_is_told_after_the_error_that_it_may_have_followed_from():
+def test_an_abort_is_reported_after_the_error_that_it_may_have_followed_from():
     own = failure_of(raised(ValueError("mine")), 0)
     assert describe_failures([unreported_failure(1, -6), own], 2, None).startswith("error: rank 0 failed")
     assert describe_failures([unreported_failure(1, -6)], 2, None).startswith(
@@ -80,7 +80,7 @@ def test_an_abort_is_told_after_the_error_that_it_may_have_followed_from():
     )
 
 
-def test_an_exit_without_a_word_is_told_as_that():
+def test_an_exit_without_a_word_is_reported_as_that():
     assert "rank 1 exited with status 7" in describe_failures([unreported_failure(1, 7)], 2, None)
 
 
@@ -94,7 +94,7 @@ def test_what_is_no_text_is_logged_and_told_all_the_same(tmp_path):
     assert "no file 'caf\udce9.txt'" in failure.text
 
 
-def test_an_error_that_cannot_be_printed_is_told_all_the_same():
+def test_an_error_that_cannot_be_printed_is_reported_all_the_same():
     class Unprintable(RuntimeError):
         def __str__(self):
             raise ValueError("no text for you")
@@ -118,7 +118,7 @@ def test_logs_are_named_where_there_are_any_and_a_checkpoint_where_one_was_saved
     assert told == f"error: no\n  fix:   yes\n  logs:  {tmp_path / 'logs'}"
 
 
-def test_an_error_that_ranks_found_together_is_told_once():
+def test_an_error_that_ranks_found_together_is_reported_once():
     failures = [failure_of(ConfigError("no data", fix="bring some"), rank) for rank in range(4)]
     assert describe_failures(failures, 4, None) == "error: no data\n  fix:   bring some"
 

@@ -236,7 +236,7 @@ class Warned:
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_metrics_that_cannot_be_written_are_told_once_and_counted(tmp_path, monkeypatch):
+def test_metrics_that_cannot_be_written_are_reported_once_and_counted(tmp_path, monkeypatch):
     display, unwritten = Warned(), Unwritten()
 
     def full(*_args):
@@ -257,7 +257,7 @@ def test_metrics_that_cannot_be_written_are_told_once_and_counted(tmp_path, monk
     assert unwritten.lines() == ("metrics.jsonl: No space left on device, 2 times",)
 
 
-def test_metrics_go_on_where_their_file_was_removed_and_are_told_where_its_folder_was(tmp_path):
+def test_metrics_go_on_where_their_file_was_removed_and_are_reported_where_its_folder_was(tmp_path):
     display, unwritten = Warned(), Unwritten()
     folder = tmp_path / "run"
     folder.mkdir()
@@ -297,7 +297,7 @@ def test_nothing_is_written_to_a_folder_that_another_run_has_taken(tmp_path):
     report.close()
 
 
-def test_a_curve_and_a_summary_that_cannot_be_written_are_told(tmp_path, monkeypatch):
+def test_a_curve_and_a_summary_that_cannot_be_written_are_reported(tmp_path, monkeypatch):
     display, unwritten = Warned(), Unwritten()
     report = Report(tmp_path, display, unwritten, lambda: None, from_step=0, tensorboard=False)
     report.step(record(1))

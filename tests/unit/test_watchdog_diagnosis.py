@@ -109,7 +109,7 @@ def test_ranks_that_wait_for_each_other_on_two_groups_are_told_in_seconds():
     )
 
 
-def test_a_rank_in_a_collective_of_torchs_that_nobody_else_comes_to_is_told_in_seconds():
+def test_a_rank_in_a_collective_of_torchs_that_nobody_else_comes_to_is_reported_in_seconds():
     sits = note_of(sits_seconds=21.0)
     assert failure("alive", 30.0, note=sits).error is RankDisagreement
     assert failure("alive", 30.0, note=note_of(sits_seconds=9.0)) is None
