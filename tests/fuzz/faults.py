@@ -297,7 +297,7 @@ def end_launcher(folder, ranks, step):
 def join_in(folder, ranks, step):
     """Starts a second run in the folder: it must be refused, new or resumed, without an effect on the first."""
     context = multiprocessing.get_context("fork")
-    told = context.SimpleQueue()
+    reported = context.SimpleQueue()
     is_busy, was_refused = threading.Event(), []
 
     def outside(over):
@@ -306,9 +306,9 @@ def join_in(folder, ranks, step):
         if not over.is_set() and send(process, signal.SIGSTOP):
             # Keeps the first run active while the second one tries.
             is_busy.set()
-            second = context.Process(target=in_a_process, args=(folder, ranks, told))
+            second = context.Process(target=in_a_process, args=(folder, ranks, reported))
             second.start()
-            was_refused.append(told.get())
+            was_refused.append(reported.get())
             second.join()
             send(process, signal.SIGCONT)
 
@@ -327,11 +327,11 @@ def start_two(folder, ranks):
     place = folder.parent / f"{folder.name}-two"
     place.mkdir()
     context = multiprocessing.get_context("fork")
-    told, gate = context.SimpleQueue(), context.Barrier(2)
-    both = [context.Process(target=begin_unnamed, args=(place, ranks, gate, told)) for _ in range(2)]
+    reported, gate = context.SimpleQueue(), context.Barrier(2)
+    both = [context.Process(target=begin_unnamed, args=(place, ranks, gate, reported)) for _ in range(2)]
     for process in both:
         process.start()
-    ended = [told.get() for _ in both]
+    ended = [reported.get() for _ in both]
     for process in both:
         process.join()
     assert ended == [(0, ""), (0, "")], ended
@@ -343,14 +343,14 @@ def start_two(folder, ranks):
     return "went on"
 
 
-def begin_unnamed(place, ranks, gate, told):
+def begin_unnamed(place, ranks, gate, reported):
     os.chdir(place)
     said = io.StringIO()
     request = Request(RECIPE, ranks=ranks, device="cpu", show="quiet")
     gate.wait()
     with contextlib.redirect_stderr(said):
         status = train(request)
-    told.put((status, said.getvalue()))
+    reported.put((status, said.getvalue()))
 
 
 # --- all of them ----------------------------------------------------------------------------------------------------

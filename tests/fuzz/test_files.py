@@ -45,7 +45,7 @@ def first_finding(tmp_path, kind, changes):
         made = files.make(1, number, folder)
         if made.kind == kind and made.change.startswith(changes):
             try:
-                files.judge(made, folder)
+                files.check_readers(made, folder)
             except Exception as error:  # noqa: BLE001  any exception is a finding
                 return f"{type(error).__name__}: {error}"
     return "nothing"

@@ -110,7 +110,7 @@ def run(program: Program, side: str = "shardwise", runner: Any = run_ranks) -> O
     except RankTimeout as error:
         return Outcome("hangs", str(error))
     except RankFailure as error:
-        return Outcome(_kind_of(error), _told(error))
+        return Outcome(_kind_of(error), _message_of(error))
     bad = [(rank, comparison) for rank, comparison in enumerate(comparisons) if comparison.how]
     if bad:
         text = "\n".join(f"rank {rank}: {comparison.text}" for rank, comparison in bad)
@@ -123,7 +123,7 @@ def run(program: Program, side: str = "shardwise", runner: Any = run_ranks) -> O
     return Outcome(refused=refused.pop())
 
 
-def _told(error: RankFailure) -> str:
+def _message_of(error: RankFailure) -> str:
     cause = error.__cause__
     return str(cause) if isinstance(cause, ProgramRaised) else str(error)
 

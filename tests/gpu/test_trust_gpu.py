@@ -107,11 +107,11 @@ def errors_of(world_size, errs_by, *, checks="step", looks_at_the_loss=False, ap
 @worlds
 @pytest.mark.parametrize("errs_by", [diverges_by_order, diverges_by_size])
 def test_ranks_that_diverge_are_told_on_all_ranks_before_the_optimizer(api, world_size, errs_by):
-    told = errors_of(world_size, errs_by, api=api)
-    assert len(told) == world_size
-    for text in told.values():
-        assert "RankDisagreement: ranks diverged" in text, told
-        assert f"rank {world_size - 1} went on to gather" in text, told
+    reported = errors_of(world_size, errs_by, api=api)
+    assert len(reported) == world_size
+    for text in reported.values():
+        assert "RankDisagreement: ranks diverged" in text, reported
+        assert f"rank {world_size - 1} went on to gather" in text, reported
 
 
 def test_with_checks_before_every_collective_no_data_is_mixed():
@@ -133,10 +133,10 @@ def test_a_rank_that_does_not_come_to_the_model_is_named():
         patch.setattr(pool_call, "_GRACE_SECONDS", 10.0)
         with pytest.raises(RankFailure) as failure:
             run_ranks(begin_without_the_last, 3, kind="nccl", timeout_seconds=40)
-    told = {report.rank: report.details for report in failure.value.reports}
+    reported = {report.rank: report.details for report in failure.value.reports}
     for rank in range(2):
-        assert 'rank 2 did not reach "use the model for the first time"' in told[rank], told
-        assert "rank 2 is alive, it has issued no collective yet" in told[rank], told
+        assert 'rank 2 did not reach "use the model for the first time"' in reported[rank], reported
+        assert "rank 2 is alive, it has issued no collective yet" in reported[rank], reported
 
 
 def connect_while_asked(num_groups):
@@ -172,6 +172,6 @@ def test_ranks_that_are_asked_where_they_are_connect_all_the_same():
 @pytest.mark.parametrize("looks_at_the_loss", [False, True], ids=["host ahead", "host waits for the device"])
 @pytest.mark.parametrize(("errs_by", "state"), [(killed, "dead"), (stalled, "alive")])
 def test_a_rank_that_is_gone_or_stalls_is_named(api, world_size, errs_by, state, looks_at_the_loss):
-    told = errors_of(world_size, errs_by, looks_at_the_loss=looks_at_the_loss, api=api)
+    reported = errors_of(world_size, errs_by, looks_at_the_loss=looks_at_the_loss, api=api)
     for rank in range(world_size - 1):
-        assert f"rank {world_size - 1} is {state}" in told[rank], told[rank]
+        assert f"rank {world_size - 1} is {state}" in reported[rank], reported[rank]

@@ -349,9 +349,9 @@ def a_state_dict_on_one(run, errs):
 
 
 def an_empty_batch(run, errs):
-    told = [None] * dist.get_world_size()
-    dist.all_gather_object(told, errs)
-    run.good_step(lambda rank: 0 if told[rank] else 3)
+    reported = [None] * dist.get_world_size()
+    dist.all_gather_object(reported, errs)
+    run.good_step(lambda rank: 0 if reported[rank] else 3)
 
 
 DIVERGING = [

@@ -577,7 +577,7 @@ def test_gpu_kinds_say_so_where_there_is_no_gpu(kind):
 # --- the first error ------------------------------------------------------------------------------------------------
 
 
-def break_in_the_model_of_the_last_rank(told):
+def break_in_the_model_of_the_last_rank(reported):
     """Its peer's error comes up first: the rank looks after something before its own one does."""
     model = fully_shard(torch.nn.Linear(4, 4))
     if dist.get_rank() == dist.get_world_size() - 1:
@@ -586,10 +586,10 @@ def break_in_the_model_of_the_last_rank(told):
         for _ in range(3):
             model(torch.ones(2, 4)).sum().backward()
     except PeerFailure:
-        told.touch()
+        reported.touch()
         raise
     except ValueError:
-        while not told.exists():
+        while not reported.exists():
             time.sleep(0.01)
         raise
 

@@ -175,7 +175,7 @@ def test_the_same_bits_wherever_ranks_are(world_size, options):
     run_ranks(train_in, world_size, sights, list(options), kind="gloo")
 
 
-def late_on_a_path_that_was_left():
+def late_on_an_old_log():
     """Rank 0 sends, leaves, and uses its memory for something else; then rank 1 comes."""
     rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
     calls = GroupCollectives(dist.group.WORLD, CPU)
@@ -187,7 +187,7 @@ def late_on_a_path_that_was_left():
         seen = None
         if rank == 0:
             calls.issue_all_gather(gathered, own)
-            channel.abort_step("it does not like this path")
+            channel.abort_step("it does not like this log")
             own.zero_()
             store.set("left", "1")
         else:
@@ -206,10 +206,10 @@ def late_on_a_path_that_was_left():
     return seen
 
 
-def test_who_comes_late_to_a_path_that_was_left_reads_what_was_sent_there_and_is_reported():
-    _, (seen, told) = run_ranks(late_on_a_path_that_was_left, 2, kind="gloo")
+def test_a_rank_that_is_late_on_an_old_log_reads_what_was_sent_there_and_is_told():
+    _, (seen, reported) = run_ranks(late_on_an_old_log, 2, kind="gloo")
     assert seen in (None, {1.0, 2.0})
-    assert "rank 0 aborted its step: it does not like this path" in told
+    assert "rank 0 aborted its step: it does not like this log" in reported
 
 
 def say_much():

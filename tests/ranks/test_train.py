@@ -201,14 +201,14 @@ def test_an_exact_run_is_the_same_to_the_last_bit_on_any_number_of_ranks_in_ever
             for precision in precisions:
                 folder = tmp_path / str(world_size) / f"{mode}-{precision}"
                 where = f"{world_size} ranks, {mode}, {precision}"
-                told = [(each.loss, each.grad_norm, each.eval_loss) for each in read_metrics(folder)]
+                reported = [(each.loss, each.grad_norm, each.eval_loss) for each in read_metrics(folder)]
                 tensors = whole_tensors(checkpoint_at(folder, 3))
-                told_first, tensors_first = first.setdefault(precision, (told, tensors))
-                assert told == told_first, where
+                reported_first, tensors_first = first.setdefault(precision, (reported, tensors))
+                assert reported == reported_first, where
                 assert tensors.keys() == tensors_first.keys(), where
                 different = [name for name in tensors if not torch.equal(tensors[name], tensors_first[name])]
                 assert not different, where
-    assert len({str(told) for told, _ in first.values()}) == len(precisions)
+    assert len({str(reported) for reported, _ in first.values()}) == len(precisions)
     assert_same(whole_tensors(checkpoint_at(tmp_path / "moved", 3)), first["fp32"][1])
 
 
@@ -333,11 +333,11 @@ def train_where_little_can_be_written(config, folder):
 
     append, run_files.open_for_append = run_files.open_for_append, full
     try:
-        with pytest.raises(StateError) as told:
+        with pytest.raises(StateError) as caught:
             run_part(config, folder, display=(display := Noted()))
     finally:
         run_files.open_for_append = append
-    return str(told.value), display.lines, display.summary
+    return str(caught.value), display.lines, display.summary
 
 
 def test_metrics_that_cannot_be_written_do_not_end_a_run_and_are_reported_at_its_end(undisturbed, tmp_path):
@@ -365,8 +365,8 @@ def begin_where_nothing_can_be_written(config, folder):
 
 def test_a_run_that_could_not_be_resumed_is_not_begun_on_any_rank(undisturbed, tmp_path):
     config, _, _ = undisturbed
-    for told in on_ranks(2, begin_where_nothing_can_be_written, config, tmp_path):
-        assert "config.json cannot be written: No space left on device" in told
+    for reported in on_ranks(2, begin_where_nothing_can_be_written, config, tmp_path):
+        assert "config.json cannot be written: No space left on device" in reported
 
 
 def test_a_run_writes_down_its_metrics_its_summary_and_its_curve(undisturbed):
@@ -393,5 +393,5 @@ def test_a_run_says_how_long_a_late_rank_is_waited_for(tmp_path):
     text = write_text(tmp_path)
     for seconds, expected in ((0.0, None), (77.0, 77.0)):
         config = small_config(text, f"train.late_seconds={seconds}")
-        told = on_ranks(2, run_with_late_seconds, config, str(tmp_path / f"run-{seconds}"))
-        assert told == [expected] * 2
+        reported = on_ranks(2, run_with_late_seconds, config, str(tmp_path / f"run-{seconds}"))
+        assert reported == [expected] * 2

@@ -184,9 +184,9 @@ def test_who_writes_what_is_planned_anew_exactly_when_some_rank_has_other_parts(
     for planned, problems, _ in on_all:
         # 2 goes by the plan of 1; whoever has nothing new follows those who have, and back again.
         assert planned == [1, 3, 4, 5, 6, 7]
-        told = problems.pop(6)
-        assert "'model/odd' has dtype torch.float8_e4m3fnuz, which a checkpoint cannot hold" in told
-        assert "(rank 2)" in told
+        reported = problems.pop(6)
+        assert "'model/odd' has dtype torch.float8_e4m3fnuz, which a checkpoint cannot hold" in reported
+        assert "(rank 2)" in reported
         assert set(problems.values()) == {None}
     # Once it is known who writes a tensor that all have, nobody else copies it.
     assert sum(staged[1] for _, _, staged in on_all) > sum(staged[2] for _, _, staged in on_all)

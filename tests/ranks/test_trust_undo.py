@@ -155,9 +155,9 @@ def torn_step(api):
         else:
             run.optim.step()
         run.optim.is_armed = False
-        with pytest.raises(StateError if tears else PeerFailure) as told:
+        with pytest.raises(StateError if tears else PeerFailure) as caught:
             run.loss()
-        assert "the step of TornSGD on rank 1 raised, and is torn" in str(told.value)
+        assert "the step of TornSGD on rank 1 raised, and is torn" in str(caught.value)
         if tears:
             note_checkpoint("run/step-7")
             with pytest.raises(StateError, match=r"load the last checkpoint \(run/step-7\)"):

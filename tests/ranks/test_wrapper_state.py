@@ -417,7 +417,7 @@ def resume_plain(path):
     return model.state_dict()
 
 
-def test_model_and_optimizer_go_from_the_wrapper_to_any_world_and_face_and_back(tmp_path):
+def test_model_and_optimizer_go_from_the_wrapper_to_any_world_and_api_and_back(tmp_path):
     for number, options in enumerate(every_option()):
         path = tmp_path / f"{number}.pt"
         run_ranks(save, 2, path, options)

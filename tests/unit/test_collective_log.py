@@ -12,26 +12,26 @@ CODES = [collective_code(f"event {number}") for number in range(1, 50)]
 
 
 def test_an_excerpt_is_consistent_while_the_log_grows():
-    path, is_over = CollectiveLog(), threading.Event()
+    log, is_over = CollectiveLog(), threading.Event()
 
     def walk():
         while not is_over.is_set():
             for code in CODES:
-                path.record(code)
-            path.restart()
+                log.record(code)
+            log.restart()
 
     walker = threading.Thread(target=walk)
     walker.start()
     try:
         for _ in range(3000):
-            excerpt = path.excerpt()
+            excerpt = log.excerpt()
             assert excerpt.names == [f"event {number}" for number in range(1, excerpt.num_events + 1)]
     finally:
         is_over.set()
         walker.join()
 
 
-def test_a_path_that_is_merely_shorter_does_not_part():
+def test_a_log_that_is_merely_shorter_does_not_diverge():
     assert first_divergence([(2, ["a", "b"]), (1, ["a"])]) is None
     assert first_divergence([(2, ["a", "b"]), (0, [])]) is None
     assert first_divergence([(3, ["b", "c"]), (2, ["a", "x"])]) == 1
@@ -52,7 +52,7 @@ def test_a_failure_of_an_epoch_that_a_rank_has_left_does_not_count():
 def test_a_long_list_is_abbreviated_and_stays_distinct():
     assert listed(["a", "b"]) == "['a', 'b']"
     many = [f"layer.{number}" for number in range(40)]
-    told = listed(many)
-    assert told.startswith("['layer.0', 'layer.1' and 38 more; checksum ")
-    assert len(told) < 100
-    assert listed([*many[:20], "another", *many[21:]]) != told
+    short = listed(many)
+    assert short.startswith("['layer.0', 'layer.1' and 38 more; checksum ")
+    assert len(short) < 100
+    assert listed([*many[:20], "another", *many[21:]]) != short

@@ -67,7 +67,7 @@ def test_a_peer_that_has_ended_is_named_at_once_by_whoever_listens_or_speaks():
         one.send(0, (2, 0))
 
 
-def test_ranks_that_come_by_the_same_path_have_the_same_numbers_and_none_comes_again():
+def test_ranks_with_equal_logs_get_the_same_tags_and_no_tag_twice():
     zero, one = pair()
     seen = set()
     for step in range(100):

@@ -31,11 +31,11 @@ def test_a_ranks_own_error_is_reported_before_what_its_peers_say_of_it_whoever_s
     lost = failure_of(raised(PeerFailure("rank 1 is dead")), 0)
     reset = failure_of(raised(RuntimeError("Connection reset by peer")), 2)
     own = failure_of(raised(ValueError("my data is wrong")), 1)
-    told = describe_failures([lost, reset, own], 3, None)
-    assert told.startswith("error: rank 1 failed\nTraceback")
-    assert told.index("ValueError: my data is wrong") < told.index("rank 1 is dead")
-    assert "  then:  rank 0: PeerFailure: rank 1 is dead" in told
-    assert "  then:  rank 2: RuntimeError: Connection reset by peer" in told
+    reported = describe_failures([lost, reset, own], 3, None)
+    assert reported.startswith("error: rank 1 failed\nTraceback")
+    assert reported.index("ValueError: my data is wrong") < reported.index("rank 1 is dead")
+    assert "  then:  rank 0: PeerFailure: rank 1 is dead" in reported
+    assert "  then:  rank 2: RuntimeError: Connection reset by peer" in reported
 
 
 def test_of_two_errors_of_their_own_the_earlier_is_reported_first():
@@ -109,13 +109,13 @@ def test_logs_are_named_where_there_are_any_and_a_checkpoint_where_one_was_saved
     assert "logs" not in describe_failures([failure], 2, None, tmp_path)
     assert "--resume" not in describe_failures([failure], 2, tmp_path, tmp_path)
     (tmp_path / "step-00000002").mkdir()
-    told = describe_failures([failure], 2, tmp_path / "logs", tmp_path)
-    assert f"  logs:  {tmp_path / 'logs'}\n  fix:   fix the cause, and continue with --resume" in told
+    reported = describe_failures([failure], 2, tmp_path / "logs", tmp_path)
+    assert f"  logs:  {tmp_path / 'logs'}\n  fix:   fix the cause, and continue with --resume" in reported
     # What an error made for users says of itself is enough, but its traceback is in the log.
-    told = describe_failures(
+    reported = describe_failures(
         [failure_of(raised(ConfigError("no", fix="yes")), 1)], 2, tmp_path / "logs", tmp_path
     )
-    assert told == f"error: no\n  fix:   yes\n  logs:  {tmp_path / 'logs'}"
+    assert reported == f"error: no\n  fix:   yes\n  logs:  {tmp_path / 'logs'}"
 
 
 def test_an_error_that_ranks_found_together_is_reported_once():
@@ -132,8 +132,8 @@ def test_an_error_raised_because_of_a_peers_is_a_consequence():
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_an_exception_of_a_thread_is_logged_and_told_before_the_rank_that_waited_for_it(tmp_path):
-    told = []
-    log = RankLog(tmp_path, 1, told.append)
+    reported = []
+    log = RankLog(tmp_path, 1, reported.append)
     try:
         thread = threading.Thread(target=lambda: [][0], name="loader")
         thread.start()
@@ -142,7 +142,7 @@ def test_an_exception_of_a_thread_is_logged_and_told_before_the_rank_that_waited
         log.close()
     assert "IndexError" in log_path(tmp_path, 1).read_text()
     own = failure_of(raised(RuntimeError("no batch came")), 1)
-    message = describe_failures([own, *told], 2, None)
+    message = describe_failures([own, *reported], 2, None)
     assert message.startswith("error: thread 'loader' of rank 1 failed\nTraceback")
     assert (
         message.index("IndexError") < message.index("error: rank 1 failed") < message.index("no batch came")

@@ -1,4 +1,4 @@
-"""Who is waited for, and for how long: from what ranks say of themselves to a verdict."""
+"""Who is waited for, and for how long: from what ranks post about themselves to a failure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from shardwise import PeerFailure, RankDisagreement
 from shardwise.comm.channels.collective_log import LogExcerpt, collective_code
-from shardwise.comm.watchdog import diagnosis as judges
+from shardwise.comm.watchdog import diagnosis
 from shardwise.comm.watchdog.diagnosis import Evidence, collect_evidence, describe_late_ranks, diagnose
 
 HERE = os.getpid()
@@ -100,9 +100,9 @@ def test_a_rank_in_a_debugger_has_the_time_that_debuggers_get(state, note):
 def test_ranks_that_wait_for_each_other_on_two_groups_are_told_in_seconds():
     blocked = note_of(blocked_on=[0, 2])
     assert failure("alive", 19.0, note=blocked) is None
-    told = failure("alive", 21.0, note=blocked)
-    assert told.error is RankDisagreement
-    assert "ranks are waiting for each other" in told.what
+    reported = failure("alive", 21.0, note=blocked)
+    assert reported.error is RankDisagreement
+    assert "ranks are waiting for each other" in reported.what
     assert failure("alive", 25.0, silent=24.0, note=blocked) is None, "it may have been said long ago"
     assert failure("alive", 25.0, note=note_of(blocked_on=[7])) is None, (
         "it waits for somebody else, who may run"
@@ -146,7 +146,7 @@ def test_who_is_out_of_descriptors_calls_nobody_dead_that_lives(monkeypatch):
         raise OSError(errno.EMFILE, "Too many open files")
 
     with monkeypatch.context() as patch:
-        patch.setattr(judges.FilePath, "read_text", no_descriptors)
+        patch.setattr(diagnosis.FilePath, "read_text", no_descriptors)
         assert state_of(home) == "alive"
         pid = os.fork()
         if pid == 0:
