@@ -76,7 +76,7 @@ class Saver:
         """Saves this rank's parts as they are now. Called on every rank, at the same step."""
         self.wait()
         outlines = {name: Outline.of(part) for name, part in parts.items()}
-        if not self._on_all(self._plan is not None and outlines == self._outlines):
+        if not self._holds_on_all_ranks(self._plan is not None and outlines == self._outlines):
             self._outlines, self._plan = outlines, None
         layout = lay_out(outlines.items()) if self._plan is None else self._plan.layout
         problem = None
@@ -107,7 +107,7 @@ class Saver:
         ended, self._outcomes = self._outcomes, []
         return ended
 
-    def _on_all(self, holds: bool) -> bool:
+    def _holds_on_all_ranks(self, holds: bool) -> bool:
         """Whether a condition holds on all ranks."""
         flag = torch.tensor([holds], dtype=torch.uint8)
         dist.all_reduce(flag, dist.ReduceOp.MIN, self._group)

@@ -234,7 +234,7 @@ def plan_blocks(cut: RowCut, start: int, row_numel: int) -> tuple[Block, ...]:
         shape, packed_start = (cut.outer, rest * cut.inner), full_ranks * row_numel + start
         packed_strides = (rest * cut.inner, 1)
         blocks.append(Block(shape, full_ranks * width, (outer_stride, 1), packed_start, packed_strides))
-    return tuple(map(_squeezed, blocks))
+    return tuple(map(_without_unit_dims, blocks))
 
 
 def plan_segment_blocks(
@@ -313,7 +313,7 @@ def plan_padding(cuts: Sequence[RowCut], starts: Sequence[int], row_numel: int) 
     return tuple(padding)
 
 
-def _squeezed(block: Block) -> Block:
+def _without_unit_dims(block: Block) -> Block:
     """Drops the block's dims of length one: fewer dims make faster copies."""
     keep = [i for i, length in enumerate(block.shape) if length != 1] or [len(block.shape) - 1]
     return Block(

@@ -129,7 +129,7 @@ def serve(connection: Connection, stack_path: str, environment: dict[str, str]) 
         except EOFError:
             answer = Answer(ok=False)
         if not answer.ok:
-            _end_now()
+            _exit_now()
         dist.destroy_process_group()
         forget_meshes()
         torch_internals.forget_meshes()
@@ -139,7 +139,7 @@ def serve(connection: Connection, stack_path: str, environment: dict[str, str]) 
 
 def _run_job(job: Job) -> Answer:
     try:
-        function, args, kwargs = _load(job)
+        function, args, kwargs = _load_job(job)
         # Every call starts with the same seed, whatever this worker ran before.
         torch.manual_seed(0)
         if job.device_index is not None:
@@ -186,7 +186,7 @@ def _record_thread_error(
         file.flush()
 
 
-def _load(job: Job) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+def _load_job(job: Job) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     known = set(sys.path)
     sys.path.extend(entry for entry in job.import_path if entry not in known)
     if job.warning_filters:
@@ -224,7 +224,7 @@ def _exit_with_caller() -> None:
     os._exit(1)
 
 
-def _end_now() -> None:
+def _exit_now() -> None:
     """Exits without clean-up, which a broken process group could block; the closed sockets release the peers."""
     sys.stdout.flush()
     sys.stderr.flush()

@@ -148,7 +148,7 @@ def find_good_checkpoint(store: Store, team: Team) -> GoodCheckpoint:
     """
     warnings: list[str] = []
     for path in team.from_first(store.checkpoints):
-        problem = _shared_check(path, team)
+        problem = _first_damage_on_any_rank(path, team)
         if problem is None:
             return GoodCheckpoint(path, read_manifest(path), tuple(warnings))
         aside = team.from_first(lambda path=path: store.put_aside(path))  # type: ignore[misc]
@@ -160,7 +160,7 @@ def find_good_checkpoint(store: Store, team: Team) -> GoodCheckpoint:
     )
 
 
-def _shared_check(path: Path, team: Team) -> str | None:
+def _first_damage_on_any_rank(path: Path, team: Team) -> str | None:
     problem = None
     try:
         manifest = read_manifest(path)

@@ -122,7 +122,7 @@ def _train_as_assigned_rank(assigned: AssignedRank, request: Request, num_gpus: 
                     try:
                         train_on_rank(request, folder, device, team)
                     except BaseException as error:
-                        log.failed(error)
+                        log.record_failure(error)
                         raise
             except (Exception, SystemExit) as error:  # noqa: BLE001  reported before peers notice that we left
                 report(error)

@@ -172,7 +172,7 @@ def with_settings(config: Config, assignments: Iterable[str]) -> Config:
             raise ConfigError(f"'{assignment}' sets nothing", where=where, fix="write --set name=value")
         if name not in known:
             raise ConfigError(f"there is no setting '{name}'", where=where, fix=_suggestion(name, known))
-        config = _replaced(config, name.split("."), _parsed(text.strip(), known[name], where))
+        config = _with_value(config, name.split("."), _parse_value(text.strip(), known[name], where))
     check(config)
     return config
 
@@ -189,14 +189,14 @@ def _suggestion(name: str, known: Iterable[str]) -> str:
     return "see them all with: shardwise train --settings"
 
 
-def _replaced(record: Record, path: list[str], value: Any) -> Record:
+def _with_value(record: Record, path: list[str], value: Any) -> Record:
     head, *rest = path
     if rest:
-        value = _replaced(getattr(record, head), rest, value)
+        value = _with_value(getattr(record, head), rest, value)
     return dataclasses.replace(record, **{head: value})  # type: ignore[type-var]
 
 
-def _parsed(text: str, kind: Any, where: str) -> Any:
+def _parse_value(text: str, kind: Any, where: str) -> Any:
     if typing.get_origin(kind) is Literal:
         choices = typing.get_args(kind)
         if text in choices:

@@ -202,7 +202,7 @@ def _check_token_dtype(path: Path, asked: str, vocabulary: int) -> None:
     If it is read in a dtype that is too wide, tokens soon exceed the vocabulary, which `Samples` notices. If the dtype
     is too narrow, they never do: each token becomes its low part, followed by high parts that are mostly 0.
     """
-    sample = _sample_of(path)
+    sample = _read_sample(path)
     found = next(
         (
             name
@@ -221,7 +221,7 @@ def _check_token_dtype(path: Path, asked: str, vocabulary: int) -> None:
         )
 
 
-def _sample_of(path: Path) -> Tensor:
+def _read_sample(path: Path) -> Tensor:
     """Returns bytes from the start, the middle and the end of a file, in whole words of the widest dtype."""
     length = path.stat().st_size // 8 * 8
     block = min(length, _LOOKED_AT_BYTES)
@@ -279,7 +279,7 @@ def tokenize(data: Data, target: Path) -> None:
     num_bytes = 0
     try:
         with unfinished.open("xb") as file:
-            for text in _texts(data):
+            for text in _read_texts(data):
                 tokens = torch.tensor(encode(text), dtype=torch.int32)
                 num_bytes += file.write(bytes_of(tokens))
             file.flush()
@@ -334,7 +334,7 @@ def _encoder(name: str) -> Any:
     return lambda text: tokenizer.encode(text, add_special_tokens=False) + end
 
 
-def _texts(data: Data) -> Iterator[str]:
+def _read_texts(data: Data) -> Iterator[str]:
     if not data.path.startswith("hf:"):
         if not data.path:
             yield embedded_text().decode(errors="replace")

@@ -112,23 +112,25 @@ class JsonLines(Quiet):
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
-    def _put(self, kind: str, values: dict[str, Any]) -> None:
+    def _print_object(self, kind: str, values: dict[str, Any]) -> None:
         print(json.dumps({"kind": kind, **values}), file=self._stream, flush=True)
 
     def begin(self, facts: RunFacts) -> None:
-        self._put("begin", {key: value for key, value in vars(facts).items() if key != "losses_before"})
+        self._print_object(
+            "begin", {key: value for key, value in vars(facts).items() if key != "losses_before"}
+        )
 
     def step(self, record: StepRecord) -> None:
-        self._put("step", json.loads(record.to_json()))
+        self._print_object("step", json.loads(record.to_json()))
 
     def note(self, text: str) -> None:
-        self._put("note", {"text": text})
+        self._print_object("note", {"text": text})
 
     def warn(self, text: str) -> None:
-        self._put("warning", {"text": text})
+        self._print_object("warning", {"text": text})
 
     def end(self, summary: Summary) -> None:
-        self._put("end", summary.as_json())
+        self._print_object("end", summary.as_json())
 
 
 class Lines:

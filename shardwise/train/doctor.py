@@ -48,31 +48,31 @@ class Finding:
 
 def examine(*, ranks: int = 2, timeout_seconds: float = 60.0) -> Iterator[Finding]:
     """Checks this machine and yields findings; a bad one keeps ``shardwise train`` from working."""
-    yield _python()
-    yield _torch()
+    yield _check_python()
+    yield _check_torch()
     yield Finding("CPU", None, f"{os.cpu_count()} cores, {format_bytes(_host_bytes())} of memory")
-    yield _gpus()
-    yield _disk(Path.cwd())
-    yield _open_files()
-    yield _loopback()
+    yield _check_gpus()
+    yield _check_disk(Path.cwd())
+    yield _check_open_files()
+    yield _check_loopback()
     yield _check_ranks(ranks, "cpu", timeout_seconds)
     if torch.cuda.is_available():
         yield _check_ranks(torch.cuda.device_count(), "cuda", timeout_seconds)
-        yield _kernels()
-    yield _compiler()
-    yield _package(_NEEDED, "shardwise train needs it", is_needed=True)
+        yield _check_kernels()
+    yield _check_compiler()
+    yield _check_package(_NEEDED, "shardwise train needs it", is_needed=True)
     for package, purpose in _EXTRAS.items():
-        yield _package(package, purpose)
+        yield _check_package(package, purpose)
 
 
-def _python() -> Finding:
+def _check_python() -> Finding:
     good = sys.version_info >= (3, 10)
     return Finding(
         "Python", good, platform.python_version(), None if good else "install Python 3.10 or newer"
     )
 
 
-def _torch() -> Finding:
+def _check_torch() -> Finding:
     version = torch.__version__
     numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
     if not dist.is_available() or not dist.is_gloo_available():
@@ -87,7 +87,7 @@ def _host_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _gpus() -> Finding:
+def _check_gpus() -> Finding:
     count = torch.cuda.device_count()
     if count and torch.cuda.is_available():
         names = {torch.cuda.get_device_name(index) for index in range(count)}
@@ -107,20 +107,20 @@ def _gpus() -> Finding:
     return Finding("GPUs", None, "none: ranks run on the CPU")
 
 
-def _disk(folder: Path) -> Finding:
+def _check_disk(folder: Path) -> Finding:
     free = shutil.disk_usage(folder).free
     good = free > 1 << 30 and os.access(folder, os.W_OK)
     fix = None if good else "free disk space, or train into another folder: --out FOLDER"
     return Finding("disk", good, f"{format_bytes(free)} free in {folder}", fix)
 
 
-def _open_files() -> Finding:
+def _check_open_files() -> Finding:
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     good = limit >= 1024
     return Finding("open files", good, f"limit {limit}", None if good else "ulimit -n 4096")
 
 
-def _loopback() -> Finding:
+def _check_loopback() -> Finding:
     state = Path("/sys/class/net/lo/operstate")
     flags = Path("/sys/class/net/lo/flags")
     try:
@@ -152,7 +152,7 @@ def _check_ranks(ranks: int, kind: str, timeout_seconds: float) -> Finding:
     return Finding(name, False, reason[-1] if reason else "they could not connect", fix)
 
 
-def _kernels() -> Finding:
+def _check_kernels() -> Finding:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         if can_compile(torch.device("cuda", torch.cuda.current_device())):
@@ -163,14 +163,14 @@ def _kernels() -> Finding:
     return Finding("CUDA kernels", None, reason, "pip install the nvidia-cuda-nvrtc of torch's CUDA version")
 
 
-def _compiler() -> Finding:
+def _check_compiler() -> Finding:
     found = next((name for name in ("g++", "clang++", "c++") if shutil.which(name)), None)
     if found is None:
         return Finding("C++ compiler", None, "none: sharding.compile needs one", "apt install g++")
     return Finding("C++ compiler", True, f"{found}, for sharding.compile")
 
 
-def _package(name: str, purpose: str, *, is_needed: bool = False) -> Finding:
+def _check_package(name: str, purpose: str, *, is_needed: bool = False) -> Finding:
     # Searched as an import does: a package that only has metadata here does not help.
     if importlib.util.find_spec(name) is None:
         good = False if is_needed else None

@@ -35,7 +35,7 @@ __all__ = [
     "remove_empty_logs",
     "signal_name",
     "unreported_failure",
-    "with_crash",
+    "with_crash_stack",
 ]
 
 
@@ -119,7 +119,7 @@ class RankLog:
         self._hook_before = threading.excepthook
         threading.excepthook = self._thread_failed
 
-    def failed(self, error: BaseException) -> Failure:
+    def record_failure(self, error: BaseException) -> Failure:
         """Logs an error that ends this rank, unless all ranks agreed on it, and returns the failure."""
         failure = failure_of(error, self._rank)
         if not getattr(error, "agreed", False):
@@ -181,11 +181,11 @@ def unreported_failure(rank: int, status: int, meanwhile: Sequence[Failure] = ()
     )
 
 
-def with_crash(failure: Failure, logs: Path, lengths: list[int]) -> Failure:
+def with_crash_stack(failure: Failure, logs: Path, lengths: list[int]) -> Failure:
     """Adds to the failure of a rank without a report the crash that its log shows since it started."""
     stack = ""
     if failure.is_silent:
-        stack = _crashed_thread(_text_after(log_path(logs, failure.rank), lengths[failure.rank]))
+        stack = _stack_of_crash(_read_after(log_path(logs, failure.rank), lengths[failure.rank]))
     return replace(failure, text=f"{failure.text}\n{stack}") if stack else failure
 
 
@@ -222,7 +222,7 @@ def describe_failures(
     own = [failure for failure in failures if failure.thread is None]
     # Threads that failed before the first rank did may be the cause.
     in_full = failures[: failures.index(own[0]) + 1] if own else failures
-    lines = [_in_full(failure) for failure in in_full]
+    lines = [_full_text(failure) for failure in in_full]
     lines += [
         f"  then:  rank {failure.rank}: {failure.summary}"
         for failure in failures[len(in_full) :]
@@ -236,7 +236,7 @@ def describe_failures(
     return "\n".join(lines)
 
 
-def _in_full(failure: Failure) -> str:
+def _full_text(failure: Failure) -> str:
     text = failure.text.rstrip()
     if failure.is_silent or (failure.is_expected and failure.thread is None):
         return f"error: {text}"
@@ -244,7 +244,7 @@ def _in_full(failure: Failure) -> str:
     return f"error: {who} failed\n{text}"
 
 
-def _crashed_thread(dump: str) -> str:
+def _stack_of_crash(dump: str) -> str:
     """Returns the fatal error and the stack of the crashed thread from what a crash left in the log."""
     what = re.search(r"^Fatal Python error: .*$", dump, re.MULTILINE)
     stack = re.search(r"^Current thread.*\n(?:  File .*\n?)*", dump, re.MULTILINE)
@@ -255,7 +255,7 @@ def log_length(path: Path) -> int:
     return path.stat().st_size if path.is_file() else 0
 
 
-def _text_after(path: Path, start: int) -> str:
+def _read_after(path: Path, start: int) -> str:
     with contextlib.suppress(OSError), path.open("rb") as file:
         file.seek(start)
         return file.read(1 << 16).decode(errors="replace").strip()

@@ -42,7 +42,7 @@ from shardwise.train.failures import (
     log_path,
     remove_empty_logs,
     unreported_failure,
-    with_crash,
+    with_crash_stack,
 )
 from shardwise.train.run_folder import CHECKPOINTS, LOGS
 
@@ -174,7 +174,7 @@ def joined_process_group(
         raise ConfigError(
             _why_no_rendezvous(error, assigned),
             where=f"rank {assigned.rank} of {assigned.world_size}",
-            fix=_fix_of_rendezvous(error),
+            fix=_how_to_fix_rendezvous(error),
         ) from (error if lost_its_peers(error) else None)
     try:
         yield device
@@ -190,7 +190,7 @@ def _why_no_rendezvous(error: Exception, assigned: AssignedRank) -> str:
     return f"the ranks could not rendezvous at {assigned.address}:{assigned.port}: {first}"
 
 
-def _fix_of_rendezvous(error: Exception) -> str:
+def _how_to_fix_rendezvous(error: Exception) -> str:
     if "EADDRINUSE" in str(error) or "address already in use" in str(error):
         return (
             "set MASTER_PORT to a free one (torchrun: --master-port or --rdzv-endpoint), or end that program"
@@ -245,7 +245,7 @@ def run_local_ranks(
         ):
             print(f"error: {describe_stop(forwarded)}", file=sys.stderr, flush=True)
             return 128 + forwarded[0]
-        failures = [with_crash(failure, logs, lengths) for failure in failures]
+        failures = [with_crash_stack(failure, logs, lengths) for failure in failures]
         has_new_logs = any(log_length(log_path(logs, rank)) > lengths[rank] for rank in range(num_ranks))
         report = describe_failures(
             failures,
@@ -379,7 +379,7 @@ def _run_as_rank(
     assigned = AssignedRank(rank, num_ranks, rank, num_ranks, "127.0.0.1", 0)
 
     def fail(error: BaseException) -> NoReturn:
-        report(log.failed(error))
+        report(log.record_failure(error))
         exit_now(1)
 
     try:

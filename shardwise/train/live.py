@@ -49,7 +49,7 @@ class Live:
         self._losses.append(record.loss)
         if record.eval_loss is not None:
             self._eval_loss = record.eval_loss
-        self._live.update(self.picture())
+        self._live.update(self.render())
 
     def note(self, text: str) -> None:
         self._console.print(Text(text, style="dim"))
@@ -58,9 +58,9 @@ class Live:
         self._console.print(Text(f"warning: {text}", style="yellow"))
 
     def end(self, summary: Summary) -> None:
-        picture = self.picture()
+        last = self.render()
         self.close()
-        self._console.print(picture)
+        self._console.print(last)
         table = Table.grid(padding=(0, 2))
         for key, value in summary_rows(summary):
             table.add_row(Text(key, style="dim"), Text(value))
@@ -70,7 +70,7 @@ class Live:
         self._live.update("")
         self._live.stop()
 
-    def picture(self) -> RenderableType:
+    def render(self) -> RenderableType:
         facts, last = self._facts, self._last
         if facts is None or last is None:
             return Text("")

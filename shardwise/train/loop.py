@@ -109,7 +109,7 @@ class Trainer:
         seed = train.seed if data.shuffle else None
         return corpus, samples, plan_order(samples.num_training, train, self.team.world_size, seed)
 
-    def _taken_by(self) -> str | None:
+    def _other_run_in_folder(self) -> str | None:
         """Returns the holder of another run, if one has begun in the folder since somebody emptied or replaced it."""
         holder = lock_holder(self.folder)
         return holder if holder and holder != self._holder else None
@@ -121,13 +121,13 @@ class Trainer:
         """
         if not os.path.lexists(self.folder):
             problem = OSError(errno.ENOENT, "it was removed or moved; recreating it")
-            if self._unwritten.note("the run's folder", problem):
+            if self._unwritten.add("the run's folder", problem):
                 self.display.warn(f"the run's folder {self.folder}: {problem.strerror}")
             # If this fails, the save reports it.
             with contextlib.suppress(OSError):
                 self.folder.mkdir(parents=True)
                 replace_file(self.folder / CONFIG, self._config_text())
-        return self._taken_by()
+        return self._other_run_in_folder()
 
     def resume(self) -> None:
         """Loads the newest good checkpoint, to continue from it."""
@@ -149,7 +149,7 @@ class Trainer:
         begun = time.perf_counter()
         first_samples = self.progress.samples
         facts = self._facts()
-        report = self._begin(facts)
+        report = self._begin_report(facts)
         try:
             ended = self._train(facts, report, stop_after)
             summary = self._summary(facts, ended, time.perf_counter() - begun, first_samples, report)
@@ -216,7 +216,7 @@ class Trainer:
             unwritten=self._unwritten.lines(),
         )
 
-    def _begin(self, facts: RunFacts) -> Report | None:
+    def _begin_report(self, facts: RunFacts) -> Report | None:
         self.team.from_first(self._write_config)
         if self.team.rank:
             return None
@@ -226,7 +226,7 @@ class Trainer:
             self.folder,
             self.display,
             self._unwritten,
-            self._taken_by,
+            self._other_run_in_folder,
             from_step=facts.first_step,
             tensorboard=self.config.output.tensorboard,
         )
@@ -243,7 +243,7 @@ class Trainer:
                     where="output.folder",
                     fix="free disk space, or choose another folder",
                 ) from None
-            self._unwritten.note(CONFIG, error)
+            self._unwritten.add(CONFIG, error)
             self.display.warn(f"{CONFIG} cannot be written and keeps the old settings: {error.strerror}")
 
     def _config_text(self) -> str:
@@ -251,7 +251,7 @@ class Trainer:
 
     def _on_display_error(self, error: OSError) -> None:
         # If standard output cannot be written to, standard error may go to the same place.
-        if self._unwritten.note("the log", error):
+        if self._unwritten.add("the log", error):
             with contextlib.suppress(OSError):
                 print(
                     f"warning: the log cannot be written, training continues: {error}",
@@ -297,7 +297,7 @@ class Trainer:
         begun = time.perf_counter()
         stepped = self._stepper.step(progress)
         if stepped is None:
-            raise self._bad_gradients()
+            raise self._save_and_explain_bad_gradients()
         sum_of_losses, num_asked = self.team.sum(stepped.loss, float(interrupt.requested))
         progress.losses.append(sum_of_losses / self.team.world_size)
         progress.stop_requested = num_asked > 0
@@ -321,7 +321,7 @@ class Trainer:
             eval_loss=eval_loss,
         )
 
-    def _bad_gradients(self) -> StateError:
+    def _save_and_explain_bad_gradients(self) -> StateError:
         """Saves the weights, which are still those of the step before, and returns the error that ends the run."""
         progress = self.progress
         where = self._stepper.explain_bad_gradients(progress)

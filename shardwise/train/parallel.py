@@ -97,7 +97,7 @@ class Parallel:
             self._shard(classes)
         self._initialize_parameters(seed)
         if not self.is_sharded and exact:
-            self.module = self._exact_replica(classes)
+            self.module = self._wrap_for_exact_sums(classes)
         self._forward_module = self.module if self.is_sharded or exact else self._wrap_in_ddp()
 
     # --- set-up -------------------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ class Parallel:
         devices = [self._device.index] if self._device.type == "cuda" else None
         return DistributedDataParallel(self.module, device_ids=devices)
 
-    def _exact_replica(self, classes: tuple[type[nn.Module], ...]) -> nn.Module:
+    def _wrap_for_exact_sums(self, classes: tuple[type[nn.Module], ...]) -> nn.Module:
         precision = None
         if self._sharding.precision == "bf16":
             # No module is exempt from mixed precision, as none is in the sharded modes.

@@ -51,7 +51,11 @@ def new_folder(wanted: str, name: str) -> Path:
         ConfigError: the folder holds a run with checkpoints, which stays untouched; or it cannot be made or written to.
     """
     try:
-        folder = _create_folder(Path(wanted).expanduser()) if wanted else _next_free(Path("runs"), name)
+        folder = (
+            _create_folder(Path(wanted).expanduser())
+            if wanted
+            else _create_numbered_folder(Path("runs"), name)
+        )
         if not os.access(folder, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
@@ -79,7 +83,7 @@ def refuse_checkpoints_in(folder: Path) -> None:
         )
 
 
-def _next_free(parent: Path, name: str) -> Path:
+def _create_numbered_folder(parent: Path, name: str) -> Path:
     """Creates the first free one of ``NAME``, ``NAME-2``, ...; two runs that start at once get different folders."""
     parent.mkdir(parents=True, exist_ok=True)
     for number in itertools.count(1):
@@ -152,8 +156,8 @@ class FolderLock:
             except FileNotFoundError:
                 pass
             except BlockingIOError:
-                holder = _text_of(descriptor)
-                if _has_ended(holder) and time.monotonic() < deadline:
+                holder = _read_lock(descriptor)
+                if _holder_has_ended(holder) and time.monotonic() < deadline:
                     # The launcher of that run was killed, and the kernel is still ending its ranks.
                     os.close(descriptor)
                     time.sleep(0.05)
@@ -187,17 +191,17 @@ class FolderLock:
 def lock_holder(folder: Path) -> str:
     """Returns what the run that holds a folder wrote into its lock file; empty if there is none."""
     with contextlib.suppress(OSError), open_file(folder / LOCK, follow_links=False) as file:
-        return _text_of(file.fileno())
+        return _read_lock(file.fileno())
     return ""
 
 
-def _text_of(descriptor: int) -> str:
+def _read_lock(descriptor: int) -> str:
     with contextlib.suppress(OSError):
         return os.pread(descriptor, 200, 0).decode(errors="replace").strip()
     return ""
 
 
-def _has_ended(holder: str) -> bool:
+def _holder_has_ended(holder: str) -> bool:
     """Returns whether the launcher that wrote this text ran on this host, and is gone."""
     match = re.match(r"process (\d+) on (.*), since", holder)
     return match is not None and match[2] == socket.gethostname() and not Path(f"/proc/{match[1]}").exists()

@@ -167,7 +167,7 @@ def first_bad_unit(
 
     The forward runs again with a hook on every unit's output; if all outputs are finite, gradients are searched.
     """
-    in_gradients = _bad_gradients(module, units)
+    in_gradients = _units_with_bad_gradients(module, units)
     seen: list[str] = []
 
     def watch(name: str) -> Callable[..., None]:
@@ -199,7 +199,7 @@ def first_bad_unit(
     )
 
 
-def _bad_gradients(module: nn.Module, units: Mapping[str, nn.Module]) -> list[str]:
+def _units_with_bad_gradients(module: nn.Module, units: Mapping[str, nn.Module]) -> list[str]:
     bad = []
     for name, param in module.named_parameters():
         if param.grad is not None and not bool(part_of(param.grad).tensor.isfinite().all()):

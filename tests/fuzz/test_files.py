@@ -52,7 +52,7 @@ def first_finding(tmp_path, kind, changes):
 
 
 def test_a_reader_that_lets_chunks_overlap_is_found_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(manifest, "_tile", lambda shape, chunks: True)
+    monkeypatch.setattr(manifest, "_cover_exactly_once", lambda shape, chunks: True)
     assert "not valid, and was read all the same" in first_finding(tmp_path, "checkpoint", "cut: offsets")
 
 

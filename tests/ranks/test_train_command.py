@@ -336,7 +336,7 @@ def test_a_run_that_had_no_step_left_says_how_to_go_on():
 
 def test_the_doctor_names_what_is_missing_with_the_command_that_fixes_it(monkeypatch, capsys):
     monkeypatch.setattr(
-        "shardwise.train.doctor._loopback",
+        "shardwise.train.doctor._check_loopback",
         lambda: Finding("loopback", False, "lo is down", "ip link set lo up"),
     )
     monkeypatch.setattr("shardwise.train.doctor.run_local_ranks", lambda *_, **__: 0)

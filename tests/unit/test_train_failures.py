@@ -87,7 +87,7 @@ def test_an_exit_without_a_word_is_reported_as_that():
 def test_what_is_no_text_is_logged_and_told_all_the_same(tmp_path):
     log = RankLog(tmp_path, 0)
     try:
-        failure = log.failed(raised(FileNotFoundError("no file 'caf\udce9.txt'")))
+        failure = log.record_failure(raised(FileNotFoundError("no file 'caf\udce9.txt'")))
     finally:
         log.close()
     assert "no file 'caf\\udce9.txt'" in log_path(tmp_path, 0).read_text()
@@ -151,7 +151,7 @@ def test_an_exception_of_a_thread_is_logged_and_told_before_the_rank_that_waited
 
 def test_logs_that_nobody_wrote_to_do_not_stay(tmp_path):
     quiet, loud = RankLog(tmp_path / "logs", 0), RankLog(tmp_path / "logs", 1)
-    loud.failed(raised(ValueError("mine")))
+    loud.record_failure(raised(ValueError("mine")))
     loud.close()
     quiet.close()
     remove_empty_logs(tmp_path / "logs")

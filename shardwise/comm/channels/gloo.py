@@ -81,11 +81,11 @@ class GlooChannel(WatchedChannel):
 
     def _find_local_peers(self, code: int) -> None:
         """Finds the ranks of this host, before the first collective of a log."""
-        self._local_peers = find_local_peers(self, partial(self._swap, code))
+        self._local_peers = find_local_peers(self, partial(self._exchange_messages, code))
         self._remote_peers = [peer for peer in self._peers if peer not in self._local_peers.peers]
         self.lends_rows = not self._remote_peers
 
-    def _swap(self, code: int, messages: Mapping[int, bytes]) -> Mapping[int, bytes]:
+    def _exchange_messages(self, code: int, messages: Mapping[int, bytes]) -> Mapping[int, bytes]:
         """Sends each peer its message and returns theirs, all of the same length."""
         size = len(next(iter(messages.values())))
         # An event of its own: a rank in it is not yet waiting in the collective that follows.
@@ -108,7 +108,7 @@ class GlooChannel(WatchedChannel):
         size = own.nbytes
         posted = GlooWork(self, code, self._next_digest(code, size), size)
         posted.alive = (output, own)
-        self._begin(posted, all_gather_call, self._post_gather)
+        self._post_visibly(posted, all_gather_call, self._post_gather)
         return posted
 
     def _post_gather(self, posted: GlooWork) -> None:
@@ -122,7 +122,7 @@ class GlooChannel(WatchedChannel):
         size = own.nbytes
         posted = GlooRows(self, code, self._next_digest(code, size), size)
         posted.alive = (output, own)
-        self._begin(posted, all_gather_call, self._post_row)
+        self._post_visibly(posted, all_gather_call, self._post_row)
         return posted
 
     def _post_row(self, posted: GlooWork) -> None:
@@ -135,7 +135,7 @@ class GlooChannel(WatchedChannel):
         posted = GlooSum(self, code, self._next_digest(code, size), size)
         posted.output, posted.terms = output, [rows]
         posted.alive = (output, rows)
-        self._begin(posted, reduce_scatter_call, self._post_rows)
+        self._post_visibly(posted, reduce_scatter_call, self._post_rows)
         return posted
 
     def _post_rows(self, posted: GlooWork) -> None:
@@ -159,7 +159,7 @@ class GlooChannel(WatchedChannel):
         size = rows.nbytes // self.world
         posted = GlooWork(self, code, self._next_digest(code, size), size)
         posted.alive = (output, rows)
-        self._begin(posted, reduce_scatter_call, self._post_exchange)
+        self._post_visibly(posted, reduce_scatter_call, self._post_exchange)
         return posted
 
     def _post_exchange(self, posted: GlooWork) -> None:
@@ -218,7 +218,7 @@ class GlooChannel(WatchedChannel):
         except Exception as error:  # noqa: BLE001  raised again, once peers know
             self.fail(error)
 
-    def _begin(
+    def _post_visibly(
         self,
         posted: GlooWork,
         counts_as: Callable[[dist.ProcessGroup], Callable[..., Any]],

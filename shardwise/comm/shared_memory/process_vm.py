@@ -184,8 +184,8 @@ class DirectReads:
     def __init__(self, sections: Sequence[Sequence[Tensor]], rank: int, local_peers: ProcessVMPeers) -> None:
         self._sections = sections  # alive: their addresses are in the tables
         self._rank, self._local_peers = rank, local_peers
-        self._tables = [_table(section) for section in sections]
-        self._calls = [_calls(table[:, 1].tolist()) for table in self._tables]
+        self._tables = [_address_table(section) for section in sections]
+        self._calls = [_split_into_calls(table[:, 1].tolist()) for table in self._tables]
         self._own = self._tables[rank]
         self._announced = self._own.data_ptr() | (next(_numbers) & 0x7FFF) << _ADDRESS_BITS
         # By peer: its last announcement, and the table that was read there.
@@ -229,7 +229,7 @@ class DirectReads:
     def _table_at(self, peer: int, address: int) -> Tensor:
         here = self._tables[peer]
         there = torch.empty_like(here)
-        self._copy(peer, _row(there), torch.tensor([[address, there.nbytes]]), there.nbytes)
+        self._copy(peer, _table_of_one(there), torch.tensor([[address, there.nbytes]]), there.nbytes)
         if not torch.equal(here[:, 1], there[:, 1]):
             raise RankDisagreement(
                 f"rank {peer} has pieces of other sizes than this rank expects",
@@ -255,11 +255,11 @@ class DirectReads:
         return f"exchange of parameters, rank {self._rank}"
 
 
-def _row(tensor: Tensor) -> Tensor:
+def _table_of_one(tensor: Tensor) -> Tensor:
     return torch.tensor([[tensor.data_ptr(), tensor.nbytes]])
 
 
-def _table(section: Sequence[Tensor]) -> Tensor:
+def _address_table(section: Sequence[Tensor]) -> Tensor:
     """Returns addresses and lengths of byte tensors, none longer than one call may copy."""
     rows = [
         (view.data_ptr() + offset, min(_MAX_BYTES, view.numel() - offset))
@@ -269,7 +269,7 @@ def _table(section: Sequence[Tensor]) -> Tensor:
     return torch.tensor(rows, dtype=torch.int64).reshape(-1, 2)
 
 
-def _calls(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
+def _split_into_calls(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
     """Splits a table into calls within the kernel's limits: first row, end row and bytes of each."""
     calls = []
     begin = total = 0

@@ -121,14 +121,14 @@ def reads_where_a_peers_tensors_have_moved_to() -> None:
     """Only rank 0's memory is replaced, and only rank 0 plans again; what says where it lies may lie where it did."""
     sections = [[torch.zeros(1_500_000)] for _ in range(dist.get_world_size())]
     local_peers = local_peers_here()
-    make_table, place = process_vm._table, torch.empty(1, 2, dtype=torch.int64)
+    make_table, place = process_vm._address_table, torch.empty(1, 2, dtype=torch.int64)
 
     def table_in_one_place(section: Sequence[Tensor]) -> Tensor:
         is_moving = section[0].data_ptr() == sections[0][0].data_ptr()
         return place.copy_(make_table(section)) if is_moving else make_table(section)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(process_vm, "_table", table_in_one_place)
+        patch.setattr(process_vm, "_address_table", table_in_one_place)
         exchange = plan_exchange(sections, group(), local_peers=local_peers)
         for step in range(3):
             if dist.get_rank() == 0 and step == 1:
