@@ -41,7 +41,7 @@ class GlooWork:
         self.awaited: Sequence[int] = ()
         self.topic = PAYLOAD
         self.lent: dict[int, Lent] = {}
-        # Where this rank's part starts in what others send.
+        # Where this rank's row starts in what others send.
         self.offset = 0
         self.arriving: Sequence[torch.Tensor] = ()
 
@@ -77,11 +77,11 @@ class GlooWork:
     def collect(self) -> None:
         """Copies what local peers have lent."""
         for peer in self.awaited:
-            self.arriving[peer].copy_(self.part(peer).view(self.arriving[peer].dtype))
+            self.arriving[peer].copy_(self.row(peer).view(self.arriving[peer].dtype))
         self.release_rows()
 
-    def part(self, rank: int) -> torch.Tensor:
-        """Returns what a peer has lent for this rank, in shared memory: valid until ``release_rows``."""
+    def row(self, rank: int) -> torch.Tensor:
+        """Returns the row that a peer has lent to this rank, in shared memory: valid until ``release_rows``."""
         return self.lent[rank].payload(self.offset, self.message_bytes)
 
     def release_rows(self) -> None:
@@ -98,9 +98,6 @@ class GlooRows(GlooWork):
     def collect(self) -> None:
         pass
 
-    def row(self, rank: int) -> torch.Tensor:
-        return self.part(rank)
-
 
 class GlooSum(GlooWork):
     """Rows in flight: ``wait`` sums what has arrived, in rank order."""
@@ -110,7 +107,7 @@ class GlooSum(GlooWork):
 
     def collect(self) -> None:
         for peer in self.awaited:
-            self.terms[peer] = self.part(peer).view(self.output.dtype)
+            self.terms[peer] = self.row(peer).view(self.output.dtype)
         first, *others = self.terms
         if not others:
             self.output.copy_(first)
