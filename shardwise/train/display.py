@@ -5,7 +5,6 @@ The settings choose one display at the start; the training loop calls it and doe
 
 from __future__ import annotations
 
-import itertools
 import json
 import sys
 import time
@@ -14,11 +13,19 @@ from typing import Any, Protocol, TextIO
 
 from shardwise.train.config import Output
 from shardwise.train.optional_packages import optional
-from shardwise.train.records import RunFacts, StepRecord, Summary
+from shardwise.train.records import (
+    RunFacts,
+    StepRecord,
+    Summary,
+    format_bytes,
+    format_count,
+    format_duration,
+    headline,
+    sparkline,
+    summary_rows,
+)
 
-__all__ = ["Display", "FaultTolerantDisplay", "JsonLines", "Lines", "Quiet", "make_display", "sparkline"]
-
-_BARS = "▁▂▃▄▅▆▇█"
+__all__ = ["Display", "FaultTolerantDisplay", "JsonLines", "Lines", "Quiet", "make_display"]
 
 
 class Display(Protocol):
@@ -186,77 +193,3 @@ class Lines:
         self._print(f"  {'':<12} {sparkline(self._losses, 64)}")
 
     def close(self) -> None: ...
-
-
-# --- formatting ---------------------------------------------------------------------------------------------------
-
-
-def headline(facts: RunFacts) -> list[str]:
-    ranks = "rank" if facts.world_size == 1 else "ranks"
-    return [
-        (
-            f"{facts.name}: {facts.model}, {format_count(facts.num_parameters)} parameters, "
-            f"{format_count(facts.num_tokens)} tokens of data"
-        ),
-        (
-            f"{facts.world_size} {facts.device} {ranks}, sharding {facts.mode}, {facts.precision}, "
-            f"{format_count(facts.tokens_of_step)} tokens per step; {facts.folder}"
-        ),
-    ]
-
-
-def summary_rows(summary: Summary) -> list[tuple[str, str]]:
-    ended = f"{summary.ended} at step {summary.step} of {summary.num_steps}"
-    speed = f"{format_count(summary.tokens_per_second)} tokens/s, {format_duration(summary.seconds)} in total"
-    if not summary.tokens:
-        speed = ""
-        if summary.step >= summary.num_steps:
-            ended += ": no steps were left; use --set train.steps=N to train longer"
-    rows = [
-        ("ended", ended),
-        ("loss", _loss_change(summary.first_loss, summary.last_loss)),
-        ("eval loss", "" if summary.eval_loss is None else f"{summary.eval_loss:.4f}"),
-        ("speed", speed),
-        ("memory", f"{format_bytes(summary.memory_bytes)} peak per rank"),
-        ("checkpoint", summary.checkpoint or "none"),
-        ("curve", summary.curve or ""),
-        ("not written", "; ".join(summary.unwritten)),
-    ]
-    return [(key, value) for key, value in rows if value]
-
-
-def _loss_change(first: float | None, last: float | None) -> str:
-    return "" if first is None or last is None else f"{first:.4f} → {last:.4f}"
-
-
-def format_count(number: float) -> str:
-    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(number) >= size:
-            return f"{number / size:.1f}{letter}"
-    return f"{number:.0f}"
-
-
-def format_bytes(number: float) -> str:
-    for size, letter in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB")):
-        if number >= size:
-            return f"{number / size:.1f} {letter}"
-    return f"{number / 1024:.0f} KiB"
-
-
-def format_duration(seconds: float) -> str:
-    whole = max(0, round(seconds))
-    hours, minutes = whole // 3600, whole % 3600 // 60
-    return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
-
-
-def sparkline(values: list[float], width: int) -> str:
-    """Returns a curve as one line of text, in which each bar is the mean of several consecutive values."""
-    finite = [value for value in values if value == value and abs(value) != float("inf")]
-    if not finite:
-        return ""
-    count = min(width, len(finite))
-    edges = [len(finite) * number // count for number in range(count + 1)]
-    means = [sum(finite[low:high]) / (high - low) for low, high in itertools.pairwise(edges) if high > low]
-    low, high = min(means), max(means)
-    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_BARS[round((mean - low) * scale)] for mean in means)

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 from shardwise.engine.kernels import can_compile
-from shardwise.train.display import format_bytes
 from shardwise.train.launch import run_local_ranks
+from shardwise.train.records import format_bytes
 
 __all__ = ["Finding", "examine"]
 

@@ -12,7 +12,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.train.display import (
+from shardwise.train.records import (
+    RunFacts,
+    StepRecord,
+    Summary,
     format_bytes,
     format_count,
     format_duration,
@@ -20,7 +23,6 @@ from shardwise.train.display import (
     sparkline,
     summary_rows,
 )
-from shardwise.train.records import RunFacts, StepRecord, Summary
 
 __all__ = ["Live"]
 
