@@ -29,8 +29,8 @@ import torch.distributed as dist
 
 from shardwise.comm.channels.channel import BackendWait, Waiting, WatchedChannel
 from shardwise.comm.channels.collective_log import collective_code, collective_name
+from shardwise.comm.channels.dispatcher_visibility import dispatch_as
 from shardwise.comm.channels.gloo_messages import GlooRows, GlooSum, GlooWork
-from shardwise.comm.collectives.dispatcher_visibility import dispatch_as
 from shardwise.comm.shared_memory.peers import LocalPeers, find_local_peers
 from shardwise.torch_internals import (
     all_gather_call,
