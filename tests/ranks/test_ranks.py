@@ -217,14 +217,14 @@ def test_rank_threads_are_reused():
     assert set(run_ranks(thread_id, 3)) < set(run_ranks(thread_id, 4))
 
 
-def test_nobody_watches_over_ranks_that_have_ended():
+def test_the_watchdog_does_not_watch_ranks_that_have_ended():
     run_ranks(shard_a_layer, 20)
     # Or else this ends in a timeout.
     while any(channel.world == 20 for channel in WATCHDOG.channels()):
         time.sleep(0.01)
 
 
-def test_where_a_rank_is_can_be_told_however_many_threads_earlier_calls_left():
+def test_the_stack_of_a_rank_is_found_however_many_threads_earlier_calls_left():
     run_ranks(thread_id, 110)
     for stack in run_ranks(own_stack, 3):
         assert any("in own_stack" in call for call in stack)
@@ -540,7 +540,7 @@ def test_an_interrupted_call_leaves_the_ranks_usable(kind, tmp_path):
 
 
 @pytest.mark.parametrize("world_size", [0, -1, 1.5, "2"])
-def test_a_world_size_that_is_no_count_is_refused(world_size):
+def test_an_invalid_world_size_is_refused(world_size):
     with pytest.raises(ConfigError, match="world_size is"):
         run_ranks(process_id, world_size)
 
@@ -550,12 +550,12 @@ def test_an_unknown_kind_is_refused_with_the_known_ones():
         run_ranks(process_id, 2, kind="mpi")
 
 
-def test_a_function_that_cannot_travel_is_refused_before_any_rank_starts():
+def test_a_function_that_cannot_be_pickled_is_refused_before_any_rank_starts():
     with pytest.raises(ConfigError, match="top level of a module"):
         run_ranks(lambda: 1, 2, kind="gloo")
 
 
-def test_a_result_that_cannot_travel_is_a_failure_that_says_so():
+def test_a_result_that_cannot_be_pickled_is_a_failure_that_says_so():
     with pytest.raises(RankFailure, match="the result of a process rank cannot be pickled: lock"):
         run_ranks(return_a_lock, 2, kind="gloo")
 
@@ -600,7 +600,7 @@ def raise_something(*_args):
 
 @every_cpu_kind
 @pytest.mark.usefixtures("every_rank_is_heard")
-def test_a_ranks_own_error_is_reported_before_what_its_peers_say_of_it(kind, tmp_path):
+def test_a_ranks_own_error_is_reported_before_its_peers_errors(kind, tmp_path):
     with pytest.raises(RankFailure) as failed:
         run_ranks(break_in_the_model_of_the_last_rank, 2, tmp_path / "told", kind=kind)
     assert failed.value.rank == 1

@@ -265,7 +265,7 @@ def run_into_nan(config, folder):
     return messages
 
 
-def test_a_gradient_that_is_no_number_stops_the_run_with_step_and_unit_and_saves_the_weights_before(
+def test_a_gradient_that_is_not_finite_stops_the_run_names_step_and_unit_and_saves_the_weights_before_it(
     undisturbed, tmp_path
 ):
     config, _, _ = undisturbed

@@ -62,7 +62,7 @@ def ended(process):
 # --- ends ---------------------------------------------------------------------------------------------------------
 
 
-def test_sigterm_saves_and_ends_well_and_the_run_goes_on_in_one_process(tmp_path, given_one_rank, capsys):
+def test_sigterm_saves_and_exits_with_0_and_the_run_resumes_in_one_process(tmp_path, given_one_rank, capsys):
     steps = ("--set", "train.steps=100000")
     with command("train", "tiny", *SMALL, *steps, "--out", str(tmp_path / "run"), "--json") as process:
         lines = []
@@ -99,7 +99,7 @@ FAULTS = (
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_runs_that_something_happens_to_lose_nothing_and_show_the_first_error_first():
+def test_disturbed_runs_lose_nothing_and_report_the_first_error_first():
     schedule = [sys.executable, "-m", "tests.fuzz.faults", "--quiet", "--only", ",".join(FAULTS)]
     done = subprocess.run(
         [*schedule, "--runs", str(len(FAULTS))],
@@ -199,7 +199,7 @@ def test_a_port_in_use_is_reported(tmp_path, given_one_rank, capsys):
         (["convert", "/nowhere", "/nowhere/else"], "there are no weights in '/nowhere'"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_message_before_anything_starts(arguments, words, capsys):
+def test_invalid_requests_are_refused_in_one_message_before_anything_starts(arguments, words, capsys):
     assert main(arguments) == 1
     said = capsys.readouterr()
     assert said.out == ""
@@ -213,13 +213,13 @@ def test_more_ranks_than_gpus_are_refused_by_the_command(monkeypatch, capsys):
     assert "4 ranks were requested, but this machine has 2 GPUs" in capsys.readouterr().err
 
 
-def test_a_run_is_not_begun_where_another_lives(tmp_path):
+def test_a_run_is_not_started_in_the_folder_of_another(tmp_path):
     (tmp_path / "checkpoints" / "step-00000003").mkdir(parents=True)
     with pytest.raises(ConfigError, match="--resume"):
         new_folder(str(tmp_path), "tiny")
 
 
-def test_a_run_is_not_begun_where_nothing_can_be_written(tmp_path, monkeypatch):
+def test_a_run_is_not_started_where_nothing_can_be_written(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.chdir(tmp_path)
     for wanted in ("file", "file/below", "/proc/here"):
@@ -230,7 +230,7 @@ def test_a_run_is_not_begun_where_nothing_can_be_written(tmp_path, monkeypatch):
         new_folder("", "tiny")
 
 
-def test_the_newest_run_goes_on_with_its_own_settings(tmp_path, given_one_rank, monkeypatch, capsys):
+def test_the_newest_run_resumes_with_its_own_settings(tmp_path, given_one_rank, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     tiny = ["model.layers=1", "model.width=16", "model.hidden=16", "train.batch_size=2", "evaluate.batches=0"]
     settings = [part for setting in tiny for part in ("--set", setting)]
@@ -324,7 +324,7 @@ def test_a_log_has_a_line_for_every_nth_step_and_the_last():
     assert "mfu 2.0%" in shown[-1]
 
 
-def test_a_run_that_had_no_step_left_says_how_to_go_on():
+def test_a_run_that_had_no_steps_left_says_how_to_train_longer():
     stream = io.StringIO()
     Lines(stream, every=8).end(dataclasses.replace(SUMMARY, tokens=0, tokens_per_second=0.0))
     assert (

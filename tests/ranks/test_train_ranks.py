@@ -50,7 +50,7 @@ def name_what_is_no_text(_device):
     raise FileNotFoundError("no file 'caf\udce9.txt'")
 
 
-def test_an_error_that_is_no_text_is_reported(tmp_path, capfd):
+def test_an_error_that_is_not_valid_text_is_reported(tmp_path, capfd):
     assert run_local_ranks(name_what_is_no_text, 1, "cpu", logs=tmp_path / "logs") == 1
     said = capfd.readouterr().err
     assert said.startswith("error: rank 0 failed\nTraceback"), said
@@ -62,7 +62,7 @@ def die_without_a_log(_device):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_logs_that_nobody_wrote_are_not_named(tmp_path, capfd):
+def test_logs_that_were_not_written_are_not_named(tmp_path, capfd):
     assert run_local_ranks(die_without_a_log, 1, "cpu", logs=tmp_path / "logs") == 1
     assert capfd.readouterr().err == "error: rank 0 was killed by SIGKILL\n"
 
@@ -145,7 +145,7 @@ def train_while(config, folder, work):
     return error, display.lines
 
 
-def test_a_run_whose_folder_is_moved_goes_on_in_a_new_one_and_that_is_reported(tmp_path):
+def test_a_run_whose_folder_is_moved_continues_in_a_new_one_and_reports_it(tmp_path):
     config = small_config(write_text(tmp_path), "checkpoint.every=2", "checkpoint.asynchronous=false")
     folder, moved = tmp_path / "run", tmp_path / "moved"
     (error, lines), _ = run_ranks(
@@ -166,7 +166,7 @@ def put_a_file_there(folder):
     folder.write_text("not a folder")
 
 
-def test_a_folder_that_cannot_be_made_anew_is_reported(tmp_path):
+def test_a_folder_that_cannot_be_recreated_is_reported(tmp_path):
     config = small_config(write_text(tmp_path), "checkpoint.every=2", "checkpoint.asynchronous=false")
     folder = tmp_path / "run"
     (error, lines), _ = run_ranks(
@@ -183,7 +183,7 @@ def take(folder):
     (folder / LOCK).write_text("process 7 on another host, since noon\n")
 
 
-def test_a_run_does_not_write_into_a_folder_that_another_has_taken(tmp_path):
+def test_a_run_does_not_write_into_a_folder_that_another_uses(tmp_path):
     config = small_config(write_text(tmp_path), "checkpoint.every=2", "checkpoint.asynchronous=false")
     folder = tmp_path / "run"
     (error, lines), (second_error, _) = run_ranks(
@@ -201,7 +201,7 @@ def empty(folder):
     folder.mkdir()
 
 
-def test_a_folder_that_is_emptied_while_a_run_goes_on_is_filled_again(tmp_path):
+def test_a_folder_that_is_emptied_during_a_run_is_filled_again(tmp_path):
     config = small_config(write_text(tmp_path), "checkpoint.every=2")
     folder = tmp_path / "run"
 
@@ -252,7 +252,7 @@ sys.exit(main(["train", "tests.fuzz.faulty:recipe", "--out", str(place / "run"),
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-def test_a_rank_of_another_launcher_ends_with_a_status_and_the_first_that_failed_speaks_first(tmp_path):
+def test_ranks_of_another_launcher_exit_with_a_status_and_the_first_failure_is_reported_first(tmp_path):
     # A save is under way when it fails, and its thread waits for a peer that will be gone.
     write_text(tmp_path)
     with socket.socket() as free:

@@ -150,7 +150,7 @@ def late_failure():
 
 
 @pytest.mark.parametrize("kind", ["threads", "gloo"])
-def test_a_rank_that_comes_at_the_last_moment_is_not_held_against_anybody_later(kind):
+def test_a_rank_that_arrives_at_the_last_moment_causes_no_later_failure(kind):
     run_ranks(late_failure, 2, kind=kind)
 
 
@@ -250,7 +250,7 @@ def failing_collectives():
     ],
     ids=lambda value: "" if isinstance(value, bool) else str(value)[:40],
 )
-def test_only_a_lost_connection_is_called_one(error, is_lost):
+def test_only_lost_connections_are_recognised_as_such(error, is_lost):
     assert channels.is_lost_connection(error) is is_lost
 
 
@@ -303,7 +303,7 @@ def own_errors():
     return reported
 
 
-def test_what_fails_on_one_rank_is_raised_there_as_it_is_and_told_to_the_others():
+def test_an_error_on_one_rank_is_raised_there_unchanged_and_reported_to_the_others():
     others, own = run_ranks(own_errors, 2, kind="gloo")
     assert [name for name, _ in own] == [
         "OSError",
@@ -364,17 +364,17 @@ def a_barrier_on_one():
         return str(caught.value)
 
 
-def test_a_rank_that_sits_in_a_collective_of_its_own_is_reported_with_its_stack():
+def test_a_rank_in_a_collective_of_the_users_is_reported_with_its_stack():
     reported, _ = run_ranks(a_barrier_on_one, 2, kind="gloo")
     assert 'ranks are waiting for each other: rank 1 did not reach "communicate outside a unit"' in reported
     assert "in barrier" in reported
 
 
-def test_a_group_that_gives_up_by_itself_raises_what_the_watch_knows():
+def test_a_group_that_times_out_by_itself_raises_what_the_watchdog_found():
     run_ranks(failing_collectives, 2, kind="gloo")
 
 
-def test_ranks_that_meet_through_a_file_do_not_sleep_between_looks_longer_than_they_have_waited():
+def test_ranks_that_meet_through_a_file_poll_at_intervals_shorter_than_their_wait():
     # torch looks into the file once in 10 ms, so one of two ranks would sleep for half of that on average.
     naps, _ = run_ranks(native_agreements, 2, kind="gloo")
     waited = itertools.accumulate(naps, initial=0.0001)

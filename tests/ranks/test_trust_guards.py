@@ -83,7 +83,7 @@ def three_policies(who):
 
 
 @pytest.mark.parametrize(("kind", "who"), [("gloo", 0), ("gloo", 2)])
-def test_a_gradient_that_is_not_finite_is_named_and_treated_alike_on_all_ranks(kind, who):
+def test_a_gradient_that_is_not_finite_is_named_and_handled_the_same_on_all_ranks(kind, who):
     for reported, said in run_ranks(three_policies, 3, who, kind=kind):
         first = f"the gradient of 'blocks.1.up.weight' (unit 'blocks.1') is not finite on rank {who}"
         assert first in reported["raise"]
@@ -210,7 +210,7 @@ def parity_of_attention():
     return str(good), str(check_parity(model, batch, shard=spoil, **options))
 
 
-def test_gradients_that_are_nothing_but_rounding_are_judged_by_the_others():
+def test_gradients_that_are_only_rounding_errors_are_compared_on_the_scale_of_the_others():
     for good, bad in run_ranks(parity_of_attention, 2, kind="gloo"):
         assert good == "20 parameters over 8 steps: the same"
         assert "the gradient of 'layers.1.keys.bias' differs" in bad
@@ -239,7 +239,7 @@ def parity_of_unlike_models():
     return str(check_parity(nn.Linear(4, 4), torch.ones(2, 4)))
 
 
-def test_parity_of_models_that_were_unlike_from_the_start_says_so():
+def test_parity_says_so_if_the_models_differed_from_the_start():
     for reported in run_ranks(parity_of_unlike_models, 2, kind="gloo"):
         assert reported.startswith(
             "2 parameters over 0 steps: before the first step, parameter 'weight' differs"

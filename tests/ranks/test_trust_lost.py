@@ -125,7 +125,7 @@ def stories(world_size, who, signal_number, folder, keeps_store=False):
     ],
     ids=lambda value: str(value),
 )
-def test_those_who_wait_for_a_rank_that_is_gone_say_so(world_size, who, signal_number, state, tmp_path):
+def test_ranks_that_wait_for_a_lost_rank_say_so(world_size, who, signal_number, state, tmp_path):
     reported = stories(world_size, who, signal_number, tmp_path)
     assert len(reported) == world_size - 1
     for rank, text in reported.items():
@@ -216,7 +216,9 @@ def slow_ranks(folder):
 
 
 @pytest.mark.parametrize(("world_size", "kind"), [(2, "gloo"), (3, "threads")])
-def test_a_slow_rank_is_missed_aloud_and_waited_for_until_its_time_is_up(world_size, kind, tmp_path, capsys):
+def test_a_slow_rank_causes_warnings_and_is_waited_for_until_its_time_is_up(
+    world_size, kind, tmp_path, capsys
+):
     slow = world_size - 1
     of_ranks = run_ranks(slow_ranks, world_size, tmp_path, kind=kind)
     said = (tmp_path / "late").read_text()
@@ -257,7 +259,7 @@ def out_of_descriptors(folder):
     return gathered.tolist()
 
 
-def test_who_is_out_of_descriptors_takes_nobody_for_dead(tmp_path):
+def test_a_rank_out_of_descriptors_takes_nobody_for_dead(tmp_path):
     assert run_ranks(out_of_descriptors, 2, tmp_path, kind="gloo") == [[0.0, 1.0]] * 2
 
 
@@ -315,7 +317,7 @@ def late_beginners(native, folder):
 @pytest.mark.parametrize(
     ("world_size", "kind", "native"), [(2, "gloo", False), (3, "threads", False), (3, "gloo", True)]
 )
-def test_a_rank_that_has_not_begun_is_waited_for_longer_and_missed_aloud(world_size, kind, native, tmp_path):
+def test_a_rank_that_has_not_begun_is_waited_for_longer_with_warnings(world_size, kind, native, tmp_path):
     late = world_size - 1
     *reported, nothing = run_ranks(late_beginners, world_size, native, tmp_path, kind=kind)
     said = (tmp_path / "said").read_text()

@@ -39,7 +39,7 @@ def test_descriptors_may_be_as_large_as_processes_have_them():
     assert one.receive(0, (1, 0)) == 5
 
 
-def test_numbers_wait_under_their_keys_until_they_are_asked_for():
+def test_messages_are_kept_under_their_keys_until_they_are_received():
     zero, one = pair()
     for number in (1, 2, 3):
         zero.send(1, (number, 0), 10 * number)
@@ -52,7 +52,7 @@ def test_numbers_wait_under_their_keys_until_they_are_asked_for():
     assert zero.receive(1, (7, 7)) == 0
 
 
-def test_a_peer_that_has_ended_is_named_at_once_by_whoever_listens_or_speaks():
+def test_a_peer_that_has_ended_is_named_at_once_on_send_and_receive():
     zero, one = pair()
     zero.send(1, (1, 0), 5)
     ends = [*zero._read_ends.values(), *zero._write_ends.values()]

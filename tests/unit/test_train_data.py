@@ -207,7 +207,7 @@ def test_a_refusal_names_the_dtype_to_use(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_tokens_that_look_odd_are_taken_for_what_they_are(tmp_path, dtype):
+def test_unusual_tokens_are_read_as_they_are(tmp_path, dtype):
     """Padding, repetition, few tokens, bytes of text in a model that knows more: no reason to refuse."""
     text = list(b"the quick brown fox jumps over the lazy dog. " * 20)
     half = zipf(200, 400).tolist()
@@ -234,7 +234,7 @@ def tokens_in(path):
     return data.open_corpus(Data(tokenizer="any"), path)
 
 
-def test_tokens_are_made_anew_when_the_data_the_tokenizer_or_the_file_is_another(tmp_path, monkeypatch):
+def test_tokens_are_recomputed_when_the_data_the_tokenizer_or_the_file_changes(tmp_path, monkeypatch):
     loaded = SimpleNamespace(AutoTokenizer=SimpleNamespace(from_pretrained=lambda name: Letters(len(name))))
     packages(monkeypatch, transformers=loaded)
     text, other, target = tmp_path / "text.txt", tmp_path / "other.txt", tmp_path / "run" / "tokens.bin"
@@ -263,7 +263,7 @@ def test_tokens_are_made_anew_when_the_data_the_tokenizer_or_the_file_is_another
     assert data.tokens_state(choice, target) == "stale"
 
 
-def test_files_of_a_tokenizer_and_of_a_folder_of_texts_count(tmp_path):
+def test_changed_files_of_a_tokenizer_or_of_a_text_folder_are_noticed(tmp_path):
     texts, tokenizer = tmp_path / "texts", tmp_path / "tokenizer"
     for made in (texts, tokenizer):
         made.mkdir()
@@ -278,7 +278,7 @@ def test_files_of_a_tokenizer_and_of_a_folder_of_texts_count(tmp_path):
     assert data._origin_of(choice) != before
 
 
-def test_a_crash_while_tokens_are_made_leaves_none_that_count(tmp_path, monkeypatch):
+def test_a_crash_while_tokenizing_leaves_no_tokens_that_are_used(tmp_path, monkeypatch):
     text, target = tmp_path / "text.txt", tmp_path / "run" / "tokens.bin"
     target.parent.mkdir()
     text.write_text("abc")

@@ -50,7 +50,7 @@ def test_a_lock_does_not_outlive_a_run_that_was_killed(tmp_path):
     FolderLock(tmp_path).release()
 
 
-def test_a_lock_that_was_removed_with_its_folder_is_not_taken_for_one(tmp_path):
+def test_a_lock_file_that_was_removed_no_longer_locks(tmp_path):
     first = FolderLock(tmp_path)
     late = os.open(tmp_path / ".lock", os.O_RDWR)  # opened before it is removed, locked after
     first.release(remove=True)
@@ -62,7 +62,7 @@ def test_a_lock_that_was_removed_with_its_folder_is_not_taken_for_one(tmp_path):
     held.release()
 
 
-def test_two_requests_for_one_folder_are_not_both_let_in(tmp_path):
+def test_only_one_of_two_requests_gets_a_folder(tmp_path):
     request = Request("tiny", (f"output.folder={tmp_path / 'run'}",))
     with opened_run_folder(request) as (_, first):
         (first / "metrics.jsonl").touch()
@@ -73,13 +73,13 @@ def test_two_requests_for_one_folder_are_not_both_let_in(tmp_path):
         assert again == first
 
 
-def test_what_comes_to_nothing_leaves_no_folder(tmp_path):
+def test_a_run_that_never_began_leaves_no_folder(tmp_path):
     with opened_run_folder(Request("tiny", (f"output.folder={tmp_path / 'run'}",))) as (_, made):
         assert made.is_dir()
     assert not made.exists()
 
 
-def test_runs_that_start_in_the_same_moment_get_folders_of_their_own(tmp_path, monkeypatch):
+def test_runs_that_start_at_the_same_time_get_different_folders(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     gate, made = threading.Barrier(8), []
 
@@ -118,7 +118,7 @@ def record(step, loss=1.0):
     return records.StepRecord(step, loss, 1e-3, 1.0, 0.1, 100.0, 1 << 20)
 
 
-def test_metrics_survive_a_crash_in_the_middle_of_cutting_them(tmp_path, monkeypatch):
+def test_metrics_survive_a_crash_while_they_are_truncated(tmp_path, monkeypatch):
     (tmp_path / records.METRICS).write_text("".join(record(step).to_json() + "\n" for step in range(1, 9)))
 
     def crash(*_args):
@@ -257,7 +257,7 @@ def test_metrics_that_cannot_be_written_are_reported_once_and_counted(tmp_path, 
     assert unwritten.lines() == ("metrics.jsonl: No space left on device, 2 times",)
 
 
-def test_metrics_go_on_where_their_file_was_removed_and_are_reported_where_its_folder_was(tmp_path):
+def test_metrics_continue_if_their_file_was_removed_and_are_reported_if_their_folder_was(tmp_path):
     display, unwritten = Warned(), Unwritten()
     folder = tmp_path / "run"
     folder.mkdir()
@@ -279,7 +279,7 @@ def test_metrics_go_on_where_their_file_was_removed_and_are_reported_where_its_f
     assert [each.step for each in records.read_metrics(folder)] == [2, 4]
 
 
-def test_nothing_is_written_to_a_folder_that_another_run_has_taken(tmp_path):
+def test_nothing_is_written_to_a_folder_that_another_run_uses(tmp_path):
     display, unwritten, others = Warned(), Unwritten(), []
     report = Report(
         tmp_path, display, unwritten, lambda: others[0] if others else None, from_step=0, tensorboard=False
