@@ -273,10 +273,12 @@ def _num_mergeable(
     count = 1
     for index in range(first + 1, len(cuts)):
         other = cuts[index]
-        alike = other.dim == 0 and other.size % other.world == 0 and other.padded_numel == cut.padded_numel
+        is_same_cut = (
+            other.dim == 0 and other.size % other.world == 0 and other.padded_numel == cut.padded_numel
+        )
         steps = (starts[index] - starts[index - 1], full_starts[index] - full_starts[index - 1])
         first_steps = (starts[first + 1] - starts[first], full_starts[first + 1] - full_starts[first])
-        if not alike or steps != first_steps:
+        if not is_same_cut or steps != first_steps:
             break
         count += 1
     return count

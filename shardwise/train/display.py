@@ -61,7 +61,7 @@ def make_display(output: Output, stream: TextIO | None = None) -> Display:
 
 
 class FaultTolerantDisplay:
-    """Wraps a display so that a run goes on when the disk behind a log is full, or the log's reader is gone.
+    """Wraps a display so that a run continues when the disk behind a log is full, or the log's reader is gone.
 
     Args:
         shown: the display.

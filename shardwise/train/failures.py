@@ -226,7 +226,7 @@ def describe_failures(
     lines += [
         f"  then:  rank {failure.rank}: {failure.summary}"
         for failure in failures[len(in_full) :]
-        if failure.text not in {told.text for told in in_full}
+        if failure.text not in {reported.text for reported in in_full}
     ]
     if logs is not None:
         lines.append(f"  logs:  {logs}")

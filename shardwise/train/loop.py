@@ -110,7 +110,7 @@ class Trainer:
         return corpus, samples, plan_order(samples.num_training, train, self.team.world_size, seed)
 
     def _other_run_in_folder(self) -> str | None:
-        """Returns the holder of another run, if one has begun in the folder since somebody emptied or replaced it."""
+        """Returns the holder of another run, if one has begun in the folder since it was emptied or replaced."""
         holder = lock_holder(self.folder)
         return holder if holder and holder != self._holder else None
 

@@ -1,4 +1,4 @@
-"""Finds or creates a run's folder, and locks it while the run goes on.
+"""Finds or creates a run's folder, and locks it while the run is active.
 
     FOLDER/.lock    a file that one run at a time holds a lock on; its text names the run's process and host
 
@@ -40,7 +40,7 @@ CHECKPOINTS = "checkpoints"
 LOGS = "logs"
 LOCK = ".lock"
 _ENDING_SECONDS = 30.0
-# On file systems that cannot lock, a run goes on without a lock.
+# On file systems that cannot lock, a run continues without a lock.
 _CANNOT_LOCK = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
@@ -84,7 +84,7 @@ def refuse_checkpoints_in(folder: Path) -> None:
 
 
 def _create_numbered_folder(parent: Path, name: str) -> Path:
-    """Creates the first free one of ``NAME``, ``NAME-2``, ...; two runs that start at once get different folders."""
+    """Creates the first free one of ``NAME``, ``NAME-2``, ...; runs that start at the same time get different ones."""
     parent.mkdir(parents=True, exist_ok=True)
     for number in itertools.count(1):
         folder = parent / (name if number == 1 else f"{name}-{number}")

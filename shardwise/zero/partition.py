@@ -100,7 +100,7 @@ class Partition:
             self.shared_buffers.append(SharedBuffer(tuple(indices), layout))
 
     def _group_by_buffer(self, added: Iterable[int]) -> Iterable[list[int]]:
-        """Groups parameters by device, and frozen ones apart: those have no state to balance."""
+        """Groups parameters by device, and frozen ones separately: those have no state to balance."""
         members: dict[tuple[torch.device, bool], list[int]] = defaultdict(list)
         for index in added:
             members[self.params[index].device, self.params[index].requires_grad].append(index)

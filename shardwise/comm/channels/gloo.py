@@ -67,7 +67,7 @@ class GlooChannel(WatchedChannel):
         self._served: set[tuple[int, int]] = set()
         # alive: for good, because messages to and from ranks that have left may still arrive
         self._abandoned: list[Any] = []
-        # Found anew for every log, so that nothing of the last one can be mistaken for this one's.
+        # Found again for every log, so that nothing of the last one can be mistaken for this one's.
         self._local_peers: LocalPeers | None = None
         self._remote_peers = self._peers
         # Read from shared memory, in addition to what the group has sent and received.

@@ -7,7 +7,7 @@ same event of its log, and sets a flag beside it.
     rank 0   arena | rows |  ─ pipe: "digest 7a3 is in slot 5" ─▶  rank 1   sums rows in place, sets its flag
 
 The sender does not wait for readers: what it has lent stays unchanged until all have read it. When ranks start a new
-log they abandon all of this and find each other anew, so nothing announced for the old log is ever read as the new
+log they abandon all of this and find each other again, so nothing announced for the old log is ever read as the new
 one's, and a late peer still finds what was announced to it.
 
 Which ranks are local is found by trying, pair by pair, and both must agree. All others are sent messages.

@@ -198,7 +198,7 @@ class Watchdog:
         for channel, seen in ended:
             if not channel.is_over():
                 seen.is_gone = True
-                channel.tell_peers(self._post_status, channel, seen, None, 0.0, time.monotonic())
+                channel.post_to_peers(self._post_status, channel, seen, None, 0.0, time.monotonic())
 
     def _record_store_error(
         self, channel: WatchedChannel, seen: _Observation, error: Exception, now: float
