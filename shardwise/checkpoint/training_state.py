@@ -115,16 +115,14 @@ class TrainingState:
         }
         names = set(self._names.values())
         unknown = [
-            name
-            for name in manifest.tensors
-            if name.startswith(OPTIMIZER) and _split_name(name)[0] not in names
+            name for name in manifest.tensors if name.startswith(OPTIMIZER) and _split(name)[0] not in names
         ]
         # In the model's order, so that the first difference is reported.
         for name in [*ours, *theirs, *unknown]:
             mine, saved = ours.get(name), theirs.get(name)
             tensor = name.removeprefix(MODEL)
             if name.startswith(OPTIMIZER):
-                what = f"it has '{name}', but the model has no parameter '{_split_name(name)[0]}'"
+                what = f"it has '{name}', but the model has no parameter '{_split(name)[0]}'"
             elif mine == saved:
                 continue
             elif saved is None:
@@ -142,7 +140,7 @@ class TrainingState:
                 "or train into another folder",
             )
 
-    def _params_with_state(self) -> list[torch.Tensor]:
+    def _stepped(self) -> list[torch.Tensor]:
         """Returns the parameters whose optimizer state is on this rank."""
         optimizer = self._optimizer
         if optimizer is None:
@@ -155,10 +153,10 @@ class TrainingState:
         keys: dict[str, list[str]] = {}
         for name in manifest.tensors:
             if name.startswith(OPTIMIZER):
-                param_name, key = _split_name(name)
+                param_name, key = _split(name)
                 keys.setdefault(param_name, []).append(key)
         templates: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
-        for param in self._params_with_state():
+        for param in self._stepped():
             name = self._names[param]
             for key in keys.get(name, ()):
                 record = manifest.tensors[f"{OPTIMIZER}{name}/{key}"]
@@ -187,7 +185,7 @@ class TrainingState:
         optimizer.load_state_dict(state)
 
 
-def _split_name(name: str) -> tuple[str, str]:
+def _split(name: str) -> tuple[str, str]:
     """Splits the name of an optimizer's tensor into the parameter's name and the state's key."""
     param_name, _, key = name.removeprefix(OPTIMIZER).rpartition("/")
     return param_name, key

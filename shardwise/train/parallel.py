@@ -70,7 +70,7 @@ class Parallel:
         exact: bool = False,
     ) -> None:
         self._source, self._sharding, self._device, self._is_exact = source, sharding, device, exact
-        self._param_device = torch.device("cpu") if sharding.offload else device
+        self._home = torch.device("cpu") if sharding.offload else device
         torch.manual_seed(seed)
         with torch.device("meta") if source.builds_on_meta else contextlib.nullcontext():
             self.module = source.build()
@@ -127,7 +127,7 @@ class Parallel:
         """Initializes parameters one by one, each from its own seed: if sharded, no rank ever holds the whole model."""
         if not self._source.builds_on_meta:
             return
-        self.module.to_empty(device=self._param_device)
+        self.module.to_empty(device=self._home)
         for name, param in self.module.named_parameters():
             generator = torch.Generator(self._device).manual_seed(
                 seed * 0x9E3779B1 + zlib.crc32(name.encode())
@@ -173,7 +173,7 @@ class Parallel:
         if choice.name == "adamw":
             kind: type[Optimizer] = torch.optim.AdamW
             options["betas"] = (choice.beta1, choice.beta2)
-            if self._param_device.type == "cuda":
+            if self._home.type == "cuda":
                 options["fused"] = True
         else:
             kind = torch.optim.SGD
