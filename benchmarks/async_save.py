@@ -27,7 +27,7 @@ import torch
 
 from shardwise.train.config import Config, with_settings
 from shardwise.train.display import Quiet
-from shardwise.train.launch import plan_ranks, run_own_ranks
+from shardwise.train.launch import plan_ranks, run_local_ranks
 from shardwise.train.loop import Trainer
 from shardwise.train.recipes import load_recipe
 from shardwise.train.records import StepRecord
@@ -126,7 +126,7 @@ def main() -> int:
     settings = [*settings, f"train.steps={steps}", f"checkpoint.every={options.every}", "checkpoint.keep=1"]
     config = with_settings(load_recipe("small"), [*settings, "evaluate.batches=0", *options.settings])
     result = options.result or RESULTS / f"async_save_{kind}.json"
-    return run_own_ranks(partial(measure, config, result), num_ranks, kind)
+    return run_local_ranks(partial(measure, config, result), num_ranks, kind)
 
 
 if __name__ == "__main__":

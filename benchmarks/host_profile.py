@@ -79,17 +79,17 @@ METHODS = {
 def classes(path: str, method: str) -> list[type]:
     """Returns the class at this path; for a path that ends in a star, all classes that define the method."""
     package, _, class_name = path.rpartition(".")
-    room = importlib.import_module(package)
+    module = importlib.import_module(package)
     if class_name != "*":
-        return [owner] if isinstance(owner := getattr(room, class_name, None), type) else []
-    rooms = [
-        importlib.import_module(each.name) for each in pkgutil.walk_packages(room.__path__, f"{package}.")
+        return [owner] if isinstance(owner := getattr(module, class_name, None), type) else []
+    modules = [
+        importlib.import_module(each.name) for each in pkgutil.walk_packages(module.__path__, f"{package}.")
     ]
     return [
         owner
-        for room in rooms
-        for owner in vars(room).values()
-        if isinstance(owner, type) and owner.__module__ == room.__name__ and method in vars(owner)
+        for module in modules
+        for owner in vars(module).values()
+        if isinstance(owner, type) and owner.__module__ == module.__name__ and method in vars(owner)
     ]
 
 

@@ -49,27 +49,33 @@ ENDS_ITSELF = (
 )
 
 
-def catalogue(face: str) -> dict[str, Any]:
+def catalogue(api: str) -> dict[str, Any]:
     """Returns the cases of an API, by name; None for those defined in this file."""
     from tests.ranks import divergence, divergence_zero
 
-    room: Any = divergence_zero if face == "zero" else divergence
-    groups = [room.PARTING, room.DIFFERING, room.BREAKING_OFF, divergence.STRIKING, divergence.HARMLESS]
+    cases_module: Any = divergence_zero if api == "zero" else divergence
+    groups = [
+        cases_module.DIVERGING,
+        cases_module.DIFFERING,
+        cases_module.BREAKING_OFF,
+        divergence.STRIKING,
+        divergence.HARMLESS,
+    ]
     found = {case.__name__: case for group in groups for case in group}
-    if face == "zero":
+    if api == "zero":
         # An optimizer does not see data.
         del found["an_empty_batch"]
         found["a_state_dict_on_one"] = divergence_zero.a_state_dict_on_one
     return {**found, "a_late_rank": None, "a_closed_port": None}
 
 
-def make_run(face: str) -> Any:
+def make_run(api: str) -> Any:
     from tests.ranks import divergence, divergence_zero
 
-    return divergence_zero.ZeroRun() if face == "zero" else divergence.Run(face)
+    return divergence_zero.ZeroRun() if api == "zero" else divergence.Run(api)
 
 
-def be_rank(rank: int, world: int, who: int, port: int, face: str, name: str, report: Any) -> None:
+def be_rank(rank: int, world: int, who: int, port: int, api: str, name: str, report: Any) -> None:
     """Runs one rank of one case and sends the caller how it ended."""
     torch.set_num_threads(1)
     from tests.ranks import divergence
@@ -81,7 +87,7 @@ def be_rank(rank: int, world: int, who: int, port: int, face: str, name: str, re
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     begun = time.monotonic()
     try:
-        run = make_run(face)
+        run = make_run(api)
         if name in ("a_late_rank", "a_closed_port"):
             run.good_step()
             if name == "a_closed_port":
@@ -92,7 +98,7 @@ def be_rank(rank: int, world: int, who: int, port: int, face: str, name: str, re
             run.good_step()
         else:
             run.optim.zero_grad()
-            catalogue(face)[name](run, errs)
+            catalogue(api)[name](run, errs)
         ended, text = "finished", ""
     except BaseException as error:  # noqa: BLE001  any exception is a result: how this rank ended
         kind = type(error)
@@ -111,7 +117,7 @@ def be_rank(rank: int, world: int, who: int, port: int, face: str, name: str, re
     os._exit(1)
 
 
-def run_case(face: str, name: str, world: int, who: int, limit_seconds: float) -> dict[str, Any]:
+def run_case(api: str, name: str, world: int, who: int, limit_seconds: float) -> dict[str, Any]:
     """Starts the ranks of one case, waits until they end or the limit has passed, and kills the rest."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "shardwise", "tests.ranks.divergence_zero"])
@@ -119,7 +125,7 @@ def run_case(face: str, name: str, world: int, who: int, limit_seconds: float) -
     pipes, ranks = [], []
     for rank in range(world):
         here, there = context.Pipe(duplex=False)
-        process = context.Process(target=be_rank, args=(rank, world, who, server.port, face, name, there))
+        process = context.Process(target=be_rank, args=(rank, world, who, server.port, api, name, there))
         process.start()
         there.close()
         pipes.append(here)
@@ -187,8 +193,8 @@ def contend(peer: str, given: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def chosen(given: argparse.Namespace, face: str) -> list[str]:
-    return [name for name in catalogue(face) if not given.only or any(part in name for part in given.only)]
+def chosen(given: argparse.Namespace, api: str) -> list[str]:
+    return [name for name in catalogue(api) if not given.only or any(part in name for part in given.only)]
 
 
 def options() -> argparse.Namespace:

@@ -107,7 +107,7 @@ def measure(model_name: str, optimizer_name: str, rounds: int, steps: int) -> di
     seconds: dict[str, list[list[float]]] = {name: [] for name in optimizers}
     cpu_seconds: dict[str, list[list[float]]] = {name: [] for name in optimizers}
     wire_bytes: dict[str, list[float]] = {name: [] for name in optimizers}
-    room = [torch.zeros_like(param) for param in reference.parameters()]
+    tolerance = [torch.zeros_like(param) for param in reference.parameters()]
     for number in range(rounds + 1):
         warm_up = number == 0
         times: dict[str, list[tuple[float, float]]] = {name: [] for name in optimizers}
@@ -125,9 +125,9 @@ def measure(model_name: str, optimizer_name: str, rounds: int, steps: int) -> di
                 seconds[name].append([wall for wall, _ in times[name]])
                 cpu_seconds[name].append([cpu for _, cpu in times[name]])
         for _ in range(2 * steps):
-            step_reference(unsharded, reference, room)
+            step_reference(unsharded, reference, tolerance)
         for name, model in models.items():
-            assert_parity(name, model, reference, room)
+            assert_parity(name, model, reference, tolerance)
     return {
         name: {
             "seconds": seconds[name],
@@ -163,17 +163,17 @@ def timed(step: Callable[[], object], on_gpu: bool) -> tuple[float, float]:
     return wall, time.process_time() - cpu_start
 
 
-def step_reference(unsharded: torch.optim.Optimizer, reference: nn.Module, room: list[Tensor]) -> None:
-    """Steps the unsharded optimizer, and adds to `room` how much more each element may differ by rounding."""
+def step_reference(unsharded: torch.optim.Optimizer, reference: nn.Module, tolerance: list[Tensor]) -> None:
+    """Steps the unsharded optimizer, and adds to `tolerance` how much more each element may differ by rounding."""
     before = [param.detach().abs() for param in reference.parameters()]
     unsharded.step()
-    for param, was, allowed in zip(reference.parameters(), before, room, strict=True):
+    for param, was, allowed in zip(reference.parameters(), before, tolerance, strict=True):
         step = int(unsharded.state[param]["step"])
         allowed += adamw_room(step, LR, torch.maximum(was, param.detach().abs()))
 
 
-def assert_parity(name: str, model: nn.Module, reference: nn.Module, room: list[Tensor]) -> None:
-    for ours, theirs, allowed in zip(model.parameters(), reference.parameters(), room, strict=True):
+def assert_parity(name: str, model: nn.Module, reference: nn.Module, tolerance: list[Tensor]) -> None:
+    for ours, theirs, allowed in zip(model.parameters(), reference.parameters(), tolerance, strict=True):
         if "balanced" in name:
             assert ((ours - theirs).abs() <= allowed).all(), f"{name} has left the unsharded optimizer"
         else:

@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from shardwise.train.launch import run_own_ranks
+from shardwise.train.launch import run_local_ranks
 from shardwise.train.live import Live
 from shardwise.train.loop import Trainer
 from shardwise.train.recipes import load_recipe
@@ -60,7 +60,7 @@ def main() -> int:
         os.chdir(somewhere)
         folder = Path("runs") / "tiny"
         folder.mkdir(parents=True)
-        status = run_own_ranks(partial(train_and_draw, folder), 2, "cpu")
+        status = run_local_ranks(partial(train_and_draw, folder), 2, "cpu")
         os.chdir("/")
     return status
 

@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
     top = argparse.ArgumentParser(
         prog="shardwise",
-        description="Train models that do not fit on one device, and look after what they leave.",
+        description="Train models that do not fit on one device, and manage their checkpoints.",
     )
     top.add_argument(
         "--version", action="version", version=f"shardwise {__version__}, torch {torch.__version__}"
@@ -50,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
     _add_convert(
         commands.add_parser("convert", help="turn checkpoints into safetensors or torch files, and back")
     )
-    _add_doctor(commands.add_parser("doctor", help="say what this machine has and what is missing"))
+    _add_doctor(commands.add_parser("doctor", help="check what this machine has and what is missing"))
     _add_trace(commands.add_parser("trace", help="show what a rank did last before it failed"))
     return top
 
@@ -75,7 +75,7 @@ def _add_train(train: argparse.ArgumentParser) -> None:
         "--settings", dest="lists", action="store_true", help="list all settings of the recipe"
     )
     train.add_argument(
-        "--ranks", type=int, help="ranks to start here (default: one a GPU, else 2 on the CPU)"
+        "--ranks", type=int, help="ranks to start here (default: one per GPU, else 2 on the CPU)"
     )
     train.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     train.add_argument(
@@ -90,8 +90,8 @@ def _add_train(train: argparse.ArgumentParser) -> None:
         "--out", metavar="FOLDER", help="the run's folder, short for --set output.folder=FOLDER"
     )
     shown = train.add_mutually_exclusive_group()
-    shown.add_argument("--quiet", action="store_true", help="show warnings alone")
-    shown.add_argument("--json", action="store_true", help="print one JSON object a line")
+    shown.add_argument("--quiet", action="store_true", help="show only warnings")
+    shown.add_argument("--json", action="store_true", help="print one JSON object per line")
     train.set_defaults(run=_train)
 
 
@@ -131,9 +131,9 @@ def _add_convert(convert: argparse.ArgumentParser) -> None:
         "'shardwise train RECIPE --resume TARGET'."
     )
     convert.add_argument("source", help="a run's folder, a checkpoint, a folder of safetensors, a file")
-    convert.add_argument("target", help="what to make; it must not be there yet")
+    convert.add_argument("target", help="what to write; it must not exist yet")
     convert.add_argument(
-        "--shard-size", default="5GB", metavar="SIZE", help="the most a file holds (default: 5GB)"
+        "--shard-size", default="5GB", metavar="SIZE", help="maximum size of a file (default: 5GB)"
     )
     convert.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help="of the weights written")
     convert.set_defaults(run=_convert)
@@ -157,7 +157,9 @@ def _convert(options: argparse.Namespace) -> int:
 def _bytes(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", text.strip(), re.IGNORECASE)
     if match is None or float(match[1]) <= 0:
-        raise ConfigError(f"'{text}' is no size", where="--shard-size", fix="write one such as 5GB or 500MB")
+        raise ConfigError(
+            f"'{text}' is not a size", where="--shard-size", fix="write one such as 5GB or 500MB"
+        )
     power = " KMGT".index(match[2].upper() or " ")
     return max(1, int(float(match[1]) * 1000**power))
 
@@ -166,8 +168,8 @@ def _bytes(text: str) -> int:
 
 
 def _add_doctor(doctor: argparse.ArgumentParser) -> None:
-    doctor.description = "Look at this machine: versions, devices, disk, and whether ranks can talk."
-    doctor.add_argument("--json", action="store_true", help="print one JSON object a line")
+    doctor.description = "Check this machine: versions, devices, disk, and whether ranks can communicate."
+    doctor.add_argument("--json", action="store_true", help="print one JSON object per line")
     doctor.set_defaults(run=_doctor)
 
 
@@ -183,7 +185,10 @@ def _doctor(options: argparse.Namespace) -> int:
         if finding.fix:
             print(f"      {'':<13} fix: {finding.fix}", flush=True)
     if not options.json:
-        print("all that training needs is there" if not bad else f"{bad} to fix before training", flush=True)
+        print(
+            "everything that training needs is available" if not bad else f"{bad} to fix before training",
+            flush=True,
+        )
     return 1 if bad else 0
 
 

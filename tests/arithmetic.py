@@ -57,9 +57,9 @@ def run(capability: str, num_threads: int, arguments: list[str], files: list[str
     done = subprocess.run(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
-    told = done.stdout.decode(errors="replace").rstrip()
+    reported = done.stdout.decode(errors="replace").rstrip()
     # The whole output if something failed, otherwise pytest's last line.
-    lines = told if done.returncode else told.splitlines()[-1]
+    lines = reported if done.returncode else reported.splitlines()[-1]
     print(f"{capability}, threads {num_threads}: {lines}", flush=True)
     return done.returncode == 0
 

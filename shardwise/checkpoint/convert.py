@@ -46,7 +46,7 @@ def export_safetensors(
         shard_bytes: the maximum size of a file in a folder, unless a single tensor is larger.
         dtype: the dtype to convert floating-point tensors to; None leaves them as they are.
     """
-    with _unfinished(target) as unfinished:
+    with _renamed_when_complete(target) as unfinished:
         if unfinished.suffix == ".safetensors":
             _write_safetensors(unfinished, list(weights.tensors), dtype)
             names = [""]
@@ -57,7 +57,7 @@ def export_safetensors(
 
 
 @contextlib.contextmanager
-def _unfinished(target: str | Path) -> Iterator[Path]:
+def _renamed_when_complete(target: str | Path) -> Iterator[Path]:
     """Yields a temporary path, which is renamed to the target at the end, or deleted after an error."""
     path = Path(target).expanduser()
     if os.path.lexists(path):
@@ -77,7 +77,7 @@ def _unfinished(target: str | Path) -> Iterator[Path]:
 
 
 def _write_folder(folder: Path, weights: Weights, shard_bytes: int, dtype: torch.dtype | None) -> list[str]:
-    shards = _shards(weights, shard_bytes, dtype)
+    shards = _split_into_files(weights, shard_bytes, dtype)
     names = [
         "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         for number in range(1, len(shards) + 1)
@@ -105,7 +105,7 @@ def _num_bytes(weight: Weight, dtype: torch.dtype | None) -> int:
     return weight.numel * ITEM_BYTES[dtype_name(_target_dtype(weight, dtype))]
 
 
-def _shards(weights: Weights, shard_bytes: int, dtype: torch.dtype | None) -> list[list[Weight]]:
+def _split_into_files(weights: Weights, shard_bytes: int, dtype: torch.dtype | None) -> list[list[Weight]]:
     shards: list[list[Weight]] = [[]]
     free_bytes = shard_bytes
     for weight in weights.tensors:
@@ -149,7 +149,7 @@ def _write_rows(file: BinaryIO, weight: Weight, dtype: torch.dtype) -> None:
 
 def export_torch(weights: Weights, target: str | Path, *, dtype: torch.dtype | None = None) -> Path:
     """Writes a plain state dict for ``torch.load``; returns its path."""
-    with _unfinished(target) as unfinished:
+    with _renamed_when_complete(target) as unfinished:
         state = {}
         for number, weight in enumerate(weights.tensors):
             kind = _target_dtype(weight, dtype)
@@ -176,7 +176,7 @@ def export_torch(weights: Weights, target: str | Path, *, dtype: torch.dtype | N
 
 def import_weights(weights: Weights, run_folder: str | Path) -> Path:
     """Creates a run's folder with one checkpoint, of step 0, of these weights; returns the checkpoint's path."""
-    with _unfinished(run_folder) as unfinished:
+    with _renamed_when_complete(run_folder) as unfinished:
         store = Store(unfinished / "checkpoints")
         saving = store.saving_path(0)
         saving.mkdir(parents=True)

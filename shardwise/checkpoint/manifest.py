@@ -40,7 +40,7 @@ MANIFEST = "manifest.json"
 FORMAT = 1
 LIMIT_BYTES = 1 << 29
 _MAX_TENSOR_BYTES = 1 << 50
-_MAX_CUT_DIMS = 6  # of a tensor: `_tile` looks at two to this power corners per chunk
+_MAX_CUT_DIMS = 6  # of a tensor: `_cover_exactly_once` looks at two to this power corners per chunk
 _PAGE = re.compile(r'\{"crc32": ([0-9]{1,10}), "body": (.*)\}\n', re.DOTALL)
 _FILE_NAME = re.compile(r"rank-[0-9]{5,}\.bin")
 ITEM_BYTES = {
@@ -134,10 +134,14 @@ class Manifest:
             if count(body.get("format")) != FORMAT:
                 raise ValueError(f"it has format {body['format']}, this version reads format {FORMAT}")
             obj(body, ("format", "run", "files", "tensors"))
-            files = {_file_name(name): _file(record) for name, record in obj(body["files"]).items()}
-            tensors = {name: _tensor(name, record, files) for name, record in obj(body["tensors"]).items()}
+            files = {
+                _parse_file_name(name): _parse_file(record) for name, record in obj(body["files"]).items()
+            }
+            tensors = {
+                name: _parse_tensor(name, record, files) for name, record in obj(body["tensors"]).items()
+            }
             _check_filled(files, tensors)
-            return Manifest(tensors, files, _run(body["run"]))
+            return Manifest(tensors, files, _parse_run(body["run"]))
         except ValueError as error:
             raise CheckpointError(
                 f"the manifest of a checkpoint cannot be read: {error}",
@@ -146,19 +150,19 @@ class Manifest:
             ) from None
 
 
-def _file_name(name: str) -> str:
+def _parse_file_name(name: str) -> str:
     """Accepts only names that ranks give their files: no path may leave the folder."""
     if not _FILE_NAME.fullmatch(name):
         raise ValueError(f"{shown(name)} is not the name of a rank's file")
     return name
 
 
-def _file(record: Any) -> FileRecord:
+def _parse_file(record: Any) -> FileRecord:
     num_bytes, crc32 = counts(record, 2)
     return FileRecord(num_bytes, count(crc32, 1 << 32))
 
 
-def _run(run: Any) -> dict[str, Any]:
+def _parse_run(run: Any) -> dict[str, Any]:
     strict_json.check_nesting(obj(run))
     for key in ("step", "samples"):
         if key in run:
@@ -166,7 +170,7 @@ def _run(run: Any) -> dict[str, Any]:
     return dict(run)
 
 
-def _tensor(name: str, record: Any, files: dict[str, FileRecord]) -> TensorRecord:
+def _parse_tensor(name: str, record: Any, files: dict[str, FileRecord]) -> TensorRecord:
     obj(record, ("dtype", "shape", "chunks"))
     dtype, shape = strict_json.text(record["dtype"]), counts(record["shape"])
     if dtype not in ITEM_BYTES:
@@ -186,7 +190,7 @@ def _tensor(name: str, record: Any, files: dict[str, FileRecord]) -> TensorRecor
         if chunk.file not in files or chunk.start % item_bytes or (0 in sizes and 0 not in shape):
             raise ValueError(f"a chunk of '{name}' cannot be at byte {chunk.start} of {shown(chunk.file)}")
         chunks.append(chunk)
-    if not _tile(shape, chunks):
+    if not _cover_exactly_once(shape, chunks):
         raise ValueError(f"the chunks of '{name}' overlap or leave elements out")
     return TensorRecord(dtype, shape, tuple(chunks))
 
@@ -197,7 +201,7 @@ def check_shape(shape: tuple[int, ...], item_bytes: int) -> None:
         raise ValueError(f"no tensor can have the shape {shown(list(shape))}")
 
 
-def _tile(shape: tuple[int, ...], chunks: list[Chunk]) -> bool:
+def _cover_exactly_once(shape: tuple[int, ...], chunks: list[Chunk]) -> bool:
     """Whether each element of a tensor is in exactly one of these chunks.
 
     The number of chunks that an element is in changes only at corners of chunks, so the corners with their signs

@@ -1,4 +1,4 @@
-"""Saves checkpoints while training goes on: the step waits for a copy to host memory, a thread does the rest.
+"""Saves checkpoints while training continues: the step waits for a copy to host memory, a thread does the rest.
 
     step    ─stage─┬── next steps …
     thread         └─ write ─ fsync ─ manifest ─ rename ─ latest ─ prune
@@ -7,7 +7,7 @@ Which rank writes what is planned by the thread of the first save, and again whe
 a plan, ranks stage only what they will write.
 
 The thread uses a process group of its own, so that its messages cannot mix with those of training steps. A failed save
-(disk full, no memory for the copy) leaves nothing on disk and is reported by ``outcomes()``; training goes on.
+(disk full, no memory for the copy) leaves nothing on disk and is reported by ``outcomes()``; training continues.
 """
 
 from __future__ import annotations
@@ -76,13 +76,13 @@ class Saver:
         """Saves this rank's parts as they are now. Called on every rank, at the same step."""
         self.wait()
         outlines = {name: Outline.of(part) for name, part in parts.items()}
-        if not self._on_all(self._plan is not None and outlines == self._outlines):
+        if not self._holds_on_all_ranks(self._plan is not None and outlines == self._outlines):
             self._outlines, self._plan = outlines, None
         layout = lay_out(outlines.items()) if self._plan is None else self._plan.layout
         problem = None
         try:
             self._image.stage(parts, layout)
-        except Exception as error:  # noqa: BLE001  reported to the other ranks, and training goes on
+        except Exception as error:  # noqa: BLE001  reported to the other ranks, and training continues
             problem = CheckpointError(f"the copy in host memory failed: {type(error).__name__}: {error}")
         thread = threading.Thread(
             target=self._save_in_thread, args=(step, run, problem), name=f"save step {step}", daemon=True
@@ -107,7 +107,7 @@ class Saver:
         ended, self._outcomes = self._outcomes, []
         return ended
 
-    def _on_all(self, holds: bool) -> bool:
+    def _holds_on_all_ranks(self, holds: bool) -> bool:
         """Whether a condition holds on all ranks."""
         flag = torch.tensor([holds], dtype=torch.uint8)
         dist.all_reduce(flag, dist.ReduceOp.MIN, self._group)

@@ -159,8 +159,8 @@ def _check_plain(state: dict[Any, Tensor]) -> None:
 def _check_storages(state: dict[Any, Tensor], records: set[Span]) -> None:
     """Refuses a storage that is not exactly one of the file's records.
 
-    All storages are views of one mapping of the file. torch does not tell its address, so this searches for an address
-    that is consistent with all storages.
+    All storages are views of one mapping of the file. torch does not expose its address, so this searches for one that
+    is consistent with all storages.
     """
     storages = [value.untyped_storage() for value in state.values() if value.numel()]
     found = {(storage.data_ptr(), storage.nbytes()) for storage in storages}

@@ -115,16 +115,16 @@ def _weights_in(path: Path) -> Weights | None:
     if path.is_dir():
         checkpoint = _checkpoint_in(path)
         if checkpoint is not None:
-            return _of_checkpoint(checkpoint)
-        return _of_folder(path)
+            return _weights_of_checkpoint(checkpoint)
+        return _weights_of_folder(path)
     if path.suffix == ".safetensors" and path.exists():
-        return _of_tensors(read_safetensors(path))
+        return _weights_of_tensors(read_safetensors(path))
     if path.suffix in (".pt", ".pth", ".bin") and path.exists():
-        return _of_tensors(read_torch_file(path))
+        return _weights_of_tensors(read_torch_file(path))
     return None
 
 
-def _of_tensors(tensors: dict[str, Tensor], config: dict[str, Any] | None = None) -> Weights:
+def _weights_of_tensors(tensors: dict[str, Tensor], config: dict[str, Any] | None = None) -> Weights:
     return Weights(tuple(Weight.of(name, tensor) for name, tensor in tensors.items()), config)
 
 
@@ -137,7 +137,7 @@ def _checkpoint_in(path: Path) -> Path | None:
     return None
 
 
-def _of_checkpoint(folder: Path) -> Weights:
+def _weights_of_checkpoint(folder: Path) -> Weights:
     manifest = read_manifest(folder)
     if damage := first_damage(folder, manifest):
         raise CheckpointError(
@@ -166,7 +166,7 @@ def _of_checkpoint(folder: Path) -> Weights:
     return Weights(tensors, config, is_checkpoint=True)
 
 
-def _of_folder(folder: Path) -> Weights | None:
+def _weights_of_folder(folder: Path) -> Weights | None:
     """Opens a folder in Hugging Face's layout: the files in its index, or all .safetensors if it has none.
 
     Links are followed, because Hugging Face's cache consists of them.
@@ -196,7 +196,7 @@ def _of_folder(folder: Path) -> Weights | None:
             fix="download or copy the folder again",
         )
     config = folder / "config.json"
-    return _of_tensors(found, _config(config) if os.path.lexists(config) else None)
+    return _weights_of_tensors(found, _read_config(config) if os.path.lexists(config) else None)
 
 
 def _weight_map(path: Path) -> dict[str, str]:
@@ -212,7 +212,7 @@ def _weight_map(path: Path) -> dict[str, str]:
     return file_of
 
 
-def _config(path: Path) -> dict[str, Any]:
+def _read_config(path: Path) -> dict[str, Any]:
     try:
         config = strict_json.parse(read_file(path, CONFIG_LIMIT_BYTES))
         strict_json.check_nesting(config)

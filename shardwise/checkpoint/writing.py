@@ -131,7 +131,7 @@ def write_checkpoint(
     def write_manifest(records: list[FileRecord | None]) -> list[None]:
         assert plan.tensors is not None
         files = {_file_name(rank): record for rank, record in enumerate(records) if record is not None}
-        _check_are_there(folder, files)
+        _check_files_exist(folder, files)
         write_text(folder / MANIFEST, Manifest(plan.tensors, files, run).to_text())
         sync_folder(folder)
         commit()
@@ -140,7 +140,7 @@ def write_checkpoint(
     _work_then_conclude(group, write_file, write_manifest)
 
 
-def _check_are_there(folder: Path, files: dict[str, FileRecord]) -> None:
+def _check_files_exist(folder: Path, files: dict[str, FileRecord]) -> None:
     """Raises CheckpointError if somebody has removed or moved what was written, or the folder that it was in."""
     for name, record in files.items():
         try:
@@ -161,13 +161,13 @@ def _work_then_conclude(
     """
     rank, world_size, first = dist.get_rank(group), dist.get_world_size(group), dist.get_global_rank(group, 0)
     results: list[Any] | None = None if rank else [None] * world_size
-    dist.gather_object(_attempt(work, rank), results, dst=first, group=group)
+    dist.gather_object(_result_or_error(work, rank), results, dst=first, group=group)
     answers: list[Any] | None = None
     if results is not None:
         problem = next((problem for _, problem in results if problem is not None), None)
         concluded = None
         if problem is None:
-            concluded, problem = _attempt(lambda: conclude([value for value, _ in results]), rank)
+            concluded, problem = _result_or_error(lambda: conclude([value for value, _ in results]), rank)
         answers = [(None if concluded is None else concluded[peer], problem) for peer in range(world_size)]
     received: list[Any] = [None]
     dist.scatter_object_list(received, answers, src=first, group=group)
@@ -177,7 +177,7 @@ def _work_then_conclude(
     return answer  # type: ignore[no-any-return]
 
 
-def _attempt(work: Callable[[], Result], rank: int) -> tuple[Result | None, str | None]:
+def _result_or_error(work: Callable[[], Result], rank: int) -> tuple[Result | None, str | None]:
     """Returns the result and None, or None and a description of the error."""
     try:
         return work(), None

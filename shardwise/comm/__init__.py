@@ -1,1 +1,1 @@
-"""TALK: tensors and processes. Nothing here knows a module."""
+"""Communication between ranks: process groups, channels, streams, the watchdog. Nothing here knows a module."""

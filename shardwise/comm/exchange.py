@@ -8,7 +8,7 @@ An exchange is planned once, for tensors that keep their memory, and issued as o
 travels depends on the group:
 
     gloo, CPU                   point to point: small tensors packed into one message, large ones by themselves
-    the same, on one host       tensors are read from the peers' memory (shared_memory/direct_reads)
+    the same, on one host       tensors are read from the peers' memory (shared_memory/process_vm)
     NCCL, equal sections        one all-gather in place
     NCCL                        grouped broadcasts, the small tensors of each rank packed into one
     a device without a backend  one of these, on copies on a device that has a backend
@@ -29,8 +29,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.comm.channels.channel import Channel
-from shardwise.comm.shared_memory.direct_reads import DirectReads, InFlight
-from shardwise.comm.shared_memory.process_vm import ProcessVMPeers, find_process_vm_peers
+from shardwise.comm.shared_memory.process_vm import (
+    DirectReads,
+    InFlight,
+    ProcessVMPeers,
+    find_process_vm_peers,
+)
 from shardwise.torch_internals import all_gather_call, copy_all, issue_grouped_broadcasts
 
 __all__ = [
@@ -67,7 +71,7 @@ def plan_exchange(
     group: dist.ProcessGroup,
     *,
     buffer: Tensor | None = None,
-    neighbours: ProcessVMPeers | None = None,
+    local_peers: ProcessVMPeers | None = None,
     tag_offset: int = 0,
 ) -> Exchange:
     """Plans an exchange.
@@ -77,7 +81,7 @@ def plan_exchange(
             the same sizes on every rank.
         group: the ranks.
         buffer: the tensor of which the sections are equal, consecutive parts, if there is one.
-        neighbours: the ranks, if they can read each other's memory (``process_vm_peers_of``). Then ``wait`` does the
+        local_peers: the ranks, if they can read each other's memory (``process_vm_peers_of``). Then ``wait`` does the
             copying, so pass None where something else should run meanwhile.
         tag_offset: the same number on all ranks. Exchanges that are not in lockstep must be issued in the same order
             for each number, in any order across numbers.
@@ -92,8 +96,8 @@ def plan_exchange(
         return _ThroughTransport(views, group, transport, tag_offset)
     backend = _backends(group)[device.type]
     if backend == "gloo" and device.type == "cpu":
-        if neighbours is not None:
-            return DirectReads(views, group.rank(), neighbours)
+        if local_peers is not None:
+            return DirectReads(views, group.rank(), local_peers)
         return _PointToPoint(views, group, _TAG + tag_offset)
     if backend == "nccl":
         return _GroupedBroadcasts(views, group) if buffer is None else _GatherInPlace(buffer, group)

@@ -106,11 +106,11 @@ def data_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims | None, where: str) -
     """Interprets ``mesh``; units with the same mesh share the result, and so its groups."""
     readings = _readings_of(mesh)
     if dims not in readings:
-        readings[dims] = _read(mesh, dims, where)
+        readings[dims] = _read_axes(mesh, dims, where)
     return readings[dims]
 
 
-def _read(mesh: DeviceMesh, dims: DataParallelMeshDims | None, where: str) -> DataMesh:
+def _read_axes(mesh: DeviceMesh, dims: DataParallelMeshDims | None, where: str) -> DataMesh:
     whole: DeviceMesh | None = None
     named: tuple[int, ...] = ()
     if dims is not None:

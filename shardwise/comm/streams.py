@@ -143,14 +143,12 @@ class _Compute:
         return known
 
 
-class CudaSideStream:
-    """A CUDA stream. Not reentrant: it must not be entered twice."""
+class CudaSideStream(_CudaStream):
+    """A CUDA stream beside the compute stream. Not reentrant: it must not be entered twice."""
 
     def __init__(self, device: torch.device, priority: int, compute: _Compute) -> None:
-        stream = torch.cuda.Stream(device, priority=priority)
-        self._events = _CudaStream(stream)
-        self._stream = stream
-        self._key = (stream.stream_id, stream.device_index, stream.device_type)
+        super().__init__(torch.cuda.Stream(device, priority=priority))
+        self._key = (self.stream.stream_id, self.stream.device_index, self.stream.device_type)
         self._compute = compute
         self._outer = self._key
 
@@ -162,15 +160,12 @@ class CudaSideStream:
         set_cuda_stream(self._outer)
 
     def wait_compute(self) -> None:
-        self._compute.current().record_event().wait(self._stream)
+        self._compute.current().record_event().wait(self.stream)
 
     # Some events are users' own: all have ``wait``.
 
     def wait_event(self, event: Any) -> None:
-        event.wait(self._stream)
-
-    def record_event(self) -> StreamEvent:
-        return self._events.record_event()
+        event.wait(self.stream)
 
 
 class CudaSideStreams:

@@ -234,7 +234,7 @@ def plan_blocks(cut: RowCut, start: int, row_numel: int) -> tuple[Block, ...]:
         shape, packed_start = (cut.outer, rest * cut.inner), full_ranks * row_numel + start
         packed_strides = (rest * cut.inner, 1)
         blocks.append(Block(shape, full_ranks * width, (outer_stride, 1), packed_start, packed_strides))
-    return tuple(map(_squeezed, blocks))
+    return tuple(map(_without_unit_dims, blocks))
 
 
 def plan_segment_blocks(
@@ -273,10 +273,12 @@ def _num_mergeable(
     count = 1
     for index in range(first + 1, len(cuts)):
         other = cuts[index]
-        alike = other.dim == 0 and other.size % other.world == 0 and other.padded_numel == cut.padded_numel
+        is_same_cut = (
+            other.dim == 0 and other.size % other.world == 0 and other.padded_numel == cut.padded_numel
+        )
         steps = (starts[index] - starts[index - 1], full_starts[index] - full_starts[index - 1])
         first_steps = (starts[first + 1] - starts[first], full_starts[first + 1] - full_starts[first])
-        if not alike or steps != first_steps:
+        if not is_same_cut or steps != first_steps:
             break
         count += 1
     return count
@@ -313,7 +315,7 @@ def plan_padding(cuts: Sequence[RowCut], starts: Sequence[int], row_numel: int) 
     return tuple(padding)
 
 
-def _squeezed(block: Block) -> Block:
+def _without_unit_dims(block: Block) -> Block:
     """Drops the block's dims of length one: fewer dims make faster copies."""
     keep = [i for i, length in enumerate(block.shape) if length != 1] or [len(block.shape) - 1]
     return Block(

@@ -4,7 +4,7 @@ This package may import any other package of the library; none of them imports t
 """
 
 from shardwise.testing.failures import RankFailure, RankReport, RankTimeout
-from shardwise.testing.own_model import ParityReport, check_parity
+from shardwise.testing.parity_check import ParityReport, check_parity
 from shardwise.testing.processes import close_pools
 from shardwise.testing.ranks import run_ranks
 

@@ -72,42 +72,42 @@ _ORDER = {Outcome.RAISED: 0, Outcome.DIED: 0, Outcome.HUNG: 1, Outcome.TORN_DOWN
 
 def failure_of(reports: Sequence[RankReport], *, call: str, timeout_seconds: float) -> RankFailure:
     """Returns the error that describes how every rank ended, the first cause first."""
-    told = sorted(reports, key=_order_of_telling)
-    first = told[0]
-    hung = [report for report in told if report.outcome is Outcome.HUNG]
-    causes = [report for report in told if report.outcome in (Outcome.RAISED, Outcome.DIED)]
+    ordered = sorted(reports, key=_report_order)
+    first = ordered[0]
+    hung = [report for report in ordered if report.outcome is Outcome.HUNG]
+    causes = [report for report in ordered if report.outcome in (Outcome.RAISED, Outcome.DIED)]
 
     if hung and not causes:
         first = hung[0]
-        headline = f"{_ranks(hung)} of {len(told)} still running after {timeout_seconds:g} seconds"
+        headline = f"{_ranks(hung)} of {len(ordered)} still running after {timeout_seconds:g} seconds"
         error_type: type[RankFailure] = RankTimeout
     else:
-        headline = f"rank {first.rank} of {len(told)} {first.summary or first.outcome.value}"
+        headline = f"rank {first.rank} of {len(ordered)} {first.summary or first.outcome.value}"
         error_type = RankFailure
 
     sections = [headline, f"  where: {call}"]
-    for report in told:
+    for report in ordered:
         if report.outcome in (Outcome.RAISED, Outcome.DIED, Outcome.HUNG):
             sections.append(f"\n--- rank {report.rank} {report.summary or report.outcome.value}")
-            sections.append(report.details.rstrip() or "(nothing more is known)")
-    torn_down = [report for report in told if report.outcome is Outcome.TORN_DOWN]
+            sections.append(report.details.rstrip() or "(no details)")
+    torn_down = [report for report in ordered if report.outcome is Outcome.TORN_DOWN]
     if torn_down:
         sections.append("")
         for report in torn_down:
             reason = report.summary or "stopped while it waited for its peers"
             sections.append(f"--- rank {report.rank} torn down because rank {first.rank} failed: {reason}")
-    finished = [report for report in told if report.outcome is Outcome.FINISHED]
+    finished = [report for report in ordered if report.outcome is Outcome.FINISHED]
     if finished:
         sections.append(f"\n--- {_ranks(finished)} finished")
 
     failure = error_type("\n".join(sections))
     failure.rank = first.rank
-    failure.reports = tuple(told)
+    failure.reports = tuple(ordered)
     failure.__cause__ = first.exception
     return failure
 
 
-def _order_of_telling(report: RankReport) -> tuple[int, bool, float, int]:
+def _report_order(report: RankReport) -> tuple[int, bool, float, int]:
     is_cause = report.outcome in (Outcome.RAISED, Outcome.DIED)
     is_about_a_peer = report.exception is not None and follows_from_a_peer(report.exception)
     return _ORDER[report.outcome], is_about_a_peer, report.at_seconds if is_cause else 0.0, report.rank

@@ -107,10 +107,10 @@ class ShardPiece:
         # torch takes about 0.1 ms to pickle a tensor, which adds up over thousands of small pieces.
         values = self.values.contiguous()
         raw = ctypes.string_at(values.data_ptr(), values.nbytes)
-        return _unpickled_piece, (raw, self.values.dtype, self.values.shape, self.dim, self.replica)
+        return _unpickle_piece, (raw, self.values.dtype, self.values.shape, self.dim, self.replica)
 
 
-def _unpickled_piece(raw: bytes, dtype: torch.dtype, shape: torch.Size, dim: int, replica: int) -> ShardPiece:
+def _unpickle_piece(raw: bytes, dtype: torch.dtype, shape: torch.Size, dim: int, replica: int) -> ShardPiece:
     values = torch.frombuffer(bytearray(raw), dtype=dtype) if raw else torch.empty(0, dtype=dtype)
     return ShardPiece(values.view(shape), dim, replica)
 
@@ -155,19 +155,19 @@ def run_plain(
     master = workload.model(device)
     named = dict(master.named_parameters())
     optim = optimizer(named.values())
-    worker = _Worker(workload, master, precision)
+    replica = _PlainReplica(workload, master, precision)
     history = History()
     for step in range(steps):
-        worker.load(named)
+        replica.load(named)
         losses: list[list[float]] = [[] for _ in range(world_size)]
-        held: list[dict[str, Tensor]] = [{} for _ in range(world_size)]
+        gradients: list[dict[str, Tensor]] = [{} for _ in range(world_size)]
         for micro_batch in range(accumulation.micro_batches):
             for rank in range(world_size):
                 batch = workload.data(step, micro_batch, rank, device)
-                losses[rank].append(worker.run(batch, held[rank]))
+                losses[rank].append(replica.run(batch, gradients[rank]))
             if accumulation.syncs(micro_batch):
-                _reduce(named, held, precision)
-                held = [{} for _ in range(world_size)]
+                _reduce(named, gradients, precision)
+                gradients = [{} for _ in range(world_size)]
         history.losses.append(losses)
         history.grads.append({name: _snapshot(param.grad) for name, param in named.items()})
         optim.step()
@@ -176,7 +176,7 @@ def run_plain(
     return history
 
 
-class _Worker:
+class _PlainReplica:
     """The unsharded model, cast to the parameter dtype, as one rank computes with it."""
 
     def __init__(self, workload: Workload, master: nn.Module, precision: Precision) -> None:
@@ -196,8 +196,8 @@ class _Worker:
             for name, param in self._named.items():
                 param.copy_(masters[name])
 
-    def run(self, batch: Batch, held: dict[str, Tensor]) -> float:
-        """Runs forward and backward on one slice and adds its gradients to `held`, in the reduce dtype if wider."""
+    def run(self, batch: Batch, gradients: dict[str, Tensor]) -> float:
+        """Runs forward and backward on one slice and adds to `gradients`, in the reduce dtype if that is wider."""
         loss = self._workload.loss(self._model(*batch), batch)
         loss.backward()
         for name, param in self._named.items():
@@ -205,7 +205,7 @@ class _Worker:
             if grad is None:
                 continue
             wide = _wider(grad.dtype, self._precision.reduce_dtype)
-            held[name] = grad.to(wide) if name not in held else held[name] + grad
+            gradients[name] = grad.to(wide) if name not in gradients else gradients[name] + grad
         return loss.item()
 
 
@@ -224,16 +224,16 @@ def _wider(dtype: torch.dtype, other: torch.dtype | None) -> torch.dtype:
     return other if other is not None and other.itemsize > dtype.itemsize else dtype
 
 
-def _reduce(named: dict[str, nn.Parameter], held: list[dict[str, Tensor]], precision: Precision) -> None:
+def _reduce(named: dict[str, nn.Parameter], gradients: list[dict[str, Tensor]], precision: Precision) -> None:
     for name, param in named.items():
-        contributions = [rank[name] for rank in held if name in rank]
+        contributions = [rank[name] for rank in gradients if name in rank]
         if not contributions:
             continue
         dtype = precision.reduce_dtype or contributions[0].dtype
         total = contributions[0].to(dtype, copy=True)
         for contribution in contributions[1:]:
             total += contribution.to(dtype)
-        average = (total / len(held)).to(param.dtype)
+        average = (total / len(gradients)).to(param.dtype)
         param.grad = average if param.grad is None else param.grad + average
 
 

@@ -9,14 +9,13 @@ from multiprocessing.connection import Connection, wait
 
 from shardwise.errors import follows_from_a_peer
 from shardwise.testing.failures import SIGNALS_WAIT_SECONDS, Outcome, RankReport
-from shardwise.testing.rank_process import Worker
-from shardwise.testing.worker import CLEAN_UP, Answer, Job, ThreadError
+from shardwise.testing.worker import CLEAN_UP, Answer, Job, ThreadError, Worker
 
 __all__ = ["PoolCall"]
 
 # After the first failure, other ranks get a short time to report failures of their own. Then the failed ranks end,
 # which wakes the ranks that wait for them. Ranks that are still running after the grace period are killed.
-_OWN_STORY_SECONDS = 0.3
+_OWN_REPORT_SECONDS = 0.3
 _GRACE_SECONDS = 2.0
 _STACK_SECONDS = 10.0
 
@@ -31,13 +30,13 @@ class PoolCall:
         self._failed: dict[int, RankReport] = {}
         self._stacks: dict[int, str] = {}
         self._thread_errors: dict[int, list[ThreadError]] = {}
-        self.all_well = False
+        self.succeeded = False
 
     def run(self, jobs: list[Job]) -> list[Answer]:
         try:
             return self._run(jobs)
         finally:
-            if not self.all_well:
+            if not self.succeeded:
                 self._thread_errors = {
                     rank: worker.thread_errors() for rank, worker in enumerate(self._workers)
                 }
@@ -48,7 +47,7 @@ class PoolCall:
             self._send(rank, worker, pickle.dumps(job))
         waiting = self._receive(set(range(len(jobs))) - set(self._failed), deadline, self._take_answer)
         if self._failed:
-            self._let_the_others_end(waiting)
+            self._wait_for_other_ranks(waiting)
             return []
         if waiting:
             self._collect_stacks(waiting)
@@ -58,7 +57,7 @@ class PoolCall:
         waiting = self._receive(set(range(len(jobs))) - set(self._failed), deadline, self._take_done)
         if waiting and not self._failed:
             self._collect_stacks(waiting)
-        self.all_well = not waiting and not self._failed
+        self.succeeded = not waiting and not self._failed
         return [self._answers[rank] for rank in range(len(jobs))]
 
     def reports(self) -> list[RankReport]:
@@ -95,14 +94,22 @@ class PoolCall:
         try:
             worker.connection.send_bytes(message)
         except OSError:
-            self._note_death(rank)
+            self._record_death(rank)
 
     def _receive(
-        self, waiting: set[int], deadline: float, take: Callable[[int, bytes], None], *, through: bool = False
+        self,
+        waiting: set[int],
+        deadline: float,
+        take: Callable[[int, bytes], None],
+        *,
+        after_failures: bool = False,
     ) -> set[int]:
-        """Receive a message from each rank until the deadline or, unless ``through``, a failure; return the others."""
+        """Receives a message from each rank; returns the ranks that sent none.
+
+        Ends at the deadline or, unless ``after_failures``, at the first failure.
+        """
         rank_of = {self._workers[rank].connection: rank for rank in waiting}
-        while rank_of and (through or not self._failed):
+        while rank_of and (after_failures or not self._failed):
             remaining = deadline - time.monotonic()
             ready = wait(list(rank_of), timeout=max(0.0, min(remaining, SIGNALS_WAIT_SECONDS)))
             if not ready and remaining <= 0:
@@ -113,7 +120,7 @@ class PoolCall:
                 try:
                     message = connection.recv_bytes()
                 except (EOFError, OSError):
-                    self._note_death(rank)
+                    self._record_death(rank)
                 else:
                     take(rank, message)
         return set(rank_of.values())
@@ -136,20 +143,20 @@ class PoolCall:
     def _take_done(self, rank: int, message: bytes) -> None:
         """Ignores the message: it only says that the rank has cleaned up."""
 
-    def _note_death(self, rank: int) -> None:
+    def _record_death(self, rank: int) -> None:
         worker = self._workers[rank]
         self._failed[rank] = RankReport(
             rank, Outcome.DIED, summary=worker.ending(), details=worker.stack(), at_seconds=time.monotonic()
         )
 
-    def _let_the_others_end(self, waiting: set[int]) -> None:
+    def _wait_for_other_ranks(self, waiting: set[int]) -> None:
         waiting = self._receive(
-            waiting, time.monotonic() + _OWN_STORY_SECONDS, self._take_answer, through=True
+            waiting, time.monotonic() + _OWN_REPORT_SECONDS, self._take_answer, after_failures=True
         )
         deaths_before = set(self._failed)
         for rank in deaths_before:
             self._workers[rank].connection.close()
-        self._receive(waiting, time.monotonic() + _GRACE_SECONDS, self._take_answer, through=True)
+        self._receive(waiting, time.monotonic() + _GRACE_SECONDS, self._take_answer, after_failures=True)
         # Ranks that died only now died because they lost their peers.
         for rank in set(self._failed) - deaths_before:
             report = self._failed[rank]

@@ -30,8 +30,7 @@ import torch
 from shardwise.errors import ConfigError, StateError
 from shardwise.testing.failures import failure_of
 from shardwise.testing.pool_call import PoolCall
-from shardwise.testing.rank_process import START_SECONDS, Worker
-from shardwise.testing.worker import Job
+from shardwise.testing.worker import START_SECONDS, Job, Worker
 
 __all__ = ["ProcessKind", "close_pools", "run_processes"]
 
@@ -71,7 +70,9 @@ def run_processes(
     num_devices = torch.cuda.device_count() if kind.on_gpu else 0
     if kind.on_gpu and num_devices == 0:
         raise ConfigError(
-            "there is no CUDA device here", where=call, fix="use kind='gloo' or 'threads', or skip this test"
+            "this machine has no CUDA device",
+            where=call,
+            fix="use kind='gloo' or 'threads', or skip this test",
         )
     try:
         function = pickle.dumps((fn, args, kwargs))
@@ -126,7 +127,7 @@ class _Pool:
         with self._lock:
             for worker in self._workers:
                 if worker is not None:
-                    worker.leave()
+                    worker.close()
             self._workers = []
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -161,9 +162,9 @@ class _Pool:
             ]
             healthy = False
             try:
-                exchange = PoolCall(workers, timeout_seconds)
-                answers = exchange.run(jobs)
-                healthy = exchange.all_well
+                pool_call = PoolCall(workers, timeout_seconds)
+                answers = pool_call.run(jobs)
+                healthy = pool_call.succeeded
             finally:
                 # After a failure, a hang or an interrupt, workers are in an unknown state. Also, a call may leak
                 # process groups (through a hook that holds its model, say), whose threads slow down later calls.
@@ -171,7 +172,7 @@ class _Pool:
                     self._retire(world_size)
                 store_path.unlink(missing_ok=True)
         if not healthy:
-            raise failure_of(exchange.reports(), call=call, timeout_seconds=timeout_seconds)
+            raise failure_of(pool_call.reports(), call=call, timeout_seconds=timeout_seconds)
         return [pickle.loads(answer.result) for answer in answers]
 
     def _ready_workers(self, world_size: int) -> list[Worker]:
@@ -183,7 +184,7 @@ class _Pool:
                 worker = self._workers[index]
                 if worker is None or not worker.is_alive():
                     if worker is not None:
-                        worker.end()
+                        worker.kill()
                     worker = self._start(index)
                     self._workers[index] = worker
                     new.append(worker)
@@ -208,7 +209,7 @@ class _Pool:
             worker = self._workers[index]
             self._workers[index] = None
             if worker is not None:
-                worker.end()
+                worker.kill()
 
 
 def _dump_warning_filters() -> bytes:

@@ -67,9 +67,9 @@ def run_threads(
             "run_ranks was called on a rank", where=call, fix="start all ranks from outside, in one call"
         )
     with _one_call_at_a_time:
-        crew = _Crew(fn, world_size, args, kwargs, timeout_seconds)
+        threaded_call = _ThreadedCall(fn, world_size, args, kwargs, timeout_seconds)
         with torch_threads.threaded_world():
-            return crew.run(call)
+            return threaded_call.run(call)
 
 
 class _RankThread:
@@ -81,7 +81,7 @@ class _RankThread:
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
-    def be(self, rank: int, job: Callable[[], None]) -> None:
+    def run_as(self, rank: int, job: Callable[[], None]) -> None:
         self._thread.name = f"rank {rank}"
         self._jobs.put(job)
 
@@ -107,7 +107,7 @@ class _RankThread:
 _idle_threads: list[_RankThread] = []
 
 
-class _Crew:
+class _ThreadedCall:
     """The threads of one call, with their results and reports."""
 
     def __init__(
@@ -139,7 +139,7 @@ class _Crew:
             for rank in range(self._world_size):
                 thread = _idle_threads.pop() if _idle_threads else _RankThread()
                 self._threads.append(thread)
-                thread.be(rank, partial(self._be_rank, rank))
+                thread.run_as(rank, partial(self._run_rank, rank))
             if not self._wait_until_failure_or_end(deadline):
                 stacks = self._stacks()
         finally:
@@ -158,7 +158,7 @@ class _Crew:
             return self._results
         raise failure_of(self._final_reports(stacks), call=call, timeout_seconds=self._timeout_seconds)
 
-    def _be_rank(self, rank: int) -> None:
+    def _run_rank(self, rank: int) -> None:
         try:
             if torch.get_num_threads() != self._num_compute_threads:
                 torch.set_num_threads(self._num_compute_threads)
@@ -235,7 +235,7 @@ class _Crew:
             if rank not in self._reports and frame is not None:
                 lines = traceback.format_stack(frame)
                 # Skips the frames up to the call of the rank's function, which are the same in every rank.
-                own = [index for index, line in enumerate(lines) if "in _be_rank" in line]
+                own = [index for index, line in enumerate(lines) if "in _run_rank" in line]
                 stacks[rank] = "".join(lines[own[0] + 1 :] if own else lines)
         return stacks
 
@@ -249,7 +249,7 @@ class _Crew:
                 )
             elif report is None:
                 report = RankReport(
-                    rank, Outcome.TORN_DOWN, summary="did not answer; its thread is left behind"
+                    rank, Outcome.TORN_DOWN, summary="did not react; its thread was abandoned"
                 )
             reports.append(report)
         return reports

@@ -4,7 +4,6 @@ When a torch release moves one of these names, only a file here changes. Ranks a
 """
 
 from shardwise.torch_internals.autograd import *
-from shardwise.torch_internals.compiling import *
 from shardwise.torch_internals.dispatch import *
 from shardwise.torch_internals.dtensor import *
 from shardwise.torch_internals.groups import *

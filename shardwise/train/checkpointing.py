@@ -32,8 +32,8 @@ class RunCheckpoints:
         config: the settings of the run.
         team: all ranks of the run.
         display: shows the outcome of saves.
-        page: more entries for the manifest of each checkpoint.
-        look_after_folder: called on rank 0 before a save; returns the other run that has taken the folder, if any.
+        manifest_entries: more entries for the manifest of each checkpoint.
+        ensure_folder: called on rank 0 before a save; returns the other run that is using the folder, if any.
     """
 
     def __init__(
@@ -43,24 +43,24 @@ class RunCheckpoints:
         config: Config,
         team: Team,
         display: Display,
-        page: dict[str, Any],
-        look_after_folder: Callable[[], str | None],
+        manifest_entries: dict[str, Any],
+        ensure_folder: Callable[[], str | None],
     ) -> None:
         self._store, self._state, self._team, self._display = store, state, team, display
-        self._look_after_folder = look_after_folder
+        self._ensure_folder = ensure_folder
         self._saver = Saver(
             store,
             team.new_group(),
             keep=config.checkpoint.keep,
             asynchronous=config.checkpoint.asynchronous,
         )
-        self._page = {
+        self._manifest_entries = {
             "world_size": team.world_size,
             "mode": config.sharding.mode,
             "config": as_json(config),
             "hugging_face": config.model.hugging_face_config(),
             "versions": {"torch": torch.__version__, "python": platform.python_version()},
-            **page,
+            **manifest_entries,
         }
 
     @property
@@ -74,26 +74,26 @@ class RunCheckpoints:
         """
         # The folder must not be recreated during a save.
         self._saver.wait()
-        if (other := self._team.from_first(self._look_after_folder)) is not None:
-            self._warn(progress.step, problem := f"another run has taken the folder: {other}")
+        if (other := self._team.from_first(self._ensure_folder)) is not None:
+            self._warn(progress.step, problem := f"another run is using the folder: {other}")
             return problem
         progress.saved_step = progress.step
-        page = {"step": progress.step, "samples": progress.samples, **self._page}
-        self._saver.save(progress.step, self._state.parts(), page)
+        entries = {"step": progress.step, "samples": progress.samples, **self._manifest_entries}
+        self._saver.save(progress.step, self._state.parts(), entries)
         return None
 
     def save_and_wait(self, progress: Progress) -> str | None:
         """Ensures a checkpoint of this step, trying again if a save failed; returns the problem, if there was one."""
         # The save under way ends first, so that every rank knows its outcome.
         self._saver.wait()
-        problem = self.tell_outcomes(progress)
+        problem = self.report_outcomes(progress)
         if progress.saved_step != progress.step:
             refused = self.save(progress)
             self._saver.wait()
-            problem = refused or self.tell_outcomes(progress)
+            problem = refused or self.report_outcomes(progress)
         return problem
 
-    def tell_outcomes(self, progress: Progress) -> str | None:
+    def report_outcomes(self, progress: Progress) -> str | None:
         """Shows the outcome of saves that have ended, and returns the problem of the last one, if any."""
         problem = None
         for outcome in self._saver.outcomes():
@@ -109,7 +109,7 @@ class RunCheckpoints:
     def _warn(self, step: int, problem: str) -> None:
         if self._team.rank == 0:
             self._display.warn(
-                f"the checkpoint of step {step} could not be written, training goes on: {problem}"
+                f"the checkpoint of step {step} could not be written, training continues: {problem}"
             )
 
     def resume(self, progress: Progress) -> None:
@@ -122,9 +122,9 @@ class RunCheckpoints:
         progress.step = progress.saved_step = int(run["step"])
         progress.samples = int(run["samples"])
         if not had_state:
-            self._display.note("the checkpoint holds weights alone: the optimizer begins anew")
-        if run.get("corpus") not in (None, self._page.get("corpus")):
-            self._display.warn("the data is not what the checkpoint was trained on")
+            self._display.note("the checkpoint contains only weights: the optimizer starts from scratch")
+        if run.get("corpus") not in (None, self._manifest_entries.get("corpus")):
+            self._display.warn("the data differs from what the checkpoint was trained on")
         self._display.note(
             f"resumed {found.path.name}, saved on {run.get('world_size', '?')} ranks in mode {run.get('mode', '?')}"
         )
@@ -148,13 +148,11 @@ def find_good_checkpoint(store: Store, team: Team) -> GoodCheckpoint:
     """
     warnings: list[str] = []
     for path in team.from_first(store.checkpoints):
-        problem = _shared_check(path, team)
+        problem = _first_damage_on_any_rank(path, team)
         if problem is None:
             return GoodCheckpoint(path, read_manifest(path), tuple(warnings))
         aside = team.from_first(lambda path=path: store.put_aside(path))  # type: ignore[misc]
-        warnings.append(
-            f"{path.name} is damaged: {problem}; kept as {aside.name}, going back to the one before"
-        )
+        warnings.append(f"{path.name} is damaged: {problem}; kept as {aside.name}, using the one before it")
     raise CheckpointError(
         "there is no good checkpoint to continue from" + "".join(f"\n    {line}" for line in warnings),
         where=str(store.folder),
@@ -162,7 +160,7 @@ def find_good_checkpoint(store: Store, team: Team) -> GoodCheckpoint:
     )
 
 
-def _shared_check(path: Path, team: Team) -> str | None:
+def _first_damage_on_any_rank(path: Path, team: Team) -> str | None:
     problem = None
     try:
         manifest = read_manifest(path)

@@ -21,10 +21,17 @@ from shardwise.policies import set_trust, trust
 from shardwise.torch_internals import store_of
 from shardwise.train.config import Config, with_settings
 from shardwise.train.display import Quiet, make_display
-from shardwise.train.launch import Given, given_ranks, joined, leave, plan_ranks, run_own_ranks
+from shardwise.train.failures import RankLog, failure_of, remove_empty_logs
+from shardwise.train.launch import (
+    AssignedRank,
+    exit_now,
+    given_ranks,
+    joined_process_group,
+    plan_ranks,
+    run_local_ranks,
+)
 from shardwise.train.loop import Trainer
 from shardwise.train.optional_packages import require
-from shardwise.train.rank_log import RankLog, failure_of, remove_empty_logs
 from shardwise.train.recipes import RECIPES, load_recipe
 from shardwise.train.records import CONFIG
 from shardwise.train.run_files import fill_standard_streams
@@ -42,7 +49,7 @@ from shardwise.train.team import Team
 __all__ = ["Request", "train"]
 
 _PEER_SECONDS = 5.0
-_HAS_TOLD = "has told"
+_HAS_REPORTED = "has told"
 
 
 @dataclass(frozen=True)
@@ -63,66 +70,66 @@ class Request:
 def train(request: Request) -> int:
     """Trains, and returns the exit status."""
     fill_standard_streams()
-    given = given_ranks(os.environ) if request.ranks is None else None
+    assigned = given_ranks(os.environ) if request.ranks is None else None
     num_gpus = torch.cuda.device_count()
-    if given is None:
+    if assigned is None:
         try:
             # Before any rank exists, so that a bad request fails at once.
             require("numpy", "shardwise train")
             num_ranks, kind = plan_ranks(request.ranks, request.device, num_gpus)
-            with opened(request) as (request, folder):
+            with opened_run_folder(request) as (request, folder):
                 work = partial(train_on_rank, request, folder)
-                return run_own_ranks(work, num_ranks, kind, logs=folder / LOGS)
+                return run_local_ranks(work, num_ranks, kind, logs=folder / LOGS)
         except ShardwiseError as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
-    return _train_as(given, request, num_gpus)
+    return _train_as_assigned_rank(assigned, request, num_gpus)
 
 
-def _train_as(given: Given, request: Request, num_gpus: int) -> int:
+def _train_as_assigned_rank(assigned: AssignedRank, request: Request, num_gpus: int) -> int:
     """Trains as a rank that torchrun or Slurm started, and returns the exit status."""
     status = 0
-    notes: Any = None
+    failure_store: Any = None
 
-    def tell(error: BaseException) -> None:
+    def report(error: BaseException) -> None:
         nonlocal status
         status = 1
-        failure = failure_of(error, given.rank)
-        if getattr(error, "agreed", False) and given.rank:
+        failure = failure_of(error, assigned.rank)
+        if getattr(error, "agreed", False) and assigned.rank:
             return
-        if failure.is_consequence and notes is not None:
+        if failure.is_consequence and failure_store is not None:
             # All ranks print to one place: let the rank that failed first report first, unless it reports nothing.
             with contextlib.suppress(RuntimeError):
-                notes.wait([_HAS_TOLD], timedelta(seconds=_PEER_SECONDS))
-        told = failure.text if failure.is_expected else f"rank {given.rank} failed\n{failure.text}"
-        print(f"error: {told}", file=sys.stderr, flush=True)
-        if notes is not None:
+                failure_store.wait([_HAS_REPORTED], timedelta(seconds=_PEER_SECONDS))
+        text = failure.text if failure.is_expected else f"rank {assigned.rank} failed\n{failure.text}"
+        print(f"error: {text}", file=sys.stderr, flush=True)
+        if failure_store is not None:
             with contextlib.suppress(RuntimeError):
-                notes.set(_HAS_TOLD, str(given.rank))
+                failure_store.set(_HAS_REPORTED, str(assigned.rank))
 
     try:
         require("numpy", "shardwise train")
         kind = ("cuda" if num_gpus else "cpu") if request.device == "auto" else request.device
-        with joined(given, kind) as device:
+        with joined_process_group(assigned, kind) as device:
             try:
                 team = Team()
-                notes = store_of(team.group, "shardwise/failures")
+                failure_store = store_of(team.group, "shardwise/failures")
                 with contextlib.ExitStack() as stack:
                     # Rank 0 locks the folder for all ranks.
-                    request, folder = team.from_first(lambda: stack.enter_context(opened(request)))
-                    log = RankLog(folder / LOGS, given.rank)
+                    request, folder = team.from_first(lambda: stack.enter_context(opened_run_folder(request)))
+                    log = RankLog(folder / LOGS, assigned.rank)
                     stack.callback(log.close)
                     try:
                         train_on_rank(request, folder, device, team)
                     except BaseException as error:
-                        log.failed(error)
+                        log.record_failure(error)
                         raise
             except (Exception, SystemExit) as error:  # noqa: BLE001  reported before peers notice that we left
-                tell(error)
-                if given.world_size > 1:
-                    leave(1)
+                report(error)
+                if assigned.world_size > 1:
+                    exit_now(1)
     except Exception as error:  # noqa: BLE001  the launcher only wants a status
-        tell(error)
+        report(error)
     return status
 
 
@@ -143,7 +150,7 @@ def train_on_rank(request: Request, folder: Path, device: torch.device, team: Te
 
 
 @contextlib.contextmanager
-def opened(request: Request) -> Iterator[tuple[Request, Path]]:
+def opened_run_folder(request: Request) -> Iterator[tuple[Request, Path]]:
     """Finds or creates the run's folder and locks it; yields the request, with the folder to resume, and the folder.
 
     Raises:
@@ -196,7 +203,7 @@ def resolve(request: Request) -> tuple[Config, dict[str, Any]]:
         if recipe is None and known is not None and known not in RECIPES:
             # A run's folder may come from anywhere: code must not run only because the folder names it.
             raise ConfigError(
-                f"the run was made by a recipe of your own, '{known}'",
+                f"the run uses a recipe of your own, '{known}'",
                 where=f"--resume {request.resume}",
                 fix=f"name it again: shardwise train {shlex.quote(str(known))} --resume {request.resume}",
             )

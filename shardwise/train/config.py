@@ -172,7 +172,7 @@ def with_settings(config: Config, assignments: Iterable[str]) -> Config:
             raise ConfigError(f"'{assignment}' sets nothing", where=where, fix="write --set name=value")
         if name not in known:
             raise ConfigError(f"there is no setting '{name}'", where=where, fix=_suggestion(name, known))
-        config = _replaced(config, name.split("."), _parsed(text.strip(), known[name], where))
+        config = _with_value(config, name.split("."), _parse_value(text.strip(), known[name], where))
     check(config)
     return config
 
@@ -189,14 +189,14 @@ def _suggestion(name: str, known: Iterable[str]) -> str:
     return "see them all with: shardwise train --settings"
 
 
-def _replaced(record: Record, path: list[str], value: Any) -> Record:
+def _with_value(record: Record, path: list[str], value: Any) -> Record:
     head, *rest = path
     if rest:
-        value = _replaced(getattr(record, head), rest, value)
+        value = _with_value(getattr(record, head), rest, value)
     return dataclasses.replace(record, **{head: value})  # type: ignore[type-var]
 
 
-def _parsed(text: str, kind: Any, where: str) -> Any:
+def _parse_value(text: str, kind: Any, where: str) -> Any:
     if typing.get_origin(kind) is Literal:
         choices = typing.get_args(kind)
         if text in choices:
@@ -204,7 +204,7 @@ def _parsed(text: str, kind: Any, where: str) -> Any:
         near = difflib.get_close_matches(text, choices, n=1)
         hint = f"did you mean '{near[0]}'? " if near else ""
         raise ConfigError(
-            f"'{text}' is none of its values", where=where, fix=f"{hint}use one of {', '.join(choices)}"
+            f"'{text}' is not a valid value", where=where, fix=f"{hint}use one of {', '.join(choices)}"
         )
     if kind is bool:
         words = {"true": True, "yes": True, "on": True, "1": True}
@@ -267,10 +267,10 @@ def check(config: Config) -> None:
         ("evaluate.batches", config.evaluate.batches),
     ):
         need(number >= 0, name, number, "use 0 or more")
-    need(0 <= config.data.held_out < 1, "data.held_out", config.data.held_out, "use a part, such as 0.05")
+    need(0 <= config.data.held_out < 1, "data.held_out", config.data.held_out, "use a fraction, such as 0.05")
     if sharding.offload and sharding.mode in ("none", "optimizer"):
         raise ConfigError(
-            f"sharding.offload moves shards to host memory, and mode '{sharding.mode}' has whole parameters",
+            f"sharding.offload moves shards to host memory, but mode '{sharding.mode}' does not shard parameters",
             where=f"the settings of '{config.name}'",
             fix="use sharding.mode=full, gradients or hybrid, or sharding.offload=false",
         )

@@ -77,7 +77,7 @@ class Samples:
             raise ConfigError(
                 f"the data has {corpus.num_tokens} tokens, too few for sequences of {context}",
                 where=_WHERE,
-                fix="bring more data, use a smaller model.context, or data.held_out=0",
+                fix="use more data, a smaller model.context, or data.held_out=0",
             )
 
     def batch(self, samples: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -90,7 +90,8 @@ class Samples:
         if highest >= self._vocabulary or lowest < 0:
             odd = (rows < 0) | (rows >= self._vocabulary)
             raise ConfigError(
-                f"the data holds token {lowest if lowest < 0 else highest}, and the model knows {self._vocabulary}",
+                f"the data contains token {lowest if lowest < 0 else highest}, "
+                f"but the model's vocabulary is {self._vocabulary}",
                 where=f"{_WHERE}, sample {samples[int(odd.any(dim=1).to(torch.uint8).argmax())]}",
                 fix="check data.token_dtype and data.tokenizer, or raise model.vocabulary",
             )
@@ -119,19 +120,19 @@ def open_corpus(data: Data, tokenized: Path | None = None, vocabulary: int | Non
     """
     if needs_tokenizing(data):
         assert tokenized is not None
-        corpus = Corpus([_mapped(tokenized, torch.int32)])
+        corpus = Corpus([_map_tokens(tokenized, torch.int32)])
     elif data.path.endswith(".bin"):
-        path = _existing(data.path)
-        corpus = Corpus([_mapped(path, getattr(torch, data.token_dtype))])
+        path = _existing_path(data.path)
+        corpus = Corpus([_map_tokens(path, getattr(torch, data.token_dtype))])
         if vocabulary is not None:
             _check_token_dtype(path, data.token_dtype, vocabulary)
     elif data.path:
-        corpus = Corpus(_mapped(path, torch.uint8) for path in _text_files(_existing(data.path)))
+        corpus = Corpus(_map_tokens(path, torch.uint8) for path in _text_files(_existing_path(data.path)))
     else:
         corpus = Corpus([torch.frombuffer(bytearray(embedded_text()), dtype=torch.uint8)])
     if not corpus.num_tokens:
         raise ConfigError(
-            "there is no text in it" if data.path else "this Python carries no sources",
+            "it contains no text" if data.path else "this Python has no sources of its standard library",
             where=f"{_WHERE}={data.path}",
             fix="pass a text file, a folder of text files, or a .bin of tokens",
         )
@@ -149,7 +150,7 @@ def embedded_text() -> bytes:
     return bytes(text[:_EMBEDDED_BYTES])
 
 
-def _existing(path: str) -> Path:
+def _existing_path(path: str) -> Path:
     found = Path(path).expanduser()
     if not found.exists():
         raise ConfigError(
@@ -174,12 +175,12 @@ def _text_files(path: Path) -> list[Path]:
     return found
 
 
-def _mapped(path: Path, dtype: torch.dtype) -> Tensor:
+def _map_tokens(path: Path, dtype: torch.dtype) -> Tensor:
     num_bytes = path.stat().st_size
     item_bytes = torch.empty(0, dtype=dtype).element_size()
     if num_bytes % item_bytes:
         raise ConfigError(
-            f"{path} has {num_bytes} bytes, which are no whole number of {dtype} tokens",
+            f"{path} has {num_bytes} bytes, which is not a whole number of {dtype} tokens",
             where=_WHERE,
             fix="set data.token_dtype to what the file was written with",
         )
@@ -201,7 +202,7 @@ def _check_token_dtype(path: Path, asked: str, vocabulary: int) -> None:
     If it is read in a dtype that is too wide, tokens soon exceed the vocabulary, which `Samples` notices. If the dtype
     is too narrow, they never do: each token becomes its low part, followed by high parts that are mostly 0.
     """
-    sample = _sample_of(path)
+    sample = _read_sample(path)
     found = next(
         (
             name
@@ -214,13 +215,13 @@ def _check_token_dtype(path: Path, asked: str, vocabulary: int) -> None:
         found = "uint8"
     if found is not None:
         raise ConfigError(
-            f"{path} was not written as {asked}, it seems: its tokens are {'text' if found == 'uint8' else found}",
+            f"{path} does not look like {asked} tokens, but like {'text' if found == 'uint8' else found}",
             where=f"{_WHERE}={path}, data.token_dtype={asked}",
             fix=f"use data.token_dtype={found}",
         )
 
 
-def _sample_of(path: Path) -> Tensor:
+def _read_sample(path: Path) -> Tensor:
     """Returns bytes from the start, the middle and the end of a file, in whole words of the widest dtype."""
     length = path.stat().st_size // 8 * 8
     block = min(length, _LOOKED_AT_BYTES)
@@ -278,7 +279,7 @@ def tokenize(data: Data, target: Path) -> None:
     num_bytes = 0
     try:
         with unfinished.open("xb") as file:
-            for text in _texts(data):
+            for text in _read_texts(data):
                 tokens = torch.tensor(encode(text), dtype=torch.int32)
                 num_bytes += file.write(bytes_of(tokens))
             file.flush()
@@ -333,12 +334,12 @@ def _encoder(name: str) -> Any:
     return lambda text: tokenizer.encode(text, add_special_tokens=False) + end
 
 
-def _texts(data: Data) -> Iterator[str]:
+def _read_texts(data: Data) -> Iterator[str]:
     if not data.path.startswith("hf:"):
         if not data.path:
             yield embedded_text().decode(errors="replace")
             return
-        for path in _text_files(_existing(data.path)):
+        for path in _text_files(_existing_path(data.path)):
             yield path.read_text(errors="replace")
         return
     datasets = require("datasets", f"the data set '{data.path}'")

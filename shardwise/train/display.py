@@ -5,7 +5,6 @@ The settings choose one display at the start; the training loop calls it and doe
 
 from __future__ import annotations
 
-import itertools
 import json
 import sys
 import time
@@ -14,11 +13,19 @@ from typing import Any, Protocol, TextIO
 
 from shardwise.train.config import Output
 from shardwise.train.optional_packages import optional
-from shardwise.train.records import RunFacts, StepRecord, Summary
+from shardwise.train.records import (
+    RunFacts,
+    StepRecord,
+    Summary,
+    format_bytes,
+    format_count,
+    format_duration,
+    headline,
+    sparkline,
+    summary_rows,
+)
 
-__all__ = ["Display", "JsonLines", "Lines", "Lossy", "Quiet", "make_display", "sparkline"]
-
-_BARS = "▁▂▃▄▅▆▇█"
+__all__ = ["Display", "FaultTolerantDisplay", "JsonLines", "Lines", "Quiet", "make_display"]
 
 
 class Display(Protocol):
@@ -53,8 +60,8 @@ def make_display(output: Output, stream: TextIO | None = None) -> Display:
     return Lines(target, output.every)
 
 
-class Lossy:
-    """Wraps a display so that a run goes on when the disk behind a log is full, or the log's reader is gone.
+class FaultTolerantDisplay:
+    """Wraps a display so that a run continues when the disk behind a log is full, or the log's reader is gone.
 
     Args:
         shown: the display.
@@ -112,23 +119,25 @@ class JsonLines(Quiet):
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
-    def _put(self, kind: str, values: dict[str, Any]) -> None:
+    def _print_object(self, kind: str, values: dict[str, Any]) -> None:
         print(json.dumps({"kind": kind, **values}), file=self._stream, flush=True)
 
     def begin(self, facts: RunFacts) -> None:
-        self._put("begin", {key: value for key, value in vars(facts).items() if key != "losses_before"})
+        self._print_object(
+            "begin", {key: value for key, value in vars(facts).items() if key != "losses_before"}
+        )
 
     def step(self, record: StepRecord) -> None:
-        self._put("step", json.loads(record.to_json()))
+        self._print_object("step", json.loads(record.to_json()))
 
     def note(self, text: str) -> None:
-        self._put("note", {"text": text})
+        self._print_object("note", {"text": text})
 
     def warn(self, text: str) -> None:
-        self._put("warning", {"text": text})
+        self._print_object("warning", {"text": text})
 
     def end(self, summary: Summary) -> None:
-        self._put("end", summary.as_json())
+        self._print_object("end", summary.as_json())
 
 
 class Lines:
@@ -161,12 +170,12 @@ class Lines:
         columns = [
             f"step {record.step:>{len(str(facts.num_steps))}}/{facts.num_steps}",
             f"loss {record.loss:.4f}",
-            f"{in_thousands(record.tokens_per_second)} tok/s",
+            f"{format_count(record.tokens_per_second)} tok/s",
             *([f"mfu {record.mfu:.1%}"] if record.mfu is not None else []),
             f"norm {record.grad_norm:.2f}",
             f"lr {record.lr:.1e}",
-            f"mem {in_bytes(record.memory_bytes)}",
-            f"left {in_time(left)}",
+            f"mem {format_bytes(record.memory_bytes)}",
+            f"left {format_duration(left)}",
             *([f"eval {record.eval_loss:.4f}"] if record.eval_loss is not None else []),
             *(["saving"] if record.saving else []),
         ]
@@ -184,77 +193,3 @@ class Lines:
         self._print(f"  {'':<12} {sparkline(self._losses, 64)}")
 
     def close(self) -> None: ...
-
-
-# --- formatting ---------------------------------------------------------------------------------------------------
-
-
-def headline(facts: RunFacts) -> list[str]:
-    ranks = "rank" if facts.world_size == 1 else "ranks"
-    return [
-        (
-            f"{facts.name}: {facts.model}, {in_thousands(facts.num_parameters)} parameters, "
-            f"{in_thousands(facts.num_tokens)} tokens of data"
-        ),
-        (
-            f"{facts.world_size} {facts.device} {ranks}, sharding {facts.mode}, {facts.precision}, "
-            f"{in_thousands(facts.tokens_of_step)} tokens a step; {facts.folder}"
-        ),
-    ]
-
-
-def summary_rows(summary: Summary) -> list[tuple[str, str]]:
-    ended = f"{summary.ended} at step {summary.step} of {summary.num_steps}"
-    speed = f"{in_thousands(summary.tokens_per_second)} tokens/s, {in_time(summary.seconds)} in all"
-    if not summary.tokens:
-        speed = ""
-        if summary.step >= summary.num_steps:
-            ended += ": there was no step left; --set train.steps=N for more"
-    rows = [
-        ("ended", ended),
-        ("loss", _change(summary.first_loss, summary.last_loss)),
-        ("eval loss", "" if summary.eval_loss is None else f"{summary.eval_loss:.4f}"),
-        ("speed", speed),
-        ("memory", f"{in_bytes(summary.memory_bytes)} a rank at most"),
-        ("checkpoint", summary.checkpoint or "none"),
-        ("curve", summary.curve or ""),
-        ("not written", "; ".join(summary.unwritten)),
-    ]
-    return [(key, value) for key, value in rows if value]
-
-
-def _change(first: float | None, last: float | None) -> str:
-    return "" if first is None or last is None else f"{first:.4f} → {last:.4f}"
-
-
-def in_thousands(number: float) -> str:
-    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(number) >= size:
-            return f"{number / size:.1f}{letter}"
-    return f"{number:.0f}"
-
-
-def in_bytes(number: float) -> str:
-    for size, letter in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB")):
-        if number >= size:
-            return f"{number / size:.1f} {letter}"
-    return f"{number / 1024:.0f} KiB"
-
-
-def in_time(seconds: float) -> str:
-    whole = max(0, round(seconds))
-    hours, minutes = whole // 3600, whole % 3600 // 60
-    return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
-
-
-def sparkline(values: list[float], width: int) -> str:
-    """Returns a curve as one line of text, in which each bar is the mean of several consecutive values."""
-    finite = [value for value in values if value == value and abs(value) != float("inf")]
-    if not finite:
-        return ""
-    count = min(width, len(finite))
-    edges = [len(finite) * number // count for number in range(count + 1)]
-    means = [sum(finite[low:high]) / (high - low) for low, high in itertools.pairwise(edges) if high > low]
-    low, high = min(means), max(means)
-    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_BARS[round((mean - low) * scale)] for mean in means)

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 from shardwise.engine.kernels import can_compile
-from shardwise.train.display import in_bytes
-from shardwise.train.launch import run_own_ranks
+from shardwise.train.launch import run_local_ranks
+from shardwise.train.records import format_bytes
 
 __all__ = ["Finding", "examine"]
 
@@ -48,31 +48,31 @@ class Finding:
 
 def examine(*, ranks: int = 2, timeout_seconds: float = 60.0) -> Iterator[Finding]:
     """Checks this machine and yields findings; a bad one keeps ``shardwise train`` from working."""
-    yield _python()
-    yield _torch()
-    yield Finding("CPU", None, f"{os.cpu_count()} cores, {in_bytes(_host_bytes())} of memory")
-    yield _gpus()
-    yield _disk(Path.cwd())
-    yield _open_files()
-    yield _loopback()
-    yield _talk(ranks, "cpu", timeout_seconds)
+    yield _check_python()
+    yield _check_torch()
+    yield Finding("CPU", None, f"{os.cpu_count()} cores, {format_bytes(_host_bytes())} of memory")
+    yield _check_gpus()
+    yield _check_disk(Path.cwd())
+    yield _check_open_files()
+    yield _check_loopback()
+    yield _check_ranks(ranks, "cpu", timeout_seconds)
     if torch.cuda.is_available():
-        yield _talk(torch.cuda.device_count(), "cuda", timeout_seconds)
-        yield _kernels()
-    yield _compiler()
-    yield _package(_NEEDED, "shardwise train needs it", is_needed=True)
+        yield _check_ranks(torch.cuda.device_count(), "cuda", timeout_seconds)
+        yield _check_kernels()
+    yield _check_compiler()
+    yield _check_package(_NEEDED, "shardwise train needs it", is_needed=True)
     for package, purpose in _EXTRAS.items():
-        yield _package(package, purpose)
+        yield _check_package(package, purpose)
 
 
-def _python() -> Finding:
+def _check_python() -> Finding:
     good = sys.version_info >= (3, 10)
     return Finding(
         "Python", good, platform.python_version(), None if good else "install Python 3.10 or newer"
     )
 
 
-def _torch() -> Finding:
+def _check_torch() -> Finding:
     version = torch.__version__
     numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
     if not dist.is_available() or not dist.is_gloo_available():
@@ -87,38 +87,40 @@ def _host_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _gpus() -> Finding:
+def _check_gpus() -> Finding:
     count = torch.cuda.device_count()
     if count and torch.cuda.is_available():
         names = {torch.cuda.get_device_name(index) for index in range(count)}
-        memory = in_bytes(torch.cuda.get_device_properties(0).total_memory)
+        memory = format_bytes(torch.cuda.get_device_properties(0).total_memory)
         if not dist.is_nccl_available():
-            return Finding("GPUs", False, "there, but torch has no NCCL", "install a torch build with CUDA")
+            return Finding(
+                "GPUs", False, "present, but torch was built without NCCL", "install a torch build with CUDA"
+            )
         return Finding("GPUs", True, f"{count} × {', '.join(sorted(names))}, {memory} each")
     if Path("/proc/driver/nvidia").exists():
         return Finding(
             "GPUs",
             False,
-            "a driver is there, and torch sees none",
+            "a driver is installed, but torch sees no GPU",
             "install a torch build for its CUDA version",
         )
     return Finding("GPUs", None, "none: ranks run on the CPU")
 
 
-def _disk(folder: Path) -> Finding:
+def _check_disk(folder: Path) -> Finding:
     free = shutil.disk_usage(folder).free
     good = free > 1 << 30 and os.access(folder, os.W_OK)
-    fix = None if good else "make room, or train into a folder elsewhere: --out FOLDER"
-    return Finding("disk", good, f"{in_bytes(free)} free in {folder}", fix)
+    fix = None if good else "free disk space, or train into another folder: --out FOLDER"
+    return Finding("disk", good, f"{format_bytes(free)} free in {folder}", fix)
 
 
-def _open_files() -> Finding:
+def _check_open_files() -> Finding:
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     good = limit >= 1024
-    return Finding("open files", good, f"{limit} at most", None if good else "ulimit -n 4096")
+    return Finding("open files", good, f"limit {limit}", None if good else "ulimit -n 4096")
 
 
-def _loopback() -> Finding:
+def _check_loopback() -> Finding:
     state = Path("/sys/class/net/lo/operstate")
     flags = Path("/sys/class/net/lo/flags")
     try:
@@ -128,7 +130,7 @@ def _loopback() -> Finding:
     return Finding("loopback", up, "lo is up" if up else "lo is down", None if up else "ip link set lo up")
 
 
-def _exchange(device: torch.device) -> None:
+def _all_reduce_on_rank(device: torch.device) -> None:
     """Runs on every rank: an all-reduce whose result is right only if all ranks took part."""
     value = torch.ones(1024, device=device) * (dist.get_rank() + 1)
     dist.all_reduce(value)
@@ -137,38 +139,38 @@ def _exchange(device: torch.device) -> None:
         raise RuntimeError(f"a sum over {world_size} ranks came out as {float(value[0])}")
 
 
-def _talk(ranks: int, kind: str, timeout_seconds: float) -> Finding:
+def _check_ranks(ranks: int, kind: str, timeout_seconds: float) -> Finding:
     name = f"{ranks} {kind.upper()} ranks"
     begun = time.monotonic()
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
-        status = run_own_ranks(_exchange, ranks, kind, timeout_seconds=timeout_seconds)
+        status = run_local_ranks(_all_reduce_on_rank, ranks, kind, timeout_seconds=timeout_seconds)
     if status == 0:
-        return Finding(name, True, f"met and added up in {time.monotonic() - begun:.1f} s")
+        return Finding(name, True, f"connected and computed a sum in {time.monotonic() - begun:.1f} s")
     reason = [line for line in said.getvalue().strip().splitlines() if not line.startswith("  then:")]
-    fix = "bring lo up and let no firewall stop it; then read the error of: shardwise train tiny --ranks 2"
-    return Finding(name, False, reason[-1] if reason else "did not meet", fix)
+    fix = "bring lo up and check the firewall; shardwise train tiny --ranks 2 shows the full error"
+    return Finding(name, False, reason[-1] if reason else "they could not connect", fix)
 
 
-def _kernels() -> Finding:
+def _check_kernels() -> Finding:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         if can_compile(torch.device("cuda", torch.cuda.current_device())):
-            return Finding("CUDA kernels", True, "NVIDIA's run-time compiler makes them")
+            return Finding("CUDA kernels", True, "compiled by NVIDIA's run-time compiler")
     reason = (
         str(said[-1].message) if said else "they could not be compiled before; steps take a little longer"
     )
     return Finding("CUDA kernels", None, reason, "pip install the nvidia-cuda-nvrtc of torch's CUDA version")
 
 
-def _compiler() -> Finding:
+def _check_compiler() -> Finding:
     found = next((name for name in ("g++", "clang++", "c++") if shutil.which(name)), None)
     if found is None:
         return Finding("C++ compiler", None, "none: sharding.compile needs one", "apt install g++")
     return Finding("C++ compiler", True, f"{found}, for sharding.compile")
 
 
-def _package(name: str, purpose: str, *, is_needed: bool = False) -> Finding:
+def _check_package(name: str, purpose: str, *, is_needed: bool = False) -> Finding:
     # Searched as an import does: a package that only has metadata here does not help.
     if importlib.util.find_spec(name) is None:
         good = False if is_needed else None
@@ -176,5 +178,5 @@ def _package(name: str, purpose: str, *, is_needed: bool = False) -> Finding:
     try:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        version = "there"
+        version = "installed"
     return Finding(name, True, version)

@@ -12,8 +12,17 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.train.display import headline, in_bytes, in_thousands, in_time, sparkline, summary_rows
-from shardwise.train.records import RunFacts, StepRecord, Summary
+from shardwise.train.records import (
+    RunFacts,
+    StepRecord,
+    Summary,
+    format_bytes,
+    format_count,
+    format_duration,
+    headline,
+    sparkline,
+    summary_rows,
+)
 
 __all__ = ["Live"]
 
@@ -42,7 +51,7 @@ class Live:
         self._losses.append(record.loss)
         if record.eval_loss is not None:
             self._eval_loss = record.eval_loss
-        self._live.update(self.picture())
+        self._live.update(self.render())
 
     def note(self, text: str) -> None:
         self._console.print(Text(text, style="dim"))
@@ -51,9 +60,9 @@ class Live:
         self._console.print(Text(f"warning: {text}", style="yellow"))
 
     def end(self, summary: Summary) -> None:
-        picture = self.picture()
+        last = self.render()
         self.close()
-        self._console.print(picture)
+        self._console.print(last)
         table = Table.grid(padding=(0, 2))
         for key, value in summary_rows(summary):
             table.add_row(Text(key, style="dim"), Text(value))
@@ -63,7 +72,7 @@ class Live:
         self._live.update("")
         self._live.stop()
 
-    def picture(self) -> RenderableType:
+    def render(self) -> RenderableType:
         facts, last = self._facts, self._last
         if facts is None or last is None:
             return Text("")
@@ -73,17 +82,17 @@ class Live:
         bar.add_row(
             Text(f"step {last.step}/{facts.num_steps}", style="bold cyan"),
             ProgressBar(total=facts.num_steps, completed=last.step, width=40),
-            Text(f"{in_time(left)} left", style="dim"),
+            Text(f"{format_duration(left)} left", style="dim"),
         )
         figures = Table.grid(padding=(0, 3))
         cells = [
             ("loss", f"{last.loss:.4f}"),
             ("eval", "–" if self._eval_loss is None else f"{self._eval_loss:.4f}"),
-            ("tokens/s", in_thousands(last.tokens_per_second)),
+            ("tokens/s", format_count(last.tokens_per_second)),
             *([("mfu", f"{last.mfu:.1%}")] if last.mfu is not None else []),
             ("norm", f"{last.grad_norm:.2f}"),
             ("lr", f"{last.lr:.1e}"),
-            ("memory", in_bytes(last.memory_bytes)),
+            ("memory", format_bytes(last.memory_bytes)),
             ("checkpoint", "writing" if last.saving else "–"),
         ]
         figures.add_row(*(Text(name, style="dim") for name, _ in cells))

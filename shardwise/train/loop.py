@@ -13,33 +13,35 @@ import contextlib
 import errno
 import json
 import os
+import resource
+import signal
 import sys
+import threading
 import time
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 
-import shardwise.train.data as data_room
 from shardwise.checkpoint.store import Store
 from shardwise.checkpoint.training_state import TrainingState
 from shardwise.errors import CheckpointError, ConfigError, StateError
 from shardwise.policies import set_trust
 from shardwise.train.checkpointing import RunCheckpoints
 from shardwise.train.config import Config, as_json
-from shardwise.train.display import Display, Lossy, Quiet
-from shardwise.train.hardware import memory_bytes, peak_flops
-from shardwise.train.interrupt import Interrupt
+from shardwise.train.data import Corpus, Samples, needs_tokenizing, open_corpus, tokenize, tokens_state
+from shardwise.train.display import Display, FaultTolerantDisplay, Quiet
 from shardwise.train.parallel import Parallel
 from shardwise.train.records import CONFIG, RunFacts, StepRecord, Summary, read_metrics
 from shardwise.train.report import Report, Unwritten
 from shardwise.train.run_files import replace_file
-from shardwise.train.run_folder import CHECKPOINTS, holder_of
+from shardwise.train.run_folder import CHECKPOINTS, lock_holder
 from shardwise.train.sample_order import SampleOrder, plan_order
 from shardwise.train.step import Progress, Stepper
 from shardwise.train.team import Team
 
-__all__ = ["Trainer"]
+__all__ = ["Interrupt", "Trainer"]
 
 _TOKENS = "tokens.bin"
 
@@ -67,12 +69,14 @@ class Trainer:
     ) -> None:
         self.config, self.folder, self.team, self.device = config, folder, team, device
         self._unwritten = Unwritten()
-        self.display: Display = Lossy(Quiet() if display is None or team.rank else display, self._not_shown)
+        self.display: Display = FaultTolerantDisplay(
+            Quiet() if display is None or team.rank else display, self._on_display_error
+        )
         self._origin = origin or {}
         torch.set_num_threads(config.train.threads)
         if config.train.late_seconds:
             set_trust(late_seconds=config.train.late_seconds)
-        if data_room.needs_tokenizing(config.data):
+        if needs_tokenizing(config.data):
             team.from_first(self._tokenize)
         self._corpus, samples, order = team.together(self._open_data)
         is_exact = config.train.exact_micro_batches > 0
@@ -81,10 +85,10 @@ class Trainer:
         self.state = TrainingState(self.parallel.module, self.optimizer)
         self._stepper = Stepper(config, self.parallel, self.optimizer, samples, order, team, device)
         self._store = Store(folder / CHECKPOINTS)
-        page = {"corpus": self._corpus.fingerprint(), **self._origin}
-        self._holder = holder_of(folder)
-        self._keeper = RunCheckpoints(
-            self._store, self.state, config, team, self.display, page, self._look_after_folder
+        entries = {"corpus": self._corpus.fingerprint(), **self._origin}
+        self._holder = lock_holder(folder)
+        self._checkpoints = RunCheckpoints(
+            self._store, self.state, config, team, self.display, entries, self._ensure_folder
         )
         self.progress = Progress()
 
@@ -92,44 +96,42 @@ class Trainer:
 
     def _tokenize(self) -> None:
         target = self.folder / _TOKENS
-        state = data_room.tokens_state(self.config.data, target)
+        state = tokens_state(self.config.data, target)
         if state == "stale":
-            self.display.note(
-                "the data or its tokenizer is not what the tokens were made of: making them anew"
-            )
+            self.display.note("the data or its tokenizer has changed: tokenizing again")
         if state != "good":
-            data_room.tokenize(self.config.data, target)
+            tokenize(self.config.data, target)
 
-    def _open_data(self) -> tuple[data_room.Corpus, data_room.Samples, SampleOrder]:
+    def _open_data(self) -> tuple[Corpus, Samples, SampleOrder]:
         model, data, train = self.config.model, self.config.data, self.config.train
-        corpus = data_room.open_corpus(data, self.folder / _TOKENS, model.vocabulary)
-        samples = data_room.Samples(corpus, model.context, model.vocabulary, data.held_out)
+        corpus = open_corpus(data, self.folder / _TOKENS, model.vocabulary)
+        samples = Samples(corpus, model.context, model.vocabulary, data.held_out)
         seed = train.seed if data.shuffle else None
         return corpus, samples, plan_order(samples.num_training, train, self.team.world_size, seed)
 
-    def _taken_by(self) -> str | None:
-        """Returns the holder of another run, if one has begun in the folder since somebody emptied or replaced it."""
-        holder = holder_of(self.folder)
+    def _other_run_in_folder(self) -> str | None:
+        """Returns the holder of another run, if one has begun in the folder since it was emptied or replaced."""
+        holder = lock_holder(self.folder)
         return holder if holder and holder != self._holder else None
 
-    def _look_after_folder(self) -> str | None:
+    def _ensure_folder(self) -> str | None:
         """Recreates a folder that was removed or moved, so that the run can be resumed; on rank 0, before a save.
 
-        Returns the other run that has taken the folder, if one has.
+        Returns the other run that is using the folder, if there is one.
         """
         if not os.path.lexists(self.folder):
-            problem = OSError(errno.ENOENT, "it was removed or moved, and is made anew")
-            if self._unwritten.note("the run's folder", problem):
+            problem = OSError(errno.ENOENT, "it was removed or moved; recreating it")
+            if self._unwritten.add("the run's folder", problem):
                 self.display.warn(f"the run's folder {self.folder}: {problem.strerror}")
             # If this fails, the save reports it.
             with contextlib.suppress(OSError):
                 self.folder.mkdir(parents=True)
                 replace_file(self.folder / CONFIG, self._config_text())
-        return self._taken_by()
+        return self._other_run_in_folder()
 
     def resume(self) -> None:
         """Loads the newest good checkpoint, to continue from it."""
-        self._keeper.resume(self.progress)
+        self._checkpoints.resume(self.progress)
 
     # --- the run ------------------------------------------------------------------------------------------------
 
@@ -144,67 +146,77 @@ class Trainer:
                 end, something other than checkpoints could not be written.
             CheckpointError: the last checkpoint could not be written.
         """
-        config, progress = self.config, self.progress
         begun = time.perf_counter()
-        first_step, first_samples = progress.step, progress.samples
+        first_samples = self.progress.samples
         facts = self._facts()
-        report = self._begin(facts)
-        ended = "finished"
+        report = self._begin_report(facts)
         try:
-            with Interrupt() as interrupt:
-                while progress.step < config.train.steps:
-                    if progress.stops or progress.step == stop_after:
-                        ended = "stopped"
-                        break
-                    record = self._step(facts, interrupt)
-                    if report is not None:
-                        report.step(record)
-                    self.display.step(record)
-                    if config.checkpoint.every and progress.step % config.checkpoint.every == 0:
-                        self._keeper.save(progress)
-                    self._keeper.tell_outcomes(progress)
-                problem = self._keeper.save_and_wait(progress)
-            if problem is not None:
-                raise CheckpointError(
-                    f"the last checkpoint could not be written: {problem}",
-                    where=str(self._store.folder),
-                    fix="make room, or the folder writable, and "
-                    + (
-                        f"continue from {latest.name} with --resume {self.folder}"
-                        if (latest := self._store.latest())
-                        else "start again: there is no checkpoint of this run"
-                    ),
-                )
-            seconds = time.perf_counter() - begun
-            tokens = (progress.samples - first_samples) * config.model.context
-            latest = self._store.latest()
-            summary = Summary(
-                ended=ended,
-                folder=str(self.folder),
-                step=progress.step,
-                num_steps=config.train.steps,
-                first_loss=next(iter((*facts.losses_before, *progress.losses)), None),
-                last_loss=progress.losses[-1] if progress.losses else None,
-                eval_loss=progress.eval_loss,
-                seconds=seconds,
-                tokens=tokens,
-                tokens_per_second=tokens / seconds,
-                memory_bytes=max(self.team.collect(memory_bytes(self.device))),
-                checkpoint=str(latest) if latest else None,
-                curve=report.draw_curve() if report is not None and progress.step > first_step else None,
-                unwritten=self._unwritten.lines(),
-            )
+            ended = self._train(facts, report, stop_after)
+            summary = self._summary(facts, ended, time.perf_counter() - begun, first_samples, report)
             if report is not None:
                 report.end(summary)
             self.display.end(summary)
-            self._tell_unwritten(summary)
+            self._raise_unwritten(summary)
             return summary
         finally:
             self.display.close()
             if report is not None:
                 report.close()
 
-    def _begin(self, facts: RunFacts) -> Report | None:
+    def _train(self, facts: RunFacts, report: Report | None, stop_after: int | None) -> str:
+        """Runs the steps, saves the last checkpoint, and returns how the run ended."""
+        config, progress = self.config, self.progress
+        ended = "finished"
+        with Interrupt() as interrupt:
+            while progress.step < config.train.steps:
+                if progress.stop_requested or progress.step == stop_after:
+                    ended = "stopped"
+                    break
+                record = self._step(facts, interrupt)
+                if report is not None:
+                    report.step(record)
+                self.display.step(record)
+                if config.checkpoint.every and progress.step % config.checkpoint.every == 0:
+                    self._checkpoints.save(progress)
+                self._checkpoints.report_outcomes(progress)
+            problem = self._checkpoints.save_and_wait(progress)
+        if problem is None:
+            return ended
+        raise CheckpointError(
+            f"the last checkpoint could not be written: {problem}",
+            where=str(self._store.folder),
+            fix="free disk space or make the folder writable, and "
+            + (
+                f"continue from {latest.name} with --resume {self.folder}"
+                if (latest := self._store.latest())
+                else "start again: there is no checkpoint of this run"
+            ),
+        )
+
+    def _summary(
+        self, facts: RunFacts, ended: str, seconds: float, first_samples: int, report: Report | None
+    ) -> Summary:
+        progress = self.progress
+        tokens = (progress.samples - first_samples) * self.config.model.context
+        latest = self._store.latest()
+        return Summary(
+            ended=ended,
+            folder=str(self.folder),
+            step=progress.step,
+            num_steps=self.config.train.steps,
+            first_loss=next(iter((*facts.losses_before, *progress.losses)), None),
+            last_loss=progress.losses[-1] if progress.losses else None,
+            eval_loss=progress.eval_loss,
+            seconds=seconds,
+            tokens=tokens,
+            tokens_per_second=tokens / seconds,
+            memory_bytes=max(self.team.collect(memory_bytes(self.device))),
+            checkpoint=str(latest) if latest else None,
+            curve=report.draw_curve() if report is not None and progress.step > facts.first_step else None,
+            unwritten=self._unwritten.lines(),
+        )
+
+    def _begin_report(self, facts: RunFacts) -> Report | None:
         self.team.from_first(self._write_config)
         if self.team.rank:
             return None
@@ -214,7 +226,7 @@ class Trainer:
             self.folder,
             self.display,
             self._unwritten,
-            self._taken_by,
+            self._other_run_in_folder,
             from_step=facts.first_step,
             tensorboard=self.config.output.tensorboard,
         )
@@ -229,33 +241,31 @@ class Trainer:
                 raise ConfigError(
                     f"{path} cannot be written: {error.strerror}",
                     where="output.folder",
-                    fix="make room, or choose another folder",
+                    fix="free disk space, or choose another folder",
                 ) from None
-            self._unwritten.note(CONFIG, error)
-            self.display.warn(
-                f"{CONFIG} keeps the settings of before, it cannot be written: {error.strerror}"
-            )
+            self._unwritten.add(CONFIG, error)
+            self.display.warn(f"{CONFIG} cannot be written and keeps the old settings: {error.strerror}")
 
     def _config_text(self) -> str:
         return json.dumps({**self._origin, "config": as_json(self.config)}, indent=2) + "\n"
 
-    def _not_shown(self, error: OSError) -> None:
+    def _on_display_error(self, error: OSError) -> None:
         # If standard output cannot be written to, standard error may go to the same place.
-        if self._unwritten.note("the log", error):
+        if self._unwritten.add("the log", error):
             with contextlib.suppress(OSError):
                 print(
-                    f"warning: the log cannot be written, training goes on: {error}",
+                    f"warning: the log cannot be written, training continues: {error}",
                     file=sys.stderr,
                     flush=True,
                 )
 
-    def _tell_unwritten(self, summary: Summary) -> None:
+    def _raise_unwritten(self, summary: Summary) -> None:
         if lines := self._unwritten.lines():
             raise StateError(
-                f"the run {summary.ended} at step {summary.step} and its checkpoint is whole, but not all of it was "
-                "written down:" + "".join(f"\n    {line}" for line in lines),
+                f"the run {summary.ended} at step {summary.step} and its checkpoint is complete, but some files "
+                "could not be written:" + "".join(f"\n    {line}" for line in lines),
                 where=str(self.folder),
-                fix="make room; what is missing cannot be brought back, and the run can go on with --resume",
+                fix="free disk space; what is missing is lost, but the run can continue with --resume",
             )
 
     def _facts(self) -> RunFacts:
@@ -287,10 +297,10 @@ class Trainer:
         begun = time.perf_counter()
         stepped = self._stepper.step(progress)
         if stepped is None:
-            raise self._bad_gradients()
+            raise self._save_and_explain_bad_gradients()
         sum_of_losses, num_asked = self.team.sum(stepped.loss, float(interrupt.requested))
         progress.losses.append(sum_of_losses / self.team.world_size)
-        progress.stops = num_asked > 0
+        progress.stop_requested = num_asked > 0
         is_last = progress.step == config.train.steps
         seconds = time.perf_counter() - begun
         eval_loss = None
@@ -307,18 +317,84 @@ class Trainer:
             tokens_per_second=speed,
             memory_bytes=memory_bytes(self.device),
             mfu=None if peak is None else speed * facts.flops_of_token / (peak * self.team.world_size),
-            saving=self._keeper.is_busy,
+            saving=self._checkpoints.is_busy,
             eval_loss=eval_loss,
         )
 
-    def _bad_gradients(self) -> StateError:
+    def _save_and_explain_bad_gradients(self) -> StateError:
         """Saves the weights, which are still those of the step before, and returns the error that ends the run."""
         progress = self.progress
         where = self._stepper.explain_bad_gradients(progress)
-        self._keeper.save_and_wait(progress)
+        self._checkpoints.save_and_wait(progress)
         return StateError(
             f"the gradients of step {progress.step + 1} are not finite: {where}",
             where=f"step {progress.step + 1}, samples from {progress.samples}",
             fix="lower optimizer.lr or look at the data, and continue with --resume "
             f"{self.folder}: the weights before this step are saved",
         )
+
+
+# --- figures of the hardware -------------------------------------------------------------------------------------
+
+_TERA = 1e12
+_PEAK_BF16 = {
+    "H200": 989 * _TERA,
+    "H100": 989 * _TERA,
+    "B200": 2250 * _TERA,
+    "A100": 312 * _TERA,
+    "L40": 181 * _TERA,
+    "L4": 121 * _TERA,
+    "4090": 165 * _TERA,
+    "3090": 71 * _TERA,
+}
+"""Dense bf16 FLOPs per second, from vendors' data sheets, by a word in the device's name; the longest match wins."""
+
+
+def peak_flops(device: torch.device, precision: str) -> float | None:
+    """Returns the peak FLOPs per second of a GPU in bf16; None if unknown, or in another precision."""
+    if device.type != "cuda" or precision != "bf16":
+        return None
+    name = torch.cuda.get_device_name(device)
+    fitting = [word for word in _PEAK_BF16 if word in name]
+    return _PEAK_BF16[max(fitting, key=len)] if fitting else None
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Returns the peak memory of this rank so far: of its GPU, or else of the host."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+# --- stopping ----------------------------------------------------------------------------------------------------
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Interrupt:
+    """Turns SIGTERM and Ctrl-C, while it is entered, into a request to stop between two steps.
+
+    SIGTERM may arrive many times, from a scheduler and from processes that forward it; a second Ctrl-C goes to the
+    previous handler.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Interrupt:
+        # Only the main thread may set handlers; ranks that are threads are stopped by their caller.
+        if threading.current_thread() is threading.main_thread():
+            for number in _SIGNALS:
+                self._before[number] = signal.signal(number, self._request_stop)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+    def _request_stop(self, number: int, _frame: FrameType | None) -> None:
+        self.requested = True
+        if number == signal.SIGINT:
+            signal.signal(number, self._before.pop(number, signal.SIG_DFL))

@@ -158,7 +158,7 @@ class Llama(ModelSource):
                 )
         if self.width % (2 * self.heads) or self.heads % self.kv_heads:
             raise ConfigError(
-                f"a width of {self.width} cannot be shared by {self.heads} heads and {self.kv_heads} kv_heads",
+                f"a width of {self.width} cannot be divided among {self.heads} heads and {self.kv_heads} kv_heads",
                 where="Llama",
                 fix="make width a multiple of 2 × heads, and heads a multiple of kv_heads",
             )

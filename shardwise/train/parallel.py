@@ -87,18 +87,18 @@ class Parallel:
         for unit in self.units.values():
             # Compile inside recomputation: the other way round, the compiler skips the unit.
             if sharding.compile and sharding.recompute:
-                unit.forward = _recomputed(torch.compile(unit.forward))
+                unit.forward = _with_recomputation(torch.compile(unit.forward))
             elif sharding.recompute:
-                unit.forward = _recomputed(unit.forward)
+                unit.forward = _with_recomputation(unit.forward)
             elif sharding.compile:
                 unit.compile()
         self.is_sharded = sharding.mode not in ("none", "optimizer")
         if self.is_sharded:
             self._shard(classes)
-        self._give_values(seed)
+        self._initialize_parameters(seed)
         if not self.is_sharded and exact:
-            self.module = self._exact_replica(classes)
-        self._called = self.module if self.is_sharded or exact else self._replicated()
+            self.module = self._wrap_for_exact_sums(classes)
+        self._forward_module = self.module if self.is_sharded or exact else self._wrap_in_ddp()
 
     # --- set-up -------------------------------------------------------------------------------------------------
 
@@ -123,7 +123,7 @@ class Parallel:
             exact=self._is_exact,
         )
 
-    def _give_values(self, seed: int) -> None:
+    def _initialize_parameters(self, seed: int) -> None:
         """Initializes parameters one by one, each from its own seed: if sharded, no rank ever holds the whole model."""
         if not self._source.builds_on_meta:
             return
@@ -139,12 +139,12 @@ class Parallel:
                 whole = whole.narrow(dim, min(start, whole.size(dim) - size), size)
             part.tensor.copy_(whole)
 
-    def _replicated(self) -> nn.Module:
+    def _wrap_in_ddp(self) -> nn.Module:
         self.module.to(self._device)
         devices = [self._device.index] if self._device.type == "cuda" else None
         return DistributedDataParallel(self.module, device_ids=devices)
 
-    def _exact_replica(self, classes: tuple[type[nn.Module], ...]) -> nn.Module:
+    def _wrap_for_exact_sums(self, classes: tuple[type[nn.Module], ...]) -> nn.Module:
         precision = None
         if self._sharding.precision == "bf16":
             # No module is exempt from mixed precision, as none is in the sharded modes.
@@ -186,7 +186,7 @@ class Parallel:
 
     def logits(self, tokens: Tensor) -> Tensor:
         with self._autocast():
-            return self._source.logits(self._called(tokens)).float()
+            return self._source.logits(self._forward_module(tokens)).float()
 
     def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
         """Returns the context for forward and backward of a micro-batch, which defers what can wait for the last one.
@@ -194,10 +194,14 @@ class Parallel:
         Replicas exchange whole gradients, so they exchange them once. Sharded modes reduce every time, which keeps
         gradients sharded; only the sum over replicas is deferred. With exact sums nothing is deferred.
         """
-        if isinstance(self._called, DistributedDataParallel) and not is_last:
-            return self._called.no_sync()
-        if isinstance(self._called, FSDPModule) and self._sharding.mode == "hybrid" and not self._is_exact:
-            self._called.set_requires_all_reduce(is_last)
+        if isinstance(self._forward_module, DistributedDataParallel) and not is_last:
+            return self._forward_module.no_sync()
+        if (
+            isinstance(self._forward_module, FSDPModule)
+            and self._sharding.mode == "hybrid"
+            and not self._is_exact
+        ):
+            self._forward_module.set_requires_all_reduce(is_last)
         return contextlib.nullcontext()
 
     def clip(self, largest_norm: float) -> float | None:
@@ -216,7 +220,7 @@ class Parallel:
         return contextlib.nullcontext()
 
 
-def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _with_recomputation(forward: Callable[..., Any]) -> Callable[..., Any]:
     return partial(checkpoint, forward, use_reentrant=False)
 
 
@@ -239,7 +243,7 @@ def num_replicas(wanted: int, world_size: int, local_world_size: int) -> int:
         replicas = hosts if hosts > 1 else min(2, world_size)
     if world_size % replicas:
         raise ConfigError(
-            f"{world_size} ranks cannot be shared by {replicas} replicas",
+            f"{world_size} ranks cannot be divided into {replicas} replicas",
             where="sharding.replicas",
             fix=f"use a divisor of {world_size}, or sharding.mode=full",
         )

@@ -1,8 +1,9 @@
-"""The records that a run writes about itself: one line per step, and a summary at the end."""
+"""The records that a run writes about itself, one per step and a summary at the end, and how they are shown as text."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +20,14 @@ __all__ = [
     "RunFacts",
     "StepRecord",
     "Summary",
+    "format_bytes",
+    "format_count",
+    "format_duration",
+    "headline",
     "keep_metrics_up_to",
     "read_metrics",
+    "sparkline",
+    "summary_rows",
 ]
 
 CONFIG = "config.json"
@@ -121,3 +128,80 @@ def keep_metrics_up_to(folder: Path, step: int) -> None:
     """Drops the records of later steps, which will run again."""
     kept = [record.to_json() + "\n" for record in read_metrics(folder) if record.step <= step]
     replace_file(folder / METRICS, "".join(kept))
+
+
+# --- as text -------------------------------------------------------------------------------------------------------
+
+
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+def headline(facts: RunFacts) -> list[str]:
+    ranks = "rank" if facts.world_size == 1 else "ranks"
+    return [
+        (
+            f"{facts.name}: {facts.model}, {format_count(facts.num_parameters)} parameters, "
+            f"{format_count(facts.num_tokens)} tokens of data"
+        ),
+        (
+            f"{facts.world_size} {facts.device} {ranks}, sharding {facts.mode}, {facts.precision}, "
+            f"{format_count(facts.tokens_of_step)} tokens per step; {facts.folder}"
+        ),
+    ]
+
+
+def summary_rows(summary: Summary) -> list[tuple[str, str]]:
+    ended = f"{summary.ended} at step {summary.step} of {summary.num_steps}"
+    speed = f"{format_count(summary.tokens_per_second)} tokens/s, {format_duration(summary.seconds)} in total"
+    if not summary.tokens:
+        speed = ""
+        if summary.step >= summary.num_steps:
+            ended += ": no steps were left; use --set train.steps=N to train longer"
+    rows = [
+        ("ended", ended),
+        ("loss", _loss_change(summary.first_loss, summary.last_loss)),
+        ("eval loss", "" if summary.eval_loss is None else f"{summary.eval_loss:.4f}"),
+        ("speed", speed),
+        ("memory", f"{format_bytes(summary.memory_bytes)} peak per rank"),
+        ("checkpoint", summary.checkpoint or "none"),
+        ("curve", summary.curve or ""),
+        ("not written", "; ".join(summary.unwritten)),
+    ]
+    return [(key, value) for key, value in rows if value]
+
+
+def _loss_change(first: float | None, last: float | None) -> str:
+    return "" if first is None or last is None else f"{first:.4f} → {last:.4f}"
+
+
+def format_count(number: float) -> str:
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= size:
+            return f"{number / size:.1f}{letter}"
+    return f"{number:.0f}"
+
+
+def format_bytes(number: float) -> str:
+    for size, letter in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB")):
+        if number >= size:
+            return f"{number / size:.1f} {letter}"
+    return f"{number / 1024:.0f} KiB"
+
+
+def format_duration(seconds: float) -> str:
+    whole = max(0, round(seconds))
+    hours, minutes = whole // 3600, whole % 3600 // 60
+    return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
+
+
+def sparkline(values: list[float], width: int) -> str:
+    """Returns a curve as one line of text, in which each bar is the mean of several consecutive values."""
+    finite = [value for value in values if value == value and abs(value) != float("inf")]
+    if not finite:
+        return ""
+    count = min(width, len(finite))
+    edges = [len(finite) * number // count for number in range(count + 1)]
+    means = [sum(finite[low:high]) / (high - low) for low, high in itertools.pairwise(edges) if high > low]
+    low, high = min(means), max(means)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[round((mean - low) * scale)] for mean in means)

@@ -36,7 +36,7 @@ class Unwritten:
     def __init__(self) -> None:
         self._problems: dict[str, tuple[int, str]] = {}
 
-    def note(self, name: str, error: OSError) -> bool:
+    def add(self, name: str, error: OSError) -> bool:
         """Adds a problem with ``name``, and returns whether it is the first one."""
         times, _ = self._problems.get(name, (0, ""))
         self._problems[name] = (times + 1, error.strerror or str(error))
@@ -56,7 +56,8 @@ class Report:
         folder: the run's folder.
         display: shows warnings about what cannot be written.
         unwritten: collects what cannot be written.
-        taken_by: returns the other run that has begun in the folder, if any; then only TensorBoard events are written.
+        other_run_in_folder: returns the other run that has begun in the folder, if any; then only TensorBoard
+            events are written.
         from_step: the step that the run continues from; the metrics of later steps are dropped.
         tensorboard: whether to write TensorBoard events.
     """
@@ -66,30 +67,30 @@ class Report:
         folder: Path,
         display: Display,
         unwritten: Unwritten,
-        taken_by: Callable[[], str | None],
+        other_run_in_folder: Callable[[], str | None],
         *,
         from_step: int,
         tensorboard: bool,
     ) -> None:
         self._folder, self._display, self._unwritten = folder, display, unwritten
-        self._taken_by = taken_by
+        self._other_run_in_folder = other_run_in_folder
         self._metrics = LineFile(folder / METRICS)
-        with self._tolerated(METRICS):
+        with self._warn_if_unwritable(METRICS):
             keep_metrics_up_to(folder, from_step)
         self._events: Any = None
         if tensorboard:
             require("tensorboard", "output.tensorboard")
             from torch.utils.tensorboard import SummaryWriter
 
-            with self._tolerated(TENSORBOARD):
+            with self._warn_if_unwritable(TENSORBOARD):
                 self._events = SummaryWriter(str(folder / TENSORBOARD))
 
     def step(self, record: StepRecord) -> None:
-        with self._tolerated(METRICS):
+        with self._warn_if_unwritable(METRICS):
             self._check_folder()
             self._metrics.write(record.to_json())
         if self._events is not None:
-            with self._tolerated(TENSORBOARD):
+            with self._warn_if_unwritable(TENSORBOARD):
                 for name in ("loss", "lr", "grad_norm", "tokens_per_second", "eval_loss"):
                     value = getattr(record, name)
                     if value is not None:
@@ -98,38 +99,38 @@ class Report:
     def draw_curve(self) -> str | None:
         """Plots the loss of the whole run, before and after resumes, and returns the PNG's path, if it was written."""
         path = None
-        with self._tolerated(CURVE):
+        with self._warn_if_unwritable(CURVE):
             self._check_folder()
-            if (drawn := _drawn(read_metrics(self._folder))) is not None:
+            if (drawn := _render_plot(read_metrics(self._folder))) is not None:
                 replace_file(self._folder / CURVE, drawn)
                 path = str(self._folder / CURVE)
         return path
 
     def end(self, summary: Summary) -> None:
-        with self._tolerated(SUMMARY):
+        with self._warn_if_unwritable(SUMMARY):
             self._check_folder()
             replace_file(self._folder / SUMMARY, json.dumps(summary.as_json(), indent=2) + "\n")
 
     def close(self) -> None:
         self._metrics.close()
         if self._events is not None:
-            with self._tolerated(TENSORBOARD):
+            with self._warn_if_unwritable(TENSORBOARD):
                 self._events.close()
 
     def _check_folder(self) -> None:
-        if other := self._taken_by():
-            raise OSError(errno.EBUSY, f"another run has taken the folder: {other}")
+        if other := self._other_run_in_folder():
+            raise OSError(errno.EBUSY, f"another run is using the folder: {other}")
 
     @contextlib.contextmanager
-    def _tolerated(self, name: str) -> Iterator[None]:
+    def _warn_if_unwritable(self, name: str) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            if self._unwritten.note(name, error):
-                self._display.warn(f"{name} cannot be written, training goes on: {error.strerror or error}")
+            if self._unwritten.add(name, error):
+                self._display.warn(f"{name} cannot be written, training continues: {error.strerror or error}")
 
 
-def _drawn(records: list[StepRecord]) -> bytes | None:
+def _render_plot(records: list[StepRecord]) -> bytes | None:
     if optional("matplotlib") is None:
         return None
     from matplotlib.backends.backend_agg import FigureCanvasAgg

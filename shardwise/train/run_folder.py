@@ -1,4 +1,4 @@
-"""Finds or creates a run's folder, and locks it while the run goes on.
+"""Finds or creates a run's folder, and locks it while the run is active.
 
     FOLDER/.lock    a file that one run at a time holds a lock on; its text names the run's process and host
 
@@ -29,7 +29,7 @@ __all__ = [
     "LOCK",
     "LOGS",
     "FolderLock",
-    "holder_of",
+    "lock_holder",
     "new_folder",
     "newest_folder",
     "refuse_checkpoints_in",
@@ -40,7 +40,7 @@ CHECKPOINTS = "checkpoints"
 LOGS = "logs"
 LOCK = ".lock"
 _ENDING_SECONDS = 30.0
-# On file systems that cannot lock, a run goes on without a lock.
+# On file systems that cannot lock, a run continues without a lock.
 _CANNOT_LOCK = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
@@ -51,20 +51,24 @@ def new_folder(wanted: str, name: str) -> Path:
         ConfigError: the folder holds a run with checkpoints, which stays untouched; or it cannot be made or written to.
     """
     try:
-        folder = _made(Path(wanted).expanduser()) if wanted else _next_free(Path("runs"), name)
+        folder = (
+            _create_folder(Path(wanted).expanduser())
+            if wanted
+            else _create_numbered_folder(Path("runs"), name)
+        )
         if not os.access(folder, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         place = Path(wanted).expanduser() if wanted else Path("runs") / name
         raise ConfigError(
-            f"there can be no run in '{place}': {error.strerror}",
-            where="output.folder" if wanted else "the present folder",
+            f"cannot create a run in '{place}': {error.strerror}",
+            where="output.folder" if wanted else "the current folder",
             fix="choose a folder that can be written to: --set output.folder=FOLDER",
         ) from None
     return folder.resolve()
 
 
-def _made(folder: Path) -> Path:
+def _create_folder(folder: Path) -> Path:
     refuse_checkpoints_in(folder)
     folder.mkdir(parents=True, exist_ok=True)
     return folder
@@ -73,14 +77,14 @@ def _made(folder: Path) -> Path:
 def refuse_checkpoints_in(folder: Path) -> None:
     if Store(folder / CHECKPOINTS).checkpoints():
         raise ConfigError(
-            f"a run with checkpoints lives in {folder}",
+            f"{folder} already holds a run with checkpoints",
             where="output.folder",
             fix=f"continue it with --resume {folder}, or choose another folder",
         )
 
 
-def _next_free(parent: Path, name: str) -> Path:
-    """Creates the first free one of ``NAME``, ``NAME-2``, ...; two runs that start at once get different folders."""
+def _create_numbered_folder(parent: Path, name: str) -> Path:
+    """Creates the first free one of ``NAME``, ``NAME-2``, ...; runs that start at the same time get different ones."""
     parent.mkdir(parents=True, exist_ok=True)
     for number in itertools.count(1):
         folder = parent / (name if number == 1 else f"{name}-{number}")
@@ -125,7 +129,7 @@ class FolderLock:
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / LOCK
-        self._descriptor = self._taken()
+        self._descriptor = self._acquire()
         with contextlib.suppress(OSError):
             os.ftruncate(self._descriptor, 0)
             os.write(
@@ -140,10 +144,10 @@ class FolderLock:
                 self._path.unlink()
         os.close(self._descriptor)
 
-    def _taken(self) -> int:
+    def _acquire(self) -> int:
         deadline = time.monotonic() + _ENDING_SECONDS
         while True:
-            descriptor = self._opened()
+            descriptor = self._open()
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 # The previous holder may have removed the file that is locked here.
@@ -152,15 +156,15 @@ class FolderLock:
             except FileNotFoundError:
                 pass
             except BlockingIOError:
-                holder = _text_of(descriptor)
-                if _has_ended(holder) and time.monotonic() < deadline:
+                holder = _read_lock(descriptor)
+                if _holder_has_ended(holder) and time.monotonic() < deadline:
                     # The launcher of that run was killed, and the kernel is still ending its ranks.
                     os.close(descriptor)
                     time.sleep(0.05)
                     continue
                 os.close(descriptor)
                 raise ConfigError(
-                    f"another run is going on in {self._path.parent}" + (f": {holder}" if holder else ""),
+                    f"another run is active in {self._path.parent}" + (f": {holder}" if holder else ""),
                     where=str(self._path),
                     fix="wait for it or stop it, or choose another folder",
                 ) from None
@@ -171,7 +175,7 @@ class FolderLock:
                 return descriptor
             os.close(descriptor)
 
-    def _opened(self) -> int:
+    def _open(self) -> int:
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             return os.open(self._path, flags, 0o666)
@@ -180,24 +184,24 @@ class FolderLock:
             raise ConfigError(
                 f"{self._path} cannot be opened: {reason}",
                 where="the run's folder",
-                fix="make the folder writable, and remove the file if it is no plain file",
+                fix="make the folder writable, and remove the file if it is not a regular file",
             ) from None
 
 
-def holder_of(folder: Path) -> str:
+def lock_holder(folder: Path) -> str:
     """Returns what the run that holds a folder wrote into its lock file; empty if there is none."""
     with contextlib.suppress(OSError), open_file(folder / LOCK, follow_links=False) as file:
-        return _text_of(file.fileno())
+        return _read_lock(file.fileno())
     return ""
 
 
-def _text_of(descriptor: int) -> str:
+def _read_lock(descriptor: int) -> str:
     with contextlib.suppress(OSError):
         return os.pread(descriptor, 200, 0).decode(errors="replace").strip()
     return ""
 
 
-def _has_ended(holder: str) -> bool:
+def _holder_has_ended(holder: str) -> bool:
     """Returns whether the launcher that wrote this text ran on this host, and is gone."""
     match = re.match(r"process (\d+) on (.*), since", holder)
     return match is not None and match[2] == socket.gethostname() and not Path(f"/proc/{match[1]}").exists()

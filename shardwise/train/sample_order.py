@@ -20,7 +20,7 @@ __all__ = ["SampleOrder", "plan_order", "shuffled"]
 _MASK = (1 << 64) - 1
 
 
-def _mixed(value: int) -> int:
+def _hash64(value: int) -> int:
     """Hashes 64 bits with splitmix64."""
     value = (value + 0x9E3779B97F4A7C15) & _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
@@ -34,11 +34,11 @@ def shuffled(index: int, length: int, key: int) -> int:
         return index
     half_bits = max(1, ((length - 1).bit_length() + 1) // 2)
     mask = (1 << half_bits) - 1
-    keys = [_mixed(key + number) for number in range(4)]
+    keys = [_hash64(key + number) for number in range(4)]
     while True:
         left, right = index >> half_bits, index & mask
         for round_key in keys:
-            left, right = right, left ^ (_mixed(right ^ round_key) & mask)
+            left, right = right, left ^ (_hash64(right ^ round_key) & mask)
         index = (left << half_bits) | right
         # The network permutes a power of 4; repeating it until the index is in range permutes the range.
         if index < length:
@@ -55,7 +55,7 @@ class SampleOrder:
         world_size: the number of ranks.
         accumulate: micro-batches per rank and step.
         seed: the seed of the shuffle; None keeps the order of the data.
-        takes_turns: ranks take micro-batches in turn, as exact sums need; otherwise each rank takes consecutive ones.
+        is_round_robin: ranks take micro-batches in turn, as exact sums need; otherwise each takes consecutive ones.
     """
 
     num_samples: int
@@ -63,14 +63,14 @@ class SampleOrder:
     world_size: int = 1
     accumulate: int = 1
     seed: int | None = 0
-    takes_turns: bool = False
+    is_round_robin: bool = False
 
     def __post_init__(self) -> None:
         pieces = self.world_size * self.accumulate
         if self.batch_size % pieces:
             near = max(1, round(self.batch_size / pieces)) * pieces
             raise ConfigError(
-                f"a batch of {self.batch_size} sequences cannot be shared by {self.world_size} ranks "
+                f"a batch of {self.batch_size} sequences cannot be divided among {self.world_size} ranks "
                 f"with {self.accumulate} micro-batches each",
                 where="train.batch_size",
                 fix=f"use a multiple of {pieces}, such as {near}",
@@ -80,22 +80,22 @@ class SampleOrder:
     def micro_batch_size(self) -> int:
         return self.batch_size // (self.world_size * self.accumulate)
 
-    def number(self, rank: int, micro_batch: int) -> int:
+    def micro_batch_index(self, rank: int, micro_batch: int) -> int:
         """Returns the index, among all micro-batches of a step, of one micro-batch of a rank."""
-        if self.takes_turns:
+        if self.is_round_robin:
             return micro_batch * self.world_size + rank
         return rank * self.accumulate + micro_batch
 
     def samples(self, samples_seen: int, rank: int, micro_batch: int) -> Sequence[int]:
         """Returns the samples of one micro-batch of the step that begins after ``samples_seen``."""
-        start = samples_seen + self.number(rank, micro_batch) * self.micro_batch_size
+        start = samples_seen + self.micro_batch_index(rank, micro_batch) * self.micro_batch_size
         return [self.sample(position) for position in range(start, start + self.micro_batch_size)]
 
     def sample(self, position: int) -> int:
         epoch, index = divmod(position, self.num_samples)
         if self.seed is None:
             return index
-        return shuffled(index, self.num_samples, _mixed(self.seed * 0x10001 + epoch))
+        return shuffled(index, self.num_samples, _hash64(self.seed * 0x10001 + epoch))
 
 
 def plan_order(num_samples: int, train: Training, world_size: int, seed: int | None) -> SampleOrder:
@@ -109,4 +109,6 @@ def plan_order(num_samples: int, train: Training, world_size: int, seed: int | N
             where="train.exact_micro_batches",
             fix="use 1, 2, 4, 8, ... ranks, and a number of micro-batches that they divide",
         )
-    return SampleOrder(num_samples, train.batch_size, world_size, exact // world_size, seed, takes_turns=True)
+    return SampleOrder(
+        num_samples, train.batch_size, world_size, exact // world_size, seed, is_round_robin=True
+    )

@@ -1,4 +1,4 @@
-"""Runs training steps, and evaluates the model on held-out samples.
+"""Runs training steps, evaluates the model on held-out samples, and finds where gradients stop being finite.
 
 The configuration and the number of a step alone decide its samples, its learning rate and its random seed. So a
 checkpoint has to restore only two numbers and the tensors.
@@ -6,17 +6,18 @@ checkpoint has to restore only two numbers and the tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  the name everyone knows
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardwise.checkpoint.parts import part_of
 from shardwise.train.config import Config
 from shardwise.train.data import Samples
-from shardwise.train.non_finite import first_bad_unit
 from shardwise.train.parallel import Parallel, learning_rate
 from shardwise.train.sample_order import SampleOrder
 from shardwise.train.team import Team
@@ -33,7 +34,7 @@ class Progress:
     losses: list[float] = field(default_factory=list)
     eval_loss: float | None = None
     saved_step: int = -1
-    stops: bool = False
+    stop_requested: bool = False
     """Whether any rank was asked to stop; all ranks learn of it in the same step."""
 
 
@@ -93,7 +94,7 @@ class Stepper:
         """Returns the mean loss of held-out samples over all ranks; None if there is nothing to evaluate."""
         samples, order = self._samples, self._order
         # With exact sums, the total number of batches must not depend on the number of ranks.
-        num_batches = self._config.evaluate.batches * (order.accumulate if order.takes_turns else 1)
+        num_batches = self._config.evaluate.batches * (order.accumulate if order.is_round_robin else 1)
         if not samples.num_held_out or not num_batches:
             return None
         self._parallel.module.eval()
@@ -113,7 +114,7 @@ class Stepper:
         return self._team.sum(total)[0] / (self._team.world_size * num_batches)
 
     def explain_bad_gradients(self, progress: Progress) -> str:
-        """Returns a sentence that names the unit they come from; reads the step's gradients, then clears them."""
+        """Says which unit the bad gradients come from, then clears them; the weights have not changed."""
 
         def forward() -> None:
             for inputs, _ in self._micro_batches(progress):
@@ -141,8 +142,10 @@ class Stepper:
         for number in range(order.accumulate):
             # Dropout and the like depend only on the step and the rank, so there is no random state to save. With
             # exact sums they depend on the step and the micro-batch instead.
-            if number == 0 or order.takes_turns:
-                self._seed(progress.step, order.number(rank, number) if order.takes_turns else rank)
+            if number == 0 or order.is_round_robin:
+                self._seed(
+                    progress.step, order.micro_batch_index(rank, number) if order.is_round_robin else rank
+                )
             inputs, targets = self._samples.batch(order.samples(progress.samples, rank, number))
             yield inputs.to(self._device), targets.to(self._device)
 
@@ -152,3 +155,53 @@ class Stepper:
     def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         logits = self._parallel.logits(inputs)
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+# --- gradients that are not finite ----------------------------------------------------------------------------------
+
+
+def first_bad_unit(
+    module: nn.Module, units: Mapping[str, nn.Module], forward: Callable[[], Any], team: Team
+) -> str:
+    """Says which unit produced the first value that is not finite. Called on every rank, before gradients are cleared.
+
+    The forward runs again with a hook on every unit's output; if all outputs are finite, gradients are searched.
+    """
+    in_gradients = _units_with_bad_gradients(module, units)
+    seen: list[str] = []
+
+    def watch(name: str) -> Callable[..., None]:
+        def look(_module: nn.Module, _args: Any, output: Any) -> None:
+            if isinstance(output, Tensor) and not bool(output.isfinite().all()):
+                seen.append(name)
+
+        return look
+
+    hooks = [unit.register_forward_hook(watch(name)) for name, unit in units.items()]
+    try:
+        with torch.no_grad():
+            forward()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    order = list(units)
+    # Ranks see different data: the first unit that any rank has found counts.
+    found = [name for of_rank in team.collect(seen[:1]) for name in of_rank]
+    if found:
+        return f"the output of unit '{min(found, key=order.index)}' is the first that is not finite"
+    gradients = {name for of_rank in team.collect(in_gradients) for name in of_rank}
+    # Backward runs from the end, so the last unit with bad gradients is where they began.
+    for name in reversed(order):
+        if name in gradients:
+            return f"all unit outputs are finite, but gradients are not, from unit '{name}' backwards"
+    return (
+        "outputs and gradients of all units are finite; the cause is outside of them, in the root or the loss"
+    )
+
+
+def _units_with_bad_gradients(module: nn.Module, units: Mapping[str, nn.Module]) -> list[str]:
+    bad = []
+    for name, param in module.named_parameters():
+        if param.grad is not None and not bool(part_of(param.grad).tensor.isfinite().all()):
+            bad.append(name)
+    return [unit for unit in units if any(name.startswith(f"{unit}.") for name in bad)]

@@ -34,7 +34,7 @@ class Team:
         return group
 
     def together(self, work: Callable[[], Result]) -> Result:
-        """Runs ``work`` on every rank; a ShardwiseError or OSError of any rank is raised on all before any goes on.
+        """Runs ``work`` on every rank; a ShardwiseError or OSError of any rank is raised on all before any continues.
 
         Such an error is marked as ``agreed``: it is enough if one rank reports it.
         """

@@ -7,7 +7,6 @@ import inspect
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
 
+from shardwise.comm.collectives.agreement import describe_first_difference
 from shardwise.comm.exchange import all_gather_bytes
 from shardwise.errors import ConfigError, ConfigTypeError, RankDisagreement, StateError
 from shardwise.optim.elementwise_classes import is_elementwise
@@ -191,11 +191,8 @@ def _check_same(lines: Sequence[str], process_group: dist.ProcessGroup) -> None:
         return
     # All ranks have seen the same digests, so all of them get here.
     by_rank = [gathered.decode().split("\n") for gathered in all_gather_bytes(text, process_group)]
-    other, lines = next((rank, lines) for rank, lines in enumerate(by_rank) if lines != by_rank[0])
-    pairs = zip_longest(by_rank[0], lines, fillvalue="nothing more")
-    first, theirs = next((first, theirs) for first, theirs in pairs if first != theirs)
     raise RankDisagreement(
-        f"ranks pass different parameters: rank 0 has {first}; rank {other} has {theirs}",
+        f"ranks pass different parameters: {describe_first_difference(by_rank, range(len(by_rank)))}",
         where=f"ZeroRedundancyOptimizer, found on every rank; this is rank {process_group.rank()}",
         fix="create the same model and the same parameter groups, in the same order, on every rank",
     )

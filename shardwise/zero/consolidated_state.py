@@ -101,11 +101,11 @@ def consolidate(
             by_param.setdefault(state.piece.param, []).append(state)
     for index, parts in sorted(by_param.items()):
         parts.sort(key=lambda state: state.piece)
-        consolidated[index] = _join(parts, params[index])
+        consolidated[index] = _join_pieces(parts, params[index])
     return consolidated
 
 
-def _join(parts: Sequence[PieceState], param: Tensor) -> State:
+def _join_pieces(parts: Sequence[PieceState], param: Tensor) -> State:
     first = parts[0]
     if first.is_whole:
         return first.values

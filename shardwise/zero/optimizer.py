@@ -36,8 +36,7 @@ from shardwise.zero import argument_checks, consolidated_state, sharded_state
 from shardwise.zero.join import ZeroJoinHook, share_gradients
 from shardwise.zero.local_optimizer import LocalOptimizer
 from shardwise.zero.partition import Partition
-from shardwise.zero.step_agreement import OptimizerAgreement
-from shardwise.zero.sync import ParameterSync
+from shardwise.zero.sync import OptimizerAgreement, ParameterSync
 
 __all__ = ["ZeroRedundancyOptimizer"]
 

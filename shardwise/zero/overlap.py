@@ -251,7 +251,7 @@ class _SteppingBackward:
         try:
             self._zero.local.step_pieces(
                 {
-                    piece: _part(partition, piece, bucket.gradients[position])
+                    piece: _gradient_of_piece(partition, piece, bucket.gradients[position])
                     for position, piece in bucket.plan.owned
                     if used is None or used[position]
                 }
@@ -338,7 +338,7 @@ def _copy_into_bucket(reduced: Tensor, buffer: Tensor) -> None:
         buffer.copy_(reduced)
 
 
-def _part(partition: Partition, piece: OwnedPiece, grad: Tensor) -> Tensor:
+def _gradient_of_piece(partition: Partition, piece: OwnedPiece, grad: Tensor) -> Tensor:
     return grad if partition.is_whole(piece) else partition.gradient_of(piece, grad)
 
 

@@ -89,24 +89,24 @@ class Partition:
             for piece in whole_pieces([self.params[index].numel() for index in indices], loads):
                 index = indices[piece.param]
                 self.pieces[index] = [piece._replace(param=index)]
-        self.shared_buffers += [self._shared_buffer(indices) for indices in self._by_buffer(added)]
+        self.shared_buffers += [self._shared_buffer(indices) for indices in self._group_by_buffer(added)]
 
     def _assign_evenly(self, added: Iterable[int]) -> None:
-        for indices in self._by_buffer(added):
-            pieces, layout = even_pieces([self._extent(index) for index in indices], self.world)
+        for indices in self._group_by_buffer(added):
+            pieces, layout = even_pieces([self._param_size(index) for index in indices], self.world)
             for piece in pieces:
                 index = indices[piece.param]
                 self.pieces[index].append(piece._replace(param=index))
             self.shared_buffers.append(SharedBuffer(tuple(indices), layout))
 
-    def _by_buffer(self, added: Iterable[int]) -> Iterable[list[int]]:
-        """Groups parameters by device, and frozen ones apart: those have no state to balance."""
+    def _group_by_buffer(self, added: Iterable[int]) -> Iterable[list[int]]:
+        """Groups parameters by device, and frozen ones separately: those have no state to balance."""
         members: dict[tuple[torch.device, bool], list[int]] = defaultdict(list)
         for index in added:
             members[self.params[index].device, self.params[index].requires_grad].append(index)
         return members.values()
 
-    def _extent(self, index: int) -> ParamSize:
+    def _param_size(self, index: int) -> ParamSize:
         param = self.params[index]
         return ParamSize(param.numel(), param.element_size())
 
@@ -117,7 +117,7 @@ class Partition:
             for position, index in enumerate(indices)
             for piece in self.pieces[index]
         ]
-        sizes = [self._extent(index) for index in indices]
+        sizes = [self._param_size(index) for index in indices]
         return SharedBuffer(tuple(indices), owned_layout(sizes, pieces, self.world))
 
     def set_owner(self, index: int, owner: int) -> None:
@@ -220,7 +220,7 @@ class Partition:
             self.shared_buffers = [
                 self._shared_buffer(indices)
                 for shared in self.shared_buffers
-                for indices in self._by_buffer(shared.params)
+                for indices in self._group_by_buffer(shared.params)
             ]
         self._kinds = kinds
         for piece, tensor in self._slices.items():

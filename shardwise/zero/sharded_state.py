@@ -48,12 +48,14 @@ def sharded_entries(partition: Partition, local: Mapping[Any, Any]) -> dict[str,
     entries: dict[str, Any] = {}
     for piece in partition.owned:
         for name, value in local.get(partition.stepped_tensor(piece), {}).items():
-            entries[f"state.{piece.param}.{name}"] = map_tree(partial(_saved, piece, partition), value)
+            entries[f"state.{piece.param}.{name}"] = map_tree(
+                partial(_to_checkpoint, piece, partition), value
+            )
     of_no_param = {name: value for name, value in local.items() if isinstance(name, str)}
     return entries | ({_GLOBAL: of_no_param} if of_no_param else {})
 
 
-def _saved(piece: OwnedPiece, partition: Partition, value: Tensor) -> Any:
+def _to_checkpoint(piece: OwnedPiece, partition: Partition, value: Tensor) -> Any:
     param = partition.params[piece.param]
     shape = param.shape if partition.is_whole(piece) else (piece.numel,)
     if is_per_element(value, shape):
@@ -186,7 +188,7 @@ def state_of_own_pieces(partition: Partition, entries: Mapping[str, Any]) -> dic
             _, index, name = key.split(".", 2)
             by_param.setdefault(int(index), {})[name] = value
     return {
-        piece: {name: _loaded(piece, partition, value) for name, value in values.items()}
+        piece: {name: _from_checkpoint(piece, partition, value) for name, value in values.items()}
         for piece in partition.owned
         if (values := by_param.get(piece.param))
     }
@@ -198,13 +200,13 @@ def saved_global_state(entries: Mapping[str, Any]) -> State:
     return found
 
 
-def _loaded(piece: OwnedPiece, partition: Partition, value: Any) -> Any:
+def _from_checkpoint(piece: OwnedPiece, partition: Partition, value: Any) -> Any:
     if isinstance(value, Mapping):
         if value.keys() == {_NO_SPAN}:
             return value[_NO_SPAN]
-        return {key: _loaded(piece, partition, inner) for key, inner in value.items()}
+        return {key: _from_checkpoint(piece, partition, inner) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_loaded(piece, partition, inner) for inner in value]
+        return [_from_checkpoint(piece, partition, inner) for inner in value]
     if not isinstance(value, CheckpointSpan):
         return value
     if not partition.is_whole(piece):

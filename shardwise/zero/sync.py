@@ -1,4 +1,4 @@
-"""After a step: sends every rank's stepped pieces to every other rank.
+"""What ranks do together around a step: agree before it, and send their stepped pieces to all others after it.
 
 Without bucket views, pieces are sent from the parameters and received into them. With bucket views, parameters are
 views of a shared buffer that has a section for each owner; whole sections are sent, without copies.
@@ -11,19 +11,22 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
+from shardwise.comm.channels.channel import Channel
+from shardwise.comm.channels.collective_log import collective_code, listed
 from shardwise.comm.collectives.group import channel_of
 from shardwise.comm.exchange import Exchange, plan_exchange, process_vm_peers_of
-from shardwise.comm.shared_memory.direct_reads import DirectReads, zeros_in_huge_pages
-from shardwise.comm.shared_memory.process_vm import ProcessVMPeers
+from shardwise.comm.shared_memory.process_vm import DirectReads, ProcessVMPeers, zeros_in_huge_pages
+from shardwise.engine.step.agreement import last_checkpoint
 from shardwise.zero.partition import Partition, SharedBuffer
 
-__all__ = ["ParameterSync", "plan_piece_exchanges"]
+__all__ = ["OptimizerAgreement", "ParameterSync", "plan_piece_exchanges"]
 
 
 class ParameterSync:
@@ -64,7 +67,7 @@ class ParameterSync:
             partition.detect_moves()
         else:
             indices = [index for shared in self._active for index in shared.params]
-            self._exchanges = plan_piece_exchanges(partition, self._group, indices, neighbours=self._peers)
+            self._exchanges = plan_piece_exchanges(partition, self._group, indices, local_peers=self._peers)
         self._planned_revision = partition.revision
 
     @property
@@ -100,7 +103,7 @@ class ParameterSync:
         self.buffers.append(buffer)
         sections = [[buffer[span.start : span.stop]] for span in layout.spans]
         return plan_exchange(
-            sections, self._group, buffer=buffer if layout.is_even else None, neighbours=self._peers
+            sections, self._group, buffer=buffer if layout.is_even else None, local_peers=self._peers
         )
 
 
@@ -109,7 +112,7 @@ def plan_piece_exchanges(
     group: dist.ProcessGroup,
     indices: Iterable[int],
     *,
-    neighbours: ProcessVMPeers | None = None,
+    local_peers: ProcessVMPeers | None = None,
     tag_offset: int = 0,
 ) -> list[Exchange]:
     """Plans one exchange per device, which sends the parameters' pieces from their owners to all other ranks."""
@@ -118,6 +121,59 @@ def plan_piece_exchanges(
         for piece in partition.pieces[index]:
             sections[partition.params[index].device][piece.owner].append(partition.memory_of(piece))
     return [
-        plan_exchange(by_owner, group, neighbours=neighbours, tag_offset=tag_offset)
+        plan_exchange(by_owner, group, local_peers=local_peers, tag_offset=tag_offset)
         for by_owner in sections.values()
     ]
+
+
+# --- before a step --------------------------------------------------------------------------------------------------
+
+_EXCHANGE = collective_code("exchange the parameters that a ZeroRedundancyOptimizer has stepped")
+
+
+class OptimizerAgreement:
+    """Agreement on an optimizer's steps: no rank starts one alone, and no rank is left waiting when one raises."""
+
+    def __init__(self, partition: Partition, group: dist.ProcessGroup) -> None:
+        self._partition = partition
+        self._group = group
+        # Created now, so that ranks that wait in their first step can already see where this one is.
+        self._channel = self._find_channel()
+        self._codes: dict[tuple[int, ...] | None, int] = {}
+
+    @property
+    def channel(self) -> Channel:
+        if self._channel.device.type != self._partition.params[0].device.type:
+            self._channel = self._find_channel()
+        return self._channel
+
+    def _find_channel(self) -> Channel:
+        return channel_of(self._group, self._partition.params[0].device)
+
+    def agree(self, *, has_gradients: bool) -> None:
+        """Waits until all ranks are about to step; raises if they have gradients of different parameters."""
+        params = self._partition.params
+        absent = None
+        if has_gradients:
+            absent = tuple([number for number, param in enumerate(params) if param.grad is None])
+        code = self._codes.get(absent)
+        if code is None:
+            words = "step a ZeroRedundancyOptimizer"
+            if absent is not None:
+                words += f" of {len(params)} parameters"
+            if absent:
+                words += f", without gradients of {listed(absent)}"
+            code = self._codes[absent] = collective_code(words)
+        self.channel.agree(code)
+
+    def exchanging(self, *, polls_failure: bool = False) -> AbstractContextManager[None]:
+        """Returns a context for the exchange of stepped pieces, in which the watchdog ends waits for lost ranks."""
+        return self.channel.watched(_EXCHANGE, polls_failure=polls_failure)
+
+    def report_torn_step(self, error: BaseException) -> None:
+        """Tells the other ranks that this rank's step raised."""
+        checkpoint = f" ({last_checkpoint()})" if last_checkpoint() else ""
+        self.channel.abort_step(
+            f"{type(error).__name__} in the step of a ZeroRedundancyOptimizer, which is torn: some parameters are "
+            f"updated and some are not; load the last checkpoint{checkpoint}"
+        )

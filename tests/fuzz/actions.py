@@ -136,7 +136,7 @@ def draw_step(dice: Dice, context: Context, number: int, holds: bool = False) ->
     if dice.chance(25):
         for _ in range(dice.between(1, 2)):
             kinds = [(weight, kind) for kind, weight in INNER.items() if kind not in without]
-            if context.settings.face == "wrapper":
+            if context.settings.api == "wrapper":
                 # Full tensors are available only between steps.
                 kinds = [
                     (weight, kind) for weight, kind in kinds if kind not in ("save", "look", "call_part")
@@ -584,7 +584,7 @@ def write_fail_hook(context: Context, number: int, path: str, when: str) -> list
 
 def optimizer(context: Context, name: str) -> str:
     made = OPTIMIZERS[name].format(params="model.parameters()")
-    if context.settings.face == "zero":
+    if context.settings.api == "zero":
         made = f"side.zero({made.replace('(', ', ', 1)}"
     return made
 
@@ -595,7 +595,7 @@ def write_optimizer(context: Context, name: str) -> list[str]:
 
 def inside(context: Context, path: str) -> str:
     """Returns the expression for a module itself, not for a wrapper around it."""
-    return f"side.inside({at(path)})" if context.settings.face == "wrapper" else at(path)
+    return f"side.inside({at(path)})" if context.settings.api == "wrapper" else at(path)
 
 
 def write_set(context: Context, path: str, name: str, value: str) -> str:

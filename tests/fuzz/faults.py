@@ -55,16 +55,16 @@ OUTSIDE = (
 RECIPE = "tests.fuzz.faulty:recipe"
 
 FIRST_WORDS = {
-    "kill": "error: rank {rank} was ended by SIGKILL",
-    "kill at any time": "error: rank {rank} was ended by SIGKILL",
-    "crash": "error: rank {rank} was ended by SIGSEGV\nFatal Python error: Segmentation fault\n",
-    "exit": "error: rank {rank} ended with exit status [07] before it was done",
+    "kill": "error: rank {rank} was killed by SIGKILL",
+    "kill at any time": "error: rank {rank} was killed by SIGKILL",
+    "crash": "error: rank {rank} was killed by SIGSEGV\nFatal Python error: Segmentation fault\n",
+    "exit": "error: rank {rank} exited with status [07] before it was done",
     "raise": "error: rank {rank} failed\nTraceback",
     "data": "error: rank {rank} failed\nTraceback",
     "thread": "error: thread 'loader' of rank {rank} failed\nTraceback",
-    "disk": r"error: (the last checkpoint could not be written|the run finished .* not all of it was)",
-    "files": r"error: (the last checkpoint could not be written|the run finished .* not all of it was)",
-    "folder": r"error: (the run finished .* not all of it was|.*config.json cannot be written)",
+    "disk": r"error: (the last checkpoint could not be written|the run finished .* some files could not be)",
+    "files": r"error: (the last checkpoint could not be written|the run finished .* some files could not be)",
+    "folder": r"error: (the run finished .* some files could not be|.*config.json cannot be written)",
 }
 
 
@@ -297,7 +297,7 @@ def end_launcher(folder, ranks, step):
 def join_in(folder, ranks, step):
     """Starts a second run in the folder: it must be refused, new or resumed, without an effect on the first."""
     context = multiprocessing.get_context("fork")
-    told = context.SimpleQueue()
+    reported = context.SimpleQueue()
     is_busy, was_refused = threading.Event(), []
 
     def outside(over):
@@ -306,9 +306,9 @@ def join_in(folder, ranks, step):
         if not over.is_set() and send(process, signal.SIGSTOP):
             # Keeps the first run active while the second one tries.
             is_busy.set()
-            second = context.Process(target=in_a_process, args=(folder, ranks, told))
+            second = context.Process(target=in_a_process, args=(folder, ranks, reported))
             second.start()
-            was_refused.append(told.get())
+            was_refused.append(reported.get())
             second.join()
             send(process, signal.SIGCONT)
 
@@ -318,7 +318,7 @@ def join_in(folder, ranks, step):
     if is_busy.is_set():
         ((second_status, second_said),) = was_refused
         assert second_status == 1, second_said
-        assert second_said.startswith("error: another run is going on in"), second_said
+        assert second_said.startswith("error: another run is active in"), second_said
     return "went on"
 
 
@@ -327,11 +327,11 @@ def start_two(folder, ranks):
     place = folder.parent / f"{folder.name}-two"
     place.mkdir()
     context = multiprocessing.get_context("fork")
-    told, gate = context.SimpleQueue(), context.Barrier(2)
-    both = [context.Process(target=begin_unnamed, args=(place, ranks, gate, told)) for _ in range(2)]
+    reported, gate = context.SimpleQueue(), context.Barrier(2)
+    both = [context.Process(target=begin_unnamed, args=(place, ranks, gate, reported)) for _ in range(2)]
     for process in both:
         process.start()
-    ended = [told.get() for _ in both]
+    ended = [reported.get() for _ in both]
     for process in both:
         process.join()
     assert ended == [(0, ""), (0, "")], ended
@@ -343,14 +343,14 @@ def start_two(folder, ranks):
     return "went on"
 
 
-def begin_unnamed(place, ranks, gate, told):
+def begin_unnamed(place, ranks, gate, reported):
     os.chdir(place)
     said = io.StringIO()
     request = Request(RECIPE, ranks=ranks, device="cpu", show="quiet")
     gate.wait()
     with contextlib.redirect_stderr(said):
         status = train(request)
-    told.put((status, said.getvalue()))
+    reported.put((status, said.getvalue()))
 
 
 # --- all of them ----------------------------------------------------------------------------------------------------

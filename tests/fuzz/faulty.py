@@ -17,8 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from shardwise.train import Checkpoints, Config, Data, Evaluation, OwnModel, Training
-from shardwise.train import data as data_room
+from shardwise.train import Checkpoints, Config, Data, Evaluation, OwnModel, Training, data, loop
 
 WORDS = "this is the fault that was planned"
 STEPS, EVERY = 8, 2
@@ -110,7 +109,7 @@ class Model(torch.nn.Module):
         return self.head(self.blocks(self.embed(tokens)))
 
 
-class Samples(data_room.Samples):
+class Samples(data.Samples):
     """The data of a run, in which the fault may be."""
 
     _num_batches = 0
@@ -121,7 +120,7 @@ class Samples(data_room.Samples):
         return super().batch(samples)
 
 
-data_room.Samples = Samples
+loop.Samples = Samples
 
 
 def recipe() -> Config:

@@ -679,7 +679,7 @@ def make_torch_file(folder, chance):
     return Made("torch", change, path, lambda: tensors)
 
 
-def judge(made, folder):
+def check_readers(made, folder):
     """Reads the file in all ways; returns 'refused' or 'right' for each. Raises Wrong, or what the library raised."""
 
     def truth():
@@ -789,7 +789,7 @@ def run_case(seed, number, folder):
     """Makes a file and reads it; returns its kind, the change made to it, and the outcomes."""
     made = make(seed, number, folder)
     try:
-        outcomes = judge(made, folder)
+        outcomes = check_readers(made, folder)
         if made.change == "nothing" and set(outcomes.values()) != {"right"}:
             raise Wrong(f"nothing was changed, and it was refused: {outcomes}")
     except Exception as error:

@@ -670,7 +670,7 @@ def _snapshot(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Comparison:
     """The outcome of a program on one rank. Failures with the same `how` may be shrunk into each other."""
 
     how: str = ""  # empty: passed
@@ -765,7 +765,7 @@ def compared(
     options: dict[str, Any],
     tolerance: Tolerance,
     refusals: tuple[tuple[str, str], ...] = (),
-) -> Verdict:
+) -> Comparison:
     """Runs the program on both sides, on one rank, and compares; raises if only sharded code raised."""
     plain, other = Plain(**options), sharded(**options)
     want = run_side(program, plain)
@@ -774,19 +774,19 @@ def compared(
         if isinstance(got, ShardwiseError):
             for name, sign in refusals:
                 if sign in str(got):
-                    return Verdict(refused=name)
+                    return Comparison(refused=name)
         if want is None:
             raise ProgramRaised("".join(traceback.format_exception(got))) from got
     if got is not None and len(other.notes) < len(plain.notes):
         raise ProgramRaised("".join(traceback.format_exception(got))) from got
     if want is not None and got is None:
-        return Verdict(
+        return Comparison(
             f"only plain code raises {type(want).__name__}", "".join(traceback.format_exception(want))
         )
     found = list(differences(plain.notes, other.notes, tolerance))
     if not found:
-        return Verdict()
-    return Verdict(how=_kind_of(found[0]), text="\n".join(found[:6]))
+        return Comparison()
+    return Comparison(how=_kind_of(found[0]), text="\n".join(found[:6]))
 
 
 def _kind_of(difference: str) -> str:

@@ -13,7 +13,7 @@ from tests.fuzz.settings import (
     NOT_OF_ZERO,
     Settings,
     UnitCall,
-    draw_face,
+    draw_api,
     draw_settings,
     draw_units,
     is_fully_sharded,
@@ -37,9 +37,9 @@ class Program:
 def draw(seed: int, without: frozenset[str] = frozenset()) -> Program:
     """Returns the program of a seed; `without` excludes features."""
     dice = Dice(seed)
-    face = draw_face(dice.split(0), without)
-    without = without | {"fully_shard": frozenset(), "wrapper": NOT_OF_WRAPPERS, "zero": NOT_OF_ZERO}[face]
-    settings = draw_settings(dice.split(1), face, without)
+    api = draw_api(dice.split(0), without)
+    without = without | {"fully_shard": frozenset(), "wrapper": NOT_OF_WRAPPERS, "zero": NOT_OF_ZERO}[api]
+    settings = draw_settings(dice.split(1), api, without)
     if not settings.use_orig_params:
         without = without | {"freeze", "thaw", "freeze_module"}
     if settings.param_dtype:
@@ -51,7 +51,7 @@ def draw(seed: int, without: frozenset[str] = frozenset()) -> Program:
         without = without | {"twice", "attention", "tie_before", "tie_after"}
     model = Architect(dice.split(2), without, settings.dtype == "float64" and not settings.param_dtype).draw()
     units = draw_units(dice.split(3), model, settings, without)
-    if face == "zero":
+    if api == "zero":
         units = (UnitCall(("",)),)
     if not is_fully_sharded(units):
         # Each outermost unit then is a root of its own: stashed gradients are reduced when that unit runs again.
@@ -123,8 +123,8 @@ def source(program: Program) -> str:
     for call in program.units:
         options = "" if call.reshard is None else f", reshard_after_forward={call.reshard}"
         options += ", columns=True" if call.columns else ""
-        options = "" if settings.face != "fully_shard" else options
-        into = f"{at(call.paths[0])} = " if settings.face == "wrapper" else ""
+        options = "" if settings.api != "fully_shard" else options
+        into = f"{at(call.paths[0])} = " if settings.api == "wrapper" else ""
         make.append(f"{into}side.shard({', '.join(at(path) for path in call.paths)}{options})")
     make.append("return model")
     lines = ["model = make(side)", "side.ready(model)"]

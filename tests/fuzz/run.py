@@ -213,8 +213,10 @@ class Session:
         with self._lock:
             self._shapes[failure.shape] += 1
             if not is_shrunk or self._shapes[failure.shape] == 1:
-                told = failure.test if is_shrunk else ""
-                print(f"seed {program.seed}, {failure.shape}\n{told}\n{_quoted(failure.text)}\n", flush=True)
+                reported = failure.test if is_shrunk else ""
+                print(
+                    f"seed {program.seed}, {failure.shape}\n{reported}\n{_quoted(failure.text)}\n", flush=True
+                )
 
 
 def run_many(arguments: argparse.Namespace) -> Report:

@@ -12,7 +12,7 @@ from tests.fuzz.models import Block
 class Settings:
     """The settings of a program; failures shrink towards the defaults."""
 
-    face: str = "fully_shard"  # or "wrapper", "zero"
+    api: str = "fully_shard"  # or "wrapper", "zero"
     world: int = 2
     mesh: tuple[int, ...] = ()  # empty: the default mesh of all ranks
     kind: str = "threads"
@@ -33,7 +33,7 @@ class Settings:
 
     @property
     def is_hybrid(self) -> bool:
-        return self.face == "fully_shard" and len(self.mesh) == 2 and self.mesh[0] > 1
+        return self.api == "fully_shard" and len(self.mesh) == 2 and self.mesh[0] > 1
 
 
 @dataclass(frozen=True)
@@ -79,12 +79,12 @@ NOT_OF_WRAPPERS = (
 NOT_OF_ZERO = _ENGINE_ONLY | _NOT_MODELLED | {"hybrid", "offload", "deepcopy", "no_sync", "clip"}
 
 
-def draw_face(dice: Dice, without: frozenset[str]) -> str:
-    faces = [(68, "fully_shard"), (22, "wrapper"), (10, "zero")]
-    return dice.weighted([face for face in faces if face[1] not in without])
+def draw_api(dice: Dice, without: frozenset[str]) -> str:
+    apis = [(68, "fully_shard"), (22, "wrapper"), (10, "zero")]
+    return dice.weighted([api for api in apis if api[1] not in without])
 
 
-def draw_settings(dice: Dice, face: str, without: frozenset[str]) -> Settings:
+def draw_settings(dice: Dice, api: str, without: frozenset[str]) -> Settings:
     world = dice.weighted([(10, 1), (55, 2), (15, 3), (20, 4)])
     mesh: tuple[int, ...] = ()
     if "hybrid" not in without and dice.chance(25):
@@ -97,12 +97,12 @@ def draw_settings(dice: Dice, face: str, without: frozenset[str]) -> Settings:
         param_dtype = "float32" if dtype == "float64" and dice.chance(70) else "bfloat16"
         reduce_dtype = dice.pick(("", "float32", dtype))
     strategy = dice.pick(("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"))
-    if face == "wrapper" and "HYBRID" in strategy and not mesh:
+    if api == "wrapper" and "HYBRID" in strategy and not mesh:
         mesh = {1: (1, 1), 2: (2, 1), 3: (1, 3), 4: (2, 2)}[world]
-    elif face == "wrapper" and "HYBRID" not in strategy:
+    elif api == "wrapper" and "HYBRID" not in strategy:
         mesh = ()
     return Settings(
-        face=face,
+        api=api,
         world=world,
         mesh=mesh,
         kind="gloo" if "gloo" not in without and dice.chance(2) else "threads",
@@ -113,11 +113,11 @@ def draw_settings(dice: Dice, face: str, without: frozenset[str]) -> Settings:
         reduce_dtype=reduce_dtype,
         offload="offload" not in without and dice.chance(8),
         optimizer=dice.pick([name for name in OPTIMIZERS if not any(word in name for word in without)]),
-        strategy=strategy if face == "wrapper" else "FULL_SHARD",
-        use_orig_params=face != "wrapper" or "flat_params" in without or dice.chance(65),
-        prefetch=dice.pick(("BACKWARD_PRE", "BACKWARD_POST", "")) if face == "wrapper" else "BACKWARD_PRE",
-        bucket_view=face == "zero" and dice.chance(40),
-        balanced=face == "zero" and dice.chance(40),
+        strategy=strategy if api == "wrapper" else "FULL_SHARD",
+        use_orig_params=api != "wrapper" or "flat_params" in without or dice.chance(65),
+        prefetch=dice.pick(("BACKWARD_PRE", "BACKWARD_POST", "")) if api == "wrapper" else "BACKWARD_PRE",
+        bucket_view=api == "zero" and dice.chance(40),
+        balanced=api == "zero" and dice.chance(40),
     )
 
 

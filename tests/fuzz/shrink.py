@@ -97,7 +97,7 @@ def _with_action(program: Program, index: int, action: Action) -> Program:
 def _fewer_units(program: Program) -> Iterator[Program]:
     for index, call in enumerate(program.units):
         # A tie to a parameter outside its unit would be another failure; without the outermost wrapper, names change.
-        is_needed = "" in call.paths and (program.ties or program.settings.face == "wrapper")
+        is_needed = "" in call.paths and (program.ties or program.settings.api == "wrapper")
         if len(program.units) > 1 and not is_needed:
             yield replace(program, units=_without(program.units, index))
         if len(call.paths) > 1:
@@ -112,7 +112,7 @@ def _fewer_units(program: Program) -> Iterator[Program]:
 def _plainer_settings(program: Program) -> Iterator[Program]:
     settings = program.settings
     for field in fields(Settings):
-        if getattr(settings, field.name) == field.default or field.name == "face":
+        if getattr(settings, field.name) == field.default or field.name == "api":
             continue  # the same program with another API fails for another reason
         changes: dict[str, Any] = {field.name: field.default}
         if field.name == "world":

@@ -45,14 +45,14 @@ def first_finding(tmp_path, kind, changes):
         made = files.make(1, number, folder)
         if made.kind == kind and made.change.startswith(changes):
             try:
-                files.judge(made, folder)
+                files.check_readers(made, folder)
             except Exception as error:  # noqa: BLE001  any exception is a finding
                 return f"{type(error).__name__}: {error}"
     return "nothing"
 
 
 def test_a_reader_that_lets_chunks_overlap_is_found_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(manifest, "_tile", lambda shape, chunks: True)
+    monkeypatch.setattr(manifest, "_cover_exactly_once", lambda shape, chunks: True)
     assert "not valid, and was read all the same" in first_finding(tmp_path, "checkpoint", "cut: offsets")
 
 

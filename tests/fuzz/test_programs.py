@@ -14,7 +14,7 @@ from shardwise.testing import run_ranks
 from tests.fuzz import trial
 from tests.fuzz.actions import Action, Step
 from tests.fuzz.models import Block
-from tests.fuzz.oracle import Plain, Sharded, Tolerance, Verdict, compared
+from tests.fuzz.oracle import Comparison, Plain, Sharded, Tolerance, compared
 from tests.fuzz.programs import Program, draw, source
 from tests.fuzz.run import Worker, parsed, run_many
 from tests.fuzz.settings import Settings, UnitCall
@@ -66,7 +66,7 @@ def test_leaving_a_feature_out_leaves_it_out():
     for seed in range(200):
         program = draw(seed, frozenset({"recursive", "wrapper", "zero", "freeze"}))
         assert "recursive" not in {block.kind for _, block in program.model.walk()}
-        assert program.settings.face == "fully_shard"
+        assert program.settings.api == "fully_shard"
         assert not any(action.kind == "freeze" for action in program.actions)
 
 
@@ -176,7 +176,7 @@ def test_a_refusal_counts_as_right_only_if_it_is_listed():
             raise StateError("this is not done")
 
     assert run_ranks(compared, 1, refuses, Sharded, {}, Tolerance(), (("known", "is not done"),)) == [
-        Verdict(refused="known")
+        Comparison(refused="known")
     ]
     with pytest.raises(RuntimeError, match="this is not done"):
         run_ranks(compared, 1, refuses, Sharded, {}, Tolerance(), ())
@@ -186,8 +186,8 @@ def test_an_error_that_plain_code_raises_too_must_be_of_its_type():
     def program(side: Any) -> None:
         raise ValueError if isinstance(side, Plain) else TypeError
 
-    (verdict,) = run_ranks(compared, 1, program, Sharded, {}, Tolerance())
-    assert verdict.how == "differs: raised"
+    (comparison,) = run_ranks(compared, 1, program, Sharded, {}, Tolerance())
+    assert comparison.how == "differs: raised"
 
 
 def test_every_smaller_program_can_be_written():

@@ -14,12 +14,12 @@ import torch
 import shardwise
 from shardwise.testing import RankFailure, RankTimeout, run_ranks
 from tests.fuzz.oracle import (
+    Comparison,
     ProgramRaised,
     Sharded,
     Side,
     Tolerance,
     TorchSharded,
-    Verdict,
     Wrapped,
     ZeroPlain,
     compared,
@@ -86,7 +86,7 @@ def code_of(text: str, name: str) -> Callable[[Any], None]:
     return program
 
 
-def on_rank(text: str, name: str, side: str, options: dict[str, Any], tolerance: Tolerance) -> Verdict:
+def on_rank(text: str, name: str, side: str, options: dict[str, Any], tolerance: Tolerance) -> Comparison:
     torch.set_num_threads(1)
     shardwise.set_trust(timeout_seconds=20.0, start_seconds=20.0)
     return compared(code_of(text, name), SIDES[side], options, tolerance, REFUSALS)
@@ -96,12 +96,12 @@ def run(program: Program, side: str = "shardwise", runner: Any = run_ranks) -> O
     """Runs a program on its ranks; any failure becomes an outcome."""
     settings = program.settings
     try:
-        verdicts = runner(
+        comparisons = runner(
             on_rank,
             settings.world,
             source(program),
             f"seed {program.seed}",
-            settings.face if side == "shardwise" else side,
+            settings.api if side == "shardwise" else side,
             side_options(program),
             tolerance_of(program),
             kind=settings.kind,
@@ -110,20 +110,20 @@ def run(program: Program, side: str = "shardwise", runner: Any = run_ranks) -> O
     except RankTimeout as error:
         return Outcome("hangs", str(error))
     except RankFailure as error:
-        return Outcome(_kind_of(error), _told(error))
-    bad = [(rank, verdict) for rank, verdict in enumerate(verdicts) if verdict.how]
+        return Outcome(_kind_of(error), _message_of(error))
+    bad = [(rank, comparison) for rank, comparison in enumerate(comparisons) if comparison.how]
     if bad:
-        text = "\n".join(f"rank {rank}: {verdict.text}" for rank, verdict in bad)
+        text = "\n".join(f"rank {rank}: {comparison.text}" for rank, comparison in bad)
         return Outcome(bad[0][1].how, text)
-    refused = {verdict.refused for verdict in verdicts}
+    refused = {comparison.refused for comparison in comparisons}
     if len(refused) > 1:
         return Outcome(
-            "refused on some ranks", f"refused by rank: {[verdict.refused for verdict in verdicts]}"
+            "refused on some ranks", f"refused by rank: {[comparison.refused for comparison in comparisons]}"
         )
     return Outcome(refused=refused.pop())
 
 
-def _told(error: RankFailure) -> str:
+def _message_of(error: RankFailure) -> str:
     cause = error.__cause__
     return str(cause) if isinstance(cause, ProgramRaised) else str(error)
 
@@ -156,7 +156,7 @@ def side_options(program: Program) -> dict[str, Any]:
         "param_dtype": _dtype(settings.param_dtype),
         "reduce_dtype": _dtype(settings.reduce_dtype),
         "offload": settings.offload,
-        **({"wrapper": wrapper_options(settings)} if settings.face == "wrapper" else {}),
+        **({"wrapper": wrapper_options(settings)} if settings.api == "wrapper" else {}),
         **(
             {
                 "zero_options": {
@@ -164,7 +164,7 @@ def side_options(program: Program) -> dict[str, Any]:
                     "balanced": settings.balanced,
                 }
             }
-            if settings.face == "zero"
+            if settings.api == "zero"
             else {}
         ),
     }
@@ -232,8 +232,8 @@ def as_test(program: Program) -> str:
     options = {"world_size": settings.world, **side_options(program)}
     defaults = {"mesh_shape": (), "param_dtype": None, "reduce_dtype": None, "offload": False}
     shown = {key: value for key, value in options.items() if key not in defaults or value != defaults[key]}
-    if settings.face != "fully_shard":
-        shown["side"] = settings.face
+    if settings.api != "fully_shard":
+        shown["side"] = settings.api
     if settings.kind != "threads":
         shown["kind"] = settings.kind
     if tolerance := tolerance_of(program).relative:
@@ -253,8 +253,8 @@ def check(
     **options: Any,
 ) -> None:
     """Raises unless the sharded program does the same as the plain one."""
-    verdicts = run_ranks(
+    comparisons = run_ranks(
         compared, world_size, program, SIDES[side], options, Tolerance(tolerance), REFUSALS, kind=kind
     )
-    for rank, verdict in enumerate(verdicts):
-        assert not verdict.how, f"rank {rank} {verdict.how}:\n{verdict.text}"
+    for rank, comparison in enumerate(comparisons):
+        assert not comparison.how, f"rank {rank} {comparison.how}:\n{comparison.text}"

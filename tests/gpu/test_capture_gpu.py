@@ -323,15 +323,15 @@ def refusals() -> list[str | None]:
     looking = Run(plainly)
     for run, step in ((offloaded, offloaded.step), (looking, reads_on_the_host(looking))):
         twin = Run(plainly) if run is looking else None
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             captured = shardwise.capture(step, *batches(1)[0])
             for x, y in batches():
                 loss = captured(x, y)
                 if twin is not None and not torch.equal(loss, twin.step(x, y)):
                     reasons.append("went wrong after it could not be captured")
-        if sum("is not captured" in str(warning.message) for warning in told) != 1:
-            reasons.append(f"told {len(told)} times")
+        if sum("is not captured" in str(warning.message) for warning in caught) != 1:
+            reasons.append(f"reported {len(caught)} times")
         reasons.append(captured.reason)
     return reasons
 

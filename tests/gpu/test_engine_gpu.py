@@ -229,15 +229,15 @@ def test_only_what_does_not_fit_a_device_budget_goes_to_the_host():
 @pytest.mark.parametrize("pin_memory", [True, False])
 @pytest.mark.parametrize(("micro_batches", "sync_each"), [(1, True), (3, True), (3, False)])
 def test_shards_on_the_host_train_bitwise_as_on_the_device(pin_memory, micro_batches, sync_each):
-    parted = run_ranks(
+    results = run_ranks(
         host_and_device, 2, 20, micro_batches, sync_each, 0, pin_memory, kind="nccl", timeout_seconds=120
     )
-    assert parted == [None, None]
+    assert results == [None, None]
 
 
 def test_200_steps_with_replicas_and_shards_on_the_host_are_bitwise_those_on_the_device():
-    parted = run_ranks(host_and_device, 4, 200, 1, True, 2, True, kind="nccl", timeout_seconds=140)
-    assert parted == [None] * 4
+    results = run_ranks(host_and_device, 4, 200, 1, True, 2, True, kind="nccl", timeout_seconds=140)
+    assert results == [None] * 4
 
 
 # --- steady state ---------------------------------------------------------------------------------------------------

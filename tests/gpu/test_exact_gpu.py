@@ -26,8 +26,8 @@ def train_all(places):
     try:
         with sdpa_kernel(SDPBackend.MATH):
             results = [
-                (what, trained(what[0], face, mode, what[1], device="cuda"))
-                for face, mode in places
+                (what, trained(what[0], api, mode, what[1], device="cuda"))
+                for api, mode in places
                 for what in (MLP, TRANSFORMER)
             ]
             # The host's kernels step an optimizer in their own way: such runs are compared among themselves.

@@ -179,8 +179,8 @@ def test_without_a_compiler_torchs_operations_do_the_work():
         layout = plan_rows([RowParam((8, 3), 0, "all", 4, 4)], 2)
         rows, _ = rows_of(2 * layout.sent_bytes)
         assert plan_copy_out_kernel(column_blocks_of_layout(layout), 2, layout.sent_bytes, rows, rows) is None
-        found = doctor._kernels()
+        found = doctor._check_kernels()
         assert found.good is None
         assert found.fix is not None
     cuda_driver.compile_kernels.cache_clear()
-    assert doctor._kernels().good
+    assert doctor._check_kernels().good

@@ -17,7 +17,7 @@ from tests.ranks.divergence import WIDTH, Model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]
 worlds = pytest.mark.parametrize(
-    ("face", "world_size"), [("fully_shard", 2), ("fully_shard", 4), ("wrapper", 2)]
+    ("api", "world_size"), [("fully_shard", 2), ("fully_shard", 4), ("wrapper", 2)]
 )
 
 
@@ -29,11 +29,11 @@ def stall(*_):
     time.sleep(60)
 
 
-def parted_by_order(model):
+def diverges_by_order(model):
     model.order = (0, 2, 1, 3)
 
 
-def parted_by_size(model):
+def diverges_by_size(model):
     model.order = (0, 3, 1, 2)
 
 
@@ -59,13 +59,13 @@ def wrapped():
     return FullyShardedDataParallel(model), model
 
 
-FACES = {"fully_shard": composed, "wrapper": wrapped}
+APIS = {"fully_shard": composed, "wrapper": wrapped}
 
 
-def err(errs_by, checks, looks_at_the_loss, face):
+def err(errs_by, checks, looks_at_the_loss, api):
     """Good steps; then the last rank errs. What the others are told goes to the caller as an error's text."""
     set_trust(timeout_seconds=3.0, late_seconds=3.0, checks=checks)
-    model, inner = FACES[face]()
+    model, inner = APIS[api]()
     optim = torch.optim.SGD(model.parameters(), lr=0.01)
     x = torch.randn(4, WIDTH, device="cuda")
 
@@ -93,11 +93,11 @@ def err(errs_by, checks, looks_at_the_loss, face):
         ) from None
 
 
-def stories(world_size, errs_by, *, checks="step", looks_at_the_loss=False, face="fully_shard"):
+def errors_of(world_size, errs_by, *, checks="step", looks_at_the_loss=False, api="fully_shard"):
     with pytest.MonkeyPatch.context() as patch:
         # A rank that was killed has failed: those who wait for it need time to find out and tell.
         patch.setattr(pool_call, "_GRACE_SECONDS", 20.0)
-        options = (errs_by, checks, looks_at_the_loss, face)
+        options = (errs_by, checks, looks_at_the_loss, api)
         with pytest.raises(RankFailure) as failure:
             run_ranks(err, world_size, *options, kind="nccl", timeout_seconds=60)
     # With the way it ended: a rank that torch's own watchdog has ended tells nothing else.
@@ -105,17 +105,17 @@ def stories(world_size, errs_by, *, checks="step", looks_at_the_loss=False, face
 
 
 @worlds
-@pytest.mark.parametrize("errs_by", [parted_by_order, parted_by_size])
-def test_ranks_that_part_are_told_on_all_ranks_before_the_optimizer(face, world_size, errs_by):
-    told = stories(world_size, errs_by, face=face)
-    assert len(told) == world_size
-    for text in told.values():
-        assert "RankDisagreement: ranks diverged" in text, told
-        assert f"rank {world_size - 1} went on to gather" in text, told
+@pytest.mark.parametrize("errs_by", [diverges_by_order, diverges_by_size])
+def test_ranks_that_diverge_are_told_on_all_ranks_before_the_optimizer(api, world_size, errs_by):
+    reported = errors_of(world_size, errs_by, api=api)
+    assert len(reported) == world_size
+    for text in reported.values():
+        assert "RankDisagreement: ranks diverged" in text, reported
+        assert f"rank {world_size - 1} went on to gather" in text, reported
 
 
 def test_with_checks_before_every_collective_no_data_is_mixed():
-    for text in stories(2, parted_by_size, checks="collective").values():
+    for text in errors_of(2, diverges_by_size, checks="collective").values():
         assert "rank 1 went on to gather 'blocks.3' in forward" in text
 
 
@@ -133,10 +133,10 @@ def test_a_rank_that_does_not_come_to_the_model_is_named():
         patch.setattr(pool_call, "_GRACE_SECONDS", 10.0)
         with pytest.raises(RankFailure) as failure:
             run_ranks(begin_without_the_last, 3, kind="nccl", timeout_seconds=40)
-    told = {report.rank: report.details for report in failure.value.reports}
+    reported = {report.rank: report.details for report in failure.value.reports}
     for rank in range(2):
-        assert 'rank 2 did not reach "use the model for the first time"' in told[rank], told
-        assert "rank 2 is alive, it has issued no collective yet" in told[rank], told
+        assert 'rank 2 did not reach "use the model for the first time"' in reported[rank], reported
+        assert "rank 2 is alive, it has issued no collective yet" in reported[rank], reported
 
 
 def connect_while_asked(num_groups):
@@ -171,7 +171,7 @@ def test_ranks_that_are_asked_where_they_are_connect_all_the_same():
 @worlds
 @pytest.mark.parametrize("looks_at_the_loss", [False, True], ids=["host ahead", "host waits for the device"])
 @pytest.mark.parametrize(("errs_by", "state"), [(killed, "dead"), (stalled, "alive")])
-def test_a_rank_that_is_gone_or_stalls_is_named(face, world_size, errs_by, state, looks_at_the_loss):
-    told = stories(world_size, errs_by, looks_at_the_loss=looks_at_the_loss, face=face)
+def test_a_rank_that_is_gone_or_stalls_is_named(api, world_size, errs_by, state, looks_at_the_loss):
+    reported = errors_of(world_size, errs_by, looks_at_the_loss=looks_at_the_loss, api=api)
     for rank in range(world_size - 1):
-        assert f"rank {world_size - 1} is {state}" in told[rank], told[rank]
+        assert f"rank {world_size - 1} is {state}" in reported[rank], reported[rank]

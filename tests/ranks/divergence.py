@@ -84,9 +84,9 @@ class Model(nn.Module):
         return x
 
 
-def sharded(face, **options):
+def sharded(api, **options):
     model = seeded(Model())
-    if face == "wrapper":
+    if api == "wrapper":
         return FullyShardedDataParallel(
             model, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True, **options
         )
@@ -102,9 +102,9 @@ def loss_of(model, step, rank, num_rows=3):
 class Run:
     """A sharded model in training, and a plain one that takes the same good steps."""
 
-    def __init__(self, face="fully_shard", **options):
-        self.face = face
-        self.model, self.plain = sharded(face, **options), seeded(Model())
+    def __init__(self, api="fully_shard", **options):
+        self.api = api
+        self.model, self.plain = sharded(api, **options), seeded(Model())
         self.optim, self.plain_optim = sgd(self.model.parameters()), sgd(self.plain.parameters())
         self.step = 0
 
@@ -112,12 +112,12 @@ class Run:
         return loss_of(self.model, self.step, dist.get_rank())
 
     def take(self, *order):
-        model = self.model.module if self.face == "wrapper" else self.model
+        model = self.model.module if self.api == "wrapper" else self.model
         model.order = order
 
     def block(self, number):
         block = self.model.blocks[number]
-        return block.module if self.face == "wrapper" else block
+        return block.module if self.api == "wrapper" else block
 
     def bad_step(self):
         """Takes a step in which a rank errs."""
@@ -218,9 +218,9 @@ def another_requires_grad(run, errs):
 
 
 def another_resharding(run, errs):
-    if run.face == "wrapper":
+    if run.api == "wrapper":
         strategies = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)
-        fresh = Run(run.face, sharding_strategy=strategies[errs])
+        fresh = Run(run.api, sharding_strategy=strategies[errs])
         fresh.loss().backward()
         fresh.optim.step()
         return
@@ -232,7 +232,7 @@ def another_resharding(run, errs):
 
 
 def no_sync_on_one(run, errs):
-    if run.face == "wrapper":
+    if run.api == "wrapper":
         with run.model.no_sync() if errs else nullcontext():
             run.loss().backward()
     else:
@@ -315,10 +315,10 @@ def out_of_memory(*_):
 
 def another_dtype_policy(run, errs):
     dtype = torch.bfloat16 if errs else None
-    if run.face == "wrapper":
-        fresh = Run(run.face, mixed_precision=MixedPrecision(reduce_dtype=dtype))
+    if run.api == "wrapper":
+        fresh = Run(run.api, mixed_precision=MixedPrecision(reduce_dtype=dtype))
     else:
-        fresh = Run(run.face, mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype))
+        fresh = Run(run.api, mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype))
     fresh.loss().backward()
     fresh.optim.step()
 
@@ -349,12 +349,12 @@ def a_state_dict_on_one(run, errs):
 
 
 def an_empty_batch(run, errs):
-    told = [None] * dist.get_world_size()
-    dist.all_gather_object(told, errs)
-    run.good_step(lambda rank: 0 if told[rank] else 3)
+    reported = [None] * dist.get_world_size()
+    dist.all_gather_object(reported, errs)
+    run.good_step(lambda rank: 0 if reported[rank] else 3)
 
 
-PARTING = [
+DIVERGING = [
     another_layer_of_the_same_shape,
     another_layer_of_another_shape,
     an_unused_layer,

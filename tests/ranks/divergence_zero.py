@@ -14,7 +14,7 @@ from tests.ranks.models import average_gradients, same_parameters, sgd
 class ZeroRun:
     """A model on every rank, stepped by a sharded optimizer, and one beside it stepped by a plain one."""
 
-    face = "zero"
+    api = "zero"
 
     def __init__(self, **options):
         self.model, self.plain = seeded(Model()), seeded(Model())
@@ -141,7 +141,7 @@ def an_interrupt_in_the_step(run, errs):
     break_step(run, errs, KeyboardInterrupt())
 
 
-PARTING = [
+DIVERGING = [
     a_gradient_on_the_others_only,
     another_requires_grad,
     an_extra_step,

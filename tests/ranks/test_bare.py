@@ -64,7 +64,7 @@ if __name__ == "__main__":
         open("w.safetensors", "w").close()
         print("convert", main(["convert", "w.safetensors", "converted"]))
     print(said.getvalue().replace("\\n", "|"))
-    (found,) = [each for each in [doctor._package("numpy", "shardwise train needs it", is_needed=True)]]
+    (found,) = [each for each in [doctor._check_package("numpy", "shardwise train needs it", is_needed=True)]]
     print("doctor", found)
     print("numpy" in sys.modules)
 """

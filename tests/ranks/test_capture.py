@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import shardwise
-from shardwise.training_step.capturable_optimizers import CapturableOptimizers
+from shardwise.training_step.cuda_graph import CapturableOptimizers
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")

@@ -29,7 +29,7 @@ def test_a_precision_that_nothing_can_be_added_up_in_is_refused(field):
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="page-locked memory can be had here")
-def test_host_memory_that_cannot_be_page_locked_is_told_with_the_way_out():
+def test_host_memory_that_cannot_be_page_locked_is_reported_with_the_way_out():
     layout = plan_rows([RowParam((4, 2), 0, "fp32", 4, 4)], 2)
     call = lambda: allocate_shards(layout, torch.device("cpu"), [SINGLE], 0, pins=True)  # noqa: E731
     refused(ConfigError, call, "16 bytes", "page-locked", "CPUOffloadPolicy(pin_memory=False)")

@@ -96,7 +96,7 @@ def test_a_method_that_does_not_exist_is_refused():
     run_ranks(missing_method, 1)
 
 
-def chunks_share_lanes():
+def chunks_share_side_streams():
     """Two chunks of a pipeline: roots of their own, one set of lanes, right gradients."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
@@ -113,10 +113,10 @@ def chunks_share_lanes():
     return streams[0] is streams[1]
 
 
-def test_roots_that_share_lanes_train_right():
-    assert all(run_ranks(chunks_share_lanes, 2, kind="gloo"))
+def test_roots_that_share_side_streams_train_right():
+    assert all(run_ranks(chunks_share_side_streams, 2, kind="gloo"))
 
 
-def test_only_sharded_modules_share_lanes():
+def test_only_sharded_modules_share_side_streams():
     with pytest.raises(TypeError, match="not sharded"):
         share_comm_ctx([nn.Linear(2, 2)])

@@ -89,7 +89,7 @@ def wrapped(workload, mode, precision, exact, device="cpu"):
     return FullyShardedDataParallel(model, auto_wrap_policy=policy, **options)
 
 
-FACES = {"fully_shard": composed, "wrapper": wrapped}
+APIS = {"fully_shard": composed, "wrapper": wrapped}
 
 
 def backward(model, workload, step, micro_batch, count=NUM_MICRO_BATCHES, device="cpu"):
@@ -104,10 +104,10 @@ def whole(model):
     return {name: full(param.detach()).clone() for name, param in model.named_parameters()}
 
 
-def trained(workload, face, mode, precision, exact=True, device="cpu", **options):
+def trained(workload, api, mode, precision, exact=True, device="cpu", **options):
     """What some steps lead to: whole parameters and the norms that were clipped; from rank 0."""
     workload = WORKLOADS[workload]
-    model = FACES[face](workload, mode, precision, exact, device, **options)
+    model = APIS[api](workload, mode, precision, exact, device, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     norms = []
     for step in range(NUM_STEPS):
@@ -124,7 +124,7 @@ def trained(workload, face, mode, precision, exact=True, device="cpu", **options
 MLP, TRANSFORMER = ("odd MLP", "fp32"), ("tied transformer", "fp32")
 TRANSFORMER_BF16 = ("tied transformer", "bf16")
 ALL = (MLP, TRANSFORMER, TRANSFORMER_BF16)
-# Who shards how, and what, for each number of ranks: each pair of face and mode somewhere.
+# Who shards how, and what, for each number of ranks: each pair of API and mode somewhere.
 PLACES = {
     (1, "threads"): [("fully_shard", "full", ALL), ("wrapper", "kept", ALL)],
     (2, "gloo"): [("fully_shard", "kept", ALL), ("wrapper", "full", ALL), ("wrapper", "replicas", ALL)],
@@ -142,8 +142,8 @@ def trainings(all_places, exact, among=ALL):
     """What each training comes to, with where it ran."""
     for (world_size, kind), places in all_places.items():
         cases = [
-            {"face": face, "mode": mode, "workload": workload, "precision": precision, "exact": exact}
-            for face, mode, chosen in places
+            {"api": api, "mode": mode, "workload": workload, "precision": precision, "exact": exact}
+            for api, mode, chosen in places
             for workload, precision in chosen
             if (workload, precision) in among or len(chosen) == 1 or world_size == 1
         ]

@@ -208,7 +208,7 @@ def test_a_rank_without_memory_for_the_copy_fails_that_save_on_all_and_no_other(
         assert saved == [3, 1]
 
 
-def test_a_rank_that_cannot_start_a_thread_saves_all_the_same(tmp_path):
+def test_a_rank_that_cannot_start_a_thread_still_saves(tmp_path):
     for problems, saved in run_ranks(save_without, 2, tmp_path, "thread", kind="gloo"):
         assert problems == [None, None, None]
         assert saved == [3, 2, 1]
@@ -241,7 +241,7 @@ def save_while_it_is_removed(folder):
     return problems, [store.step_of(path) for path in store.checkpoints()]
 
 
-def test_what_is_removed_while_it_is_written_is_no_checkpoint(tmp_path):
+def test_a_checkpoint_that_is_removed_while_it_is_written_does_not_count(tmp_path):
     for problems, saved in run_ranks(save_while_it_is_removed, 2, tmp_path / "kept", kind="gloo"):
         assert problems == [
             "rank-00000.bin was removed or changed while the checkpoint was written (rank 0)",
@@ -263,6 +263,6 @@ def save_without_a_group(folder):
     return outcome.problem
 
 
-def test_a_save_whose_group_is_gone_is_told_and_does_not_end_its_thread(tmp_path):
+def test_a_save_whose_group_is_gone_is_reported_and_does_not_end_its_thread(tmp_path):
     (problem,) = run_ranks(save_without_a_group, 1, tmp_path, kind="gloo")
     assert problem

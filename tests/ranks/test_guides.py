@@ -26,7 +26,7 @@ import torch.distributed as dist
 from shardwise.cli import main, request_of
 from shardwise.cli import parser as command_line
 from shardwise.testing import run_ranks
-from shardwise.train.command import opened, resolve, train_on_rank
+from shardwise.train.command import opened_run_folder, resolve, train_on_rank
 from shardwise.train.team import Team
 
 REPOSITORY = Path(__file__).parents[2]
@@ -107,7 +107,7 @@ def run_command(words):
         request = dataclasses.replace(request, settings=settings)
         team = Team()
         with contextlib.ExitStack() as stack:
-            request, folder = team.from_first(lambda: stack.enter_context(opened(request)))
+            request, folder = team.from_first(lambda: stack.enter_context(opened_run_folder(request)))
             train_on_rank(request, folder, torch.device("cpu"), team)
     elif dist.get_rank() == 0:
         assert main(words) == 0

@@ -65,8 +65,8 @@ class Branching(nn.Module):
         return self.trunk_out(x)
 
 
-def shard(model, face, options, covers):
-    if face == "wrapper":
+def shard(model, api, options, covers):
+    if api == "wrapper":
         policy = ModuleWrapPolicy({Block, Trunk})
         model = FullyShardedDataParallel(model, auto_wrap_policy=policy, **options)
     else:
@@ -92,7 +92,7 @@ def accumulated(losses, model):
         loss().backward()
 
 
-def put_by(losses, model):
+def stashed(losses, model):
     if isinstance(model, FullyShardedDataParallel):
         with model.no_sync():
             losses[0]().backward()
@@ -121,10 +121,10 @@ def after_others(losses, model):
     losses[0]()
 
 
-def train(face, options, covers="all", has_trunk=True, checkpoints=None, schedule=one):
+def train(api, options, covers="all", has_trunk=True, checkpoints=None, schedule=one):
     """Losses of a sharded and a plain model, step by step; bitwise, where micro-batches are not added up first."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    model = shard(seeded(Branching(has_trunk, checkpoints)), face, dict(options), covers)
+    model = shard(seeded(Branching(has_trunk, checkpoints)), api, dict(options), covers)
     plain = seeded(Branching(has_trunk))
     optim, plain_optim = sgd(model.parameters()), sgd(plain.parameters())
     num_batches = 1 if schedule in (one, after_others) else 2
@@ -165,27 +165,27 @@ def train(face, options, covers="all", has_trunk=True, checkpoints=None, schedul
             each.step()
             each.zero_grad()
     assert any(len(set(taken)) > 1 for taken in routes), "all ranks took the same branches"
-    if face == "fully_shard":
+    if api == "fully_shard":
         model.reset_iter_state()
         same_parameters(model, plain, "at the end: ", tolerance)
 
 
 def wrapper(**options):
-    return {"face": "wrapper", "options": {"use_orig_params": True, **options}}
+    return {"api": "wrapper", "options": {"use_orig_params": True, **options}}
 
 
-SHARDED = {"face": "fully_shard", "options": {}}
-KEPT = {"face": "fully_shard", "options": {"reshard_after_forward": False}}
+SHARDED = {"api": "fully_shard", "options": {}}
+KEPT = {"api": "fully_shard", "options": {"reshard_after_forward": False}}
 BRANCHES = {"covers": "branches"}
-SCHEDULES = (one, accumulated, put_by, together, one_behind, after_others)
+SCHEDULES = (one, accumulated, stashed, together, one_behind, after_others)
 
 
-# With each face every schedule; all of them with each, in turn.
+# With each API every schedule; all of them with each, in turn.
 @pytest.mark.parametrize(
-    "faces", [(SCHEDULES[::2], SCHEDULES[1::2]), slow((SCHEDULES,) * 2)], ids=["each", "all"]
+    "apis", [(SCHEDULES[::2], SCHEDULES[1::2]), slow((SCHEDULES,) * 2)], ids=["each", "all"]
 )
-def test_ranks_that_take_different_branches_train_to_the_average_over_ranks(faces):
-    of_branches, of_wrapper = faces
+def test_ranks_that_take_different_branches_train_to_the_average_over_ranks(apis):
+    of_branches, of_wrapper = apis
     cases = [{**SHARDED, "schedule": schedule} for schedule in SCHEDULES]
     cases += [{**SHARDED, **BRANCHES, "schedule": schedule} for schedule in of_branches]
     cases += [{**SHARDED, "has_trunk": False}, {**KEPT, **BRANCHES}]
@@ -206,9 +206,9 @@ def test_four_processes_take_different_branches():
     cases = [
         {**SHARDED, **BRANCHES},
         {**SHARDED, "has_trunk": False},
-        {"face": "fully_shard", "options": {"reshard_after_forward": 2}, **BRANCHES},
-        {"face": "fully_shard", "options": {"replicas": 2}, "schedule": put_by},
-        {"face": "fully_shard", "options": {"exact": True}, "schedule": accumulated},
+        {"api": "fully_shard", "options": {"reshard_after_forward": 2}, **BRANCHES},
+        {"api": "fully_shard", "options": {"replicas": 2}, "schedule": stashed},
+        {"api": "fully_shard", "options": {"exact": True}, "schedule": accumulated},
         wrapper(),
     ]
     run_cases(train, 4, cases, kind="gloo")

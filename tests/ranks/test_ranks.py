@@ -217,14 +217,14 @@ def test_rank_threads_are_reused():
     assert set(run_ranks(thread_id, 3)) < set(run_ranks(thread_id, 4))
 
 
-def test_nobody_watches_over_ranks_that_have_ended():
+def test_the_watchdog_does_not_watch_ranks_that_have_ended():
     run_ranks(shard_a_layer, 20)
     # Or else this ends in a timeout.
     while any(channel.world == 20 for channel in WATCHDOG.channels()):
         time.sleep(0.01)
 
 
-def test_where_a_rank_is_can_be_told_however_many_threads_earlier_calls_left():
+def test_the_stack_of_a_rank_is_found_however_many_threads_earlier_calls_left():
     run_ranks(thread_id, 110)
     for stack in run_ranks(own_stack, 3):
         assert any("in own_stack" in call for call in stack)
@@ -349,7 +349,7 @@ def test_an_exception_is_reported_with_its_rank_and_traceback(kind):
 
 
 @every_cpu_kind
-def test_peers_that_wait_are_told_as_torn_down_and_hold_nothing_up(kind):
+def test_peers_that_wait_are_reported_as_torn_down_and_hold_nothing_up(kind):
     with pytest.raises(RankFailure) as caught:
         run_ranks(fail_on, 3, 1, kind=kind)
     message = str(caught.value)
@@ -361,7 +361,7 @@ def test_peers_that_wait_are_told_as_torn_down_and_hold_nothing_up(kind):
 @pytest.fixture
 def every_rank_is_heard(monkeypatch):
     """However slow a rank is, its own story is waited for. For calls in which all ranks raise."""
-    monkeypatch.setattr(pool_call, "_OWN_STORY_SECONDS", LONGER_THAN_A_TEST_SECONDS)
+    monkeypatch.setattr(pool_call, "_OWN_REPORT_SECONDS", LONGER_THAN_A_TEST_SECONDS)
     monkeypatch.setattr(threads, "_INTERRUPT_SECONDS", LONGER_THAN_A_TEST_SECONDS)
     monkeypatch.setattr(threads, "_GRACE_SECONDS", 2 * LONGER_THAN_A_TEST_SECONDS)
 
@@ -378,7 +378,7 @@ def test_when_several_ranks_fail_all_are_listed(kind):
     assert message.count("Traceback") == 3
 
 
-def test_the_first_of_several_failures_is_told_first():
+def test_the_first_of_several_failures_is_reported_first():
     reports = [
         RankReport(0, Outcome.TORN_DOWN, at_seconds=1.0),
         RankReport(1, Outcome.RAISED, "raised KeyError", at_seconds=3.0, exception=KeyError("later")),
@@ -494,7 +494,7 @@ def test_ranks_that_compute_forever_are_stopped(kind):
 
 
 @every_cpu_kind
-def test_a_rank_that_finished_before_the_hang_is_told_as_finished(kind):
+def test_a_rank_that_finished_before_the_hang_is_reported_as_finished(kind):
     message = hung(
         hang_unless_rank_0,
         2,
@@ -540,7 +540,7 @@ def test_an_interrupted_call_leaves_the_ranks_usable(kind, tmp_path):
 
 
 @pytest.mark.parametrize("world_size", [0, -1, 1.5, "2"])
-def test_a_world_size_that_is_no_count_is_refused(world_size):
+def test_an_invalid_world_size_is_refused(world_size):
     with pytest.raises(ConfigError, match="world_size is"):
         run_ranks(process_id, world_size)
 
@@ -550,12 +550,12 @@ def test_an_unknown_kind_is_refused_with_the_known_ones():
         run_ranks(process_id, 2, kind="mpi")
 
 
-def test_a_function_that_cannot_travel_is_refused_before_any_rank_starts():
+def test_a_function_that_cannot_be_pickled_is_refused_before_any_rank_starts():
     with pytest.raises(ConfigError, match="top level of a module"):
         run_ranks(lambda: 1, 2, kind="gloo")
 
 
-def test_a_result_that_cannot_travel_is_a_failure_that_says_so():
+def test_a_result_that_cannot_be_pickled_is_a_failure_that_says_so():
     with pytest.raises(RankFailure, match="the result of a process rank cannot be pickled: lock"):
         run_ranks(return_a_lock, 2, kind="gloo")
 
@@ -577,7 +577,7 @@ def test_gpu_kinds_say_so_where_there_is_no_gpu(kind):
 # --- the first error ------------------------------------------------------------------------------------------------
 
 
-def break_in_the_model_of_the_last_rank(told):
+def break_in_the_model_of_the_last_rank(reported):
     """Its peer's error comes up first: the rank looks after something before its own one does."""
     model = fully_shard(torch.nn.Linear(4, 4))
     if dist.get_rank() == dist.get_world_size() - 1:
@@ -586,10 +586,10 @@ def break_in_the_model_of_the_last_rank(told):
         for _ in range(3):
             model(torch.ones(2, 4)).sum().backward()
     except PeerFailure:
-        told.touch()
+        reported.touch()
         raise
     except ValueError:
-        while not told.exists():
+        while not reported.exists():
             time.sleep(0.01)
         raise
 
@@ -600,7 +600,7 @@ def raise_something(*_args):
 
 @every_cpu_kind
 @pytest.mark.usefixtures("every_rank_is_heard")
-def test_a_ranks_own_error_is_told_before_what_its_peers_say_of_it(kind, tmp_path):
+def test_a_ranks_own_error_is_reported_before_its_peers_errors(kind, tmp_path):
     with pytest.raises(RankFailure) as failed:
         run_ranks(break_in_the_model_of_the_last_rank, 2, tmp_path / "told", kind=kind)
     assert failed.value.rank == 1
@@ -615,7 +615,7 @@ def wait_for_a_thread_that_is_gone():
     dist.barrier()
 
 
-def test_an_exception_that_ended_a_thread_is_told_before_the_ranks_that_hang_because_of_it():
+def test_an_exception_that_ended_a_thread_is_reported_before_the_ranks_that_hang_because_of_it():
     text = hung(
         wait_for_a_thread_that_is_gone,
         2,

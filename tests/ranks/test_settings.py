@@ -808,5 +808,5 @@ def reset_in_the_middle():
 
 
 @both_kinds
-def test_reset_frees_weights_and_drops_gradients_put_by(kind):
+def test_reset_frees_weights_and_drops_stashed_gradients(kind):
     run_ranks(reset_in_the_middle, 2, kind=kind)

@@ -175,7 +175,7 @@ def test_the_same_bits_wherever_ranks_are(world_size, options):
     run_ranks(train_in, world_size, sights, list(options), kind="gloo")
 
 
-def late_on_a_path_that_was_left():
+def late_on_an_old_log():
     """Rank 0 sends, leaves, and uses its memory for something else; then rank 1 comes."""
     rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
     calls = GroupCollectives(dist.group.WORLD, CPU)
@@ -187,7 +187,7 @@ def late_on_a_path_that_was_left():
         seen = None
         if rank == 0:
             calls.issue_all_gather(gathered, own)
-            channel.abort_step("it does not like this path")
+            channel.abort_step("it does not like this log")
             own.zero_()
             store.set("left", "1")
         else:
@@ -206,10 +206,10 @@ def late_on_a_path_that_was_left():
     return seen
 
 
-def test_who_comes_late_to_a_path_that_was_left_reads_what_was_sent_there_and_is_told():
-    _, (seen, told) = run_ranks(late_on_a_path_that_was_left, 2, kind="gloo")
+def test_a_rank_that_is_late_on_an_old_log_reads_what_was_sent_there_and_is_told():
+    _, (seen, reported) = run_ranks(late_on_an_old_log, 2, kind="gloo")
     assert seen in (None, {1.0, 2.0})
-    assert "rank 0 aborted its step: it does not like this path" in told
+    assert "rank 0 aborted its step: it does not like this log" in reported
 
 
 def say_much():
@@ -223,7 +223,7 @@ def say_much():
     return all(near.wait_for(1 - rank, number, 7) == 2 * number for number in range(10_000))
 
 
-def test_collectives_that_nobody_has_waited_for_may_be_thousands():
+def test_thousands_of_collectives_may_be_in_flight():
     assert all(run_ranks(say_much, 2, kind="gloo"))
 
 
@@ -249,5 +249,5 @@ def read_from_a_stopped_rank(folder):
     return gathered.view(2, -1).mean(1).tolist()
 
 
-def test_what_a_stopped_rank_has_sent_is_read(tmp_path):
+def test_rows_that_a_stopped_rank_has_sent_are_read(tmp_path):
     assert run_ranks(read_from_a_stopped_rank, 2, tmp_path, kind="gloo") == [[0, 1]] * 2

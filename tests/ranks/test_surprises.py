@@ -195,7 +195,7 @@ def held_over_an_exception(sharding):
     return [whole(param.grad) for param in model.parameters()]
 
 
-def test_gradients_put_by_without_sync_outlive_a_forward_that_raises():
+def test_gradients_stashed_without_sync_outlive_a_forward_that_raises():
     twice(held_over_an_exception, fully_shard)
 
 

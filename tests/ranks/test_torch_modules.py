@@ -18,7 +18,7 @@ from tests.ranks.torch_modules import MODELS, losses, output_of, pair
 
 pytestmark = pytest.mark.arithmetic
 
-FACES = ["fully_shard", "wrapper", "wrapper, original parameters"]
+APIS = ["fully_shard", "wrapper", "wrapper, original parameters"]
 
 
 def _parts(model):
@@ -32,9 +32,9 @@ def _parts(model):
             yield child
 
 
-def sharded(model, face, device="cpu"):
+def sharded(model, api, device="cpu"):
     parts = list(_parts(model))
-    if face == "fully_shard":
+    if api == "fully_shard":
         for part in parts:
             fully_shard(part)
         return fully_shard(model)
@@ -42,7 +42,7 @@ def sharded(model, face, device="cpu"):
     return FullyShardedDataParallel(
         model,
         auto_wrap_policy=lambda module, recurse, nonwrapped_numel: recurse or module in chosen,
-        use_orig_params=face == "wrapper, original parameters",
+        use_orig_params=api == "wrapper, original parameters",
         device_id=torch.device(device),
     )
 
@@ -56,7 +56,7 @@ def fresh(name, device="cpu"):
     return model, x.detach().to(device).requires_grad_(x.requires_grad)
 
 
-def different_losses(face, device="cpu", tolerance=0.0):
+def different_losses(api, device="cpu", tolerance=0.0):
     """All ranks have the same inputs, so that the average of their gradients is each one's own; which differ.
 
     With 2 or 4 ranks, whose average is exact.
@@ -66,16 +66,16 @@ def different_losses(face, device="cpu", tolerance=0.0):
         model, x = fresh(name, device)
         found = [losses(model, x)]
         model, x = fresh(name, device)
-        found.append(losses(sharded(model, face, device), x))
+        found.append(losses(sharded(model, api, device), x))
         if not torch.allclose(*found, rtol=tolerance, atol=0.0):
             different[name] = [each.tolist() for each in found]
     return different
 
 
-@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("world_size", [2, slow(4)])
-def test_torchs_modules_train_as_unsharded(face, world_size):
-    assert run_ranks(different_losses, world_size, face, kind="gloo") == [{}] * world_size
+def test_torchs_modules_train_as_unsharded(api, world_size):
+    assert run_ranks(different_losses, world_size, api, kind="gloo") == [{}] * world_size
 
 
 ZEROS = {
@@ -118,34 +118,34 @@ class MovingLSTM(nn.LSTM):
                     weight.set_(weight.clone())
 
 
-def moves_its_weights(face):
+def moves_its_weights(api):
     found = []
     for shard in (False, True):
         torch.manual_seed(1)
         lstm, x = MovingLSTM(4, 3, batch_first=True), torch.randn(2, 5, 4)
         model = pair(lstm, output_of, 3)
-        found.append(losses(sharded(model, face) if shard else model, x))
+        found.append(losses(sharded(model, api) if shard else model, x))
         # As many models do in each forward.
         lstm.flatten_parameters()
     return torch.equal(*found)
 
 
-@pytest.mark.parametrize("face", FACES)
-def test_recurrent_modules_do_not_move_weights_that_are_gathered(face):
-    assert run_ranks(moves_its_weights, 2, face, kind="gloo") == [True, True]
+@pytest.mark.parametrize("api", APIS)
+def test_recurrent_modules_do_not_move_weights_that_are_gathered(api):
+    assert run_ranks(moves_its_weights, 2, api, kind="gloo") == [True, True]
 
 
-def lost_writes(face):
+def lost_writes(api):
     model = nn.Sequential(nn.Embedding(20, 4, max_norm=1.0), nn.Linear(4, 2))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        sharded(model, face)
+        sharded(model, api)
     return [str(each.message) for each in caught if "max_norm" in str(each.message)], dist.get_rank()
 
 
-@pytest.mark.parametrize("face", FACES)
-def test_an_embedding_that_writes_to_its_weight_is_warned_of(face):
-    for messages, _ in run_ranks(lost_writes, 2, face, kind="gloo"):
+@pytest.mark.parametrize("api", APIS)
+def test_an_embedding_that_writes_to_its_weight_is_warned_of(api):
+    for messages, _ in run_ranks(lost_writes, 2, api, kind="gloo"):
         assert messages
         assert "'weight'" in messages[0] or "'0.weight'" in messages[0]
         assert "the shards, which the optimizer steps, are not scaled" in messages[0]

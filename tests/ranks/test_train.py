@@ -15,8 +15,7 @@ import torch.distributed as dist
 from shardwise.errors import ConfigError, StateError
 from shardwise.policies import set_trust, trust
 from shardwise.testing import run_ranks
-from shardwise.train import data as data_room
-from shardwise.train import loop, run_files
+from shardwise.train import data, loop, run_files
 from shardwise.train.model import OwnModel
 from shardwise.train.optional_packages import require
 from tests.ranks.tables import slow
@@ -202,14 +201,14 @@ def test_an_exact_run_is_the_same_to_the_last_bit_on_any_number_of_ranks_in_ever
             for precision in precisions:
                 folder = tmp_path / str(world_size) / f"{mode}-{precision}"
                 where = f"{world_size} ranks, {mode}, {precision}"
-                told = [(each.loss, each.grad_norm, each.eval_loss) for each in read_metrics(folder)]
+                reported = [(each.loss, each.grad_norm, each.eval_loss) for each in read_metrics(folder)]
                 tensors = whole_tensors(checkpoint_at(folder, 3))
-                told_first, tensors_first = first.setdefault(precision, (told, tensors))
-                assert told == told_first, where
+                reported_first, tensors_first = first.setdefault(precision, (reported, tensors))
+                assert reported == reported_first, where
                 assert tensors.keys() == tensors_first.keys(), where
                 different = [name for name in tensors if not torch.equal(tensors[name], tensors_first[name])]
                 assert not different, where
-    assert len({str(told) for told, _ in first.values()}) == len(precisions)
+    assert len({str(reported) for reported, _ in first.values()}) == len(precisions)
     assert_same(whole_tensors(checkpoint_at(tmp_path / "moved", 3)), first["fp32"][1])
 
 
@@ -266,13 +265,13 @@ def run_into_nan(config, folder):
     return messages
 
 
-def test_a_gradient_that_is_no_number_stops_the_run_with_step_and_unit_and_saves_the_weights_before(
+def test_a_gradient_that_is_not_finite_stops_the_run_names_step_and_unit_and_saves_the_weights_before_it(
     undisturbed, tmp_path
 ):
     config, _, _ = undisturbed
     for output, gradient in on_ranks(2, run_into_nan, config, tmp_path):
         assert "the output of unit 'blocks.1' is the first that is not finite" in output
-        assert "gradients are not from unit 'blocks.1' on down" in gradient
+        assert "gradients are not, from unit 'blocks.1' backwards" in gradient
         for message in (output, gradient):
             assert "step 4" in message
             assert "--resume" in message
@@ -309,11 +308,11 @@ class Twice:
 
 def with_tokenizer(function, *args):
     found = SimpleNamespace(AutoTokenizer=SimpleNamespace(from_pretrained=lambda name: Twice()))
-    data_room.require = lambda name, purpose: found
+    data.require = lambda name, purpose: found
     try:
         return function(*args)
     finally:
-        data_room.require = require
+        data.require = require
 
 
 def test_a_run_is_never_trained_on_tokens_of_other_data(tmp_path):
@@ -323,9 +322,9 @@ def test_a_run_is_never_trained_on_tokens_of_other_data(tmp_path):
     ((said, tokens),) = on_ranks(1, with_tokenizer, train_on_two_texts, config, str(tmp_path))
     assert tokens[0] != tokens[1]
     assert b"l\0\0\0l\0\0\0a\0\0\0a" in tokens[1]
-    assert not any("making them anew" in line for line in said[0])
-    assert any("making them anew" in line for line in said[1])
-    assert any("not what the checkpoint was trained on" in line for line in said[1])
+    assert not any("tokenizing again" in line for line in said[0])
+    assert any("tokenizing again" in line for line in said[1])
+    assert any("differs from what the checkpoint was trained on" in line for line in said[1])
 
 
 def train_where_little_can_be_written(config, folder):
@@ -334,19 +333,19 @@ def train_where_little_can_be_written(config, folder):
 
     append, run_files.open_for_append = run_files.open_for_append, full
     try:
-        with pytest.raises(StateError) as told:
+        with pytest.raises(StateError) as caught:
             run_part(config, folder, display=(display := Noted()))
     finally:
         run_files.open_for_append = append
-    return str(told.value), display.lines, display.summary
+    return str(caught.value), display.lines, display.summary
 
 
-def test_metrics_that_cannot_be_written_do_not_end_a_run_and_are_told_at_its_end(undisturbed, tmp_path):
+def test_metrics_that_cannot_be_written_do_not_end_a_run_and_are_reported_at_its_end(undisturbed, tmp_path):
     config, _, tensors = undisturbed
     ((error, lines, summary),) = on_ranks(1, train_where_little_can_be_written, config, tmp_path)
-    assert error.startswith(f"the run finished at step {STEPS} and its checkpoint is whole")
+    assert error.startswith(f"the run finished at step {STEPS} and its checkpoint is complete")
     assert f"metrics.jsonl: No space left on device, {STEPS} times" in error
-    assert sum("metrics.jsonl cannot be written, training goes on" in line for line in lines) == 1
+    assert sum("metrics.jsonl cannot be written, training continues" in line for line in lines) == 1
     assert summary.unwritten == (f"metrics.jsonl: No space left on device, {STEPS} times",)
     assert whole_tensors(checkpoint_at(tmp_path)).keys() == tensors.keys()
 
@@ -366,8 +365,8 @@ def begin_where_nothing_can_be_written(config, folder):
 
 def test_a_run_that_could_not_be_resumed_is_not_begun_on_any_rank(undisturbed, tmp_path):
     config, _, _ = undisturbed
-    for told in on_ranks(2, begin_where_nothing_can_be_written, config, tmp_path):
-        assert "config.json cannot be written: No space left on device" in told
+    for reported in on_ranks(2, begin_where_nothing_can_be_written, config, tmp_path):
+        assert "config.json cannot be written: No space left on device" in reported
 
 
 def test_a_run_writes_down_its_metrics_its_summary_and_its_curve(undisturbed):
@@ -394,5 +393,5 @@ def test_a_run_says_how_long_a_late_rank_is_waited_for(tmp_path):
     text = write_text(tmp_path)
     for seconds, expected in ((0.0, None), (77.0, 77.0)):
         config = small_config(text, f"train.late_seconds={seconds}")
-        told = on_ranks(2, run_with_late_seconds, config, str(tmp_path / f"run-{seconds}"))
-        assert told == [expected] * 2
+        reported = on_ranks(2, run_with_late_seconds, config, str(tmp_path / f"run-{seconds}"))
+        assert reported == [expected] * 2

@@ -87,7 +87,7 @@ def test_a_latest_that_names_nothing_is_passed_over(copied):
         assert store.checkpoints()[0] == checkpoint_at(copied, 4)
 
 
-def test_a_step_that_a_run_comes_to_again_replaces_what_was_saved_there(copied):
+def test_a_step_that_is_reached_again_replaces_its_checkpoint(copied):
     store = Store(copied / "checkpoints")
     shutil.copytree(checkpoint_at(copied, 2), store.saving_path(4))
     store.commit(4)
@@ -131,7 +131,7 @@ def save_while_the_disk_waits(folder):
     return [whole_tensors(Store(folder).path_of(step))["model/w"] for step in (1, 2)]
 
 
-def test_a_save_waits_for_a_copy_alone_and_holds_what_was_there_when_it_began(tmp_path):
+def test_a_save_waits_only_for_a_copy_and_contains_the_state_at_its_start(tmp_path):
     ((first, second),) = run_ranks(save_while_the_disk_waits, 1, tmp_path, kind="gloo")
     assert torch.equal(first, torch.arange(6.0))
     assert torch.equal(second, torch.arange(6.0) + 100)
@@ -178,15 +178,15 @@ def save_what_changes(folder):
 EMPTY = Part(torch.empty(0, 4), (0, 0), (0, 4))
 
 
-def test_who_writes_what_is_planned_anew_exactly_when_some_rank_has_other_parts(tmp_path):
+def test_writes_are_planned_again_exactly_when_the_parts_of_some_rank_change(tmp_path):
     store = Store(tmp_path)
     on_all = run_ranks(save_what_changes, 4, tmp_path, kind="gloo")
     for planned, problems, _ in on_all:
         # 2 goes by the plan of 1; whoever has nothing new follows those who have, and back again.
         assert planned == [1, 3, 4, 5, 6, 7]
-        told = problems.pop(6)
-        assert "'model/odd' has dtype torch.float8_e4m3fnuz, which a checkpoint cannot hold" in told
-        assert "(rank 2)" in told
+        reported = problems.pop(6)
+        assert "'model/odd' has dtype torch.float8_e4m3fnuz, which a checkpoint cannot hold" in reported
+        assert "(rank 2)" in reported
         assert set(problems.values()) == {None}
     # Once it is known who writes a tensor that all have, nobody else copies it.
     assert sum(staged[1] for _, _, staged in on_all) > sum(staged[2] for _, _, staged in on_all)
@@ -306,7 +306,7 @@ def resume_as_others(config, run):
     return messages
 
 
-def test_names_in_a_checkpoint_do_not_tell_whether_activations_were_recomputed():
+def test_names_in_a_checkpoint_do_not_depend_on_recomputation():
     def names(recomputes):
         layer = torch.nn.BatchNorm1d(3)
         model = torch.nn.Sequential(checkpoint_wrapper(layer) if recomputes else layer)
@@ -357,7 +357,7 @@ def test_training_goes_on_when_the_disk_is_full_and_says_so_and_fails_at_the_end
     assert [record.loss for record in display.records] == losses
     assert len(display.lines) == 5  # the last is tried again
     for step, line in zip((1, 2, 3, 4, 4), display.lines, strict=True):
-        assert f"warning: the checkpoint of step {step} could not be written, training goes on" in line
+        assert f"warning: the checkpoint of step {step} could not be written, training continues" in line
 
 
 # --- code in files ------------------------------------------------------------------------------------------------
@@ -475,7 +475,7 @@ def go_on_from_weights(config, runs):
     return {name: run_part(config, run, resume=True) for name, run in runs.items()}
 
 
-def test_a_run_goes_on_from_weights_that_came_back(finished, tmp_path, monkeypatch):
+def test_a_run_resumes_from_weights_that_were_exported_and_imported(finished, tmp_path, monkeypatch):
     config, run, _, _ = finished
     monkeypatch.setattr(weights, "BLOCK_BYTES", 100)
     opened = weights.open_weights(run)
@@ -488,10 +488,10 @@ def test_a_run_goes_on_from_weights_that_came_back(finished, tmp_path, monkeypat
         runs[name] = tmp_path / f"from-{name}"
     found = run_ranks(go_on_from_weights, 2, in_mode(config, "optimizer"), runs, kind="gloo")[0]
     assert found["hf"][0] == found["m.pt"][0]
-    assert "weights alone" in found["hf"][1][0]
+    assert "only weights" in found["hf"][1][0]
 
 
-def test_what_holds_no_weights_or_damaged_ones_is_refused(finished, copied, tmp_path):
+def test_sources_without_weights_or_with_damaged_ones_are_refused(finished, copied, tmp_path):
     _, run, _, _ = finished
     flip_a_bit(checkpoint_at(copied, 4))
     with pytest.raises(CheckpointError, match="damaged"):
@@ -520,5 +520,5 @@ def wrapped_and_sharded():
         TrainingState(model)
 
 
-def test_flat_shards_are_not_taken_for_whole_parameters():
+def test_flat_shards_are_not_mistaken_for_full_parameters():
     run_ranks(wrapped_and_sharded, 2)

@@ -62,7 +62,7 @@ def ended(process):
 # --- ends ---------------------------------------------------------------------------------------------------------
 
 
-def test_sigterm_saves_and_ends_well_and_the_run_goes_on_in_one_process(tmp_path, given_one_rank, capsys):
+def test_sigterm_saves_and_exits_with_0_and_the_run_resumes_in_one_process(tmp_path, given_one_rank, capsys):
     steps = ("--set", "train.steps=100000")
     with command("train", "tiny", *SMALL, *steps, "--out", str(tmp_path / "run"), "--json") as process:
         lines = []
@@ -99,7 +99,7 @@ FAULTS = (
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_runs_that_something_happens_to_lose_nothing_and_show_the_first_error_first():
+def test_disturbed_runs_lose_nothing_and_report_the_first_error_first():
     schedule = [sys.executable, "-m", "tests.fuzz.faults", "--quiet", "--only", ",".join(FAULTS)]
     done = subprocess.run(
         [*schedule, "--runs", str(len(FAULTS))],
@@ -151,7 +151,7 @@ def given_one_rank(monkeypatch):
     torch_internals.forget_meshes()
 
 
-def test_data_that_is_missing_is_told_once(tmp_path, given_one_rank, capsys):
+def test_data_that_is_missing_is_reported_once(tmp_path, given_one_rank, capsys):
     missing = f"{tmp_path}/nowhere.txt"
     assert main(["train", "tiny", "--set", f"data.path={missing}", "--out", str(tmp_path / "run")]) == 1
     said = capsys.readouterr()
@@ -178,7 +178,7 @@ def test_data_that_is_missing_on_one_machine_is_an_error_on_all(tmp_path):
     assert "nowhere.txt" in first[0]
 
 
-def test_a_port_in_use_is_told(tmp_path, given_one_rank, capsys):
+def test_a_port_in_use_is_reported(tmp_path, given_one_rank, capsys):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", given_one_rank))
         taken.listen()
@@ -199,7 +199,7 @@ def test_a_port_in_use_is_told(tmp_path, given_one_rank, capsys):
         (["convert", "/nowhere", "/nowhere/else"], "there are no weights in '/nowhere'"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_message_before_anything_starts(arguments, words, capsys):
+def test_invalid_requests_are_refused_in_one_message_before_anything_starts(arguments, words, capsys):
     assert main(arguments) == 1
     said = capsys.readouterr()
     assert said.out == ""
@@ -210,27 +210,27 @@ def test_what_cannot_be_is_refused_in_one_message_before_anything_starts(argumen
 def test_more_ranks_than_gpus_are_refused_by_the_command(monkeypatch, capsys):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     assert main(["train", "tiny", "--ranks", "4"]) == 1
-    assert "4 ranks are asked for, and there are 2 GPUs" in capsys.readouterr().err
+    assert "4 ranks were requested, but this machine has 2 GPUs" in capsys.readouterr().err
 
 
-def test_a_run_is_not_begun_where_another_lives(tmp_path):
+def test_a_run_is_not_started_in_the_folder_of_another(tmp_path):
     (tmp_path / "checkpoints" / "step-00000003").mkdir(parents=True)
     with pytest.raises(ConfigError, match="--resume"):
         new_folder(str(tmp_path), "tiny")
 
 
-def test_a_run_is_not_begun_where_nothing_can_be_written(tmp_path, monkeypatch):
+def test_a_run_is_not_started_where_nothing_can_be_written(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.chdir(tmp_path)
     for wanted in ("file", "file/below", "/proc/here"):
-        with pytest.raises(ConfigError, match=f"no run in '{wanted}'.*\\n.*output.folder"):
+        with pytest.raises(ConfigError, match=f"cannot create a run in '{wanted}'.*\\n.*output.folder"):
             new_folder(wanted, "tiny")
     (tmp_path / "runs").write_text("")
-    with pytest.raises(ConfigError, match=r"no run in 'runs/tiny'.*\n.*the present folder"):
+    with pytest.raises(ConfigError, match=r"cannot create a run in 'runs/tiny'.*\n.*the current folder"):
         new_folder("", "tiny")
 
 
-def test_the_newest_run_goes_on_with_its_own_settings(tmp_path, given_one_rank, monkeypatch, capsys):
+def test_the_newest_run_resumes_with_its_own_settings(tmp_path, given_one_rank, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     tiny = ["model.layers=1", "model.width=16", "model.hidden=16", "train.batch_size=2", "evaluate.batches=0"]
     settings = [part for setting in tiny for part in ("--set", setting)]
@@ -324,21 +324,22 @@ def test_a_log_has_a_line_for_every_nth_step_and_the_last():
     assert "mfu 2.0%" in shown[-1]
 
 
-def test_a_run_that_had_no_step_left_says_how_to_go_on():
+def test_a_run_that_had_no_steps_left_says_how_to_train_longer():
     stream = io.StringIO()
     Lines(stream, every=8).end(dataclasses.replace(SUMMARY, tokens=0, tokens_per_second=0.0))
     assert (
-        "finished at step 20 of 20: there was no step left; --set train.steps=N for more" in stream.getvalue()
+        "finished at step 20 of 20: no steps were left; use --set train.steps=N to train longer"
+        in stream.getvalue()
     )
     assert "tokens/s" not in stream.getvalue()
 
 
 def test_the_doctor_names_what_is_missing_with_the_command_that_fixes_it(monkeypatch, capsys):
     monkeypatch.setattr(
-        "shardwise.train.doctor._loopback",
+        "shardwise.train.doctor._check_loopback",
         lambda: Finding("loopback", False, "lo is down", "ip link set lo up"),
     )
-    monkeypatch.setattr("shardwise.train.doctor.run_own_ranks", lambda *_, **__: 0)
+    monkeypatch.setattr("shardwise.train.doctor.run_local_ranks", lambda *_, **__: 0)
     assert main(["doctor"]) == 1
     out = capsys.readouterr().out
     assert "NO  loopback" in out

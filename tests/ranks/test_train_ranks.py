@@ -20,8 +20,8 @@ import torch.distributed as dist
 from shardwise.errors import ShardwiseError
 from shardwise.testing import run_ranks
 from shardwise.train.command import Request, train
-from shardwise.train.interrupt import Interrupt
-from shardwise.train.launch import run_own_ranks
+from shardwise.train.launch import run_local_ranks
+from shardwise.train.loop import Interrupt
 from shardwise.train.records import CONFIG, read_metrics
 from shardwise.train.run_folder import LOCK, FolderLock
 from tests.fuzz import faulty
@@ -41,17 +41,17 @@ def leave_with_status_0(_device):
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_rank_that_ends_with_status_0_before_it_is_done_has_failed(num_ranks, capfd):
     work = leave_with_status_0 if num_ranks == 2 else lambda _device: os._exit(0)
-    assert run_own_ranks(work, num_ranks, "cpu") == 1
+    assert run_local_ranks(work, num_ranks, "cpu") == 1
     said = capfd.readouterr().err
-    assert said.startswith(f"error: rank {num_ranks - 1} ended with exit status 0 before it was done"), said
+    assert said.startswith(f"error: rank {num_ranks - 1} exited with status 0 before it was done"), said
 
 
 def name_what_is_no_text(_device):
     raise FileNotFoundError("no file 'caf\udce9.txt'")
 
 
-def test_an_error_that_is_no_text_is_told(tmp_path, capfd):
-    assert run_own_ranks(name_what_is_no_text, 1, "cpu", logs=tmp_path / "logs") == 1
+def test_an_error_that_is_not_valid_text_is_reported(tmp_path, capfd):
+    assert run_local_ranks(name_what_is_no_text, 1, "cpu", logs=tmp_path / "logs") == 1
     said = capfd.readouterr().err
     assert said.startswith("error: rank 0 failed\nTraceback"), said
     assert "FileNotFoundError: no file 'caf" in said
@@ -62,9 +62,9 @@ def die_without_a_log(_device):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_logs_that_nobody_wrote_are_not_named(tmp_path, capfd):
-    assert run_own_ranks(die_without_a_log, 1, "cpu", logs=tmp_path / "logs") == 1
-    assert capfd.readouterr().err == "error: rank 0 was ended by SIGKILL\n"
+def test_logs_that_were_not_written_are_not_named(tmp_path, capfd):
+    assert run_local_ranks(die_without_a_log, 1, "cpu", logs=tmp_path / "logs") == 1
+    assert capfd.readouterr().err == "error: rank 0 was killed by SIGKILL\n"
 
 
 # --- signals ----------------------------------------------------------------------------------------------------------
@@ -107,11 +107,9 @@ def train_until_killed(folder, _device):
 def test_a_second_signal_ends_a_run_that_trains_and_says_what_is_lost(tmp_path, capfd):
     signs = ((tmp_path / "trains", signal.SIGINT), (tmp_path / "does not save", signal.SIGINT))
     with Signals(*signs):
-        assert run_own_ranks(partial(train_until_killed, tmp_path), 1, "cpu") == 130
+        assert run_local_ranks(partial(train_until_killed, tmp_path), 1, "cpu") == 130
     said = capfd.readouterr().err
-    assert (
-        said == "error: stopped by SIGINT, then by SIGINT: what came after the last checkpoint is not saved\n"
-    )
+    assert said == "error: stopped by SIGINT, then by SIGINT: progress since the last checkpoint is lost\n"
 
 
 # --- folders that go --------------------------------------------------------------------------------------------------
@@ -147,14 +145,14 @@ def train_while(config, folder, work):
     return error, display.lines
 
 
-def test_a_run_whose_folder_is_moved_goes_on_in_a_new_one_and_that_is_told(tmp_path):
+def test_a_run_whose_folder_is_moved_continues_in_a_new_one_and_reports_it(tmp_path):
     config = small_config(write_text(tmp_path), "checkpoint.every=2", "checkpoint.asynchronous=false")
     folder, moved = tmp_path / "run", tmp_path / "moved"
     (error, lines), _ = run_ranks(
         train_while, 2, config, folder, partial(os.rename, folder, moved), kind="gloo"
     )
-    reason = "it was removed or moved, and is made anew"
-    assert error.startswith(f"the run finished at step {STEPS} and its checkpoint is whole"), error
+    reason = "it was removed or moved; recreating it"
+    assert error.startswith(f"the run finished at step {STEPS} and its checkpoint is complete"), error
     assert f"    the run's folder: {reason}" in error
     assert f"warning: the run's folder {folder}: {reason}" in lines
     assert [record.step for record in read_metrics(moved)] == [1, 2]
@@ -168,14 +166,14 @@ def put_a_file_there(folder):
     folder.write_text("not a folder")
 
 
-def test_a_folder_that_cannot_be_made_anew_is_told(tmp_path):
+def test_a_folder_that_cannot_be_recreated_is_reported(tmp_path):
     config = small_config(write_text(tmp_path), "checkpoint.every=2", "checkpoint.asynchronous=false")
     folder = tmp_path / "run"
     (error, lines), _ = run_ranks(
         train_while, 2, config, folder, partial(put_a_file_there, folder), kind="gloo"
     )
     assert error.startswith("the last checkpoint could not be written: NotADirectoryError"), error
-    assert "warning: metrics.jsonl cannot be written, training goes on: Not a directory" in lines
+    assert "warning: metrics.jsonl cannot be written, training continues: Not a directory" in lines
 
 
 def take(folder):
@@ -185,16 +183,16 @@ def take(folder):
     (folder / LOCK).write_text("process 7 on another host, since noon\n")
 
 
-def test_a_run_does_not_write_into_a_folder_that_another_has_taken(tmp_path):
+def test_a_run_does_not_write_into_a_folder_that_another_uses(tmp_path):
     config = small_config(write_text(tmp_path), "checkpoint.every=2", "checkpoint.asynchronous=false")
     folder = tmp_path / "run"
     (error, lines), (second_error, _) = run_ranks(
         train_while, 2, config, folder, partial(take, folder), kind="gloo"
     )
-    reason = "another run has taken the folder: process 7 on another host, since noon"
+    reason = "another run is using the folder: process 7 on another host, since noon"
     assert error == second_error
     assert error.startswith(f"the last checkpoint could not be written: {reason}"), error
-    assert f"warning: metrics.jsonl cannot be written, training goes on: {reason}" in lines
+    assert f"warning: metrics.jsonl cannot be written, training continues: {reason}" in lines
     assert [path.name for path in folder.iterdir()] == [LOCK]
 
 
@@ -203,7 +201,7 @@ def empty(folder):
     folder.mkdir()
 
 
-def test_a_folder_that_is_emptied_while_a_run_goes_on_is_filled_again(tmp_path):
+def test_a_folder_that_is_emptied_during_a_run_is_filled_again(tmp_path):
     config = small_config(write_text(tmp_path), "checkpoint.every=2")
     folder = tmp_path / "run"
 
@@ -254,7 +252,7 @@ sys.exit(main(["train", "tests.fuzz.faulty:recipe", "--out", str(place / "run"),
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-def test_a_rank_of_another_launcher_ends_with_a_status_and_the_first_that_failed_speaks_first(tmp_path):
+def test_ranks_of_another_launcher_exit_with_a_status_and_the_first_failure_is_reported_first(tmp_path):
     # A save is under way when it fails, and its thread waits for a peer that will be gone.
     write_text(tmp_path)
     with socket.socket() as free:

@@ -1,4 +1,4 @@
-"""Ranks that part raise, all of them, with the place where they part; then they train on, right to the last bit.
+"""Ranks that diverge raise, all of them, and say where they diverged; then they train on, right to the last bit.
 
 Many cases share one set of ranks: a case that left anything behind would fail those after it.
 """
@@ -33,15 +33,15 @@ from tests.ranks.tables import slow
 
 pytestmark = beyond_torch
 
-FACES = {"fully_shard": divergence, "wrapper": divergence, "zero": divergence_zero}
+APIS = {"fully_shard": divergence, "wrapper": divergence, "zero": divergence_zero}
 
 
-def outcomes(cases, who, face):
+def outcomes(cases, who, api):
     """What each case ends in on this rank; a good step before and after each must be right to the last bit."""
     errs = dist.get_rank() == who
     ended = []
     with timeouts_of(timeout_seconds=LONG_SECONDS):
-        run = ZeroRun() if face == "zero" else Run(face)
+        run = ZeroRun() if api == "zero" else Run(api)
         run.good_step()
         for case in cases:
             run.go_back()
@@ -65,23 +65,23 @@ OWN = {
 }
 
 
-def check(world_size, who, face, kind):
-    room = FACES[face]
-    harmless = [] if face == "zero" else [divergence.an_empty_batch]
-    parted = list(room.PARTING)
-    if face != "zero":
-        (parted if face == "wrapper" else harmless).append(divergence.a_state_dict_on_one)
+def check(world_size, who, api, kind):
+    cases_module = APIS[api]
+    harmless = [] if api == "zero" else [divergence.an_empty_batch]
+    diverging = list(cases_module.DIVERGING)
+    if api != "zero":
+        (diverging if api == "wrapper" else harmless).append(divergence.a_state_dict_on_one)
     who %= world_size
-    cases = [*parted, *room.DIFFERING, *room.BREAKING_OFF, *harmless]
-    told = run_ranks(outcomes, world_size, cases, who, face, kind=kind)
-    for rank, ended in enumerate(told):
+    cases = [*diverging, *cases_module.DIFFERING, *cases_module.BREAKING_OFF, *harmless]
+    reported = run_ranks(outcomes, world_size, cases, who, api, kind=kind)
+    for rank, ended in enumerate(reported):
         for case, (name, text) in zip(cases, ended, strict=True):
             what = f"{case.__name__} on rank {rank}: {name} {text}"
-            if case in parted:
+            if case in diverging:
                 assert name == "RankDisagreement", what
                 assert f"rank {who} went on to" in text, what
                 assert f"rank {rank}: ..." in text, what
-            elif case in room.DIFFERING:
+            elif case in cases_module.DIFFERING:
                 assert name == "RankDisagreement", what
                 assert "different" in text, what
             elif case in harmless:
@@ -93,7 +93,7 @@ def check(world_size, who, face, kind):
                 assert f"rank {who} aborted its step" in text, what
 
 
-# Each face with two and four ranks, the first and the last of which errs; in turn as threads and as processes.
+# Each API with two and four ranks, the first and the last of which errs; in turn as threads and as processes.
 CELLS = [
     ("fully_shard", 2, 0, "gloo"),
     slow("fully_shard", 2, -1, "threads"),
@@ -110,28 +110,28 @@ CELLS = [
 ]
 
 
-@pytest.mark.parametrize(("face", "world_size", "who", "kind"), CELLS)
-def test_ranks_that_part_or_break_off_are_told_and_train_on(face, world_size, who, kind):
-    check(world_size, who, face, kind)
+@pytest.mark.parametrize(("api", "world_size", "who", "kind"), CELLS)
+def test_ranks_that_diverge_or_abort_are_told_and_train_on(api, world_size, who, kind):
+    check(world_size, who, api, kind)
 
 
 def different_sizes():
     """The same collective of different sizes, which gloo itself would end the process for; then one that is right."""
     calls, rank = GroupCollectives(dist.group.WORLD, torch.device("cpu")), dist.get_rank()
-    with timeouts_of(timeout_seconds=LONG_SECONDS), pytest.raises(RankDisagreement) as told:
+    with timeouts_of(timeout_seconds=LONG_SECONDS), pytest.raises(RankDisagreement) as caught:
         calls.issue_all_gather(torch.empty(8 + 2 * rank), torch.ones(4 + rank)).wait()
     gathered = torch.empty(2)
     calls.issue_all_gather(gathered, torch.full((1,), float(rank))).wait()
-    return str(told.value), gathered.tolist()
+    return str(caught.value), gathered.tolist()
 
 
-def test_messages_of_different_sizes_are_told():
+def test_messages_of_different_sizes_are_reported():
     for text, gathered in run_ranks(different_sizes, 2, kind="gloo"):
         assert "rank 0 sends 16 bytes; rank 1 sends 20 bytes" in text
         assert gathered == [0.0, 1.0]
 
 
-def late_verdict():
+def late_failure():
     """A rank was given up, but came before anybody raised that; much later all of them stand still for a moment."""
     rank, run = dist.get_rank(), Run()
     with timeouts_of(timeout_seconds=LONG_SECONDS):
@@ -150,15 +150,15 @@ def late_verdict():
 
 
 @pytest.mark.parametrize("kind", ["threads", "gloo"])
-def test_a_rank_that_comes_at_the_last_moment_is_not_held_against_anybody_later(kind):
-    run_ranks(late_verdict, 2, kind=kind)
+def test_a_rank_that_arrives_at_the_last_moment_causes_no_later_failure(kind):
+    run_ranks(late_failure, 2, kind=kind)
 
 
-def native_paths():
-    """Two paths on a group whose own collectives carry the data, as with NCCL, here without any."""
+def diverge_on_a_backends_own_collectives():
+    """Two logs on a group whose own collectives carry the data, as with NCCL, here without any."""
     rank = dist.get_rank()
     group = dist.group.WORLD
-    told = []
+    reported = []
     with timeouts_of(timeout_seconds=LONG_SECONDS):
         watched = BackendChannel(group, torch.device("cpu"))
         WATCHDOG.watch(watched)
@@ -168,8 +168,8 @@ def native_paths():
             try:
                 watched.agree(collective_code("let an optimizer use the step"))
             except RankDisagreement as error:
-                told.append((step, str(error)))
-    return told
+                reported.append((step, str(error)))
+    return reported
 
 
 def native_agreements():
@@ -250,14 +250,14 @@ def failing_collectives():
     ],
     ids=lambda value: "" if isinstance(value, bool) else str(value)[:40],
 )
-def test_only_a_lost_connection_is_called_one(error, is_lost):
+def test_only_lost_connections_are_recognised_as_such(error, is_lost):
     assert channels.is_lost_connection(error) is is_lost
 
 
 def own_errors():
     """Rank 1 fails in a collective in ways of its own: it raises that, and the other is told of it."""
     calls, rank = GroupCollectives(dist.group.WORLD, torch.device("cpu")), dist.get_rank()
-    told = []
+    reported = []
 
     def gather(fails_in=None):
         gathered = torch.empty(2)
@@ -298,12 +298,12 @@ def own_errors():
             try:
                 attempt(error)
             except BaseException as raised:  # noqa: BLE001  whatever it is
-                told.append((type(raised).__name__, str(raised)))
+                reported.append((type(raised).__name__, str(raised)))
             assert gather() == [0.0, 1.0]
-    return told
+    return reported
 
 
-def test_what_fails_on_one_rank_is_raised_there_as_it_is_and_told_to_the_others():
+def test_an_error_on_one_rank_is_raised_there_unchanged_and_reported_to_the_others():
     others, own = run_ranks(own_errors, 2, kind="gloo")
     assert [name for name, _ in own] == [
         "OSError",
@@ -333,17 +333,17 @@ def deadlock_on_two_groups():
     for calls in for_each:
         gather(calls)
     with timeouts_of(timeout_seconds=2.0):
-        with pytest.raises((RankDisagreement, PeerFailure)) as told:
+        with pytest.raises((RankDisagreement, PeerFailure)) as caught:
             gather(for_each[rank])
-        return type(told.value).__name__, str(told.value)
+        return type(caught.value).__name__, str(caught.value)
 
 
 @pytest.mark.parametrize("kind", ["threads", "gloo"])
 def test_ranks_that_wait_for_each_other_in_two_groups_are_told_though_both_are_alive(kind):
-    told = run_ranks(deadlock_on_two_groups, 2, kind=kind)
+    reported = run_ranks(deadlock_on_two_groups, 2, kind=kind)
     assert any(
-        name == "RankDisagreement" and "ranks are waiting for each other" in text for name, text in told
-    ), told
+        name == "RankDisagreement" and "ranks are waiting for each other" in text for name, text in reported
+    ), reported
 
 
 def a_barrier_on_one():
@@ -357,33 +357,33 @@ def a_barrier_on_one():
             dist.barrier()
             store.wait(["told"], timedelta(seconds=LONG_SECONDS))
             return ""
-        with pytest.raises(RankDisagreement) as told:
+        with pytest.raises(RankDisagreement) as caught:
             calls.issue_all_gather(gathered, torch.full((1,), float(rank))).wait()
         dist.barrier()
         store.set("told", "1")
-        return str(told.value)
+        return str(caught.value)
 
 
-def test_a_rank_that_sits_in_a_collective_of_its_own_is_told_with_its_stack():
-    told, _ = run_ranks(a_barrier_on_one, 2, kind="gloo")
-    assert 'ranks are waiting for each other: rank 1 did not reach "communicate outside a unit"' in told
-    assert "in barrier" in told
+def test_a_rank_in_a_collective_of_the_users_is_reported_with_its_stack():
+    reported, _ = run_ranks(a_barrier_on_one, 2, kind="gloo")
+    assert 'ranks are waiting for each other: rank 1 did not reach "communicate outside a unit"' in reported
+    assert "in barrier" in reported
 
 
-def test_a_group_that_gives_up_by_itself_raises_what_the_watch_knows():
+def test_a_group_that_times_out_by_itself_raises_what_the_watchdog_found():
     run_ranks(failing_collectives, 2, kind="gloo")
 
 
-def test_ranks_that_meet_through_a_file_do_not_sleep_between_looks_longer_than_they_have_waited():
+def test_ranks_that_meet_through_a_file_poll_at_intervals_shorter_than_their_wait():
     # torch looks into the file once in 10 ms, so one of two ranks would sleep for half of that on average.
     naps, _ = run_ranks(native_agreements, 2, kind="gloo")
     waited = itertools.accumulate(naps, initial=0.0001)
     assert all(nap <= before for nap, before in zip(naps, waited, strict=False))
 
 
-def test_paths_of_groups_that_carry_data_themselves_are_compared_before_a_step_is_used():
-    for told in run_ranks(native_paths, 3, kind="gloo"):
-        assert [step for step, _ in told] == [3]
+def test_logs_of_groups_that_carry_data_themselves_are_compared_before_a_step_is_used():
+    for reported in run_ranks(diverge_on_a_backends_own_collectives, 3, kind="gloo"):
+        assert [step for step, _ in reported] == [3]
         # One of the two others may come there only when it has been told.
-        assert re.search(r"ranks? (0|2|0, 2) went on to reduce 'a'", told[0][1])
-        assert "rank 1 went on to reduce 'b'" in told[0][1]
+        assert re.search(r"ranks? (0|2|0, 2) went on to reduce 'a'", reported[0][1])
+        assert "rank 1 went on to reduce 'b'" in reported[0][1]

@@ -59,7 +59,7 @@ def poisoned_run():
 def three_policies(who):
     model, plain = poisoned_run()
     optim = torch.optim.AdamW(model.parameters(), lr=0.01)
-    told = {}
+    reported = {}
     heard = Heard()
     logging.getLogger("shardwise").addHandler(heard)
     try:
@@ -70,7 +70,7 @@ def three_policies(who):
                 try:
                     optim.step()
                 except NonFiniteGradients as error:
-                    told[policy] = str(error)
+                    reported[policy] = str(error)
                 if policy != "log":
                     same_parameters(model, plain, policy, 0.0)
                     assert not any(state for state in optim.state.values())
@@ -79,14 +79,14 @@ def three_policies(who):
                 optim.zero_grad()
     finally:
         logging.getLogger("shardwise").removeHandler(heard)
-    return told, heard.said
+    return reported, heard.said
 
 
 @pytest.mark.parametrize(("kind", "who"), [("gloo", 0), ("gloo", 2)])
-def test_a_gradient_that_is_not_finite_is_named_and_treated_alike_on_all_ranks(kind, who):
-    for told, said in run_ranks(three_policies, 3, who, kind=kind):
+def test_a_gradient_that_is_not_finite_is_named_and_handled_the_same_on_all_ranks(kind, who):
+    for reported, said in run_ranks(three_policies, 3, who, kind=kind):
         first = f"the gradient of 'blocks.1.up.weight' (unit 'blocks.1') is not finite on rank {who}"
-        assert first in told["raise"]
+        assert first in reported["raise"]
         assert [first in text for text in said] == [True, True]
         assert "skipped on all ranks" in said[0]
 
@@ -140,16 +140,16 @@ def parity_in_a_group():
 
     good = check_parity(model, batch, loss=loss, shard=lambda model: fully_shard(model, wrap=TwoLayers))
     bad = check_parity(model, batch, loss=loss, shard=spoil, steps=2)
-    with pytest.raises(ConfigError, match="no loss can be made"):
+    with pytest.raises(ConfigError, match="no loss can be computed"):
         check_parity(model, batch)
     assert all(map(torch.equal, before, model.parameters()))
     return bool(good), str(good), bool(bad), str(bad)
 
 
 def test_parity_of_a_users_model_names_the_first_parameter_that_differs():
-    for good, told, bad, difference in run_ranks(parity_in_a_group, 3, kind="gloo"):
+    for good, reported, bad, difference in run_ranks(parity_in_a_group, 3, kind="gloo"):
         assert good
-        assert told == "10 parameters over 3 steps: the same"
+        assert reported == "10 parameters over 3 steps: the same"
         assert not bad
         assert "at step 0, the gradient of 'body.2.out_proj.weight' differs by 0.5" in difference
 
@@ -210,7 +210,7 @@ def parity_of_attention():
     return str(good), str(check_parity(model, batch, shard=spoil, **options))
 
 
-def test_gradients_that_are_nothing_but_rounding_are_judged_by_the_others():
+def test_gradients_that_are_only_rounding_errors_are_compared_on_the_scale_of_the_others():
     for good, bad in run_ranks(parity_of_attention, 2, kind="gloo"):
         assert good == "20 parameters over 8 steps: the same"
         assert "the gradient of 'layers.1.keys.bias' differs" in bad
@@ -239,7 +239,9 @@ def parity_of_unlike_models():
     return str(check_parity(nn.Linear(4, 4), torch.ones(2, 4)))
 
 
-def test_parity_of_models_that_were_unlike_from_the_start_says_so():
-    for told in run_ranks(parity_of_unlike_models, 2, kind="gloo"):
-        assert told.startswith("2 parameters over 0 steps: before the first step, parameter 'weight' differs")
-        assert "torch.manual_seed" in told
+def test_parity_says_so_if_the_models_differed_from_the_start():
+    for reported in run_ranks(parity_of_unlike_models, 2, kind="gloo"):
+        assert reported.startswith(
+            "2 parameters over 0 steps: before the first step, parameter 'weight' differs"
+        )
+        assert "torch.manual_seed" in reported

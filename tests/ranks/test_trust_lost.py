@@ -125,19 +125,19 @@ def stories(world_size, who, signal_number, folder, keeps_store=False):
     ],
     ids=lambda value: str(value),
 )
-def test_those_who_wait_for_a_rank_that_is_gone_say_so(world_size, who, signal_number, state, tmp_path):
-    told = stories(world_size, who, signal_number, tmp_path)
-    assert len(told) == world_size - 1
-    for rank, text in told.items():
+def test_ranks_that_wait_for_a_lost_rank_say_so(world_size, who, signal_number, state, tmp_path):
+    reported = stories(world_size, who, signal_number, tmp_path)
+    assert len(reported) == world_size - 1
+    for rank, text in reported.items():
         assert "TOLD: " in text, f"rank {rank}: {text}"
         assert f"rank {who} is {state}" in text
         assert "gather 'blocks.3' in forward" in text
 
 
 def test_a_stopped_rank_that_keeps_the_store_holds_nobody_up(tmp_path):
-    (told,) = stories(2, 0, signal.SIGSTOP, tmp_path, keeps_store=True).values()
-    assert "did not reach \"gather 'blocks.3' in forward\"" in told
-    assert "store does not answer" in told
+    (reported,) = stories(2, 0, signal.SIGSTOP, tmp_path, keeps_store=True).values()
+    assert "did not reach \"gather 'blocks.3' in forward\"" in reported
+    assert "store does not answer" in reported
 
 
 class Missed(logging.Handler):
@@ -181,7 +181,7 @@ def dawdle_until(is_true):
 def slow_ranks(folder):
     """The last rank sits in a debugger, is late until it is missed, and is given up; all other steps must be right."""
     is_slow = dist.get_rank() == dist.get_world_size() - 1
-    told = {}
+    reported = {}
     with timeouts_of(**LONG, debugger_grace_seconds=LONG_SECONDS, trace_dir=str(folder)):
         run = Run()
         run.good_step()
@@ -205,30 +205,35 @@ def slow_ranks(folder):
                 run.loss().backward()
             except PeerFailure as error:
                 (folder / f"told-{dist.get_rank()}").touch()
-                told = {"error": str(error), "file": re.search(r"events are in (\S+)", str(error)).group(1)}
-                told["events"] = [event for event, _ in trace.read_failure(told["file"]).events]
-                told["text"] = trace.read_failure(told["file"]).text()
+                reported = {
+                    "error": str(error),
+                    "file": re.search(r"events are in (\S+)", str(error)).group(1),
+                }
+                reported["events"] = [event for event, _ in trace.read_failure(reported["file"]).events]
+                reported["text"] = trace.read_failure(reported["file"]).text()
         run.good_step()
-    return told
+    return reported
 
 
 @pytest.mark.parametrize(("world_size", "kind"), [(2, "gloo"), (3, "threads")])
-def test_a_slow_rank_is_missed_aloud_and_waited_for_until_its_time_is_up(world_size, kind, tmp_path, capsys):
+def test_a_slow_rank_causes_warnings_and_is_waited_for_until_its_time_is_up(
+    world_size, kind, tmp_path, capsys
+):
     slow = world_size - 1
     of_ranks = run_ranks(slow_ranks, world_size, tmp_path, kind=kind)
     said = (tmp_path / "late").read_text()
     assert "is still waiting: rank" in said
-    for text in (said, *(told["error"] for told in of_ranks)):
+    for text in (said, *(reported["error"] for reported in of_ranks)):
         # On a busy machine others may be late, too.
         assert re.search(rf'ranks? [\d, ]*{slow} did not reach "gather the root in forward" within', text)
         assert f'rank {slow} is alive, its last event was "let an optimizer use the step"' in text
         assert "in dawdle_until" in text
     # One that comes late may find what the others have left for it there, and be told in its next wait.
-    told = of_ranks[0]
-    assert told["events"][-1] == "gather the root in forward"
-    assert "PeerFailure" in told["text"]
-    assert main(["trace", told["file"]]) == 0
-    assert told["text"] in capsys.readouterr().out
+    reported = of_ranks[0]
+    assert reported["events"][-1] == "gather the root in forward"
+    assert "PeerFailure" in reported["text"]
+    assert main(["trace", reported["file"]]) == 0
+    assert reported["text"] in capsys.readouterr().out
     assert main(["trace", str(tmp_path / "nothing.json")]) == 1
 
 
@@ -254,7 +259,7 @@ def out_of_descriptors(folder):
     return gathered.tolist()
 
 
-def test_who_is_out_of_descriptors_takes_nobody_for_dead(tmp_path):
+def test_a_rank_out_of_descriptors_takes_nobody_for_dead(tmp_path):
     assert run_ranks(out_of_descriptors, 2, tmp_path, kind="gloo") == [[0.0, 1.0]] * 2
 
 
@@ -264,15 +269,15 @@ def one_ends_early(folder):
     calls.issue_all_gather(gathered, own).wait()
     if rank == 1:
         return ""
-    with timeouts_of(trace_dir=str(folder)), pytest.raises(PeerFailure) as told:
+    with timeouts_of(trace_dir=str(folder)), pytest.raises(PeerFailure) as caught:
         calls.issue_all_gather(gathered, own).wait()
-    return str(told.value)
+    return str(caught.value)
 
 
 @pytest.mark.parametrize("kind", ["threads", "gloo"])
 def test_a_rank_that_has_ended_is_not_waited_for(kind, tmp_path):
-    told, _ = run_ranks(one_ends_early, 2, tmp_path, kind=kind)
-    assert "rank 1" in told
+    reported, _ = run_ranks(one_ends_early, 2, tmp_path, kind=kind)
+    assert "rank 1" in reported
 
 
 def new_calls(native):
@@ -303,22 +308,22 @@ def late_beginners(native, folder):
             if is_late:
                 wait_until(lambda: len(list(folder.glob("told-*"))) == dist.get_world_size() - 1)
                 return ""
-            with pytest.raises(PeerFailure) as told:
+            with pytest.raises(PeerFailure) as caught:
                 check_same_model(["a parameter"], calls, calls.device)
             (folder / f"told-{dist.get_rank()}").touch()
-            return str(told.value)
+            return str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("world_size", "kind", "native"), [(2, "gloo", False), (3, "threads", False), (3, "gloo", True)]
 )
-def test_a_rank_that_has_not_begun_is_waited_for_longer_and_missed_aloud(world_size, kind, native, tmp_path):
+def test_a_rank_that_has_not_begun_is_waited_for_longer_with_warnings(world_size, kind, native, tmp_path):
     late = world_size - 1
-    *told, nothing = run_ranks(late_beginners, world_size, native, tmp_path, kind=kind)
+    *reported, nothing = run_ranks(late_beginners, world_size, native, tmp_path, kind=kind)
     said = (tmp_path / "said").read_text()
     # On a busy machine others may be late, too.
     assert re.match(rf"rank \d is still waiting: ranks? [\d, ]*{late} did not reach ", said), said
     assert f"rank {late} is alive, it has issued no collective yet" in said
     assert nothing == ""
-    for text in told:
+    for text in reported:
         assert re.match(rf"ranks? [\d, ]*{late} did not reach \".*{_FIRST[native]}\" within ", text), text

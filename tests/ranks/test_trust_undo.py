@@ -66,18 +66,18 @@ class Fuse:
         return block.register_forward_hook(self.wait_for_backward)
 
 
-def make(face):
+def make(api):
     model = seeded(Counting())
-    if face == "wrapper":
+    if api == "wrapper":
         return FullyShardedDataParallel(
             model, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True
         )
     return fully_shard(model, wrap=Block)
 
 
-def broken_steps(face, where, error, accumulates, who):
+def broken_steps(api, where, error, accumulates, who):
     """A step that broke off on one rank, and the same step again, as if nothing had been."""
-    model, rank = make(face), dist.get_rank()
+    model, rank = make(api), dist.get_rank()
     errs = rank == who % dist.get_world_size()
     with timeouts_of(undoes_steps=True, timeout_seconds=LONG_SECONDS):
         if accumulates:
@@ -94,7 +94,7 @@ def broken_steps(face, where, error, accumulates, who):
         model(data(1, rank, 3, 6)).sum().backward()
         after = state_of(model)
         assert not all(map(torch.equal, before[2], after[2]))
-        twin = make(face)
+        twin = make(api)
         for step in (0, 1) if accumulates else (1,):
             twin(data(step, rank, 3, 6)).sum().backward()
         same_state(after, state_of(twin))
@@ -113,9 +113,9 @@ ALL = cases_of(where=PLACES, error=ERRORS, accumulates=[False, True], who=[-1, 0
 
 
 @pytest.mark.parametrize("cases", [EACH, slow(ALL)], ids=["each", "all"])
-@pytest.mark.parametrize("face", ["fully_shard", "wrapper"])
-def test_a_step_that_raised_on_one_rank_is_undone_on_all(face, cases):
-    run_cases(broken_steps, 3, [{"face": face, **case} for case in cases])
+@pytest.mark.parametrize("api", ["fully_shard", "wrapper"])
+def test_a_step_that_raised_on_one_rank_is_undone_on_all(api, cases):
+    run_cases(broken_steps, 3, [{"api": api, **case} for case in cases])
 
 
 class TornSGD(torch.optim.SGD):
@@ -134,8 +134,8 @@ class TornSGD(torch.optim.SGD):
         return super().step()
 
 
-def torn_step(face):
-    run = Run(face)
+def torn_step(api):
+    run = Run(api)
     run.optim = TornSGD(run.model.parameters(), lr=0.02, momentum=0.9)
     tears = dist.get_rank() == 1
     saved = run.model.state_dict()
@@ -155,9 +155,9 @@ def torn_step(face):
         else:
             run.optim.step()
         run.optim.is_armed = False
-        with pytest.raises(StateError if tears else PeerFailure) as told:
+        with pytest.raises(StateError if tears else PeerFailure) as caught:
             run.loss()
-        assert "the step of TornSGD on rank 1 raised, and is torn" in str(told.value)
+        assert "the step of TornSGD on rank 1 raised, and is torn" in str(caught.value)
         if tears:
             note_checkpoint("run/step-7")
             with pytest.raises(StateError, match=r"load the last checkpoint \(run/step-7\)"):
@@ -168,6 +168,6 @@ def torn_step(face):
         run.loss().backward()
 
 
-@pytest.mark.parametrize("face", ["fully_shard", "wrapper"])
-def test_a_torn_optimizer_step_is_told_to_all_ranks_until_a_checkpoint_is_loaded(face):
-    run_ranks(torn_step, 2, face, kind="gloo")
+@pytest.mark.parametrize("api", ["fully_shard", "wrapper"])
+def test_a_torn_optimizer_step_is_reported_to_all_ranks_until_a_checkpoint_is_loaded(api):
+    run_ranks(torn_step, 2, api, kind="gloo")

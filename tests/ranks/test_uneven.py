@@ -73,5 +73,5 @@ def no_batch_on_one():
         next(uneven(seeded(Model()), []))
 
 
-def test_a_rank_without_any_batch_is_told_on_all():
+def test_a_rank_without_any_batch_is_reported_on_all():
     run_ranks(no_batch_on_one, 2)

@@ -111,14 +111,14 @@ def differs_later():
     with detail():
         for strategy, iterations, use_orig_params in itertools.product(STRATEGIES, (1, 3), (False, True)):
             model = wrapped(strategy, use_orig_params)
-            told = []
+            reported = []
             for iteration in range(iterations + 2):
                 if iteration == iterations and dist.get_rank() != 0:
                     model.flip()
                 with warnings.catch_warnings(record=True) as caught:
                     warnings.simplefilter("always")
                     step(model)
-                told += [
+                reported += [
                     (iteration, each.category)
                     for each in caught
                     if str(each.message).startswith("Forward order differs")
@@ -126,7 +126,7 @@ def differs_later():
                 assert all(
                     str(each.message).startswith(prefix) for each in caught if "order" in str(each.message)
                 )
-            assert told == ([(iterations, UserWarning)] if dist.get_rank() else []), (strategy, told)
+            assert reported == ([(iterations, UserWarning)] if dist.get_rank() else []), (strategy, reported)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

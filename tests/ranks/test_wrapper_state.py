@@ -324,7 +324,7 @@ def test_a_state_dict_that_does_not_fit_loads_nothing():
     run_ranks(unfit, 2)
 
 
-# --- optimizers and other faces -------------------------------------------------------------------------------------
+# --- optimizers and other APIs --------------------------------------------------------------------------------------
 
 
 def adam(params):
@@ -417,7 +417,7 @@ def resume_plain(path):
     return model.state_dict()
 
 
-def test_model_and_optimizer_go_from_the_wrapper_to_any_world_and_face_and_back(tmp_path):
+def test_model_and_optimizer_go_from_the_wrapper_to_any_world_and_api_and_back(tmp_path):
     for number, options in enumerate(every_option()):
         path = tmp_path / f"{number}.pt"
         run_ranks(save, 2, path, options)

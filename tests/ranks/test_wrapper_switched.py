@@ -173,9 +173,9 @@ def test_shards_that_were_replaced_or_written_are_seen_where_parameters_were_kep
 
 def alone():
     x = data(0, dist.get_rank(), 2, 6)
-    for face in ("wrapper", "fully_shard"):
+    for api in ("wrapper", "fully_shard"):
         model, plain = seeded(Layers()), seeded(Layers())
-        if face == "wrapper":
+        if api == "wrapper":
             model = wrap(model, model.layers)
         else:
             for layer in model.layers:
@@ -184,7 +184,7 @@ def alone():
         for _ in range(2):
             with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
                 model.layers[1](torch.ones(2, 9))
-            same(full(model(x)).detach(), plain(x).detach(), face)
+            same(full(model(x)).detach(), plain(x).detach(), api)
             model(x).sum().backward()
     half = seeded(Layers())
     half = wrap(half, half.layers, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))

@@ -44,7 +44,7 @@ def test_a_place_is_lent_again_when_all_have_read_and_not_before():
     arena.close()
 
 
-def test_no_bytes_that_were_lent_before_are_taken_for_flags():
+def test_bytes_of_earlier_loans_are_never_mistaken_for_flags():
     readers = (0, 1)
     # What a flag would have to hold, in whatever was sent before: ids, counts, masks.
     for number in range(1, 8):
@@ -65,7 +65,7 @@ def test_no_bytes_that_were_lent_before_are_taken_for_flags():
         arena.close()
 
 
-def test_who_marks_a_loan_late_and_again_marks_no_other():
+def test_a_late_or_repeated_mark_frees_no_other_loan():
     arena = Arena(world=2)
     borrowers = readers_of(arena, 2)
     first = arena.lend(64, (0, 1))
@@ -121,7 +121,7 @@ def test_more_than_was_lent_is_not_read():
 @pytest.mark.parametrize(
     ("machine", "lends"), [("x86_64", True), ("AMD64", True), ("aarch64", False), ("", False)]
 )
-def test_memory_is_lent_only_where_the_machine_keeps_the_order_of_stores(machine, lends, monkeypatch):
+def test_memory_is_lent_only_on_machines_that_keep_stores_in_order(machine, lends, monkeypatch):
     monkeypatch.setattr(platform, "machine", lambda: machine)
     assert arenas.is_possible() is lends
 
@@ -153,13 +153,13 @@ def test_what_a_process_has_lent_can_be_read_after_its_end():
         map_arena(pid, descriptor, num_bytes)
 
 
-def test_other_files_are_not_taken_for_an_arena(tmp_path):
+def test_other_files_are_not_mistaken_for_an_arena(tmp_path):
     with (tmp_path / "file").open("w") as file, pytest.raises(OSError, match="no arena"):
         map_arena(os.getpid(), file.fileno(), 1 << 20)
     assert (tmp_path / "file").stat().st_size == 0
 
 
-def test_an_arena_of_another_size_than_was_told_is_not_mapped():
+def test_an_arena_of_another_size_than_announced_is_not_mapped():
     arena = Arena(world=2)
     with pytest.raises(OSError, match="no arena of"):
         map_arena(os.getpid(), arena.descriptor, arena.num_bytes + 4096)

@@ -31,7 +31,7 @@ def test_a_figure_is_found_in_its_results_file(tmp_path):
     assert report.answer(question, tmp_path) == (0.9, [0.8, 1.0], "a CPU, torch 2.11")
 
 
-def test_a_figure_without_a_target_is_told_and_not_judged(monkeypatch):
+def test_a_figure_without_a_target_is_reported_and_not_judged(monkeypatch):
     report = load_report()
     question = report.Question("asked", "where", None, "file", ())
     monkeypatch.setattr(report, "QUESTIONS", [question])

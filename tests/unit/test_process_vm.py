@@ -39,7 +39,7 @@ def test_descriptors_may_be_as_large_as_processes_have_them():
     assert one.receive(0, (1, 0)) == 5
 
 
-def test_numbers_wait_under_their_keys_until_they_are_asked_for():
+def test_messages_are_kept_under_their_keys_until_they_are_received():
     zero, one = pair()
     for number in (1, 2, 3):
         zero.send(1, (number, 0), 10 * number)
@@ -52,7 +52,7 @@ def test_numbers_wait_under_their_keys_until_they_are_asked_for():
     assert zero.receive(1, (7, 7)) == 0
 
 
-def test_a_peer_that_has_ended_is_named_at_once_by_whoever_listens_or_speaks():
+def test_a_peer_that_has_ended_is_named_at_once_on_send_and_receive():
     zero, one = pair()
     zero.send(1, (1, 0), 5)
     ends = [*zero._read_ends.values(), *zero._write_ends.values()]
@@ -67,17 +67,17 @@ def test_a_peer_that_has_ended_is_named_at_once_by_whoever_listens_or_speaks():
         one.send(0, (2, 0))
 
 
-def test_ranks_that_come_by_the_same_path_have_the_same_numbers_and_none_comes_again():
+def test_ranks_with_equal_logs_get_the_same_tags_and_no_tag_twice():
     zero, one = pair()
     seen = set()
     for step in range(100):
-        for neighbours in (zero, one):
-            neighbours._channel.record(collective_code(f"step {step % 3}"))
+        for local_peers in (zero, one):
+            local_peers._channel.record(collective_code(f"step {step % 3}"))
         numbers = [(zero.next_tag(), one.next_tag()) for _ in range(3)]
         assert all(left == right for left, right in numbers)
         seen.update(left for left, _ in numbers)
     assert len(seen) == 300
-    for neighbours in (zero, one):
-        neighbours._channel.abort_step("something is wrong")
+    for local_peers in (zero, one):
+        local_peers._channel.abort_step("something is wrong")
     assert zero.next_tag() == one.next_tag()
     assert zero.next_tag() not in seen

@@ -98,7 +98,7 @@ def test_the_innermost_call_comes_last_with_its_source():
 
 
 @pytest.mark.usefixtures("patient")
-def test_of_very_deep_stacks_the_inner_part_is_told():
+def test_only_the_inner_frames_of_very_deep_stacks_are_reported():
     with thread_in(dive, "wait") as thread:
         stack = stack_of(thread)
         assert len(stack) == 100
@@ -106,7 +106,7 @@ def test_of_very_deep_stacks_the_inner_part_is_told():
 
 
 @pytest.mark.usefixtures("patient")
-def test_sleeping_is_taken_up_again():
+def test_an_interrupted_sleep_continues():
     slept = list[float]()
     with thread_in(lambda over: sleep_on(over, slept), "sleep_on") as thread:
         for _ in range(20):
@@ -114,7 +114,7 @@ def test_sleeping_is_taken_up_again():
     assert min(slept) >= 0.2
 
 
-def test_code_that_is_interrupted_finds_errno_as_it_was():
+def test_interrupted_code_finds_errno_unchanged():
     stack_of(threading.get_ident())
     libc = ctypes.CDLL(None, use_errno=True)
     ctypes.set_errno(errno.EAGAIN)
@@ -124,7 +124,7 @@ def test_code_that_is_interrupted_finds_errno_as_it_was():
 
 
 @pytest.mark.usefixtures("patient")
-def test_code_that_does_not_know_of_interruptions_is_not_told_of_any():
+def test_interrupted_system_calls_are_restarted():
     reader, writer = os.pipe()
     libc = ctypes.CDLL(None, use_errno=True)
     read: list[tuple[int, int]] = []
@@ -142,7 +142,7 @@ def test_code_that_does_not_know_of_interruptions_is_not_told_of_any():
 
 
 @pytest.mark.usefixtures("patient")
-def test_threads_that_come_and_go_meanwhile_do_no_harm():
+def test_threads_may_start_and_end_meanwhile():
     with thread_in(come_and_go), thread_in(wait_for_it, "wait_for_it") as thread:
         for _ in range(200):
             assert any("in wait_for_it" in call for call in stack_of(thread))
@@ -167,13 +167,13 @@ def test_many_can_ask_at_once():
         assert found == [True] * 20
 
 
-def test_a_thread_that_has_ended_is_nowhere():
+def test_a_thread_that_has_ended_has_no_stack():
     with thread_in(lambda over: None) as thread:
         pass
     assert stack_of(thread) == [UNKNOWN]
 
 
-def test_a_thread_that_takes_no_signals_is_told_of_as_such():
+def test_a_thread_that_blocks_signals_is_reported_as_such():
     refuses = threading.Event()
 
     def refuse(over: threading.Event) -> None:
@@ -187,7 +187,7 @@ def test_a_thread_that_takes_no_signals_is_told_of_as_such():
     assert any("in test_a_thread_that_takes_no" in call for call in stack_of(threading.get_ident()))
 
 
-def test_a_forked_process_tells_its_own():
+def test_a_forked_process_reads_its_own_stacks():
     code = """
 import importlib.util, os, sys, threading
 

@@ -73,24 +73,24 @@ def test_samples_are_sequences_with_the_token_after_and_the_end_is_held_out():
     ("path", "content", "words"),
     [
         ("nowhere.txt", None, "there is no file or folder"),
-        ("empty.txt", b"", "there is no text in it"),
-        ("odd.bin", b"abc", "no whole number of"),
-        ("empty.bin", b"", "there is no text in it"),
+        ("empty.txt", b"", "it contains no text"),
+        ("odd.bin", b"abc", "not a whole number of"),
+        ("empty.bin", b"", "it contains no text"),
     ],
 )
-def test_data_that_is_missing_or_empty_or_cut_is_told(tmp_path, path, content, words):
+def test_data_that_is_missing_or_empty_or_cut_is_reported(tmp_path, path, content, words):
     if content is not None:
         (tmp_path / path).write_bytes(content)
     with pytest.raises(ConfigError, match=words):
         data.open_corpus(Data(path=str(tmp_path / path)))
 
 
-def test_a_folder_without_text_is_told(tmp_path):
+def test_a_folder_without_text_is_reported(tmp_path):
     with pytest.raises(ConfigError, match="no text"):
         data.open_corpus(Data(path=str(tmp_path)))
 
 
-def test_too_little_data_and_tokens_beyond_the_vocabulary_are_told():
+def test_too_little_data_and_tokens_beyond_the_vocabulary_are_reported():
     with pytest.raises(ConfigError, match="5 tokens, too few for sequences of 10"):
         data.Samples(data.Corpus([torch.arange(5)]), 10, 256, 0.1)
     with pytest.raises(ConfigError, match="too few"):
@@ -98,7 +98,7 @@ def test_too_little_data_and_tokens_beyond_the_vocabulary_are_told():
     assert data.Samples(data.Corpus([torch.arange(11)]), 10, 256, 0.0).num_training == 1
     samples = data.Samples(data.Corpus([torch.arange(50)]), 10, 20, 0.0)
     samples.batch([0])
-    with pytest.raises(ConfigError, match=r"token 30, and the model knows 20"):
+    with pytest.raises(ConfigError, match=r"token 30, but the model's vocabulary is 20"):
         samples.batch([0, 2])
 
 
@@ -135,7 +135,7 @@ def test_a_data_set_goes_through_its_tokenizer_into_a_file(tmp_path, monkeypatch
         data.tokenize(Data(path="hf:corpus", column="body"), tmp_path / "other.bin")
 
 
-def test_a_data_set_that_cannot_be_loaded_is_told_and_leaves_no_tokens(tmp_path, monkeypatch):
+def test_a_data_set_that_cannot_be_loaded_is_reported_and_leaves_no_tokens(tmp_path, monkeypatch):
     def load_dataset(*_args, **_kwargs):
         raise RuntimeError("no network")
 
@@ -145,7 +145,7 @@ def test_a_data_set_that_cannot_be_loaded_is_told_and_leaves_no_tokens(tmp_path,
     assert not (tmp_path / "tokens.bin").exists()
 
 
-def test_a_package_that_is_not_installed_is_told_with_the_command_that_installs_it():
+def test_a_package_that_is_not_installed_is_reported_with_the_command_that_installs_it():
     from shardwise.train.optional_packages import require
 
     with pytest.raises(ConfigError, match="pip install surely_not_there"):
@@ -199,7 +199,7 @@ def test_a_binary_that_is_read_in_another_dtype_is_refused(tmp_path, vocabulary,
 
 def test_a_refusal_names_the_dtype_to_use(tmp_path):
     path = write_binary(tmp_path / "tokens.bin", zipf(50257, 500), "int32")
-    with pytest.raises(ConfigError, match=r"not written as uint16(.|\n)*use data.token_dtype=int32"):
+    with pytest.raises(ConfigError, match=r"does not look like uint16(.|\n)*use data.token_dtype=int32"):
         read_or_refuse(path, "uint16", 50257)
     path.write_bytes(b"plain text that somebody called a binary, twice and thrice. " * 20)
     with pytest.raises(ConfigError, match=r"use data\.token_dtype=uint8"):
@@ -207,7 +207,7 @@ def test_a_refusal_names_the_dtype_to_use(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_tokens_that_look_odd_are_taken_for_what_they_are(tmp_path, dtype):
+def test_unusual_tokens_are_read_as_they_are(tmp_path, dtype):
     """Padding, repetition, few tokens, bytes of text in a model that knows more: no reason to refuse."""
     text = list(b"the quick brown fox jumps over the lazy dog. " * 20)
     half = zipf(200, 400).tolist()
@@ -234,7 +234,7 @@ def tokens_in(path):
     return data.open_corpus(Data(tokenizer="any"), path)
 
 
-def test_tokens_are_made_anew_when_the_data_the_tokenizer_or_the_file_is_another(tmp_path, monkeypatch):
+def test_tokens_are_recomputed_when_the_data_the_tokenizer_or_the_file_changes(tmp_path, monkeypatch):
     loaded = SimpleNamespace(AutoTokenizer=SimpleNamespace(from_pretrained=lambda name: Letters(len(name))))
     packages(monkeypatch, transformers=loaded)
     text, other, target = tmp_path / "text.txt", tmp_path / "other.txt", tmp_path / "run" / "tokens.bin"
@@ -263,7 +263,7 @@ def test_tokens_are_made_anew_when_the_data_the_tokenizer_or_the_file_is_another
     assert data.tokens_state(choice, target) == "stale"
 
 
-def test_files_of_a_tokenizer_and_of_a_folder_of_texts_count(tmp_path):
+def test_changed_files_of_a_tokenizer_or_of_a_text_folder_are_noticed(tmp_path):
     texts, tokenizer = tmp_path / "texts", tmp_path / "tokenizer"
     for made in (texts, tokenizer):
         made.mkdir()
@@ -278,7 +278,7 @@ def test_files_of_a_tokenizer_and_of_a_folder_of_texts_count(tmp_path):
     assert data._origin_of(choice) != before
 
 
-def test_a_crash_while_tokens_are_made_leaves_none_that_count(tmp_path, monkeypatch):
+def test_a_crash_while_tokenizing_leaves_no_tokens_that_are_used(tmp_path, monkeypatch):
     text, target = tmp_path / "text.txt", tmp_path / "run" / "tokens.bin"
     target.parent.mkdir()
     text.write_text("abc")

@@ -8,9 +8,16 @@ from dataclasses import replace
 import pytest
 
 from shardwise.errors import ConfigError, PeerFailure, follows_from_a_peer
-from shardwise.train.failure_report import describe_failures, unreported_failure
-from shardwise.train.launch import Given, joined
-from shardwise.train.rank_log import Failure, RankLog, failure_of, log_path, remove_empty_logs
+from shardwise.train.failures import (
+    Failure,
+    RankLog,
+    describe_failures,
+    failure_of,
+    log_path,
+    remove_empty_logs,
+    unreported_failure,
+)
+from shardwise.train.launch import AssignedRank, joined_process_group
 
 
 def raised(error):
@@ -20,40 +27,43 @@ def raised(error):
         return caught
 
 
-def test_a_ranks_own_error_is_told_before_what_its_peers_say_of_it_whoever_spoke_first():
+def test_a_ranks_own_error_is_reported_before_its_peers_errors_whoever_reported_first():
     lost = failure_of(raised(PeerFailure("rank 1 is dead")), 0)
     reset = failure_of(raised(RuntimeError("Connection reset by peer")), 2)
     own = failure_of(raised(ValueError("my data is wrong")), 1)
-    told = describe_failures([lost, reset, own], 3, None)
-    assert told.startswith("error: rank 1 failed\nTraceback")
-    assert told.index("ValueError: my data is wrong") < told.index("rank 1 is dead")
-    assert "  then:  rank 0: PeerFailure: rank 1 is dead" in told
-    assert "  then:  rank 2: RuntimeError: Connection reset by peer" in told
+    reported = describe_failures([lost, reset, own], 3, None)
+    assert reported.startswith("error: rank 1 failed\nTraceback")
+    assert reported.index("ValueError: my data is wrong") < reported.index("rank 1 is dead")
+    assert "  then:  rank 0: PeerFailure: rank 1 is dead" in reported
+    assert "  then:  rank 2: RuntimeError: Connection reset by peer" in reported
 
 
-def test_of_two_errors_of_their_own_the_earlier_is_told_first():
+def test_the_earlier_of_two_independent_errors_is_reported_first():
     late = Failure(0, 2.0, "Traceback\nLateError", "LateError")
     early = Failure(1, 1.0, "Traceback\nEarlyError", "EarlyError")
     assert describe_failures([late, early], 2, None).startswith("error: rank 1 failed\nTraceback\nEarlyError")
 
 
-def test_a_rank_that_was_killed_is_told_before_errors_of_peers_that_nobody_knows():
+def test_a_killed_rank_is_reported_before_unfamiliar_errors_of_its_peers():
     odd = failure_of(raised(RuntimeError("[enforce fail] something of gloo's")), 0)
     killed = unreported_failure(1, -9)
-    assert describe_failures([odd, killed], 2, None).startswith("error: rank 1 was ended by SIGKILL")
+    assert describe_failures([odd, killed], 2, None).startswith("error: rank 1 was killed by SIGKILL")
 
 
-def test_a_rank_that_was_killed_is_told_before_what_was_heard_meanwhile_however_late_that_was_noticed():
+def test_a_killed_rank_is_reported_before_what_arrived_meanwhile_however_late_it_was_noticed():
     odd = replace(failure_of(raised(RuntimeError("[enforce fail] something of gloo's")), 0), at_seconds=5.0)
     killed = unreported_failure(1, -9, [odd])
-    assert describe_failures([odd, killed], 2, None).startswith("error: rank 1 was ended by SIGKILL")
+    assert describe_failures([odd, killed], 2, None).startswith("error: rank 1 was killed by SIGKILL")
 
 
-def test_a_rank_that_could_not_meet_a_peer_which_has_ended_is_told_after_that_peer():
-    given = Given(0, 2, 0, 2, "127.0.0.1", 0)
+def test_a_failed_rendezvous_is_reported_after_the_peer_that_ended():
+    assigned = AssignedRank(0, 2, 0, 2, "127.0.0.1", 0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torch.distributed.init_process_group", lose_a_peer)
-        with pytest.raises(ConfigError, match="could not meet") as caught, joined(given, "cpu"):
+        with (
+            pytest.raises(ConfigError, match="could not rendezvous") as caught,
+            joined_process_group(assigned, "cpu"),
+        ):
             pass
     assert failure_of(caught.value, 0).is_consequence
 
@@ -62,29 +72,29 @@ def lose_a_peer(*_args, **_kwargs):
     raise RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:21176")
 
 
-def test_an_abort_is_told_after_the_error_that_it_may_have_followed_from():
+def test_an_abort_is_reported_after_the_error_that_may_have_caused_it():
     own = failure_of(raised(ValueError("mine")), 0)
     assert describe_failures([unreported_failure(1, -6), own], 2, None).startswith("error: rank 0 failed")
     assert describe_failures([unreported_failure(1, -6)], 2, None).startswith(
-        "error: rank 1 was ended by SIGABRT"
+        "error: rank 1 was killed by SIGABRT"
     )
 
 
-def test_an_exit_without_a_word_is_told_as_that():
-    assert "rank 1 ended with exit status 7" in describe_failures([unreported_failure(1, 7)], 2, None)
+def test_an_exit_without_an_error_is_reported_as_such():
+    assert "rank 1 exited with status 7" in describe_failures([unreported_failure(1, 7)], 2, None)
 
 
-def test_what_is_no_text_is_logged_and_told_all_the_same(tmp_path):
+def test_an_error_that_is_not_valid_text_is_still_logged_and_reported(tmp_path):
     log = RankLog(tmp_path, 0)
     try:
-        failure = log.failed(raised(FileNotFoundError("no file 'caf\udce9.txt'")))
+        failure = log.record_failure(raised(FileNotFoundError("no file 'caf\udce9.txt'")))
     finally:
         log.close()
     assert "no file 'caf\\udce9.txt'" in log_path(tmp_path, 0).read_text()
     assert "no file 'caf\udce9.txt'" in failure.text
 
 
-def test_an_error_that_cannot_be_printed_is_told_all_the_same():
+def test_an_error_that_cannot_be_printed_is_still_reported():
     class Unprintable(RuntimeError):
         def __str__(self):
             raise ValueError("no text for you")
@@ -94,21 +104,21 @@ def test_an_error_that_cannot_be_printed_is_told_all_the_same():
     assert describe_failures([failure], 2).startswith("error: rank 1 failed\nTraceback")
 
 
-def test_logs_are_named_where_there_are_any_and_a_checkpoint_where_one_was_saved(tmp_path):
+def test_the_report_names_logs_and_checkpoints_if_there_are_any(tmp_path):
     failure = failure_of(raised(ValueError("mine")), 1)
     assert "logs" not in describe_failures([failure], 2, None, tmp_path)
     assert "--resume" not in describe_failures([failure], 2, tmp_path, tmp_path)
     (tmp_path / "step-00000002").mkdir()
-    told = describe_failures([failure], 2, tmp_path / "logs", tmp_path)
-    assert f"  logs:  {tmp_path / 'logs'}\n  fix:   mend that, and continue with --resume" in told
+    reported = describe_failures([failure], 2, tmp_path / "logs", tmp_path)
+    assert f"  logs:  {tmp_path / 'logs'}\n  fix:   fix the cause, and continue with --resume" in reported
     # What an error made for users says of itself is enough, but its traceback is in the log.
-    told = describe_failures(
+    reported = describe_failures(
         [failure_of(raised(ConfigError("no", fix="yes")), 1)], 2, tmp_path / "logs", tmp_path
     )
-    assert told == f"error: no\n  fix:   yes\n  logs:  {tmp_path / 'logs'}"
+    assert reported == f"error: no\n  fix:   yes\n  logs:  {tmp_path / 'logs'}"
 
 
-def test_an_error_that_ranks_found_together_is_told_once():
+def test_an_error_that_ranks_agreed_on_is_reported_once():
     failures = [failure_of(ConfigError("no data", fix="bring some"), rank) for rank in range(4)]
     assert describe_failures(failures, 4, None) == "error: no data\n  fix:   bring some"
 
@@ -121,9 +131,9 @@ def test_an_error_raised_because_of_a_peers_is_a_consequence():
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_an_exception_of_a_thread_is_logged_and_told_before_the_rank_that_waited_for_it(tmp_path):
-    told = []
-    log = RankLog(tmp_path, 1, told.append)
+def test_an_exception_of_a_thread_is_logged_and_reported_before_the_rank_that_waited_for_it(tmp_path):
+    reported = []
+    log = RankLog(tmp_path, 1, reported.append)
     try:
         thread = threading.Thread(target=lambda: [][0], name="loader")
         thread.start()
@@ -132,16 +142,16 @@ def test_an_exception_of_a_thread_is_logged_and_told_before_the_rank_that_waited
         log.close()
     assert "IndexError" in log_path(tmp_path, 1).read_text()
     own = failure_of(raised(RuntimeError("no batch came")), 1)
-    message = describe_failures([own, *told], 2, None)
+    message = describe_failures([own, *reported], 2, None)
     assert message.startswith("error: thread 'loader' of rank 1 failed\nTraceback")
     assert (
         message.index("IndexError") < message.index("error: rank 1 failed") < message.index("no batch came")
     )
 
 
-def test_logs_that_nobody_wrote_to_do_not_stay(tmp_path):
+def test_empty_logs_are_removed(tmp_path):
     quiet, loud = RankLog(tmp_path / "logs", 0), RankLog(tmp_path / "logs", 1)
-    loud.failed(raised(ValueError("mine")))
+    loud.record_failure(raised(ValueError("mine")))
     loud.close()
     quiet.close()
     remove_empty_logs(tmp_path / "logs")

@@ -12,8 +12,8 @@ import pytest
 
 from shardwise.errors import ConfigError
 from shardwise.train import records, run_files, run_folder
-from shardwise.train.command import Request, opened
-from shardwise.train.display import Lossy
+from shardwise.train.command import Request, opened_run_folder
+from shardwise.train.display import FaultTolerantDisplay
 from shardwise.train.report import Report, Unwritten
 from shardwise.train.run_folder import FolderLock, new_folder
 
@@ -25,7 +25,7 @@ FORK = multiprocessing.get_context("fork")
 
 def test_a_folder_is_locked_for_one_run_and_free_when_that_has_ended(tmp_path):
     lock = FolderLock(tmp_path)
-    with pytest.raises(ConfigError, match=rf"another run is going on in .*: process {os.getpid()} on "):
+    with pytest.raises(ConfigError, match=rf"another run is active in .*: process {os.getpid()} on "):
         FolderLock(tmp_path)
     lock.release()
     FolderLock(tmp_path).release()
@@ -50,7 +50,7 @@ def test_a_lock_does_not_outlive_a_run_that_was_killed(tmp_path):
     FolderLock(tmp_path).release()
 
 
-def test_a_lock_that_was_removed_with_its_folder_is_not_taken_for_one(tmp_path):
+def test_a_lock_file_that_was_removed_no_longer_locks(tmp_path):
     first = FolderLock(tmp_path)
     late = os.open(tmp_path / ".lock", os.O_RDWR)  # opened before it is removed, locked after
     first.release(remove=True)
@@ -62,24 +62,24 @@ def test_a_lock_that_was_removed_with_its_folder_is_not_taken_for_one(tmp_path):
     held.release()
 
 
-def test_two_requests_for_one_folder_are_not_both_let_in(tmp_path):
+def test_only_one_of_two_requests_gets_a_folder(tmp_path):
     request = Request("tiny", (f"output.folder={tmp_path / 'run'}",))
-    with opened(request) as (_, first):
+    with opened_run_folder(request) as (_, first):
         (first / "metrics.jsonl").touch()
-        with pytest.raises(ConfigError, match="another run is going on"), opened(request):
+        with pytest.raises(ConfigError, match="another run is active"), opened_run_folder(request):
             pass
         assert (first / "metrics.jsonl").exists()
-    with opened(request) as (_, again):
+    with opened_run_folder(request) as (_, again):
         assert again == first
 
 
-def test_what_comes_to_nothing_leaves_no_folder(tmp_path):
-    with opened(Request("tiny", (f"output.folder={tmp_path / 'run'}",))) as (_, made):
+def test_a_run_that_never_began_leaves_no_folder(tmp_path):
+    with opened_run_folder(Request("tiny", (f"output.folder={tmp_path / 'run'}",))) as (_, made):
         assert made.is_dir()
     assert not made.exists()
 
 
-def test_runs_that_start_in_the_same_moment_get_folders_of_their_own(tmp_path, monkeypatch):
+def test_runs_that_start_at_the_same_time_get_different_folders(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     gate, made = threading.Barrier(8), []
 
@@ -118,7 +118,7 @@ def record(step, loss=1.0):
     return records.StepRecord(step, loss, 1e-3, 1.0, 0.1, 100.0, 1 << 20)
 
 
-def test_metrics_survive_a_crash_in_the_middle_of_cutting_them(tmp_path, monkeypatch):
+def test_metrics_survive_a_crash_while_they_are_truncated(tmp_path, monkeypatch):
     (tmp_path / records.METRICS).write_text("".join(record(step).to_json() + "\n" for step in range(1, 9)))
 
     def crash(*_args):
@@ -191,7 +191,10 @@ def test_links_where_a_run_writes_are_refused(tmp_path, name):
     run.mkdir()
     elsewhere.write_text("{}")
     (run / name).symlink_to(elsewhere)
-    with pytest.raises(ConfigError, match="symbolic link"), opened(Request("tiny", resume=str(run))):
+    with (
+        pytest.raises(ConfigError, match="symbolic link"),
+        opened_run_folder(Request("tiny", resume=str(run))),
+    ):
         pass
     assert elsewhere.read_text() == "{}"
 
@@ -215,7 +218,7 @@ def test_lines_are_not_written_through_a_link_that_came_later(tmp_path):
 def test_a_folder_that_is_itself_reached_through_a_link_is_fine(tmp_path):
     (tmp_path / "disk").mkdir()
     (tmp_path / "run").symlink_to(tmp_path / "disk")
-    with opened(Request("tiny", (f"output.folder={tmp_path / 'run'}",))) as (_, found):
+    with opened_run_folder(Request("tiny", (f"output.folder={tmp_path / 'run'}",))) as (_, found):
         assert found == tmp_path / "disk"
 
 
@@ -233,7 +236,7 @@ class Warned:
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_metrics_that_cannot_be_written_are_told_once_and_counted(tmp_path, monkeypatch):
+def test_metrics_that_cannot_be_written_are_reported_once_and_counted(tmp_path, monkeypatch):
     display, unwritten = Warned(), Unwritten()
 
     def full(*_args):
@@ -248,11 +251,13 @@ def test_metrics_that_cannot_be_written_are_told_once_and_counted(tmp_path, monk
     report.step(record(4))
     report.close()
     assert [each.step for each in records.read_metrics(tmp_path)] == [1, 4]
-    assert display.warnings == ["metrics.jsonl cannot be written, training goes on: No space left on device"]
+    assert display.warnings == [
+        "metrics.jsonl cannot be written, training continues: No space left on device"
+    ]
     assert unwritten.lines() == ("metrics.jsonl: No space left on device, 2 times",)
 
 
-def test_metrics_go_on_where_their_file_was_removed_and_are_told_where_its_folder_was(tmp_path):
+def test_metrics_continue_if_their_file_was_removed_and_are_reported_if_their_folder_was(tmp_path):
     display, unwritten = Warned(), Unwritten()
     folder = tmp_path / "run"
     folder.mkdir()
@@ -265,7 +270,7 @@ def test_metrics_go_on_where_their_file_was_removed_and_are_told_where_its_folde
     os.rename(folder, tmp_path / "moved")
     report.step(record(3))
     assert display.warnings == [
-        "metrics.jsonl cannot be written, training goes on: No such file or directory"
+        "metrics.jsonl cannot be written, training continues: No such file or directory"
     ]
     assert not folder.exists()
     os.rename(tmp_path / "moved", folder)
@@ -274,7 +279,7 @@ def test_metrics_go_on_where_their_file_was_removed_and_are_told_where_its_folde
     assert [each.step for each in records.read_metrics(folder)] == [2, 4]
 
 
-def test_nothing_is_written_to_a_folder_that_another_run_has_taken(tmp_path):
+def test_nothing_is_written_to_a_folder_that_another_run_uses(tmp_path):
     display, unwritten, others = Warned(), Unwritten(), []
     report = Report(
         tmp_path, display, unwritten, lambda: others[0] if others else None, from_step=0, tensorboard=False
@@ -287,12 +292,12 @@ def test_nothing_is_written_to_a_folder_that_another_run_has_taken(tmp_path):
     assert (tmp_path / records.METRICS).read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == [records.METRICS]
     assert display.warnings[0] == (
-        "metrics.jsonl cannot be written, training goes on: another run has taken the folder: process 7"
+        "metrics.jsonl cannot be written, training continues: another run is using the folder: process 7"
     )
     report.close()
 
 
-def test_a_curve_and_a_summary_that_cannot_be_written_are_told(tmp_path, monkeypatch):
+def test_a_curve_and_a_summary_that_cannot_be_written_are_reported(tmp_path, monkeypatch):
     display, unwritten = Warned(), Unwritten()
     report = Report(tmp_path, display, unwritten, lambda: None, from_step=0, tensorboard=False)
     report.step(record(1))
@@ -310,5 +315,5 @@ def test_a_curve_and_a_summary_that_cannot_be_written_are_told(tmp_path, monkeyp
 
 def test_a_log_on_a_full_disk_does_not_end_a_run():
     lost = []
-    Lossy(Warned(), lost.append).step(record(1))
+    FaultTolerantDisplay(Warned(), lost.append).step(record(1))
     assert [error.errno for error in lost] == [errno.ENOSPC]

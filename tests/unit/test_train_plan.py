@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError
 from shardwise.train.config import Config, Optimization, Sharding, Training, settings_of, with_settings
-from shardwise.train.display import sparkline
 from shardwise.train.launch import given_ranks, plan_ranks
 from shardwise.train.parallel import learning_rate, num_replicas
 from shardwise.train.recipes import RECIPES, load_recipe
+from shardwise.train.records import sparkline
 from shardwise.train.sample_order import SampleOrder, plan_order, shuffled
 
 # --- settings -----------------------------------------------------------------------------------------------------
@@ -67,7 +67,7 @@ def test_the_last_assignment_of_a_setting_wins():
         ("model.heads=3", "multiple of 2 × heads"),
     ],
 )
-def test_a_setting_that_cannot_be_is_answered_with_one_that_can(assignment, answer):
+def test_an_invalid_setting_is_answered_with_a_valid_one(assignment, answer):
     with pytest.raises(ConfigError) as refused:
         with_settings(Config(), [assignment])
     assert answer in str(refused.value)
@@ -78,7 +78,7 @@ def test_offload_is_refused_where_nothing_is_sharded():
         with_settings(Config(), ["sharding.mode=none", "sharding.offload=true"])
 
 
-def test_every_recipe_that_comes_along_is_complete_and_fits_common_numbers_of_ranks():
+def test_every_built_in_recipe_is_complete_and_fits_common_numbers_of_ranks():
     for name in RECIPES:
         config = with_settings(load_recipe(name), [])
         assert config.name == name
@@ -87,7 +87,7 @@ def test_every_recipe_that_comes_along_is_complete_and_fits_common_numbers_of_ra
             SampleOrder(1000, config.train.batch_size, world_size, config.train.accumulate)
 
 
-def test_a_recipe_that_is_not_there_is_answered_with_the_nearest(tmp_path):
+def test_an_unknown_recipe_is_answered_with_the_nearest_one(tmp_path):
     for name, answer in (
         ("llama1b", "did you mean 'llama-1b'?"),
         (f"{tmp_path}/none.py:recipe", "there is no file"),
@@ -149,13 +149,13 @@ def test_a_steps_samples_do_not_depend_on_ranks_or_micro_batches(num_samples, se
 
 @settings(max_examples=40)
 @given(st.integers(1, 50), st.integers(0, 1000))
-def test_with_exact_sums_a_micro_batch_is_the_same_whichever_rank_takes_it_in_its_turn(num_samples, seen):
+def test_with_exact_sums_a_micro_batch_is_the_same_on_whichever_rank_it_runs(num_samples, seen):
     train = Training(batch_size=24, exact_micro_batches=8)
 
     def of_step(world_size):
         order = plan_order(num_samples, train, world_size, 0)
         return {
-            order.number(rank, micro): order.samples(seen, rank, micro)
+            order.micro_batch_index(rank, micro): order.samples(seen, rank, micro)
             for rank in range(world_size)
             for micro in range(order.accumulate)
         }
@@ -165,21 +165,21 @@ def test_with_exact_sums_a_micro_batch_is_the_same_whichever_rank_takes_it_in_it
     for world_size in (2, 4, 8):
         assert of_step(world_size) == alone
         order = plan_order(num_samples, train, world_size, 0)
-        assert [order.number(rank, 0) for rank in range(world_size)] == list(range(world_size))
+        assert [order.micro_batch_index(rank, 0) for rank in range(world_size)] == list(range(world_size))
 
 
 @pytest.mark.parametrize("world_size", [3, 16])
-def test_exact_sums_are_refused_on_ranks_that_cannot_make_them(world_size):
+def test_exact_sums_are_refused_on_numbers_of_ranks_that_cannot_compute_them(world_size):
     with pytest.raises(ConfigError, match=f"8 micro-batches cannot be summed exactly on {world_size} ranks"):
         plan_order(100, Training(batch_size=48, exact_micro_batches=8), world_size, 0)
 
 
-def test_exact_micro_batches_and_those_of_a_rank_are_not_both_said():
+def test_exact_micro_batches_and_accumulate_exclude_each_other():
     with pytest.raises(ConfigError, match=r"use train\.accumulate=1"):
         with_settings(Config(), ["train.exact_micro_batches=8", "train.accumulate=2"])
 
 
-def test_a_batch_that_cannot_be_shared_is_refused_with_one_that_can():
+def test_a_batch_that_cannot_be_divided_is_refused_with_one_that_can():
     with pytest.raises(ConfigError, match="a multiple of 6, such as 12"):
         SampleOrder(100, 10, world_size=3, accumulate=2)
 
@@ -187,7 +187,7 @@ def test_a_batch_that_cannot_be_shared_is_refused_with_one_that_can():
 # --- rates, ranks, replicas ---------------------------------------------------------------------------------------
 
 
-def test_the_learning_rate_rises_in_a_line_and_falls_to_its_lowest():
+def test_the_learning_rate_warms_up_linearly_and_decays_to_its_minimum():
     choice = Optimization(lr=1.0, min_lr=0.1, warmup=4)
     rates = [learning_rate(choice, step, 20) for step in range(20)]
     assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
@@ -206,7 +206,7 @@ def test_ranks_default_to_gpus_or_two_on_the_cpu():
 
 
 def test_more_ranks_than_gpus_are_refused():
-    with pytest.raises(ConfigError, match="8 ranks are asked for, and there are 4 GPUs") as refused:
+    with pytest.raises(ConfigError, match="8 ranks were requested, but this machine has 4 GPUs") as refused:
         plan_ranks(8, "auto", 4)
     assert "--ranks 4, or --device cpu" in str(refused.value)
     with pytest.raises(ConfigError, match="no GPU"):

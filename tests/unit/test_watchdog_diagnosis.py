@@ -1,4 +1,4 @@
-"""Who is waited for, and for how long: from what ranks say of themselves to a verdict."""
+"""Who is waited for, and for how long: from what ranks post about themselves to a failure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from shardwise import PeerFailure, RankDisagreement
 from shardwise.comm.channels.collective_log import LogExcerpt, collective_code
-from shardwise.comm.watchdog import diagnosis as judges
+from shardwise.comm.watchdog import diagnosis
 from shardwise.comm.watchdog.diagnosis import Evidence, collect_evidence, describe_late_ranks, diagnose
 
 HERE = os.getpid()
@@ -70,14 +70,14 @@ def test_a_rank_that_runs_is_waited_for_as_long_as_the_group_waits(state, silent
 
 
 @pytest.mark.parametrize("state", ["stopped", "on host there"])
-def test_a_rank_that_gives_no_sign_of_life_is_given_up_in_seconds(state):
+def test_a_rank_without_heartbeat_is_given_up_in_seconds(state):
     assert failure(state, 19.0, 19.0) is None
     # A debugger that looked at it for a moment stopped it, too; and beats come a few seconds apart.
     assert failure(state, 500.0, 6.0) is None
     assert failure(state, 500.0, 21.0).error is PeerFailure
 
 
-def test_ranks_of_its_host_vouch_for_one_whose_watch_cannot_speak():
+def test_ranks_of_its_host_vouch_for_one_whose_watchdog_cannot_post():
     sees_it = here(sees=[1])
     assert failure("on host there", 500.0, 100.0, others=sees_it) is None
     assert failure("on host there", 500.0, 100.0, others=sees_it, witness_silent=30.0) is not None
@@ -100,16 +100,16 @@ def test_a_rank_in_a_debugger_has_the_time_that_debuggers_get(state, note):
 def test_ranks_that_wait_for_each_other_on_two_groups_are_told_in_seconds():
     blocked = note_of(blocked_on=[0, 2])
     assert failure("alive", 19.0, note=blocked) is None
-    told = failure("alive", 21.0, note=blocked)
-    assert told.error is RankDisagreement
-    assert "ranks are waiting for each other" in told.what
+    reported = failure("alive", 21.0, note=blocked)
+    assert reported.error is RankDisagreement
+    assert "ranks are waiting for each other" in reported.what
     assert failure("alive", 25.0, silent=24.0, note=blocked) is None, "it may have been said long ago"
     assert failure("alive", 25.0, note=note_of(blocked_on=[7])) is None, (
         "it waits for somebody else, who may run"
     )
 
 
-def test_a_rank_in_a_collective_of_torchs_that_nobody_else_comes_to_is_told_in_seconds():
+def test_a_rank_in_a_torch_collective_that_nobody_else_joins_is_reported_in_seconds():
     sits = note_of(sits_seconds=21.0)
     assert failure("alive", 30.0, note=sits).error is RankDisagreement
     assert failure("alive", 30.0, note=note_of(sits_seconds=9.0)) is None
@@ -122,7 +122,7 @@ def test_a_rank_in_a_collective_of_torchs_that_nobody_else_comes_to_is_told_in_s
     assert diagnose(channel, WAITING, evidence) is None, "ranks that are not in this group may come there"
 
 
-def test_of_those_who_wait_the_first_tells_who_is_late():
+def test_the_first_of_the_waiting_ranks_reports_who_is_late():
     statuses = {1: note_of(stack=["  File 'x'"]), 2: here()}
     evidence = Evidence(OWN, statuses, dict.fromkeys(range(3), 1.0), {1: "alive"}, 25.0)
     said = describe_late_ranks(channel_of(), WAITING, evidence)
@@ -138,7 +138,7 @@ def state_of(home):
     return collect_evidence(channel, OWN, {2: here()}, dict.fromkeys(range(3), 1.0), 1.0).behind[1]
 
 
-def test_who_is_out_of_descriptors_calls_nobody_dead_that_lives(monkeypatch):
+def test_a_rank_out_of_descriptors_calls_no_living_rank_dead(monkeypatch):
     home = {"processes": "this table", "pid": HERE, "began": None, "host": "here"}
     assert state_of(home) == "alive"
 
@@ -146,7 +146,7 @@ def test_who_is_out_of_descriptors_calls_nobody_dead_that_lives(monkeypatch):
         raise OSError(errno.EMFILE, "Too many open files")
 
     with monkeypatch.context() as patch:
-        patch.setattr(judges.FilePath, "read_text", no_descriptors)
+        patch.setattr(diagnosis.FilePath, "read_text", no_descriptors)
         assert state_of(home) == "alive"
         pid = os.fork()
         if pid == 0:
@@ -156,6 +156,6 @@ def test_who_is_out_of_descriptors_calls_nobody_dead_that_lives(monkeypatch):
     assert state_of({**home, "pid": pid}) == "dead"
 
 
-def test_a_process_that_has_the_number_of_a_rank_by_now_is_not_that_rank():
+def test_a_later_process_with_the_pid_of_a_rank_is_not_that_rank():
     home = {"processes": "this table", "pid": HERE, "began": "1", "host": "here"}
     assert state_of(home) == "dead"

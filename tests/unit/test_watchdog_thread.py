@@ -103,7 +103,7 @@ def watched(channel, clock, until_seconds):
     return observed
 
 
-def test_a_rank_that_moves_gives_a_sign_of_life_every_few_seconds(clock):
+def test_a_rank_that_makes_progress_posts_a_heartbeat_every_few_seconds(clock):
     channel = WaitingChannel(Board())
     channel.waiting = None
     seen, observed = watchdog_thread.Watchdog(), watchdog_thread._Observation(last_status=1000.0)
@@ -117,7 +117,7 @@ def test_a_rank_that_moves_gives_a_sign_of_life_every_few_seconds(clock):
 
 
 @pytest.mark.parametrize("error", [dist.DistStoreError("Too many open files"), KeyError("a bug of ours")])
-def test_what_this_rank_is_out_of_ends_no_wait_that_others_would_end_well(error, clock, caplog):
+def test_a_shortage_on_this_rank_ends_no_wait_that_others_would_complete(error, clock, caplog):
     channel = WaitingChannel(Board(error))
     watched(channel, clock, 1700.0)
     assert channel.failure is None
@@ -152,7 +152,7 @@ def test_a_store_that_fails_for_a_moment_ends_no_wait_however_long_that_has_been
 OTHER = note_of(epoch=0, num_events=1, events=["gather 'a' in forward"])
 
 
-def test_a_rank_on_another_host_is_waited_for_while_it_gives_signs_of_life(clock, caplog):
+def test_a_rank_on_another_host_is_waited_for_while_its_heartbeat_continues(clock, caplog):
     channel = WaitingChannel(Board())
     silent_from = 1400.0
     channel.store.statuses = lambda: {1: {**OTHER, "beat": int(min(clock.now, silent_from) / 5)}}
@@ -174,7 +174,7 @@ def test_a_rank_on_another_host_is_waited_for_while_it_gives_signs_of_life(clock
 @pytest.mark.parametrize(
     ("function", "sits"), [("barrier", True), ("all_reduce", True), ("send", False), ("step", False)]
 )
-def test_a_rank_that_does_not_leave_a_collective_of_torchs_sits_there(function, sits):
+def test_a_rank_that_stays_in_a_torch_collective_is_known_to_sit_there(function, sits):
     observed = watchdog_thread._Observation()
     file = "/x/torch/distributed/distributed_c10d.py" if function != "step" else "/x/mine.py"
     stack = [
@@ -187,7 +187,7 @@ def test_a_rank_that_does_not_leave_a_collective_of_torchs_sits_there(function, 
     assert observed.seconds_inside(stack, None, 150.0) == 0.0, "what it has issued is not known"
 
 
-def test_how_long_a_rank_has_waited_is_not_held_against_those_it_waits_for_next(clock):
+def test_a_new_wait_starts_with_a_new_clock(clock):
     channel = WaitingChannel(Board())
     channel.store.home = lambda rank: {"processes": "elsewhere", "host": "there"}
 

@@ -284,7 +284,7 @@ class WatchedChannel(Channel):
             # The error keeps alive whatever is held by the frames it passes through.
             self._epoch_failure = None
             self._save_events(error)
-            self.tell_peers(self.store.mark_raised, self.log.epoch)
+            self.post_to_peers(self.store.mark_raised, self.log.epoch)
             self._restart_log()
             raise error
 
@@ -294,15 +294,15 @@ class WatchedChannel(Channel):
             f"rank {self.world_rank} aborted its step: {what}",
             "read that rank's own error; ranks that catch the error can go on with the next step together",
         )
-        self.tell_peers(self.end_epoch, self.log.epoch, failure)
+        self.post_to_peers(self.end_epoch, self.log.epoch, failure)
         self._restart_log()
 
-    def tell_peers(self, tell: Callable[..., None], *what: Any) -> None:
+    def post_to_peers(self, post: Callable[..., None], *what: Any) -> None:
         """Posts something for the peers. If that fails, this rank still raises what it has to raise."""
         if self.is_store_silent:
             return
         try:
-            tell(*what)
+            post(*what)
         except Exception as error:  # noqa: BLE001  the store may have died with the rank that hosts it
             _LOGGER.info(
                 "rank %d could not tell its peers why it stops: %s", self.world_rank, _summary(error)
@@ -317,7 +317,7 @@ class WatchedChannel(Channel):
         is_lost = is_lost_connection(error)
         deadline = time.monotonic() + _WATCHDOG_KNOWS_SECONDS
         while is_lost and self.checks and self.failure is None and time.monotonic() < deadline:
-            # The watchdog finds out more than a closed connection tells.
+            # The watchdog finds out more than a closed connection shows.
             time.sleep(0.05)
         if isinstance(error, Exception):
             self.raise_failure()

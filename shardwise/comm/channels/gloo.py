@@ -29,9 +29,9 @@ import torch.distributed as dist
 
 from shardwise.comm.channels.channel import BackendWait, Waiting, WatchedChannel
 from shardwise.comm.channels.collective_log import collective_code, collective_name
-from shardwise.comm.channels.gloo_messages import GlooRows, GlooSum, GlooWork
-from shardwise.comm.collectives.dispatcher_visibility import dispatch_as
-from shardwise.comm.shared_memory.peers import LocalPeers, find_local_peers
+from shardwise.comm.channels.dispatcher_visibility import dispatch_as
+from shardwise.comm.shared_memory.arena import Lent
+from shardwise.comm.shared_memory.peers import PAYLOAD, LocalPeers, find_local_peers
 from shardwise.torch_internals import (
     all_gather_call,
     backend_of,
@@ -46,6 +46,8 @@ _MIX = 0xBF58476D1CE4E5B
 _UNTIL_THE_WATCHDOG_ENDS_IT = timedelta(days=7)
 _PEERS_ANSWER_SECONDS = 1.0
 _DRAIN_SECONDS = 0.2
+# Above the tags that users choose on the same group.
+_OUR_TAGS = 1 << 30
 
 
 class GlooChannel(WatchedChannel):
@@ -67,7 +69,7 @@ class GlooChannel(WatchedChannel):
         self._served: set[tuple[int, int]] = set()
         # alive: for good, because messages to and from ranks that have left may still arrive
         self._abandoned: list[Any] = []
-        # Found anew for every log, so that nothing of the last one can be mistaken for this one's.
+        # Found again for every log, so that nothing of the last one can be mistaken for this one's.
         self._local_peers: LocalPeers | None = None
         self._remote_peers = self._peers
         # Read from shared memory, in addition to what the group has sent and received.
@@ -77,20 +79,20 @@ class GlooChannel(WatchedChannel):
         """Records an event; returns a digest of log and size: gloo aborts a process that receives too many bytes."""
         if self._local_peers is None:
             self._find_local_peers(code)
-        return _message_digest(self.record(code), message_bytes)
+        return _message_digest(self.log.record(code), message_bytes)
 
     def _find_local_peers(self, code: int) -> None:
         """Finds the ranks of this host, before the first collective of a log."""
-        self._local_peers = find_local_peers(self, partial(self._swap, code))
+        self._local_peers = find_local_peers(self, partial(self._exchange_messages, code))
         self._remote_peers = [peer for peer in self._peers if peer not in self._local_peers.peers]
         self.lends_rows = not self._remote_peers
 
-    def _swap(self, code: int, messages: Mapping[int, bytes]) -> Mapping[int, bytes]:
+    def _exchange_messages(self, code: int, messages: Mapping[int, bytes]) -> Mapping[int, bytes]:
         """Sends each peer its message and returns theirs, all of the same length."""
         size = len(next(iter(messages.values())))
         # An event of its own: a rank in it is not yet waiting in the collective that follows.
         code = collective_code(f"find the ranks of this host, to {collective_name(code)}")
-        posted = GlooWork(self, code, _message_digest(self.record(code), size), size)
+        posted = GlooWork(self, code, _message_digest(self.log.record(code), size), size)
         received = {peer: torch.empty(size, dtype=torch.uint8) for peer in messages}
         sent = {peer: torch.tensor([*message], dtype=torch.uint8) for peer, message in messages.items()}
         posted.alive = (*received.values(), *sent.values())
@@ -105,11 +107,7 @@ class GlooChannel(WatchedChannel):
 
     def gather(self, output: torch.Tensor, own: torch.Tensor, code: int) -> GlooWork:
         """Gathers every rank's ``own`` into ``output``, in rank order."""
-        size = own.nbytes
-        posted = GlooWork(self, code, self._next_digest(code, size), size)
-        posted.alive = (output, own)
-        self._begin(posted, all_gather_call, self._post_gather)
-        return posted
+        return self._issue(GlooWork, code, own.nbytes, (output, own), all_gather_call, self._post_gather)
 
     def _post_gather(self, posted: GlooWork) -> None:
         output, own = posted.alive
@@ -118,12 +116,8 @@ class GlooChannel(WatchedChannel):
         self._lend(posted, own, rows)
         self._post(posted, rows, [own] * self.world, self._remote_peers)
 
-    def gather_lent(self, output: torch.Tensor, own: torch.Tensor, code: int) -> GlooRows:
-        size = own.nbytes
-        posted = GlooRows(self, code, self._next_digest(code, size), size)
-        posted.alive = (output, own)
-        self._begin(posted, all_gather_call, self._post_row)
-        return posted
+    def gather_lent(self, output: torch.Tensor, own: torch.Tensor, code: int) -> GlooWork:
+        return self._issue(GlooRows, code, own.nbytes, (output, own), all_gather_call, self._post_row)
 
     def _post_row(self, posted: GlooWork) -> None:
         _, own = posted.alive
@@ -131,18 +125,13 @@ class GlooChannel(WatchedChannel):
 
     def reduce_scatter(self, output: torch.Tensor, rows: torch.Tensor, code: int) -> GlooWork:
         """Sums this rank's row over all ranks into ``output``."""
-        size = output.nbytes
-        posted = GlooSum(self, code, self._next_digest(code, size), size)
-        posted.output, posted.terms = output, [rows]
-        posted.alive = (output, rows)
-        self._begin(posted, reduce_scatter_call, self._post_rows)
-        return posted
+        return self._issue(GlooSum, code, output.nbytes, (output, rows), reduce_scatter_call, self._post_rows)
 
     def _post_rows(self, posted: GlooWork) -> None:
         assert isinstance(posted, GlooSum)
         output, rows = posted.alive
         sent = rows.split(output.numel())
-        posted.terms = [*sent]
+        posted.output, posted.terms = output, [*sent]
         posted.offset = self.rank * posted.message_bytes
         self._lend(posted, rows, posted.terms)
         for peer in self._remote_peers:
@@ -156,11 +145,10 @@ class GlooChannel(WatchedChannel):
 
     def exchange(self, output: torch.Tensor, rows: torch.Tensor, code: int) -> GlooWork:
         """Gathers every rank's row for this rank into ``output``, in rank order: a reduce-scatter without the sum."""
-        size = rows.nbytes // self.world
-        posted = GlooWork(self, code, self._next_digest(code, size), size)
-        posted.alive = (output, rows)
-        self._begin(posted, reduce_scatter_call, self._post_exchange)
-        return posted
+        row_bytes = rows.nbytes // self.world
+        return self._issue(
+            GlooWork, code, row_bytes, (output, rows), reduce_scatter_call, self._post_exchange
+        )
 
     def _post_exchange(self, posted: GlooWork) -> None:
         output, rows = posted.alive
@@ -218,22 +206,28 @@ class GlooChannel(WatchedChannel):
         except Exception as error:  # noqa: BLE001  raised again, once peers know
             self.fail(error)
 
-    def _begin(
+    def _issue(
         self,
-        posted: GlooWork,
+        kind: type[GlooWork],
+        code: int,
+        message_bytes: int,
+        tensors: tuple[torch.Tensor, ...],
         counts_as: Callable[[dist.ProcessGroup], Callable[..., Any]],
         post: Callable[[GlooWork], None],
-    ) -> None:
-        if not posted.message_bytes:
-            return
+    ) -> GlooWork:
+        posted = kind(self, code, self._next_digest(code, message_bytes), message_bytes)
+        posted.alive = tensors
+        if not message_bytes:
+            return posted
         posted.local = self._local_peers
         if not num_dispatch_modes():
             post(posted)
-            return
+            return posted
         # A dispatch mode may be counting collectives: show it the one that this is.
         group = self.group()
         assert group is not None
-        dispatch_as(counts_as(group), posted.alive, partial(post, posted), posted.works)
+        dispatch_as(counts_as(group), tensors, partial(post, posted), posted.works)
+        return posted
 
     # --- failures -------------------------------------------------------------------------------------------------
 
@@ -291,6 +285,109 @@ class GlooChannel(WatchedChannel):
             # A connection that its peer has closed raises at once; one to a stopped process is still open.
             with contextlib.suppress(RuntimeError):
                 self._receive([torch.empty(1, dtype=torch.uint8)], peer, 0).wait(timedelta(milliseconds=1))
+
+
+# --- collectives in flight -----------------------------------------------------------------------------------
+
+
+class GlooWork:
+    """A collective in flight: messages between hosts, and shared memory that local peers have lent.
+
+    Messages are gloo's works, one each way; a failed wait for them ends with the help of peers. What local peers have
+    lent is announced through a pipe; a wait for that polls for a failure by itself.
+    """
+
+    # Whether the present wait polls for a failure by itself.
+    polls_failure = False
+
+    def __init__(self, channel: GlooChannel, code: int, digest: int, message_bytes: int) -> None:
+        self.code = code
+        # Made of the log and the size; the tag of messages is as much of it as gloo has bits for.
+        self.digest = digest
+        self.tag = _OUR_TAGS | (digest >> 31)
+        self.message_bytes = message_bytes
+        self.channel = channel
+        self.works: list[Any] = []
+        self.alive: tuple[torch.Tensor, ...] = ()  # alive: until the messages have landed
+        # The local peers to wait for, and what they and this rank itself have lent.
+        self.local: LocalPeers | None = None
+        self.awaited: Sequence[int] = ()
+        self.topic = PAYLOAD
+        self.lent: dict[int, Lent] = {}
+        # Where this rank's row starts in what others send.
+        self.offset = 0
+        self.arriving: Sequence[torch.Tensor] = ()
+
+    def wait(self) -> None:
+        self.wait_for_arrival()
+        self.collect()
+
+    def wait_for_arrival(self) -> None:
+        """Waits until everything sent to this rank has arrived, or can be read."""
+        channel = self.channel
+        channel.waiting = self
+        try:
+            if self.local is not None:
+                self.polls_failure = True
+                for peer in self.awaited:
+                    if self.topic == PAYLOAD:
+                        self.lent[peer] = self.local.receive(peer, self.digest)
+                    else:
+                        self.local.wait_for(peer, self.digest, self.topic)
+                self.polls_failure = False
+            for work in self.works:
+                work.wait(*channel.wait_timeout)
+        except Exception as error:  # noqa: BLE001  raised again, once peers know
+            channel.abandon(self)
+            channel.fail(error)
+        finally:
+            channel.waiting = None
+        self.works = []
+        if channel.failure is not None:
+            # What has arrived may be a peer's help to end this wait.
+            channel.raise_failure()
+
+    def collect(self) -> None:
+        """Copies what local peers have lent."""
+        for peer in self.awaited:
+            self.arriving[peer].copy_(self.row(peer).view(self.arriving[peer].dtype))
+        self.release_rows()
+
+    def row(self, rank: int) -> torch.Tensor:
+        """Returns the row that a peer has lent to this rank, in shared memory: valid until ``release_rows``."""
+        return self.lent[rank].payload(self.offset, self.message_bytes)
+
+    def release_rows(self) -> None:
+        if self.lent:
+            for lent in self.lent.values():
+                lent.mark_read()
+            self.lent = {}
+            self.channel.bytes_read += self.message_bytes * len(self.awaited)
+
+
+class GlooRows(GlooWork):
+    """Rows that all ranks have lent, to be read in place."""
+
+    def collect(self) -> None:
+        pass
+
+
+class GlooSum(GlooWork):
+    """Rows in flight: ``wait`` sums what has arrived, in rank order."""
+
+    output: torch.Tensor
+    terms: list[torch.Tensor]
+
+    def collect(self) -> None:
+        if not self.message_bytes:
+            return
+        for peer in self.awaited:
+            self.terms[peer] = self.row(peer).view(self.output.dtype)
+        first, *others = self.terms
+        torch.add(first, others[0], out=self.output)
+        for term in others[1:]:
+            self.output.add_(term)
+        self.release_rows()
 
 
 def _message_digest(digest: int, message_bytes: int) -> int:

@@ -104,7 +104,7 @@ class ThreadChannel(WatchedChannel):
             self._meet(code, _NOTHING, _agree).wait()
 
     def _meet(self, code: int, own: Pair, work: Callable[[list[Pair]], None]) -> ThreadWork:
-        digest, table = self.record(code), self._table
+        digest, table = self.log.record(code), self._table
         with table.lock:
             rendezvous = table.rendezvous_by_digest.setdefault(digest, _Rendezvous())
             rendezvous.arrived[self.rank] = own

@@ -40,17 +40,23 @@ def check_same_model(lines: Sequence[str], calls: GroupCollectives, device: torc
             return
         texts = [entry.rstrip(b"\0").decode().split("\n") for entry in _gather_padded(text, calls, device)]
     ranks = dist.get_process_group_ranks(calls.group)
-    for entries in zip_longest(*texts, fillvalue="(nothing)"):
-        holders: dict[str, list[int]] = {}
-        for rank, entry in zip(ranks, entries, strict=True):
-            holders.setdefault(entry, []).append(rank)
-        if len(holders) > 1:
-            views = "; ".join(f"ranks {held} have {entry}" for entry, held in holders.items())
-            raise RankDisagreement(
-                f"ranks hold different models: {views}",
-                where=f"rank {dist.get_rank()}, before the first gather",
-                fix="build the same model, with the same names, shapes and dtypes, on every rank",
-            )
+    raise RankDisagreement(
+        f"ranks hold different models: {describe_first_difference(texts, ranks)}",
+        where=f"rank {dist.get_rank()}, before the first gather",
+        fix="build the same model, with the same names, shapes and dtypes, on every rank",
+    )
+
+
+def describe_first_difference(texts: Sequence[Sequence[str]], ranks: Sequence[int]) -> str:
+    """Says which ranks have what in the first line in which their texts differ."""
+    lines = next(each for each in zip_longest(*texts, fillvalue="nothing more") if len(set(each)) > 1)
+    holders: dict[str, list[int]] = {}
+    for rank, line in zip(ranks, lines, strict=True):
+        holders.setdefault(line, []).append(rank)
+    return "; ".join(
+        f"rank {held[0]} has {line}" if len(held) == 1 else f"ranks {', '.join(map(str, held))} have {line}"
+        for line, held in holders.items()
+    )
 
 
 def gather_bytes(own: bytes, calls: GroupCollectives, device: torch.device) -> list[bytes]:

@@ -154,16 +154,16 @@ class Borrower:
             PeerFailure: there is no such slot, or no valid loan in it.
         """
         if not 0 <= slot < _NUM_SLOTS:
-            raise _astray(f"slot {slot} of an arena that has {_NUM_SLOTS}")
+            raise _impossible_loan(f"slot {slot} of an arena that has {_NUM_SLOTS}")
         lent = Lent(self.memory, self._entries[slot], self._flag)
         if lent._number <= 0 or lent._size < 0 or not self._begin <= lent._start <= self._end - lent._size:
-            raise _astray(
+            raise _impossible_loan(
                 f"{lent._size} bytes from byte {lent._start} on of an arena of {self._end}, in slot {slot}"
             )
         return lent
 
 
-def _astray(loan: str) -> PeerFailure:
+def _impossible_loan(loan: str) -> PeerFailure:
     return PeerFailure(
         f"another rank announced a loan that cannot exist: {loan}",
         fix="run the same version of shardwise on every rank; if it does, report this",

@@ -7,7 +7,7 @@ same event of its log, and sets a flag beside it.
     rank 0   arena | rows |  ─ pipe: "digest 7a3 is in slot 5" ─▶  rank 1   sums rows in place, sets its flag
 
 The sender does not wait for readers: what it has lent stays unchanged until all have read it. When ranks start a new
-log they abandon all of this and find each other anew, so nothing announced for the old log is ever read as the new
+log they abandon all of this and find each other again, so nothing announced for the old log is ever read as the new
 one's, and a late peer still finds what was announced to it.
 
 Which ranks are local is found by trying, pair by pair, and both must agree. All others are sent messages.
@@ -107,7 +107,7 @@ def find_local_peers(channel: WatchedChannel, swap: Swap) -> LocalPeers:
     peers = [(channel.rank + step) % channel.world for step in range(1, channel.world)]
     namespace = hashlib.blake2b(channel.store.namespace.encode(), digest_size=_DIGEST_BYTES).digest()
     with unseen_by_modes(), contextlib.ExitStack() as until_all_have_tried:
-        arena, pipes = _open(channel.world, peers)
+        arena, pipes = _open_arena_and_pipes(channel.world, peers)
         if arena is not None:
             until_all_have_tried.callback(arena.close)
         until_all_have_tried.callback(close, [end for _, end in pipes.values()])
@@ -115,7 +115,7 @@ def find_local_peers(channel: WatchedChannel, swap: Swap) -> LocalPeers:
         arenas: dict[int, Tensor] = {}
         write_ends: dict[int, int] = {}
         try:
-            handles = swap({peer: _handle(namespace, arena, pipes.get(peer)) for peer in peers})
+            handles = swap({peer: _pack_handle(namespace, arena, pipes.get(peer)) for peer in peers})
             for peer, handle in handles.items():
                 opened = _open_peer(handle, namespace) if arena is not None and handle != _NO_HANDLE else None
                 if opened is not None:
@@ -131,7 +131,7 @@ def find_local_peers(channel: WatchedChannel, swap: Swap) -> LocalPeers:
     return LocalPeers(channel.rank, channel.world, arena if agreed else None, agreed, connected)
 
 
-def _open(world: int, peers: list[int]) -> tuple[Arena | None, dict[int, tuple[int, int]]]:
+def _open_arena_and_pipes(world: int, peers: list[int]) -> tuple[Arena | None, dict[int, tuple[int, int]]]:
     """Returns an arena and a pipe from each peer, or nothing if this machine cannot provide them."""
     pipes: dict[int, tuple[int, int]] = {}
     if not is_possible() or not hasattr(os, "memfd_create"):
@@ -152,7 +152,7 @@ def _open(world: int, peers: list[int]) -> tuple[Arena | None, dict[int, tuple[i
         return None, {}
 
 
-def _handle(namespace: bytes, arena: Arena | None, pipe: tuple[int, int] | None) -> bytes:
+def _pack_handle(namespace: bytes, arena: Arena | None, pipe: tuple[int, int] | None) -> bytes:
     if arena is None or pipe is None:
         return _NO_HANDLE
     return _HANDLE.pack(namespace, os.getpid(), arena.descriptor, pipe[1], arena.num_bytes, arena.magic)

@@ -6,7 +6,7 @@
     lost        a rank was stopped, or its heartbeat has ceased
     late        a rank is alive and running, and does not arrive within the group's own timeout
 
-Waits for a rank that is alive and running go on, with a warning in the log; everything else ends them within seconds.
+Waits for a rank that is alive and running continue, with a warning in the log; all others end within seconds.
 Nothing here communicates: ``comm/watchdog/thread`` reads the statuses and posts the failure.
 """
 

@@ -198,7 +198,7 @@ class Watchdog:
         for channel, seen in ended:
             if not channel.is_over():
                 seen.is_gone = True
-                channel.tell_peers(self._post_status, channel, seen, None, 0.0, time.monotonic())
+                channel.post_to_peers(self._post_status, channel, seen, None, 0.0, time.monotonic())
 
     def _record_store_error(
         self, channel: WatchedChannel, seen: _Observation, error: Exception, now: float
@@ -260,18 +260,29 @@ class Watchdog:
             self._post_status(channel, seen, waiting, still_seconds, now)
         if waiting is not None and self._is_its_turn(channel, seen, idle_seconds, now):
             own = channel.log.excerpt()
-            if (own.epoch, own.num_events) != (epoch, num_events):
-                # The rank has made progress meanwhile: its new wait has only just begun.
-                return
-            evidence = self._collect_evidence(channel, seen, own, still_seconds)
-            failure = diagnose(channel, waiting, evidence)
-            if failure is not None:
-                channel.end_epoch(epoch, failure, void=known)
-            elif still_seconds >= max(timeout_seconds, seen.warns_after):
-                seen.warns_after = still_seconds + min(still_seconds, _LONGEST_BETWEEN_WARNINGS_SECONDS)
-                late = describe_late_ranks(channel, waiting, evidence)
-                if late is not None:
-                    _LOGGER.warning("rank %d is still waiting: %s", channel.world_rank, late)
+            # If the rank has made progress meanwhile, its new wait has only just begun.
+            if (own.epoch, own.num_events) == (epoch, num_events):
+                self._diagnose(channel, seen, waiting, own, still_seconds, known)
+
+    def _diagnose(
+        self,
+        channel: WatchedChannel,
+        seen: _Observation,
+        waiting: Waiting,
+        own: LogExcerpt,
+        still_seconds: float,
+        known: Entry | None,
+    ) -> None:
+        """Ends the epoch if the rank waits in vain; warns of late ranks if it has waited for long."""
+        evidence = self._collect_evidence(channel, seen, own, still_seconds)
+        failure = diagnose(channel, waiting, evidence)
+        if failure is not None:
+            channel.end_epoch(own.epoch, failure, void=known)
+        elif still_seconds >= max(policies.trust().timeout_seconds, seen.warns_after):
+            seen.warns_after = still_seconds + min(still_seconds, _LONGEST_BETWEEN_WARNINGS_SECONDS)
+            late = describe_late_ranks(channel, waiting, evidence)
+            if late is not None:
+                _LOGGER.warning("rank %d is still waiting: %s", channel.world_rank, late)
 
     def _post_status(
         self,

@@ -13,9 +13,8 @@ from torch import Tensor
 from shardwise.comm import exchange as tensor_exchange
 from shardwise.comm.collectives.group import channel_of
 from shardwise.comm.exchange import plan_exchange, process_vm_peers_of
-from shardwise.comm.shared_memory import direct_reads
-from shardwise.comm.shared_memory.direct_reads import DirectReads
-from shardwise.comm.shared_memory.process_vm import ProcessVMPeers
+from shardwise.comm.shared_memory import process_vm
+from shardwise.comm.shared_memory.process_vm import DirectReads, ProcessVMPeers
 from shardwise.errors import PeerFailure
 from shardwise.policies import set_trust
 from shardwise.zero import ZeroRedundancyOptimizer
@@ -30,7 +29,7 @@ def group() -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
-def neighbours_here() -> ProcessVMPeers | None:
+def local_peers_here() -> ProcessVMPeers | None:
     return process_vm_peers_of(group(), channel_of(group(), torch.device("cpu")))
 
 
@@ -54,7 +53,7 @@ def moves_everyones_tensors(numels: list[list[int]], *, reads: bool, rounds: int
         [torch.zeros(numel, dtype=dtypes[i % 2], device=device()) for i, numel in enumerate(section)]
         for section in numels
     ]
-    exchange = plan_exchange(sections, group(), neighbours=neighbours_here() if reads else None)
+    exchange = plan_exchange(sections, group(), local_peers=local_peers_here() if reads else None)
     assert isinstance(exchange, DirectReads) == reads
     for step in range(rounds):
         fill_own(sections, step)
@@ -101,12 +100,12 @@ def packs_small_tensors_into_one_broadcast_a_rank() -> None:
 
 def keeps_exchanges_apart_that_are_under_way_together(*, reads: bool = False) -> None:
     """Two exchanges issued one after the other, waited for in the other order."""
-    neighbours = neighbours_here() if reads else None
+    local_peers = local_peers_here() if reads else None
     sections = [
         [[torch.zeros(40_000 + 7 * i), torch.zeros(3 + i)] for _ in range(dist.get_world_size())]
         for i in (0, 1)
     ]
-    exchanges = [plan_exchange(of_one, group(), neighbours=neighbours) for of_one in sections]
+    exchanges = [plan_exchange(of_one, group(), local_peers=local_peers) for of_one in sections]
     assert all(isinstance(exchange, DirectReads) == reads for exchange in exchanges)
     for step in range(3):
         for number, of_one in enumerate(sections):
@@ -121,21 +120,21 @@ def keeps_exchanges_apart_that_are_under_way_together(*, reads: bool = False) ->
 def reads_where_a_peers_tensors_have_moved_to() -> None:
     """Only rank 0's memory is replaced, and only rank 0 plans again; what says where it lies may lie where it did."""
     sections = [[torch.zeros(1_500_000)] for _ in range(dist.get_world_size())]
-    neighbours = neighbours_here()
-    make_table, place = direct_reads._table, torch.empty(1, 2, dtype=torch.int64)
+    local_peers = local_peers_here()
+    make_table, place = process_vm._address_table, torch.empty(1, 2, dtype=torch.int64)
 
     def table_in_one_place(section: Sequence[Tensor]) -> Tensor:
         is_moving = section[0].data_ptr() == sections[0][0].data_ptr()
         return place.copy_(make_table(section)) if is_moving else make_table(section)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(direct_reads, "_table", table_in_one_place)
-        exchange = plan_exchange(sections, group(), neighbours=neighbours)
+        patch.setattr(process_vm, "_address_table", table_in_one_place)
+        exchange = plan_exchange(sections, group(), local_peers=local_peers)
         for step in range(3):
             if dist.get_rank() == 0 and step == 1:
                 # The first one is held until the other has its place.
                 held, sections[0][0] = sections[0][0], torch.full((1_500_000,), -1.0)
-                exchange = plan_exchange(sections, group(), neighbours=neighbours)
+                exchange = plan_exchange(sections, group(), local_peers=local_peers)
                 del held
             fill_own(sections, step)
             exchange.issue().wait()
@@ -145,7 +144,7 @@ def reads_where_a_peers_tensors_have_moved_to() -> None:
 def may_write_as_soon_as_the_exchange_is_over() -> None:
     """A rank that goes on at once never changes what a slow peer has not read yet."""
     sections = [[torch.zeros(2_000_000)] for _ in range(dist.get_world_size())]
-    exchange = plan_exchange(sections, group(), neighbours=neighbours_here())
+    exchange = plan_exchange(sections, group(), local_peers=local_peers_here())
     for step in range(20):
         fill_own(sections, step)
         exchange.issue().wait()

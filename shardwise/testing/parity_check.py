@@ -43,8 +43,8 @@ class ParityReport:
         return self.difference is None
 
     def __str__(self) -> str:
-        told = f"{self.num_parameters} parameters over {self.num_steps} steps"
-        return f"{told}: the same" if self.difference is None else f"{told}: {self.difference}"
+        summary = f"{self.num_parameters} parameters over {self.num_steps} steps"
+        return f"{summary}: the same" if self.difference is None else f"{summary}: {self.difference}"
 
 
 def check_parity(
@@ -73,7 +73,7 @@ def check_parity(
     """
     if any(isinstance(param, DTensor) for param in model.parameters()):
         raise ConfigError(
-            "the model is sharded already, so there is nothing to compare it with",
+            "the model is already sharded, so there is nothing to compare it with",
             where="check_parity(model, ...)",
             fix="pass the model as it was before fully_shard, and how to shard it as shard=",
         )
@@ -98,31 +98,33 @@ def _check(
     on_cpu = all(param.device.type == "cpu" for param in plain.parameters())
     allowed = (0.0 if on_cpu else 1e-5) if tolerance is None else tolerance
     num_parameters = sum(1 for _ in plain.parameters())
-    if difference := _anywhere(_first_difference(plain, sharded, 0.0, "data")):
-        advice = "ranks made their weights apart; call torch.manual_seed alike before the model is made"
+    if difference := _first_on_any_rank(_first_difference(plain, sharded, 0.0, "data")):
+        advice = (
+            "ranks initialized their weights differently; call torch.manual_seed before building the model"
+        )
         return ParityReport(0, num_parameters, f"before the first step, {difference}: {advice}")
     for step in range(steps):
         losses: list[torch.Tensor] = []
         for copy_of_model in (plain, sharded):
             # Dropout may differ between ranks, but not between the two copies of a rank.
             torch.manual_seed(1000 * step + dist.get_rank())
-            value = _loss_of(_call(copy_of_model, batch), loss)
+            value = _loss_of(_call_model(copy_of_model, batch), loss)
             value.backward()
             losses.append(value.detach())
         _average_in_rank_order(plain)
         # Every rank makes every comparison: gathering a full parameter takes all ranks.
-        found = [_differs("the loss", losses[0], losses[1], allowed)]
+        found = [_describe_difference("the loss", losses[0], losses[1], allowed)]
         found.append(_first_difference(plain, sharded, allowed, "grad"))
         for each in optims:
             each.step()
             each.zero_grad()
         found.append(_first_difference(plain, sharded, allowed, "data"))
-        if difference := _anywhere(*found):
+        if difference := _first_on_any_rank(*found):
             return ParityReport(step + 1, num_parameters, f"at step {step}, {difference}")
     return ParityReport(steps, num_parameters)
 
 
-def _anywhere(*found: str | None) -> str | None:
+def _first_on_any_rank(*found: str | None) -> str | None:
     """Returns the first difference that any rank found, the same on every rank, so that all ranks stop together."""
     assert dist.group.WORLD is not None
     own = next((each for each in found if each is not None), "")
@@ -134,7 +136,7 @@ def _sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.01)
 
 
-def _call(model: nn.Module, batch: Any) -> Any:
+def _call_model(model: nn.Module, batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
@@ -151,9 +153,9 @@ def _loss_of(output: Any, loss: Callable[[Any], torch.Tensor] | None) -> torch.T
     if isinstance(output, (tuple, list)) and isinstance(output[0], torch.Tensor):
         return _loss_of(output[0], None)
     raise ConfigError(
-        f"the model returns a {type(output).__name__}, of which no loss can be made",
+        f"the model returns a {type(output).__name__}, from which no loss can be computed",
         where="check_parity(model, batch)",
-        fix="pass loss=, which makes a scalar of what the model returns",
+        fix="pass loss=, a function that computes a scalar from the model's output",
     )
 
 
@@ -176,7 +178,7 @@ def _average_in_rank_order(plain: nn.Module) -> None:
 def _first_difference(plain: nn.Module, sharded: nn.Module, allowed: float, of: str) -> str | None:
     first: str | None = None
     of_plain = [param.grad if of == "grad" else param.detach() for param in plain.parameters()]
-    largest = max((_largest(tensor) for tensor in of_plain if tensor is not None), default=0.0)
+    largest = max((_max_abs(tensor) for tensor in of_plain if tensor is not None), default=0.0)
     for want, (name, param) in zip(of_plain, sharded.named_parameters(), strict=True):
         # Every rank asks for every parameter: gathering a full tensor takes all ranks.
         have = param.grad if of == "grad" else param.detach()
@@ -187,21 +189,21 @@ def _first_difference(plain: nn.Module, sharded: nn.Module, allowed: float, of: 
         if (want is None) != (whole is None):
             first = f"{what} is {'there' if whole is not None else 'missing'} in the sharded copy only"
         elif want is not None and whole is not None:
-            first = _differs(what, want, whole, allowed, largest / 100)
+            first = _describe_difference(what, want, whole, allowed, largest / 100)
     return first
 
 
-def _largest(tensor: torch.Tensor) -> float:
+def _max_abs(tensor: torch.Tensor) -> float:
     return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 
-def _differs(
+def _describe_difference(
     what: str, expected: torch.Tensor, found: torch.Tensor, allowed: float, at_least: float = 0.0
 ) -> str | None:
     if torch.equal(expected, found):
         return None
-    scale = max(_largest(expected), at_least, torch.finfo(torch.float32).tiny)
-    error = _largest(expected - found) / scale
+    scale = max(_max_abs(expected), at_least, torch.finfo(torch.float32).tiny)
+    error = _max_abs(expected - found) / scale
     # Written this way round so that NaN counts as a difference.
     if error <= allowed:
         return None

@@ -1,4 +1,4 @@
-"""The house has floors, and imports only go down.
+"""The package has layers, and imports only go down.
 
 The rules are checked on the source, not by importing it. Each rule is also shown to catch small offenders, so
 that none can pass by being blind.
@@ -13,8 +13,8 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "shardwise"
 
-# From the ground up. Rooms on one floor do not see each other.
-FLOORS = [
+# From the bottom up. Packages of one layer do not import each other.
+LAYERS = [
     ("errors", "version"),
     ("policies", "trace", "torch_internals", "torch_threads"),
     ("cuda_driver",),
@@ -32,7 +32,7 @@ FLOORS = [
 IS_OPTIONAL = "shardwise.train.live"
 # The doors to torch's underscore names.
 DOORS = ("torch_internals", "torch_threads.py")
-FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+LAYER_OF = {package: layer for layer, packages in enumerate(LAYERS) for package in packages}
 
 TORCHS_OWN_ANSWERS = (
     "torch.distributed.fsdp",
@@ -92,8 +92,8 @@ def climbs(source: str, module: str) -> list[str]:
         there = parts[1] if len(parts) > 1 else ""
         if there == here:
             continue
-        # What is no room is the front door, and that is for visitors.
-        if there not in FLOOR_OF or FLOOR_OF[there] >= FLOOR_OF[here]:
+        # Everything else is the public API, which is for users.
+        if there not in LAYER_OF or LAYER_OF[there] >= LAYER_OF[here]:
             found.append(name)
     return found
 
@@ -103,8 +103,8 @@ def impurities_of_plan(source: str, module: str) -> list[str]:
     found = []
     for name in imported_names(source, module):
         root, *rest = name.split(".")
-        room = rest[0] if rest else ""
-        if root == "torch" or (root == "shardwise" and room not in ("errors", "plan")):
+        package = rest[0] if rest else ""
+        if root == "torch" or (root == "shardwise" and package not in ("errors", "plan")):
             found.append(name)
     return found
 
@@ -155,9 +155,9 @@ def test_imports_only_go_down():
     assert found_in(LIBRARY, climbs) == {}
 
 
-def test_every_file_is_in_a_room_of_the_house():
-    rooms = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in LIBRARY}
-    assert rooms - {"__init__", "__main__"} <= set(FLOOR_OF)
+def test_every_file_is_in_a_package_that_has_a_layer():
+    packages = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in LIBRARY}
+    assert packages - {"__init__", "__main__"} <= set(LAYER_OF)
 
 
 def test_no_file_has_a_name_that_says_nothing():
