@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from shardwise.errors import ConfigTypeError
+from shardwise.errors import ConfigError, ConfigTypeError
 from shardwise.plan.schedule import FREE, KEEP, AfterForward
 from shardwise.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardwise.torch_internals import BatchNorm
@@ -51,6 +51,14 @@ STRATEGIES = {
     ShardingStrategy.HYBRID_SHARD: Strategy(True, FREE, num_axes=2),
     ShardingStrategy._HYBRID_SHARD_ZERO2: Strategy(True, KEEP, num_axes=2),
 }
+
+
+class TrainingState(Enum):
+    """What a wrapper is in the middle of; a value of ``FullyShardedDataParallel.training_state``."""
+
+    IDLE = auto()
+    FORWARD_BACKWARD = auto()
+    SUMMON_FULL_PARAMS = auto()
 
 
 class BackwardPrefetch(Enum):
@@ -152,6 +160,13 @@ class WrapperOptions:
                 f"auto_wrap_policy returned unknown options {sorted(unknown)} for a {type(module).__name__}",
                 where=where,
                 fix=f"return only options among {sorted(OPTION_NAMES)}",
+            )
+        init_fn = given["param_init_fn"]
+        if init_fn is not None and not callable(init_fn):
+            raise ConfigError(
+                f"param_init_fn is a {type(init_fn).__name__}",
+                where=where,
+                fix="pass a function that allocates and initializes a module",
             )
         strategy = given["sharding_strategy"] or ShardingStrategy.FULL_SHARD
         offload, prefetch, precision = (

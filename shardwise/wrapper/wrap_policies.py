@@ -96,6 +96,10 @@ def transformer_auto_wrap_policy(
     return recurse or isinstance(module, tuple(transformer_layer_cls))
 
 
+FORCE_LEAF_MODULES: set[type[nn.Module]] = {nn.MultiheadAttention}
+EXCLUDE_WRAP_MODULES: set[type[nn.Module]] = {nn.ModuleList, nn.ModuleDict}
+
+
 def size_based_auto_wrap_policy(
     module: nn.Module,
     recurse: bool,
@@ -109,12 +113,17 @@ def size_based_auto_wrap_policy(
     It does not recurse into ``force_leaf_modules`` (default: ``nn.MultiheadAttention``), and does not wrap
     ``exclude_wrap_modules`` (default: ``nn.ModuleList`` and ``nn.ModuleDict``, which are never called).
     """
-    leaves = {nn.MultiheadAttention} if force_leaf_modules is None else force_leaf_modules
-    excluded = {nn.ModuleList, nn.ModuleDict} if exclude_wrap_modules is None else exclude_wrap_modules
+    leaves = FORCE_LEAF_MODULES if force_leaf_modules is None else force_leaf_modules
+    excluded = EXCLUDE_WRAP_MODULES if exclude_wrap_modules is None else exclude_wrap_modules
     is_large = nonwrapped_numel >= min_num_params
     if recurse:
         return is_large and not isinstance(module, tuple(leaves))
     return is_large and not isinstance(module, tuple(excluded))
+
+
+# The defaults, to be read where torch has them.
+size_based_auto_wrap_policy.FORCE_LEAF_MODULES = FORCE_LEAF_MODULES  # type: ignore[attr-defined]
+size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES = EXCLUDE_WRAP_MODULES  # type: ignore[attr-defined]
 
 
 # The arguments of the innermost ``enable_wrap`` around this code.

@@ -25,14 +25,21 @@ from shardwise.comm.collectives.group import GroupCollectives
 from shardwise.engine.exact.exact_sums import check_not_exact
 from shardwise.engine.gather.full_tensors import is_flat
 from shardwise.engine.step.joint_units import set_joint
-from shardwise.engine.unit.binding import WRAPPED_NAME, clean_name, not_copied
+from shardwise.engine.unit.binding import CHECKPOINTED_NAME, WRAPPED_NAME, clean_name, not_copied
 from shardwise.engine.unit.membership import units_of
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import ConfigAssertionError, ConfigError, StateAssertionError, StateError
-from shardwise.torch_internals import debugs_in_detail, inside_backward, untraced, untraced_itself
+from shardwise.torch_internals import (
+    children_of,
+    debugs_in_detail,
+    inside_backward,
+    untraced,
+    untraced_itself,
+)
 from shardwise.training_step.clip_grad_norm import clip_grad_norm_, dtype_of_gradients
 from shardwise.wrapper.execution_order import ForwardPrefetch, OrderCheck, order_observers
 from shardwise.wrapper.flat_handle import FlatHandle, flat_parameters
+from shardwise.wrapper.mixed_precision import EvalPrecision, full_in_eval
 from shardwise.wrapper.model_methods import ModelMethods, names_for_torch
 from shardwise.wrapper.model_state import LoadHooks
 from shardwise.wrapper.options import (
@@ -41,6 +48,7 @@ from shardwise.wrapper.options import (
     CPUOffload,
     MixedPrecision,
     ShardingStrategy,
+    TrainingState,
 )
 from shardwise.wrapper.summon_full_params import (
     SUMMONED_ATTRIBUTE,
@@ -119,6 +127,9 @@ class FullyShardedDataParallel(ModelMethods):
         self._unit = plan.make_unit(self)
         precision = plan.options.mixed_precision
         self._root_dtype = precision.param_dtype if precision.cast_root_forward_inputs else None
+        self._eval_precision = (
+            EvalPrecision(self._unit, plan.own_modules, precision) if full_in_eval() else None
+        )
         self._load_hooks = LoadHooks()
         self.register_load_state_dict_pre_hook(self._load_hooks.before)
         self.register_load_state_dict_post_hook(self._load_hooks.after)
@@ -152,6 +163,18 @@ class FullyShardedDataParallel(ModelMethods):
         return self._plan.options.forward_prefetch
 
     @property
+    def limit_all_gathers(self) -> bool:
+        """As given; memory in flight is always bounded."""
+        return self._plan.options.limit_all_gathers
+
+    @property
+    def training_state(self) -> TrainingState:
+        """What this wrapper is in the middle of."""
+        if is_summoned(self._unit):
+            return TrainingState.SUMMON_FULL_PARAMS
+        return TrainingState.FORWARD_BACKWARD if self._unit.root.is_busy else TrainingState.IDLE
+
+    @property
     def compute_device(self) -> torch.device:
         """The device that forward and backward run on."""
         return self._plan.mesh.device
@@ -180,9 +203,10 @@ class FullyShardedDataParallel(ModelMethods):
 
     @property
     def module(self) -> nn.Module:
-        """The wrapped module."""
+        """The wrapped module; of one wrapped for activation checkpointing, the module inside."""
         wrapped: nn.Module = self._modules[WRAPPED_NAME]  # type: ignore[assignment]
-        return wrapped
+        inside = children_of(wrapped).get(CHECKPOINTED_NAME)
+        return wrapped if inside is None else inside
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -190,7 +214,7 @@ class FullyShardedDataParallel(ModelMethods):
         except AttributeError:
             if name == WRAPPED_NAME:
                 raise
-            return getattr(self.module, name)
+            return getattr(self._modules[WRAPPED_NAME], name)
 
     def __getitem__(self, key: Any) -> Any:
         return self.module[key]  # type: ignore[index]
@@ -219,6 +243,20 @@ class FullyShardedDataParallel(ModelMethods):
     @property
     def _handle(self) -> FlatHandle | None:
         return FlatHandle(self._unit) if self._has_params else None
+
+    @property
+    def _is_root(self) -> bool:
+        return not self._is_inner
+
+    @property
+    def _device_mesh(self) -> DeviceMesh | None:
+        return self._plan.options.device_mesh
+
+    @property
+    def _inter_node_pg(self) -> dist.ProcessGroup | None:
+        mesh = self._plan.mesh
+        is_hybrid = self._plan.options.strategy.num_axes == 2
+        return mesh.replicate.group if is_hybrid and mesh.replicate is not None else None
 
     @property
     def _use_orig_params(self) -> bool:
@@ -252,6 +290,8 @@ class FullyShardedDataParallel(ModelMethods):
             self._begin_forward()
         # An inner wrapper that is called by itself casts its inputs as the outermost one does.
         dtype = attributes["_root_dtype"] if is_top or not root.is_busy else None
+        if dtype is not None and attributes["_eval_precision"] is not None and not self.module.training:
+            dtype = None
         observers = attributes["_observers"]
         if observers and (is_top or root.in_forward):
             for observer in observers:
@@ -274,7 +314,11 @@ class FullyShardedDataParallel(ModelMethods):
 
     @untraced
     def _begin_forward(self) -> None:
-        """Tells the observers of the execution order, if there are any, that the outermost forward begins."""
+        """Before the outermost forward: follows eval mode, and tells observers of the execution order, if any."""
+        if self._eval_precision is not None and not inside_backward():
+            for wrapper in self.fsdp_modules(self):
+                if wrapper._eval_precision is not None:
+                    wrapper._eval_precision.follow(wrapper.module.training)
         forward_prefetch = self._plan.options.forward_prefetch
         if not (debugs_in_detail() or forward_prefetch) or inside_backward():
             return

@@ -153,7 +153,7 @@ def plan_wrappers(
     _warn_of_surprises(plans, modules)
     _assign_modules(plans, modules)
     _check_tied(plans, params, where)
-    _prepare_tensors(plans[-1], modules, where)
+    _prepare_tensors(plans, modules, where)
     return plans
 
 
@@ -185,6 +185,12 @@ def _ignored(
     for state in (*(modules or ()), *(states or ())):
         if isinstance(state, nn.Parameter) and modules is None:
             params.add(state)
+        elif isinstance(state, nn.Module) and is_wrapper(state):
+            raise ConfigError(
+                f"a wrapped {type(state.get_submodule(WRAPPED_NAME)).__name__} is to be ignored",
+                where=where,
+                fix="leave it out of the ignored modules: the wrapper around it has nothing of it",
+            )
         elif isinstance(state, nn.Module):
             tops.append(state)
         else:
@@ -329,11 +335,13 @@ def _check_tied(plans: list[WrapperPlan], ignored: set[nn.Parameter], where: str
                     )
 
 
-def _prepare_tensors(outermost: WrapperPlan, ignored_modules: set[nn.Module], where: str) -> None:
+def _prepare_tensors(plans: list[WrapperPlan], ignored_modules: set[nn.Module], where: str) -> None:
     """Initializes tensors on the meta device, then moves and synchronizes everything that is not wrapped yet."""
+    outermost = plans[-1]
     module, options, device = outermost.module, outermost.options, outermost.mesh.device
     unwrapped = _unwrapped(module, ignored_modules)
-    materialize(unwrapped, options.param_init_fn, device, outermost.ignored, where)
+    for plan in plans:
+        materialize(plan.own_modules, plan.options.param_init_fn, device, outermost.ignored, where)
     if options.device_id is not None:
         move(unwrapped, device, outermost.ignored)
     if options.sync_module_states:
