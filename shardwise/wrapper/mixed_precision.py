@@ -66,8 +66,9 @@ class EvalPrecision:
         self._unit.rebuild(precision=self._policy if training else MixedPrecisionPolicy())
         for module in self._modules:
             for name, dtype in original_buffer_dtypes(module).items():
-                cast = self._buffer_dtype if training else dtype
-                buffers_of(module)[name] = buffers_of(module)[name].to(cast)
+                buffer = buffers_of(module)[name]
+                if buffer is not None:
+                    buffers_of(module)[name] = buffer.to(self._buffer_dtype if training else dtype)
 
 
 def compute_in_full_precision(module: nn.Module) -> None:

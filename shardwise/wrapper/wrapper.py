@@ -250,7 +250,8 @@ class FullyShardedDataParallel(ModelMethods):
 
     @property
     def _device_mesh(self) -> DeviceMesh | None:
-        return self._plan.options.device_mesh
+        mesh: DeviceMesh | None = self._plan.options.device_mesh
+        return mesh
 
     @property
     def _inter_node_pg(self) -> dist.ProcessGroup | None:
