@@ -18,6 +18,7 @@ from torch import nn
 
 from shardwise import trace
 from shardwise.engine.gather.full_tensors import (
+    as_shown,
     flat_form,
     flat_slots,
     gather_gradients,
@@ -148,7 +149,7 @@ def summoned_unit(
     params = {slot: _full_parameter(slot, tensor) for slot, tensor in full.items()}
     for slot, gradient in gradients.items():
         params[slot].grad_dtype = gradient.dtype
-        params[slot].grad = gradient
+        params[slot].grad = as_shown(slot, gradient)
     wrapper_attributes = unit.modules[0].__dict__
     wrapper_attributes[SUMMONED_ATTRIBUTE] = on_this_rank
     for slot, param in params.items():
@@ -170,7 +171,7 @@ def summoned_unit(
 
 
 def _full_parameter(slot: FlatSlot, full: torch.Tensor) -> nn.Parameter:
-    param = nn.Parameter(full, slot.sharded.requires_grad)
+    param = nn.Parameter(as_shown(slot, full), slot.sharded.requires_grad)
     if slot.is_shown:
         # Attributes that users gave the original parameter; not which unit it belongs to.
         own = {name: value for name, value in vars(slot.sharded).items() if name != MEMBERSHIP_ATTRIBUTE}
@@ -228,12 +229,14 @@ def _final_parameter(slot: FlatSlot, param: nn.Parameter) -> torch.Tensor | None
 
 def _write_back(unit: Unit, final: dict[FlatSlot, torch.Tensor | None]) -> None:
     """Overwrites the shards with this rank's elements; raises before the first if a shape has changed."""
-    full = {slot: param for slot, param in final.items() if param is not None and param.shape == slot.shape}
+    full = {
+        slot: param for slot, param in final.items() if param is not None and param.shape == slot.whole_shape
+    }
     for slot, param in final.items():
         if slot not in full:
             found = "missing" if param is None else f"a tensor of shape {tuple(param.shape)}"
             raise StateError(
-                f"parameter '{slot.name}' is {found} after summon_full_params, instead of shape {slot.shape}",
+                f"parameter '{slot.name}' is {found} after summon_full_params, instead of shape {slot.whole_shape}",
                 where=f"summon_full_params, unit '{unit.name}', rank {unit.rank}",
                 fix="keep the parameter's shape; nothing was written back to this unit",
             )

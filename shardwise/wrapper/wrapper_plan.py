@@ -20,7 +20,12 @@ from shardwise.comm.mesh import DataMesh
 from shardwise.engine.exact.exact_sums import EXACT_SUMMATION, check_mesh
 from shardwise.engine.reduce.reduce_plan import DEFAULT_SUMMATION
 from shardwise.engine.unit.binding import WRAPPED_NAME, FoundParameter, is_wrapper
-from shardwise.engine.unit.factory import check_fits_shards, find_parameters, make_unit
+from shardwise.engine.unit.factory import (
+    check_fits_shards,
+    check_tensor_parallel,
+    find_parameters,
+    make_unit,
+)
 from shardwise.engine.unit.flat_form import FlatForm
 from shardwise.engine.unit.membership import hidden, membership, units_of
 from shardwise.engine.unit.module_selection import has_forward
@@ -138,7 +143,6 @@ def plan_wrappers(
     _check_module(module, where)
     for found in _unsharded_parameters(module, params):
         check_fits_shards(found, "ignored_states", where)
-        _check_not_dtensor(found, where)
     chosen: list[tuple[nn.Module, dict[str, Any]]] = []
     in_full: tuple[type[nn.Module], ...] = ()
     if policy is not None:
@@ -147,6 +151,9 @@ def plan_wrappers(
         chosen = choose(module, policy, modules, params, in_full, where)
     chosen.append((module, {}))
     plans = [_plan_one(member, {**given, **overrides}, params, where) for member, overrides in chosen]
+    for found in _unsharded_parameters(module, params):
+        if isinstance(found.param, DTensor):
+            check_tensor_parallel(found, found.param, plans[-1].mesh, where)
     for plan in plans[:-1]:
         plan.parents = _parents(module, plan.module)
         plan.is_full_precision = isinstance(plan.module, in_full)
@@ -276,15 +283,6 @@ def _check_none_wrapped(module: nn.Module, where: str) -> None:
 def _unsharded_parameters(module: nn.Module, ignored: set[nn.Parameter]) -> list[FoundParameter]:
     """The parameters of ``module`` that neither are ignored nor belong to an inner wrapper."""
     return [found for found in find_parameters((module,), ignored) if found.taken is None]
-
-
-def _check_not_dtensor(found: FoundParameter, where: str) -> None:
-    if isinstance(found.param, DTensor):
-        raise ConfigError(
-            f"parameter '{found.name}' is a DTensor already",
-            where=where,
-            fix="use fully_shard, which supports tensor parallelism, or add the parameter to ignored_states",
-        )
 
 
 def _parents(root: nn.Module, module: nn.Module) -> list[tuple[nn.Module, str]]:
