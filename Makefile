@@ -78,6 +78,9 @@ bench: $(STAMP)
 	$(BENCH)/host_profile.py --face wrapper
 	$(BENCH)/optimizer_step.py
 	$(BENCH)/clip.py
+	$(BENCH)/small_models.py
+	$(BENCH)/small_models.py --orig
+	$(BENCH)/small_models.py --ranks 4
 	$(BENCH)/gloo_step.py
 	$(BENCH)/report.py
 

@@ -156,6 +156,21 @@ def _questions() -> list[Question]:
                 (", earlier", "offload_step_1b_cuda_earlier"),
             )
         ),
+        *(
+            of_figures(
+                f"{what} of a very small model / FSDP1's, CPU time",
+                where,
+                1.2,
+                f"small_models_{case}",
+                f"{what}: shardwise / FSDP1, cpu",
+            )
+            for where, case in (
+                ("CPU, 2 gloo ranks", "2"),
+                ("CPU, 2 gloo ranks, `use_orig_params`", "2_orig"),
+                ("CPU, 4 gloo ranks", "4"),
+            )
+            for what in ("set-up", "steps")
+        ),
         of_figures("training step / FSDP2's", "CPU, 4 gloo ranks", 0.6, "gloo_step", "shardwise / FSDP2"),
         of_figures("bytes on the wire / parameter bytes", "CPU, 4 gloo ranks", 2.3, "gloo_step", wire),
         *(

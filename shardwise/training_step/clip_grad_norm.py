@@ -140,6 +140,9 @@ def _find_gradients(params: list[torch.Tensor], order: float) -> _Gradients:
     found = _Gradients()
     units = [_unit_of(param) for param in params]
     _check_not_all_stashed(units)
+    for unit in units:
+        if unit is not None:
+            unit.gradients.hide_stash()
     rows = _complete_buffers(params, units, order)
     found.is_exact = any(unit is not None and unit.gradients.sums.is_exact for unit in units)
     for param, unit in zip(params, units, strict=True):
@@ -161,6 +164,8 @@ def _find_gradients(params: list[torch.Tensor], order: float) -> _Gradients:
         if isinstance(like, DTensor):
             local = None if gradient is None else local_of(gradient)
             found.by_mesh.setdefault(like.device_mesh, []).append(_Placed(_sharding_axes(like), local))
+        elif unit is not None and is_flat(unit) and any(slot.tensor_parallel for slot in unit.slots):
+            _place_flat(found, unit, param, gradient)
         elif unit is not None and is_flat(unit) and unit.mesh.shard.world > 1:
             parts = [] if gradient is None else _flat_parts(unit, param, gradient, order)
             found.by_group.setdefault(unit.mesh.shard, []).extend(parts)
@@ -178,6 +183,24 @@ def _check_not_all_stashed(units: list[Unit | None]) -> None:
             where=f"{_CALL}, unit '{trained[0].name}', rank {trained[0].rank}",
             fix="run the last backward before clipping outside no_sync(), or with set_requires_gradient_sync(True)",
         )
+
+
+def _place_flat(found: _Gradients, unit: Unit, param: torch.Tensor, gradient: torch.Tensor | None) -> None:
+    """Adds the gradient of a flat shard with tensor parallelism: each parameter in it may be placed differently."""
+    for slot in flat_slots(unit):
+        if slot.sharded is not param:
+            continue
+        part = None if gradient is None else local_elements(slot, gradient)
+        if slot.tensor_parallel is not None:
+            placements = slot.spec.placements
+            axes = frozenset(
+                axis for axis, where in enumerate(placements) if not isinstance(where, Replicate)
+            )
+            found.by_mesh.setdefault(slot.spec.mesh, []).append(_Placed(axes, part))
+        elif unit.mesh.shard.world > 1:
+            found.by_group.setdefault(unit.mesh.shard, []).extend([] if part is None else [part])
+        elif part is not None:
+            found.plain.append(part)
 
 
 def _flat_parts(unit: Unit, param: torch.Tensor, gradient: torch.Tensor, order: float) -> list[torch.Tensor]:

@@ -98,37 +98,32 @@ def _two_axes(groups: Any, device: torch.device, where: str) -> DeviceMesh:
 
 
 def materialize(
-    modules: Iterable[nn.Module],
+    modules: list[nn.Module],
     init_fn: Callable[[nn.Module], Any] | None,
     device: torch.device,
     ignored: set[nn.Parameter],
     where: str,
 ) -> None:
-    """Allocates and initializes modules that have tensors on the meta device."""
-    for module in modules:
-        own = [
-            *(
-                param
-                for param in parameters_of(module).values()
-                if param is not None and param not in ignored
-            ),
-            *(buffer for buffer in buffers_of(module).values() if buffer is not None),
-        ]
-        if not any(tensor.device.type == "meta" for tensor in own):
-            continue
+    """Allocates and initializes a wrapper's modules if any of them has tensors on the meta device.
+
+    ``init_fn`` is called for all of them: it may initialize a module's tensors through a module around it.
+    """
+    on_meta = [module for module in modules if _has_meta_tensors(module, ignored)]
+    for module in modules if on_meta and init_fn is not None else on_meta:
         if init_fn is not None:
             init_fn(module)
-        else:
-            reset = getattr(module, "reset_parameters", None)
-            if not callable(reset):
-                raise ConfigError(
-                    f"{type(module).__name__} has tensors on the meta device and no reset_parameters()",
-                    where=where,
-                    fix="pass param_init_fn=, a function that allocates and initializes a module",
-                )
-            module.to_empty(device=device, recurse=False)
-            with torch.no_grad():
-                reset()
+            continue
+        reset = getattr(module, "reset_parameters", None)
+        if not callable(reset):
+            raise ConfigError(
+                f"{type(module).__name__} has tensors on the meta device and no reset_parameters()",
+                where=where,
+                fix="pass param_init_fn=, a function that allocates and initializes a module",
+            )
+        module.to_empty(device=device, recurse=False)
+        with torch.no_grad():
+            reset()
+    for module in on_meta:
         if still_meta := [
             name for name, param in parameters_of(module).items() if param is not None and param.is_meta
         ]:
@@ -137,6 +132,14 @@ def materialize(
                 where=where,
                 fix="in param_init_fn, call module.to_empty(device=..., recurse=False) and set the values",
             )
+
+
+def _has_meta_tensors(module: nn.Module, ignored: set[nn.Parameter]) -> bool:
+    own = (
+        *(param for param in parameters_of(module).values() if param not in ignored),
+        *buffers_of(module).values(),
+    )
+    return any(tensor is not None and tensor.is_meta for tensor in own)
 
 
 def move(modules: Iterable[nn.Module], device: torch.device, ignored: set[nn.Parameter]) -> None:

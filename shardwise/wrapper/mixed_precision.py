@@ -5,6 +5,7 @@ Parameters, gradients and the inputs of units are cast by the engine.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -13,7 +14,10 @@ import torch
 from torch import nn
 
 from shardwise.engine.tensor_trees import InputSwaps, map_tensors, tensors_in
+from shardwise.engine.unit.unit import Unit
+from shardwise.policies import MixedPrecisionPolicy
 from shardwise.torch_internals import buffers_of
+from shardwise.wrapper.options import MixedPrecision
 
 _BUFFER_DTYPES = "_shardwise_buffer_dtypes"
 
@@ -33,6 +37,38 @@ def original_buffer_dtypes(module: nn.Module) -> dict[str, torch.dtype]:
     """The dtypes that a module's buffers had before ``cast_buffers``, by name."""
     dtypes: dict[str, torch.dtype] = module.__dict__.get(_BUFFER_DTYPES, {})
     return dtypes
+
+
+def full_in_eval() -> bool:
+    """Whether wrappers made now compute in full precision in eval mode."""
+    return os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL", "") == "1"
+
+
+class EvalPrecision:
+    """The precision of one wrapper that computes in full precision in eval mode."""
+
+    def __init__(self, unit: Unit, modules: Iterable[nn.Module], precision: MixedPrecision) -> None:
+        self._unit = unit
+        self._policy = unit.settings.precision
+        self._slots = [(slot, slot.compute_dtype, slot.is_cast) for slot in unit.slots]
+        self._modules = list(modules)
+        self._buffer_dtype = precision.buffer_dtype
+        self._is_full = False
+
+    def follow(self, training: bool) -> None:
+        """Switches precision if the module has gone to eval mode, or back; between steps."""
+        if self._is_full is not training:
+            return
+        self._is_full = not training
+        for slot, compute_dtype, is_cast in self._slots:
+            slot.is_cast = is_cast and training
+            slot.compute_dtype = compute_dtype if slot.is_cast else slot.stored_dtype
+        self._unit.rebuild(precision=self._policy if training else MixedPrecisionPolicy())
+        for module in self._modules:
+            for name, dtype in original_buffer_dtypes(module).items():
+                buffer = buffers_of(module)[name]
+                if buffer is not None:
+                    buffers_of(module)[name] = buffer.to(self._buffer_dtype if training else dtype)
 
 
 def compute_in_full_precision(module: nn.Module) -> None:

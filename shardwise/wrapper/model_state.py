@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from shardwise import trace
 from shardwise.engine.buffers import contiguous_strides
@@ -28,13 +27,14 @@ from shardwise.engine.gather.full_tensors import (
     is_flat,
     local_elements,
     shard_elements,
+    whole_tensor,
 )
 from shardwise.engine.state_dict_check import check_state_dict, size_mismatch
 from shardwise.engine.unit.binding import WRAPPED_NAME, Place, clean_name, is_wrapper
-from shardwise.engine.unit.flat_form import FlatSlot
+from shardwise.engine.unit.flat_form import FlatSlot, part_of
 from shardwise.engine.unit.membership import units_of
 from shardwise.engine.unit.unit import Unit
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, UnsupportedError
 from shardwise.plan.layout import cut_evenly
 from shardwise.torch_internals import (
     buffers_of,
@@ -74,21 +74,26 @@ def read_state(
     check_idle(unit, "state_dict")
     # The units of full tensors, by the address of the storage.
     unit_of_storage: dict[int, Unit] = {}
+    # Slots with tensor parallelism, by the address of this rank's part.
+    parallel: dict[int, FlatSlot] = {}
     local_slots: dict[str, tuple[Unit, list[FlatSlot]]] = {}
     with ExitStack() as stack:
         if settings.state_dict_type is LOCAL:
+            _check_not_tensor_parallel(unit)
             unit.reshard(trace.IDLE)
             state = read_module(*args, **options)
             local_slots = dict(_slots_by_local_key(wrapper, unit, prefix))
         else:
             for needed in _units_to_summon(unit):
-                for full in stack.enter_context(summoned_unit(needed)).values():
+                for slot, full in stack.enter_context(summoned_unit(needed)).items():
                     unit_of_storage[full.untyped_storage().data_ptr()] = needed
+                    if slot.tensor_parallel is not None:
+                        parallel[full.data_ptr()] = slot
             state = read_module(*args, **options)
         for key in _last_with(prefix, state):
             value = state.pop(key)
             if isinstance(value, torch.Tensor):
-                value = _value_to_save(value.detach(), unit_of_storage, settings.state_dict_type)
+                value = _value_to_save(value.detach(), unit_of_storage, parallel, settings.state_dict_type)
                 if key in local_slots:
                     value = local_shard_of(*local_slots[key], value)
                 if settings.state_dict_config.offload_to_cpu:
@@ -100,6 +105,16 @@ def read_state(
         for key in _last_with(prefix, state):
             del state[key]
     return state
+
+
+def _check_not_tensor_parallel(unit: Unit) -> None:
+    for slot in flat_slots(unit):
+        if slot.tensor_parallel is not None:
+            raise UnsupportedError(
+                f"a local state dict has no place for tensor parallelism, which parameter '{slot.name}' has",
+                where=f"state_dict() with LOCAL_STATE_DICT, unit '{unit.name}', rank {unit.rank}",
+                fix="use SHARDED_STATE_DICT or FULL_STATE_DICT",
+            )
 
 
 def _units_to_summon(unit: Unit) -> list[Unit]:
@@ -142,13 +157,17 @@ def _last_with(prefix: str, state: State) -> list[str]:
 
 
 def _value_to_save(
-    value: torch.Tensor, unit_of_storage: Mapping[int, Unit], kind: StateDictType
+    value: torch.Tensor,
+    unit_of_storage: Mapping[int, Unit],
+    parallel: Mapping[int, FlatSlot],
+    kind: StateDictType,
 ) -> torch.Tensor:
-    if isinstance(value, DTensor):
-        return value
-    unit = unit_of_storage.get(value.untyped_storage().data_ptr())
+    local = part_of(value)
+    unit = unit_of_storage.get(local.untyped_storage().data_ptr())
     if unit is None:
         return value
+    if local.data_ptr() in parallel:
+        return gathered_value(parallel[local.data_ptr()], local, unit, kind is SHARDED)
     if kind is SHARDED and unit.mesh.shard.world > 1:
         return sharded_rows(value, unit)
     # A view of the gathered buffer would keep all of the buffer in memory and in the file.
@@ -172,6 +191,19 @@ def local_shard_of(unit: Unit, slots: list[FlatSlot], value: torch.Tensor) -> to
     if not slot.is_shown:
         return LocalShard.of(value, shard.rank * value.numel(), shard.world * value.numel())
     return LocalShard.of(value, slot.span.start, prod(slot.shape))
+
+
+def gathered_value(slot: FlatSlot, part: torch.Tensor, unit: Unit, as_dtensor: bool) -> torch.Tensor:
+    """A gathered tensor of a slot as it is saved: as a DTensor, or full. Every rank must call it."""
+    as_dtensor = as_dtensor and unit.mesh.shard.world > 1
+    if slot.tensor_parallel is None:
+        return sharded_rows(part, unit) if as_dtensor else part.clone()
+    if not as_dtensor:
+        return whole_tensor(slot, part)
+    shard, spec = unit.mesh.shard, slot.spec
+    span = cut_evenly(part.shape[0], shard.world, shard.rank)
+    spec = dtensor_spec(spec.mesh, spec.placements, spec.shape, spec.stride, part.dtype)
+    return dtensor(part[span.start : span.stop].clone(), spec)
 
 
 def sharded_rows(full: torch.Tensor, unit: Unit) -> torch.Tensor:
@@ -227,7 +259,7 @@ class LoadHooks:
                 place.show_alone(nn.Parameter(part, slot.sharded.requires_grad))
             if isinstance(value, torch.Tensor):
                 full = full_tensor_of(value)
-                if tuple(full.shape) == slot.shape:
+                if tuple(full.shape) == slot.whole_shape:
                     state[key] = shard_elements(slot, full).view(slot.shown_shape)
 
     def after(self, wrapper: nn.Module, incompatible: Any = None) -> None:
@@ -309,7 +341,7 @@ def _expected_entries(wrapper: nn.Module) -> Iterator[tuple[str, tuple[int, ...]
             slot = slots.get((id(params), name))
             if slot is not None:
                 if not is_local or slot.is_shown:
-                    yield prefix + name, slot.shown_shape if is_local else slot.shape
+                    yield prefix + name, slot.shown_shape if is_local else slot.whole_shape
             elif param is not None and flats.get((id(params), name), True):
                 yield prefix + name, tuple(param.shape)
         for name, value in state_entries(member):

@@ -30,7 +30,7 @@ from shardwise.engine.gather.full_tensors import (
 from shardwise.engine.unit.flat_form import FlatSlot
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import ConfigError, RankDisagreement
-from shardwise.wrapper.model_state import local_shard_of, sharded_rows
+from shardwise.wrapper.model_state import gathered_value, local_shard_of
 from shardwise.wrapper.optim_parameters import (
     OptimizerContents,
     OptimParameter,
@@ -336,5 +336,5 @@ def _gather_unit(
                 line.slots, full_tensors_of(unit, number, gather_segment(unit, share)), strict=True
             ):
                 if slot in slots:
-                    found[slot][key] = sharded_rows(full, unit) if to_dtensors else full.clone()
+                    found[slot][key] = gathered_value(slot, full, unit, to_dtensors)
     return found

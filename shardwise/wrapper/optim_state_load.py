@@ -143,7 +143,7 @@ def _plain(value: Any) -> Any:
 
 def _sharded_keys(optim_params: OptimParameters, full: Mapping[str, Any]) -> set[str]:
     """The states that are sharded like their parameters. Scalar parameters decide only if there are no others."""
-    shapes = {name: slot.shape for slot, name in optim_params.slot_names.items()}
+    shapes = {name: slot.whole_shape for slot, name in optim_params.slot_names.items()}
     states = [(shapes[name], key, value) for name in shapes for key, value in full.get(name, {}).items()]
     with_dims = {key for shape, key, _ in states if shape}
     return {
@@ -184,10 +184,10 @@ def _shard_state(entry: OptimParameter, states: list[State], sharded_keys: set[s
             if entry.line.flat is None and is_sharded_state(key, value, entry.param.shape) and slot.shape:
                 # From a local state dict: this rank's elements already.
                 parts.append(value)
-            elif key in sharded_keys and is_sharded_state(key, value, slot.shape):
+            elif key in sharded_keys and is_sharded_state(key, value, slot.whole_shape):
                 parts.append(shard_elements(slot, value).to(entry.param.device))
             elif isinstance(value, torch.Tensor) and value.dim() and key != "step":
-                raise _unfit(key, value, name, slot.shape)
+                raise _unfit(key, value, name, slot.whole_shape)
             else:
                 parts.append(None)
                 values.append(value)

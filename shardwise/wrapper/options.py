@@ -53,6 +53,14 @@ STRATEGIES = {
 }
 
 
+class TrainingState(Enum):
+    """What a wrapper is in the middle of; a value of ``FullyShardedDataParallel.training_state``."""
+
+    IDLE = auto()
+    FORWARD_BACKWARD = auto()
+    SUMMON_FULL_PARAMS = auto()
+
+
 class BackwardPrefetch(Enum):
     """When backward gathers the next unit: before it computes the gradients of the current unit, or after."""
 
@@ -148,10 +156,17 @@ class WrapperOptions:
     def read(given: Mapping[str, Any], module: nn.Module, where: str) -> WrapperOptions:
         """Checks the options of one module; accepts torch's enums and records."""
         if unknown := set(given) - set(OPTION_NAMES):
-            raise ConfigError(
+            raise ConfigTypeError(
                 f"auto_wrap_policy returned unknown options {sorted(unknown)} for a {type(module).__name__}",
                 where=where,
                 fix=f"return only options among {sorted(OPTION_NAMES)}",
+            )
+        init_fn = given["param_init_fn"]
+        if init_fn is not None and not callable(init_fn):
+            raise ConfigError(
+                f"param_init_fn is a {type(init_fn).__name__}",
+                where=where,
+                fix="pass a function that allocates and initializes a module",
             )
         strategy = given["sharding_strategy"] or ShardingStrategy.FULL_SHARD
         offload, prefetch, precision = (

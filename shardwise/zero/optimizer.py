@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -33,12 +34,38 @@ from shardwise.torch_internals import (
     run_before_state_dict,
 )
 from shardwise.zero import argument_checks, consolidated_state, sharded_state
+from shardwise.zero.consolidated_state import PieceState
+from shardwise.zero.copies import CopiedOptimizer, GroupReference
 from shardwise.zero.join import ZeroJoinHook, share_gradients
 from shardwise.zero.local_optimizer import LocalOptimizer
 from shardwise.zero.partition import Partition
 from shardwise.zero.sync import OptimizerAgreement, ParameterSync
 
 __all__ = ["ZeroRedundancyOptimizer"]
+
+# Attributes that a copy gets when it is built.
+_BUILT = frozenset(
+    (
+        "_arguments",
+        "_consolidated",
+        "_element_wise",
+        "_join_config",
+        "_sync",
+        "_under_join",
+        "_warned_of_step",
+        "agreement",
+        "global_rank",
+        "is_stepped_in_backward",
+        "local",
+        "optim",
+        "overlap_with_ddp",
+        "parameters_as_bucket_view",
+        "partition",
+        "process_group",
+        "rank",
+        "world_size",
+    )
+)
 
 
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
@@ -69,6 +96,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         balanced: bool = False,
         **defaults: Any,
     ) -> None:
+        self._arguments = {
+            "optimizer_class": optimizer_class,
+            "parameters_as_bucket_view": parameters_as_bucket_view,
+            "overlap_with_ddp": overlap_with_ddp,
+            "balanced": balanced,
+            **defaults,
+        }
         self.process_group = argument_checks.group_or_world(process_group)
         self.world_size = self.process_group.size()
         self.rank = self.process_group.rank()
@@ -112,17 +146,52 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._warned_of_step = False
         self.initialized = True
 
+    # --- copies ----------------------------------------------------------------------------------------------
+
     def __getstate__(self) -> dict[str, Any]:
-        raise StateError(
-            "a ZeroRedundancyOptimizer cannot be copied or pickled: it belongs to a process group",
-            where=f"rank {self.rank}",
-            fix="build a new one and load state_dict() or sharded_state_dict() into it",
+        copied = self.__dict__.get("_copied")
+        if copied is None:
+            self.local.pull_options()
+            copied = CopiedOptimizer(self._arguments, GroupReference(self.process_group), self._own_state())
+        return {"defaults": self.defaults, "param_groups": self.param_groups, "_copied": copied}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.state = defaultdict(dict)
+        self.initialized = False
+        super().__setstate__(state)
+
+    def __getattr__(self, name: str) -> Any:
+        """Builds a copy when something is read that only a built one has."""
+        if name not in _BUILT or "_copied" not in self.__dict__:
+            raise AttributeError(f"a {type(self).__name__} has no attribute {name!r}")
+        self._build_copy()
+        return getattr(self, name)
+
+    def _build_copy(self) -> None:
+        copied: CopiedOptimizer = self.__dict__.pop("_copied")
+        try:
+            self.__init__(self.param_groups, process_group=copied.group.group(), **copied.arguments)  # type: ignore[misc]
+        except BaseException:
+            self.__dict__["_copied"] = copied
+            raise
+        by_rank: list[Any] = [None] * self.world_size
+        dist.all_gather_object(by_rank, copied.own_state, group=self.process_group)
+        state = consolidated_state.consolidate(by_rank, self.partition.params)
+        self.load_state_dict({"state": state, "param_groups": self.local.saved_groups()})
+
+    def _own_state(self) -> tuple[list[PieceState], dict[str, Any]]:
+        """The state of this rank's pieces, and that of no parameter."""
+        return (
+            consolidated_state.owned_state(self.partition, self.optim.state),
+            consolidated_state.global_state(self.optim.state),
         )
 
     # --- groups ----------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, on every rank; its parameters are assigned to the ranks that own the least."""
+        if "_copied" in self.__dict__:
+            self._build_copy()
         if not self.initialized:
             super().add_param_group(param_group)
             return
@@ -233,10 +302,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             )
         self.local.pull_options()
         gathered: list[Any] | None = [None] * self.world_size if self.rank == to else None
-        own = (
-            consolidated_state.owned_state(self.partition, self.optim.state),
-            consolidated_state.global_state(self.optim.state),
-        )
+        own = self._own_state()
         code = collective_code(f"consolidate the state of a ZeroRedundancyOptimizer on rank {to}")
         self.agreement.channel.agree(code)
         with self.agreement.channel.watched(code):

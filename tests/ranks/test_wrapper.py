@@ -40,7 +40,7 @@ from tests.ranks.models import (
     same,
     seen_weights,
 )
-from tests.ranks.wrapped import ONE_AXIS, device, train, wrap, wrapped
+from tests.ranks.wrapped import ONE_AXIS, device, train, whole_gradients, wrap, wrapped
 
 FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = ONE_AXIS
 HYBRID, HYBRID_ZERO2 = ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2
@@ -531,3 +531,58 @@ def a_group_of_some():
 
 def test_a_process_group_shards_over_its_own_ranks():
     assert run_ranks(a_group_of_some, 4, kind="gloo") == [[1.5], [1.5], [6.0], [6.0]]
+
+
+class Listed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.layers = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])
+
+    def forward(self, x):
+        for layer in (self.first, *self.layers):
+            x = layer(x).relu()
+        return x
+
+
+def containers():
+    plain = seeded(Listed())
+    for orig in (False, True):
+        by_hand = seeded(Listed())
+        with pytest.warns(UserWarning, match="ModuleList has no forward"):
+            by_hand.layers = FullyShardedDataParallel(by_hand.layers, use_orig_params=orig)
+        by_hand = FullyShardedDataParallel(by_hand, use_orig_params=orig)
+        with pytest.warns(UserWarning, match="ModuleList has no forward"):
+            by_policy = FullyShardedDataParallel(
+                seeded(Listed()),
+                auto_wrap_policy=ModuleWrapPolicy({nn.ModuleList}),
+                use_orig_params=orig,
+            )
+        for model in (by_hand, by_policy):
+            assert len(FullyShardedDataParallel.fsdp_modules(model)) == 2
+            for step in range(2):
+                plain.zero_grad()
+                model.zero_grad()
+                x = torch.ones(2, 6) * (step + 1)
+                assert torch.equal(model(x), plain(x))
+                model(x).sum().backward()
+                plain(x).sum().backward()
+                gradients = whole_gradients(model)
+                for name, param in plain.named_parameters():
+                    assert torch.equal(gradients[name], param.grad), name
+
+
+def test_a_container_is_gathered_with_the_wrapper_around_it():
+    run_ranks(containers, 2, kind="gloo")
+
+
+def warned():
+    with pytest.warns(UserWarning, match="chooses no module of Sequential: the whole model is one unit"):
+        model = FullyShardedDataParallel(
+            nn.Sequential(nn.Linear(4, 4)), auto_wrap_policy=ModuleWrapPolicy({nn.Conv2d})
+        )
+    model(torch.ones(1, 4)).sum().backward()
+
+
+def test_a_policy_that_chooses_nothing_leaves_one_unit():
+    run_ranks(warned, 2, kind="gloo")

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.testing import run_ranks
-from tests.ranks.tables import run_cases
+from tests.ranks.tables import cases_of, run_cases
 from tests.ranks.zero_cases import state
 from tests.ranks.zero_cases.table import STATE, Run, each_run
 
@@ -42,3 +42,8 @@ def test_state_that_is_not_per_element_is_saved_and_loaded(tmp_path: Path) -> No
     run_ranks(
         state.saves_and_loads_state_that_is_not_per_element, 2, str(tmp_path / "checkpoint"), kind="gloo"
     )
+
+
+def test_copies_are_made_on_any_rank_and_step_as_the_original() -> None:
+    run_cases(state.copies_step_as_the_original, 2, cases_of(balanced=(False, True), views=(False, True)))
+    run_ranks(state.a_pickled_copy_needs_the_default_group, 2)

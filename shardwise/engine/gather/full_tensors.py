@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shardwise.comm.collectives.agreement import gather_objects
 from shardwise.engine.unit.flat_form import FlatForm, FlatSlot, Line
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import RankDisagreement
-from shardwise.torch_internals import unseen_by_modes
+from shardwise.torch_internals import dtensor, local_of, redistributed_local, unseen_by_modes
 
 
 def flat_form(unit: Unit) -> FlatForm:
@@ -149,9 +149,34 @@ def _gradient_elements(slot: FlatSlot) -> torch.Tensor | None:
     return None if gradient is None else local_elements(slot, gradient)
 
 
+def as_shown(slot: FlatSlot, part: torch.Tensor) -> torch.Tensor:
+    """A gathered tensor as modules show it: with tensor parallelism a DTensor, of which ``part`` is this rank's."""
+    spec = slot.placement(part.dtype)
+    return part if spec is None else dtensor(part, spec)
+
+
+def whole_tensor(slot: FlatSlot, part: torch.Tensor) -> torch.Tensor:
+    """A gathered tensor in full: with tensor parallelism, all ranks' parts of it. Every rank must call it."""
+    shown = as_shown(slot, part)
+    return shown.full_tensor() if isinstance(shown, DTensor) else part
+
+
+def own_part(slot: FlatSlot, tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a full tensor or DTensor with tensor parallelism; without, the tensor."""
+    spec = slot.placement(tensor.dtype)
+    if spec is None:
+        return tensor
+    if isinstance(tensor, DTensor):
+        return redistributed_local(tensor, spec)
+    if tuple(tensor.shape) != slot.whole_shape or slot.shape == slot.whole_shape:
+        return tensor
+    # No communication: every rank has all of it.
+    return local_of(distribute_tensor(tensor, spec.mesh, spec.placements, src_data_rank=None))
+
+
 def shard_elements(slot: FlatSlot, full: torch.Tensor) -> torch.Tensor:
     """The elements of a full tensor that this rank holds."""
-    return full.reshape(-1)[slot.span.start : slot.span.stop]
+    return own_part(slot, full).reshape(-1)[slot.span.start : slot.span.stop]
 
 
 def write_parameter(slot: FlatSlot, full: torch.Tensor) -> None:

@@ -31,7 +31,7 @@ from shardwise.torch_internals import (
 # The name under which a wrapper holds its module; parameter names shown to users leave it out.
 WRAPPED_NAME = "_fsdp_wrapped_module"
 # The same for torch's activation checkpointing; it shows in all names but a state dict's.
-_CHECKPOINTED_NAME = "_checkpoint_wrapped_module"
+CHECKPOINTED_NAME = "_checkpoint_wrapped_module"
 
 
 def is_wrapper(module: nn.Module) -> bool:
@@ -40,7 +40,7 @@ def is_wrapper(module: nn.Module) -> bool:
 
 def clean_name(name: str) -> str:
     """Returns the name of a parameter or module without the parts that wrappers add."""
-    for added in (WRAPPED_NAME, _CHECKPOINTED_NAME):
+    for added in (WRAPPED_NAME, CHECKPOINTED_NAME):
         name = name.replace(f"{added}.", "").removesuffix(added).removesuffix(".")
     return name
 

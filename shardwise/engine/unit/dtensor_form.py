@@ -186,7 +186,7 @@ def _make_slot(
             param.device_mesh, param.placements, param.shape, param.stride(), compute_dtype
         )
         data_axes = mesh.named if param.device_mesh == mesh.whole else ()
-        data_mesh, placements = _placed_on_both(param, dim, mesh, data_axes)
+        data_mesh, placements = placed_on_both(param, dim, mesh, data_axes)
         full = local_of(full)
     spec = dtensor_spec(
         data_mesh, placements, param.shape, contiguous_strides(tuple(param.shape)), param.dtype
@@ -219,7 +219,7 @@ def _make_slot(
     )
 
 
-def _placed_on_both(
+def placed_on_both(
     param: DTensor, dim: int, mesh: DataMesh, data_axes: tuple[int, ...]
 ) -> tuple[DeviceMesh, tuple[Placement, ...]]:
     """Returns the mesh of data and tensor parallelism together, and a tensor-parallel parameter's placements on it."""

@@ -114,7 +114,7 @@ def check_parameter(found: FoundParameter, dim: int, mesh: DataMesh, where: str)
     param = found.param
     where = f"parameter '{found.name}', {where}"
     if isinstance(param, DTensor):
-        _check_tensor_parallel(found, param, mesh, where)
+        check_tensor_parallel(found, param, mesh, where)
     if param.requires_grad and not (param.is_floating_point() or param.is_complex()):
         raise ConfigError(
             f"parameter '{found.name}' of {param.dtype} has requires_grad=True, which only floating point can have",
@@ -136,7 +136,8 @@ def check_parameter(found: FoundParameter, dim: int, mesh: DataMesh, where: str)
         )
 
 
-def _check_tensor_parallel(found: FoundParameter, param: DTensor, mesh: DataMesh, where: str) -> None:
+def check_tensor_parallel(found: FoundParameter, param: DTensor, mesh: DataMesh, where: str) -> None:
+    """Raises unless the mesh of a tensor-parallel parameter belongs to the same mesh as that of data parallelism."""
     if mesh.whole is not None and param.device_mesh == mesh.whole:
         if not all(param.placements[axis].is_replicate() for axis in mesh.named):
             raise ConfigError(

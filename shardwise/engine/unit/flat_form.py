@@ -16,16 +16,17 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardwise.comm.mesh import DataMesh
 from shardwise.engine.buffers import alias, contiguous_strides
 from shardwise.engine.reduce.gradient_buffer import GradientView
 from shardwise.engine.unit.binding import FoundParameter, Slot
-from shardwise.engine.unit.dtensor_form import gradient_views_by_slot
-from shardwise.plan.flat import FlatLayout, FlatPacking, plan_flat
+from shardwise.engine.unit.dtensor_form import gradient_views_by_slot, placed_on_both
+from shardwise.plan.flat import FlatLayout, FlatPacking, grid_of, plan_flat
 from shardwise.plan.layout import Layout, Packing, RowParam, Span
 from shardwise.policies import MixedPrecisionPolicy
-from shardwise.torch_internals import parameters_of
+from shardwise.torch_internals import Spec, dtensor_spec, local_of, parameters_of, spec_of
 
 FLAT_NAME = "_flat_param"
 
@@ -51,9 +52,13 @@ class Line:
 
 
 class FlatSlot(Slot):
-    """One parameter of a line. This rank's shard of it is ``span``, at ``start`` in the rank's shard of the line."""
+    """One parameter of a line. This rank's shard of it is ``span``, at ``start`` in the rank's shard of the line.
 
-    __slots__ = ("line", "span", "start")
+    With tensor parallelism that is a shard of this rank's part of the parameter. ``spec`` then says where all parts
+    are, if each is cut along its first dim, as in sharded state dicts.
+    """
+
+    __slots__ = ("_placement", "line", "span", "start")
 
     def __init__(
         self,
@@ -65,7 +70,7 @@ class FlatSlot(Slot):
         start: int,
         sharded: nn.Parameter,
     ) -> None:
-        param = found.param
+        param = part_of(found.param)
         self.name = found.name
         self.places = found.places
         self.dim = 0
@@ -76,13 +81,30 @@ class FlatSlot(Slot):
         self.sharded = sharded
         self.local = param.detach().reshape(-1)[span.start : span.stop]
         self.unsharded = sharded
-        self.tensor_parallel = None
+        self.data_axes = ()
+        self._placement = spec_of(found.param) if isinstance(found.param, DTensor) else None
         self.stash = None
         self.is_shown = line.flat is None
         self.line = line
         self.span = span
         self.start = start
         line.slots.append(self)
+
+    @property
+    def tensor_parallel(self) -> Spec | None:  # type: ignore[override]
+        return self.placement(self.compute_dtype)
+
+    def placement(self, dtype: torch.dtype) -> Spec | None:
+        """How tensor parallelism places a tensor of this dtype that is shaped like the parameter."""
+        placed = self._placement
+        if placed is None:
+            return None
+        return dtensor_spec(placed.mesh, placed.placements, placed.shape, placed.stride, dtype)
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """The shape of the parameter; with tensor parallelism, ``shape`` is that of this rank's part."""
+        return self.shape if self._placement is None else tuple(self._placement.shape)
 
     @property
     def shown_shape(self) -> tuple[int, ...]:
@@ -139,6 +161,27 @@ class FlatSlot(Slot):
         return self.sharded._version + self.sharded.data_ptr()
 
 
+def part_of(param: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a parameter before it is sharded: with tensor parallelism, its part; else all of it."""
+    return local_of(param) if isinstance(param, DTensor) else param
+
+
+def _shown_parameter(param: nn.Parameter) -> nn.Parameter:
+    """The parameter that shows the shard under the original name: the same object, unless that is a DTensor."""
+    if not isinstance(param, DTensor):
+        return param
+    shown = nn.Parameter(local_of(param).detach(), param.requires_grad)
+    vars(shown).update(vars(param))
+    return shown
+
+
+def _spec_of_parts(param: DTensor, mesh: DataMesh) -> Spec:
+    if mesh.shard.world == 1:
+        return spec_of(param)
+    both, placements = placed_on_both(param, 0, mesh, ())
+    return dtensor_spec(both, placements, param.shape, contiguous_strides(tuple(param.shape)), param.dtype)
+
+
 class FlatForm:
     """The form of ``FullyShardedDataParallel``.
 
@@ -157,6 +200,8 @@ class FlatForm:
         # Whether gradients keep the dtype they were reduced in.
         self._keeps_reduced = keeps_reduced
         self._numbers: dict[Slot, int] = {}
+        # By kind of parameter: what cuts are multiples of, whatever becomes of the dtypes.
+        self._grids: dict[Hashable, int] = {}
         self.layout: FlatLayout
         self.lines: list[Line] = []
 
@@ -172,14 +217,13 @@ class FlatForm:
         params, dtypes = [], []
         for each in found:
             given = self._given_dtype(each, precision)
-            dtype = given or each.param.dtype
+            dtype, shape = given or each.param.dtype, tuple(part_of(each.param).shape)
             kind = (each.param.dtype, dtype, given is not None, each.param.requires_grad)
             lines.setdefault(kind, Line(kind, is_whole=mesh.shard.world == 1))
             dtypes.append(given)
-            params.append(
-                RowParam(tuple(each.param.shape), 0, kind, each.param.dtype.itemsize, dtype.itemsize)
-            )
-        rank, layout = mesh.shard.rank, plan_flat(params, mesh.shard.world)
+            params.append(RowParam(shape, 0, kind, each.param.dtype.itemsize, dtype.itemsize))
+        self._grids = {param.kind: grid_of(param.sent_itemsize) for param in params}
+        rank, layout = mesh.shard.rank, plan_flat(params, mesh.shard.world, self._grids)
         self.lines = list(lines.values())
         for number, (line, segment) in enumerate(zip(self.lines, layout.segments, strict=True)):
             if self._holder is not None:
@@ -194,10 +238,13 @@ class FlatForm:
         slots: list[Slot] = []
         for index, (each, given) in enumerate(zip(found, dtypes, strict=True)):
             line = lines[params[index].kind]
-            sharded = each.param if line.flat is None else line.flat
+            sharded = _shown_parameter(each.param) if line.flat is None else line.flat
             span, start = layout.shard_span(index, rank), layout.shard_start(index, rank)
             dtype, is_cast = given or each.param.dtype, given is not None
-            slots.append(FlatSlot(each, dtype, is_cast, line, span, start, sharded))
+            slot = FlatSlot(each, dtype, is_cast, line, span, start, sharded)
+            if isinstance(each.param, DTensor):
+                slot.spec = _spec_of_parts(each.param, mesh)
+            slots.append(slot)
             each.param.grad = None
         self._numbers = {slot: index for index, slot in enumerate(slots)}
         return slots
@@ -210,7 +257,7 @@ class FlatForm:
         return precision.param_dtype if casts else None
 
     def plan(self, params: list[RowParam], world: int) -> Layout:
-        self.layout = plan_flat(params, world)
+        self.layout = plan_flat(params, world, self._grids)
         return self.layout
 
     def bind_shards(self, shards: torch.Tensor, layout: Layout) -> None:

@@ -89,12 +89,16 @@ class UnitHooks:
         self._shared_visit: Visit | None = None
         self.on_gradient = _weak_hook(self._gradient_arrived)
         self.has_several = len(unit.modules) > 1
-        precision = unit.settings.precision
-        self._input_dtype = precision.param_dtype if precision.cast_forward_inputs else None
-        self._output_dtype = precision.output_dtype
         device = unit.mesh.device
         # On a CPU inputs need no move.
         self._input_device = None if device.type == "cpu" else device
+        self.read_settings()
+
+    def read_settings(self) -> None:
+        """Reads what is copied from the unit's settings."""
+        precision = self.unit.settings.precision
+        self._input_dtype = precision.param_dtype if precision.cast_forward_inputs else None
+        self._output_dtype = precision.output_dtype
 
     # --- forward --------------------------------------------------------------------------------------------------
     # An API calls these around each forward of a module of the unit, outside of what torch.compile traces:

@@ -103,6 +103,7 @@ class HooksInterface(Protocol):
     @property
     def is_running(self) -> bool: ...
 
+    def read_settings(self) -> None: ...
     def pre_forward(
         self,
         module: nn.Module,

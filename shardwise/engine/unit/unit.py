@@ -134,6 +134,14 @@ class Unit:
         if "gather_calls" in changes and not self._is_meta:
             self.buffers.gather.calls = self.settings.gather_calls
 
+    def rebuild(self, **changes: Any) -> None:
+        """Changes settings that the buffers depend on, between steps; shards keep their values."""
+        self.reshard(trace.IDLE)
+        self.configure(**changes)
+        self._build()
+        self.show_in_all_places()
+        self.hooks.read_settings()
+
     def name_collectives(self, names: CollectiveNames) -> None:
         self.collective_names = names
 

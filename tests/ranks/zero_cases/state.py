@@ -1,6 +1,7 @@
 """Saving and loading."""
 
 import copy
+import pickle
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.optim import Adafactor, Adam
 
+from shardwise.errors import StateError
 from shardwise.zero import ZeroRedundancyOptimizer
 from tests.ranks.zero_cases.models import (
     OPTIMIZERS,
@@ -286,3 +288,42 @@ def overlap_keeps_state_that_was_loaded(*, shard_buckets: bool) -> None:
     ours.load_state_dict(theirs.state_dict())
     for _ in range(3):
         overlap_both(ddp, ours, peer, theirs, next(inputs))
+
+
+def copies_step_as_the_original(balanced: bool, views: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 7), nn.Linear(7, 3))
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.Adam, lr=0.1, balanced=balanced, parameters_as_bucket_view=views
+    )
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(5))], "lr": 0.2})
+
+    def step(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> None:
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+
+    step(model, optimizer)
+    if dist.get_rank() == 0:
+        # No other rank takes part, and a copy that is never used needs none.
+        assert isinstance(copy.deepcopy(optimizer), ZeroRedundancyOptimizer)
+        assert not hasattr(copy.copy(optimizer), "unknown")
+    pairs = [copy.deepcopy((model, optimizer)), pickle.loads(pickle.dumps((model, optimizer)))]
+    pairs.append(copy.deepcopy(pairs[0]))
+    for _ in range(2):
+        step(model, optimizer)
+        for other_model, other in pairs:
+            step(other_model, other)
+            assert [group["lr"] for group in other.param_groups] == [0.1, 0.2]
+            for one, two in zip(model.parameters(), other_model.parameters(), strict=True):
+                assert torch.equal(one, two)
+
+
+def a_pickled_copy_needs_the_default_group() -> None:
+    group = dist.new_group([0, 1])
+    model = nn.Linear(2, 2)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, process_group=group, lr=0.1)
+    assert copy.deepcopy(optimizer).process_group is group
+    pickled = pickle.loads(pickle.dumps(optimizer))
+    with pytest.raises(StateError, match="does not know its process group"):
+        pickled.step()

@@ -1,0 +1,519 @@
+"""The wrapper beside torch's, check by check in the same processes: values, kinds of errors, and whether they warn.
+
+A check gets one of the two libraries and returns what is to be the same. Where ours deliberately does more than torch,
+another file tests it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardwise
+from shardwise.testing import run_ranks
+
+CPU = torch.device("cpu")
+
+
+def library(source, *more):
+    names = {
+        name: getattr(each, name)
+        for each in (source, *more)
+        for name in dir(each)
+        if not name.startswith("__")
+    }
+    fsdp = source.FullyShardedDataParallel
+
+    def make(module, **options):
+        return fsdp(module, **{"device_id": CPU, **options})
+
+    return SimpleNamespace(**{**names, "FSDP": fsdp, "make": make})
+
+
+def libraries():
+    import torch.distributed.fsdp as torch_fsdp
+    from torch.distributed.fsdp import wrap as torch_wrap
+
+    return library(torch_fsdp, torch_wrap), library(shardwise)
+
+
+# --- models ---------------------------------------------------------------------------------------------------------
+
+
+def net():
+    inner = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), inner, nn.Linear(8, 4))
+
+
+def nested(lib, **options):
+    model = net()
+    model[2][0] = lib.make(model[2][0], **options)
+    model[2] = lib.make(model[2], **options)
+    return lib.make(model, **options)
+
+
+def normed():
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+
+
+def step(model, x=None):
+    output = model(torch.ones(2, 4) if x is None else x)
+    output.float().sum().backward()
+    return output
+
+
+def wrappers(lib, model):
+    return lib.FSDP.fsdp_modules(model)
+
+
+def dtypes(model):
+    return [(param.dtype, param.grad.dtype) for param in model.parameters()]
+
+
+def to_bf16(lib, **options):
+    return lib.MixedPrecision(**{"param_dtype": torch.bfloat16, **options})
+
+
+def on_linear(lib):
+    return lib.ModuleWrapPolicy({nn.Linear})
+
+
+# --- what is wrapped ------------------------------------------------------------------------------------------------
+
+
+def an_ignored_module(lib):
+    model = net()
+    wrapped = lib.make(model, ignored_modules=[model])
+    step(wrapped)
+    return [(tuple(param.shape), param.grad is not None) for param in wrapped.parameters()]
+
+
+def an_ignored_wrapper(lib):
+    model = net()
+    model[2] = lib.make(model[2])
+    lib.make(model, ignored_modules=[model[2]])
+
+
+def a_list(lib):
+    return type(lib.make(nn.ModuleList([nn.Linear(4, 4)]))[0]).__name__
+
+
+def a_dict(lib):
+    return list(lib.make(nn.ModuleDict({"a": nn.Linear(4, 4)})).state_dict())
+
+
+def a_list_that_a_policy_chooses(lib):
+    model = nn.Sequential(nn.Linear(4, 4))
+    model.more = nn.ModuleList([nn.Linear(4, 4)])
+    return type(lib.make(model, auto_wrap_policy=lib.ModuleWrapPolicy({nn.ModuleList})).more).__name__
+
+
+def options_of_a_policy_that_are_empty(lib):
+    policy = lib.CustomPolicy(lambda module: {} if isinstance(module, nn.Linear) else module is not None)
+    return len(wrappers(lib, lib.make(net(), auto_wrap_policy=policy)))
+
+
+def options_of_a_policy_that_are_unknown(lib):
+    policy = lib.CustomPolicy(lambda module: {"speed": 1} if isinstance(module, nn.Linear) else False)
+    lib.make(net(), auto_wrap_policy=policy)
+
+
+def a_wrapper_in_a_wrapper(lib):
+    model = lib.make(lib.make(net()))
+    step(model)
+    shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    return len(wrappers(lib, model)), len(list(model.parameters())), shapes
+
+
+def a_single_rank(lib):
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    return lib.make(net(), process_group=alone).sharding_strategy.name
+
+
+def a_param_init_fn_that_is_no_function(lib):
+    with torch.device("meta"):
+        model = net()
+    lib.make(model, param_init_fn=3)
+
+
+def the_modules_that_param_init_fn_gets(lib):
+    with torch.device("meta"):
+        model = net()
+    seen = []
+
+    def init(module):
+        seen.append(type(module).__name__)
+        module.to_empty(device="cpu", recurse=False)
+        for param in module.parameters(recurse=False):
+            nn.init.ones_(param)
+
+    return float(lib.make(model, param_init_fn=init).state_dict()["0.weight"].sum()), seen
+
+
+def the_module_in_an_activation_checkpoint(lib):
+    model = net()
+    return lib.make(checkpoint_wrapper(model)).module is model
+
+
+# --- attributes -----------------------------------------------------------------------------------------------------
+
+
+def attributes(lib):
+    found = []
+    for orig in (False, True):
+        for each in wrappers(lib, nested(lib, use_orig_params=orig)):
+            handle, flat = each._handle, each._flat_param
+            marked = [getattr(param, "_fsdp_flattened", False) for param in each.parameters()]
+            found.append(
+                (each._has_params, list(flat._fqns), len(each.params), handle._orig_param_dtype, marked)
+            )
+            found.append((each.limit_all_gathers, each._use_orig_params, each.training_state.name))
+    bare = lib.make(nn.Sequential(lib.make(nn.Linear(4, 4))))
+    return found, bare._has_params, bare._flat_param, bare._handle, list(bare.params)
+
+
+def the_state_when_summoned(lib):
+    model = nested(lib)
+    with lib.FSDP.summon_full_params(model):
+        return [each.training_state.name for each in wrappers(lib, model)]
+
+
+def weights_stored_wider_after_wrapping(lib):
+    # As accelerate does where 16-bit weights are trained with mixed precision.
+    found = []
+    for orig in (False, True):
+        model = net().bfloat16()
+        model[2] = lib.make(model[2], use_orig_params=orig, mixed_precision=to_bf16(lib))
+        model = lib.make(model, use_orig_params=orig, mixed_precision=to_bf16(lib))
+        for each in wrappers(lib, model):
+            param = each._flat_param
+            param.data = param.data.to(torch.float32)
+            each._handle._orig_param_dtype = torch.float32
+        step(model)
+        found.append(
+            (sorted({param.dtype for param in model.parameters()}, key=str), model[0].weight.dtype.itemsize)
+        )
+    return [kinds for kinds, _ in found]
+
+
+def the_defaults_of_the_size_policy(lib):
+    policy = lib.size_based_auto_wrap_policy
+    return policy.EXCLUDE_WRAP_MODULES, policy.FORCE_LEAF_MODULES
+
+
+def groups_of_a_hybrid_strategy(lib):
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    world = dist.group.WORLD
+    model = lib.make(net(), sharding_strategy=lib.ShardingStrategy.HYBRID_SHARD, process_group=(world, alone))
+    return model.process_group is world, model._inter_node_pg is alone, model._device_mesh
+
+
+# --- methods --------------------------------------------------------------------------------------------------------
+
+
+def norms(lib):
+    model = nested(lib)
+    step(model)
+    kinds = ((1, 2), (0.5, math.inf), (1.0, 1), (2, "inf"), (2, 3.5))
+    return [round(float(model.clip_grad_norm_(*kind)), 4) for kind in kinds]
+
+
+def a_norm_without_gradients(lib):
+    return float(nested(lib).clip_grad_norm_(1.0))
+
+
+def a_norm_of_an_inner_wrapper_that_is_alone(lib):
+    return float(nested(lib).module[2].clip_grad_norm_(1.0))
+
+
+def a_norm_of_an_inner_wrapper(lib):
+    model = nested(lib)
+    step(model)
+    model.module[2].clip_grad_norm_(1.0)
+
+
+def average(state, gradients, own):
+    gradients = gradients.clone()
+    dist.all_reduce(gradients)
+    own.copy_(gradients.view(state, -1)[dist.get_rank()] / state)
+
+
+def a_hook(lib):
+    model = nested(lib)
+    before = [each._comm_hook for each in wrappers(lib, model)]
+    model.register_comm_hook(2, average)
+    step(model)
+    found = [(each._comm_hook is average, each._comm_hook_state) for each in wrappers(lib, model)]
+    return before, found, round(float(model.clip_grad_norm_(1e9)), 4)
+
+
+def a_hook_of_an_inner_wrapper(lib):
+    model = nested(lib)
+    assert model.check_is_root()
+    model.module[2].register_comm_hook(2, average)
+
+
+def a_hook_of_an_inner_wrapper_that_is_alone(lib):
+    nested(lib).module[2].register_comm_hook(2, average)
+
+
+def a_second_hook(lib):
+    model = nested(lib)
+    model.register_comm_hook(2, average)
+    model.register_comm_hook(2, average)
+
+
+def a_hook_that_is_no_function(lib):
+    nested(lib).register_comm_hook(None, 3)
+
+
+def a_hook_with_a_hybrid_strategy(lib):
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    model = lib.make(net(), sharding_strategy=lib.ShardingStrategy.HYBRID_SHARD, device_mesh=mesh)
+    model.register_comm_hook(2, average)
+
+
+def apply_when_summoned(lib):
+    model = lib.make(net())
+    with open(os.devnull, "w") as nowhere, quiet(nowhere), lib.FSDP.summon_full_params(model):
+        model.apply(lambda module: None)
+
+
+@contextmanager
+def quiet(nowhere):
+    # torch prints a stack before it raises.
+    import contextlib
+
+    with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+        yield
+
+
+def apply_to_an_inner_wrapper(lib):
+    seen = []
+    nested(lib).module[2].apply(
+        lambda module: seen.append([tuple(p.shape) for p in module._parameters.values() if p is not None])
+    )
+    return seen
+
+
+def summoned_twice(lib):
+    model = nested(lib)
+    with lib.FSDP.summon_full_params(model), lib.FSDP.summon_full_params(model):
+        pass
+
+
+def summoned_in_backward(lib):
+    model = lib.make(net())
+    output = model(torch.ones(2, 4))
+
+    def summon(_gradient):
+        with lib.FSDP.summon_full_params(model):
+            pass
+
+    output.register_hook(summon)
+    output.sum().backward()
+
+
+def summoned_on_one_rank_and_written_back(lib):
+    with lib.FSDP.summon_full_params(nested(lib), rank0_only=True):
+        pass
+
+
+def deprecated_input_of_an_optimizer(lib):
+    model = lib.make(net())
+    optimizer = torch.optim.Adam(model.parameters())
+    step(model)
+    optimizer.step()
+    plain = net()
+    named = lib.FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+    key_type = lib.OptimStateKeyType.PARAM_ID
+    inputs = list(plain.parameters())
+    return sorted(lib.FSDP.rekey_optim_state_dict(named, key_type, plain, optim_input=inputs)["state"])
+
+
+# --- gradients without sync -----------------------------------------------------------------------------------------
+
+
+def shown_without_sync(lib):
+    model = nested(lib, use_orig_params=True)
+    with model.no_sync():
+        step(model)
+        once = [round(float(param.grad.sum()), 4) for param in model.parameters()]
+        step(model)
+    twice = [round(float(param.grad.sum()), 4) for param in model.parameters()]
+    return once, twice, [tuple(param.grad.shape) for param in model.parameters()]
+
+
+def shown_flat_without_sync(lib):
+    model = nested(lib)
+    with model.no_sync():
+        step(model)
+    return [round(float(param.grad.sum()), 4) for param in model.parameters()]
+
+
+def changed_without_sync(lib):
+    found = []
+    for orig in (False, True):
+        for change in (None, torch.Tensor.zero_, lambda gradient: gradient.mul_(3)):
+            model = nested(lib, use_orig_params=orig)
+            with model.no_sync():
+                step(model)
+            for param in model.parameters():
+                if change is None:
+                    param.grad = None
+                else:
+                    change(param.grad)
+            step(model)
+            found.append(round(float(model.clip_grad_norm_(1e9)), 3))
+    return found
+
+
+# --- precision ------------------------------------------------------------------------------------------------------
+
+
+def half_after_wrapping(lib):
+    found = []
+    for orig in (False, True):
+        for precision in (None, lib.MixedPrecision(reduce_dtype=torch.float32)):
+            model = nested(lib, use_orig_params=orig, mixed_precision=precision).half()
+            found.append(step(model, torch.ones(2, 4).half()).dtype)
+            found.append({param.dtype for param in model.parameters()})
+    return found
+
+
+@contextmanager
+def full_in_eval():
+    os.environ["FSDP_USE_FULL_PREC_IN_EVAL"] = "1"
+    try:
+        yield
+    finally:
+        del os.environ["FSDP_USE_FULL_PREC_IN_EVAL"]
+
+
+class Buffered(nn.Module):
+    def __init__(self, seen):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.ones(4))
+        self.seen = seen
+
+    def forward(self, x):
+        self.seen.append((x.dtype, self.linear.weight.dtype, self.scale.dtype))
+        return self.linear(x) * self.scale
+
+
+def dtypes_in_eval(lib):
+    seen = []
+    with full_in_eval():
+        precision = to_bf16(lib, buffer_dtype=torch.bfloat16)
+        inner = lib.make(Buffered(seen), mixed_precision=precision)
+        model = lib.make(nn.Sequential(inner, Buffered(seen)), mixed_precision=precision)
+    for is_training in (True, False, False, True):
+        step(model.train(is_training))
+    return seen, dtypes(model)
+
+
+def gradients_in_eval(lib):
+    with full_in_eval():
+        model = nested(lib, mixed_precision=to_bf16(lib, reduce_dtype=torch.bfloat16))
+    step(model)
+    model.zero_grad()
+    step(model.eval())
+    return round(float(model.clip_grad_norm_(1e9)), 4)
+
+
+def batch_norm_with_a_policy(lib):
+    found = []
+    policies = (on_linear(lib), lib.ModuleWrapPolicy({nn.Conv2d}), lib.size_based_auto_wrap_policy)
+    for policy in policies:
+        model = lib.make(normed(), mixed_precision=to_bf16(lib), auto_wrap_policy=policy)
+        found.append((step(model).dtype, type(model.module[1]).__name__, model.module[1].running_mean.dtype))
+        found.append([each.mixed_precision.param_dtype for each in wrappers(lib, model)])
+    return found
+
+
+CHECKS = [
+    an_ignored_module,
+    an_ignored_wrapper,
+    a_list,
+    a_dict,
+    a_list_that_a_policy_chooses,
+    options_of_a_policy_that_are_empty,
+    options_of_a_policy_that_are_unknown,
+    a_wrapper_in_a_wrapper,
+    a_single_rank,
+    a_param_init_fn_that_is_no_function,
+    the_modules_that_param_init_fn_gets,
+    the_module_in_an_activation_checkpoint,
+    attributes,
+    the_state_when_summoned,
+    weights_stored_wider_after_wrapping,
+    the_defaults_of_the_size_policy,
+    groups_of_a_hybrid_strategy,
+    norms,
+    a_norm_without_gradients,
+    a_norm_of_an_inner_wrapper_that_is_alone,
+    a_norm_of_an_inner_wrapper,
+    a_hook,
+    a_hook_of_an_inner_wrapper,
+    a_hook_of_an_inner_wrapper_that_is_alone,
+    a_second_hook,
+    a_hook_that_is_no_function,
+    a_hook_with_a_hybrid_strategy,
+    apply_when_summoned,
+    apply_to_an_inner_wrapper,
+    summoned_twice,
+    summoned_in_backward,
+    summoned_on_one_rank_and_written_back,
+    deprecated_input_of_an_optimizer,
+    shown_without_sync,
+    shown_flat_without_sync,
+    changed_without_sync,
+    half_after_wrapping,
+    dtypes_in_eval,
+    gradients_in_eval,
+    batch_norm_with_a_policy,
+]
+
+
+def outcome(check, lib):
+    """The value or the builtin classes of the error, and whether the check warned."""
+    torch.manual_seed(0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            found = ("returned", check(lib))
+        except Exception as error:  # noqa: BLE001  which one is what is compared
+            builtin = {cls for cls in type(error).__mro__ if cls.__module__ == "builtins"}
+            found = ("raised", builtin - {Exception, BaseException, object}, error)
+    return found, bool(caught)
+
+
+def beside_torch():
+    theirs_lib, ours_lib = libraries()
+    differences = []
+    for check in CHECKS:
+        (theirs, they_warned), (ours, we_warned) = outcome(check, theirs_lib), outcome(check, ours_lib)
+        if theirs[0] == "raised" == ours[0]:
+            is_same = bool(theirs[1] & ours[1]) and "fix:" in str(ours[2])
+        else:
+            is_same = theirs[:2] == ours[:2]
+        if not is_same or (they_warned and not we_warned):
+            differences.append(
+                f"{check.__name__}: torch {theirs}, warned {they_warned}; ours {ours}, {we_warned}"
+            )
+    return differences
+
+
+def test_the_wrapper_does_what_torchs_does():
+    for differences in run_ranks(beside_torch, 2, kind="gloo"):
+        assert not differences, "\n".join(differences)
