@@ -6,6 +6,7 @@ They find the wrappers and the kind of state dict that is set, and call ``model_
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -18,12 +19,12 @@ from shardwise.engine.step.agreement import forget_torn_steps
 from shardwise.engine.unit.binding import WRAPPED_NAME
 from shardwise.engine.unit.membership import units_of
 from shardwise.engine.unit.unit import Unit
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, ConfigTypeError
 from shardwise.torch_internals import state_dict_call_options
 from shardwise.wrapper.model_state import LoadHooks, check_fits, read_state
 from shardwise.wrapper.optim_parameters import mesh_of
 from shardwise.wrapper.optim_state_gather import named_state
-from shardwise.wrapper.optim_state_load import OptimStateKeyType, rekeyed, state_to_load
+from shardwise.wrapper.optim_state_load import OptimStateKeyType, as_key_type, rekeyed, state_to_load
 from shardwise.wrapper.state_dict_types import (
     FullOptimStateDictConfig,
     OptimStateDictConfig,
@@ -34,6 +35,7 @@ from shardwise.wrapper.state_dict_types import (
     checked_settings,
     get_settings,
     set_settings,
+    settings_of,
     temporary_settings,
 )
 from shardwise.wrapper.summon_full_params import flat_lines, summoned
@@ -61,6 +63,20 @@ class ModelMethods(nn.Module):
             # In case loading raised, before a post-hook ran: inner wrappers first.
             for module in reversed(self.fsdp_modules(self)):
                 module._load_hooks.after(module)
+
+    # Programs read and compare these three, although they are not public in torch.
+
+    @property
+    def _state_dict_type(self) -> StateDictType:
+        return settings_of(self).state_dict_type
+
+    @property
+    def _state_dict_config(self) -> StateDictConfig:
+        return settings_of(self).state_dict_config
+
+    @property
+    def _optim_state_dict_config(self) -> OptimStateDictConfig:
+        return settings_of(self).optim_state_dict_config
 
     def check_is_root(self) -> bool:
         """Whether this wrapper is not inside another one."""
@@ -150,6 +166,7 @@ class ModelMethods(nn.Module):
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
         """The optimizer's full state by parameter name, in host memory; with ``rank0_only``, empty on other ranks."""
+        _warn_of_optim_input(optim_input)
         config = FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=rank0_only)
         return named_state(model, optim, StateDictSettings(optim_state_dict_config=config))
 
@@ -174,12 +191,13 @@ class ModelMethods(nn.Module):
         """A state dict for ``optim.load_state_dict``: this rank's shards of a state by names, full or as DTensors.
 
         With ``FullOptimStateDictConfig(rank0_only=True)``, the first rank's state is broadcast. ``load_directly`` also
-        loads the result. ``is_named_optimizer`` is accepted for compatibility.
+        loads the result. ``is_named_optimizer``: ``optim`` is one whose state dict has the names of
+        ``model.named_parameters()`` as keys, so the result has, too.
         """
         config = ModelMethods.get_state_dict_type(model).optim_state_dict_config
         if isinstance(config, FullOptimStateDictConfig) and config.rank0_only:
             optim_state_dict = _from_first_rank(optim_state_dict, model, group)
-        state = state_to_load(model, _groups(model, None, optim), optim_state_dict)
+        state = state_to_load(model, _groups(model, None, optim), optim_state_dict, is_named_optimizer)
         if load_directly:
             optim.load_state_dict(state)
         return state
@@ -192,6 +210,7 @@ class ModelMethods(nn.Module):
         optim: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
         """A state dict for ``optim.load_state_dict``, from a full state that every rank has."""
+        _warn_of_optim_input(optim_input)
         return state_to_load(model, _groups(model, optim_input, optim), full_optim_state_dict)
 
     @staticmethod
@@ -210,6 +229,7 @@ class ModelMethods(nn.Module):
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
         """A state dict for ``optim.load_state_dict``, from a full state that only the first rank has."""
+        _warn_of_optim_input(optim_input)
         state = _from_first_rank(full_optim_state_dict, model, group)
         return state_to_load(model, _groups(model, optim_input, optim), state)
 
@@ -225,9 +245,10 @@ class ModelMethods(nn.Module):
 
         Without ``optim``, the optimizer is assumed to list the parameters of each group in the model's order.
         """
+        _warn_of_optim_input(optim_input)
         is_own = optim is not None or optim_input is not None
         groups = _groups(model, optim_input, optim)
-        return rekeyed(optim_state_dict, optim_state_key_type, model, groups, is_own)
+        return rekeyed(optim_state_dict, as_key_type(optim_state_key_type), model, groups, is_own)
 
 
 def _from_first_rank(
@@ -243,19 +264,32 @@ def _from_first_rank(
     return sent[0]
 
 
+def _warn_of_optim_input(optim_input: OptimInput) -> None:
+    if optim_input is not None:
+        warnings.warn(
+            "The `optim_input` argument is deprecated: pass `optim`, or leave it out",
+            FutureWarning,
+            stacklevel=3,
+        )
+
+
 def _groups(
     model: nn.Module, optim_input: OptimInput, optim: torch.optim.Optimizer | None
 ) -> list[list[torch.Tensor]]:
     """An optimizer's parameters by group, from the optimizer or its input; by default all of the model's."""
     if optim is not None:
-        if optim_input is not None:
-            raise ConfigError(
-                "both optim_input and optim were given", where="optimizer state", fix="pass only optim"
-            )
         return [group["params"] for group in optim.param_groups]
     given = list(model.parameters() if optim_input is None else optim_input)
-    if given and isinstance(given[0], dict):
+    if optim_input is not None and not given:
+        raise ConfigError("optim_input is empty", where="optimizer state", fix="pass optim")
+    if all(isinstance(each, dict) for each in given):
         return [list(group["params"]) for group in given]
+    if not all(isinstance(each, torch.Tensor) for each in given):
+        raise ConfigTypeError(
+            f"optim_input has {sorted({type(each).__name__ for each in given})}, neither all parameters nor all groups",
+            where="optimizer state",
+            fix="pass optim",
+        )
     return [given]
 
 

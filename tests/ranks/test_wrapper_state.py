@@ -259,10 +259,13 @@ def kinds():
             assert held <= total / (dist.get_world_size() if is_sharded else 1) + 12 * len(state)
         with FSDP.state_dict_type(model, LOCAL):
             local = {name: value.clone() for name, value in model.state_dict().items()}
+        if is_sharded:
             shown = dict(model.named_parameters())
             assert set(shown) <= set(local)
             for name, param in shown.items():
                 same(local[name].cpu(), param.detach().cpu(), name)
+        else:
+            same_state(local, want)
         assert FSDP.get_state_dict_type(model).state_dict_type is FULL
         # Each of them brings a model back, in the middle of training too.
         train_step(model)
