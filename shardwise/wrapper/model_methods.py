@@ -15,12 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardwise import trace
+from shardwise.engine.gather.full_tensors import is_flat
 from shardwise.engine.step.agreement import forget_torn_steps
-from shardwise.engine.unit.binding import WRAPPED_NAME
+from shardwise.engine.unit.binding import WRAPPED_NAME, clean_name
+from shardwise.engine.unit.flat_form import FLAT_NAME
 from shardwise.engine.unit.membership import units_of
-from shardwise.engine.unit.unit import Unit
 from shardwise.errors import ConfigError, ConfigTypeError
-from shardwise.torch_internals import state_dict_call_options
+from shardwise.torch_internals import serve_state_dict_functions
 from shardwise.wrapper.model_state import LoadHooks, check_fits, read_state
 from shardwise.wrapper.optim_parameters import mesh_of
 from shardwise.wrapper.optim_state_gather import named_state
@@ -38,7 +40,7 @@ from shardwise.wrapper.state_dict_types import (
     settings_of,
     temporary_settings,
 )
-from shardwise.wrapper.summon_full_params import flat_lines, summoned
+from shardwise.wrapper.summon_full_params import check_idle, flat_lines, is_summoned, summoned
 
 OptimInput = Iterable[Any] | None
 
@@ -197,7 +199,8 @@ class ModelMethods(nn.Module):
         config = ModelMethods.get_state_dict_type(model).optim_state_dict_config
         if isinstance(config, FullOptimStateDictConfig) and config.rank0_only:
             optim_state_dict = _from_first_rank(optim_state_dict, model, group)
-        state = state_to_load(model, _groups(model, None, optim), optim_state_dict, is_named_optimizer)
+        named_optim = optim if is_named_optimizer else None
+        state = state_to_load(model, _groups(model, None, optim), optim_state_dict, named_optim)
         if load_directly:
             optim.load_state_dict(state)
         return state
@@ -254,9 +257,11 @@ class ModelMethods(nn.Module):
 def _from_first_rank(
     state: dict[str, Any] | None, model: nn.Module, group: dist.ProcessGroup | None
 ) -> dict[str, Any]:
-    """The state of the first rank of ``group``; by default of the ranks that share the model."""
+    """The state of the first rank of ``group``; by default, and for a group of the model's mesh, of the whole mesh."""
     mesh = mesh_of(model)
-    groups = [group] if group is not None or mesh is None else [calls.group for calls in mesh.axes]
+    groups = [] if mesh is None else [calls.group for calls in mesh.axes]
+    if not groups or (group is not None and group not in groups):
+        groups = [group]
     sent = [state]
     for one in groups:
         dist.broadcast_object_list(sent, group=one, group_src=0)
@@ -296,38 +301,29 @@ def _groups(
 # --- torch's own functions (torch.distributed.checkpoint.state_dict) ----------------------------------------------
 
 
-def names_for_torch(unit: Unit) -> dict[str, str]:
-    """The ``_fqn_modifiers`` of a wrapper: tells torch's functions that the wrapper adds nothing to parameter names.
+def names_for_torch(wrapper: nn.Module) -> dict[str, str]:
+    """The ``_fqn_modifiers`` of a wrapper: tells torch's functions that it adds nothing to names.
 
-    torch's functions know torch's wrappers by their class and treat ours as plain modules. That works for the state of
-    models. For optimizers they would save this rank's shards as full states, so those calls raise.
+    They ask for it first of all, so this is where they are made to take wrappers; and where the wrapper's modules get
+    their sharded parameters back, which optimizers have, in case they were kept gathered.
     """
-    call = state_dict_call_options()
-    if call is not None:
-        _check_torch_call(unit, *call)
+    serve_state_dict_functions(ModelMethods, _names_in_flat_parameter)
+    for unit in units_of(wrapper):
+        if is_flat(unit) and not is_summoned(unit):
+            check_idle(unit, "torch.distributed.checkpoint.state_dict")
+            unit.reshard(trace.IDLE)
     return {"": WRAPPED_NAME}
 
 
-def _check_torch_call(unit: Unit, for_optimizers: bool, broadcasts: bool, drops_frozen: bool) -> None:
-    wrapped = type(unit.modules[0].get_submodule(WRAPPED_NAME)).__name__
-    where = f"torch.distributed.checkpoint.state_dict, on a wrapped {wrapped}, rank {unit.rank}"
-    if for_optimizers:
-        raise ConfigError(
-            "torch's functions for optimizer states do not know which elements a wrapper's shards have",
-            where=where,
-            fix="call FullyShardedDataParallel.optim_state_dict(model, optimizer) to save, and "
-            "optim_state_dict_to_load(model, optimizer, state) to get what optimizer.load_state_dict() needs",
-        )
-    flat_params = [line.flat for line in flat_lines(unit)]
-    if flat_params and broadcasts:
-        raise ConfigError(
-            "broadcast_from_rank0=True does not work with flat parameters",
-            where=where,
-            fix="wrap with use_orig_params=True, or call model.load_state_dict() with the state dict on every rank",
-        )
-    if drops_frozen and any(param is not None and not param.requires_grad for param in flat_params):
-        raise ConfigError(
-            "ignore_frozen_params=True does not work with flat parameters",
-            where=where,
-            fix="wrap with use_orig_params=True, or remove the frozen parameters from model.state_dict()",
-        )
+def _names_in_flat_parameter(model: nn.Module, name: str) -> list[str] | None:
+    """The names of the parameters in the flat parameter ``name`` of ``model``; None if it is no flat parameter."""
+    path, _, last = name.rpartition(".")
+    if not last.startswith(FLAT_NAME):
+        return None
+    for module_path, module in model.named_modules():
+        if isinstance(module, ModelMethods) and clean_name(module_path) == clean_name(path):
+            for line in (line for unit in units_of(module) for line in flat_lines(unit)):
+                if line.name == last:
+                    prefix = f"{path}." if path else ""
+                    return [prefix + clean_name(slot.name) for slot in line.slots]
+    return None

@@ -11,7 +11,7 @@ tensors, one file per rank; ``torch.distributed.checkpoint`` saves all ranks' el
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from math import prod
 from typing import Any
@@ -216,9 +216,10 @@ class LoadHooks:
     def before(self, wrapper: nn.Module, state: State, prefix: str, *_: Any) -> None:
         (unit,) = units_of(wrapper)
         is_local = _kind_of(unit) is LOCAL
-        flats = {prefix + line.name: line.flat for line in flat_lines(unit)}
+        flats = {prefix + line.name for line in flat_lines(unit)}
+        own_shards = own_shard_ids([unit])
         for key in [key for key in state if key.startswith(prefix)]:
-            if key in flats and state[key] is flats[key]:
+            if id(state[key]) in own_shards:
                 del state[key]
             elif not (is_local and key in flats):
                 state[f"{prefix}{WRAPPED_NAME}.{key[len(prefix) :]}"] = state.pop(key)
@@ -296,10 +297,23 @@ def check_fits(wrapper: nn.Module, state: Any, strict: bool) -> None:
             fix="pass the result of state_dict()",
         )
     plainly = all(is_wrapper(member) or loads_as_usual(member, LoadHooks) for member in wrapper.modules())
-    # torch's set_model_state_dict adds the model's own flat parameters to the state dict that it loads.
-    flat_ids = {id(line.flat) for unit in flat_units(wrapper.modules()) for line in flat_lines(unit)}
+    own_shards = own_shard_ids(flat_units(wrapper.modules()))
+    given = {key: value for key, value in state.items() if id(value) not in own_shards}
     expected = dict(_expected_entries(wrapper))
-    check_state_dict(wrapper, state, expected, _problem_with, strict and plainly, arguments, flat_ids)
+    check_state_dict(wrapper, given, expected, _problem_with, strict and plainly, arguments)
+
+
+def own_shard_ids(units: Iterable[Unit]) -> set[int]:
+    """The ids of the units' own shards. In a state dict they stand for missing values.
+
+    torch's ``set_model_state_dict`` puts them there.
+    """
+    return {
+        id(slot.sharded)
+        for unit in units
+        if unit.mesh.shard.world > 1 and _kind_of(unit) is not LOCAL
+        for slot in unit.slots
+    }
 
 
 def _problem_with(key: str, shape: tuple[int, ...] | None, value: Any) -> str | None:

@@ -6,6 +6,7 @@ the parameter. Every other value (a step count, say) is copied. ``optim_state_ga
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum, auto
 from typing import Any
@@ -38,12 +39,16 @@ class OptimStateKeyType(Enum):
 
 
 def state_to_load(
-    model: nn.Module, params: list[list[torch.Tensor]], named: State, by_name: bool = False
+    model: nn.Module,
+    params: list[list[torch.Tensor]],
+    named: State,
+    named_optim: torch.optim.Optimizer | None = None,
 ) -> State:
     """Returns a state dict for ``optimizer.load_state_dict``: this rank's shards of ``named``, by parameter number.
 
     ``params`` are the optimizer's parameters by group. States are matched by name, in any order. ``named`` may lack its
-    parameter groups; then the result does, too. ``by_name``: by the names of ``model.named_parameters()`` instead.
+    parameter groups; then the result does, too. For a ``named_optim``, parameters have the names of
+    ``model.named_parameters()`` instead of numbers, and empty ones the states that the optimizer has of them.
     """
     if "state" not in named:
         raise ConfigError(
@@ -55,7 +60,8 @@ def state_to_load(
     groups = [optim_params.of(group) for group in params]
     entries = [each for group in groups for each in group]
     keys: dict[int, Any] = {
-        id(each.param): each.shown_name if by_name else number for number, each in enumerate(entries)
+        id(each.param): number if named_optim is None else each.shown_name
+        for number, each in enumerate(entries)
     }
     full = _full_states(model, named["state"])
     sharded_keys = _sharded_keys(optim_params, full)
@@ -64,7 +70,10 @@ def state_to_load(
         if each.local_name in full and each.local_name not in each.names:
             _check_local(each, full[each.local_name])
             state[keys[id(each.param)]] = dict(full[each.local_name])
-        elif any(full.get(name) for name in each.names) and (by_name or not each.is_empty_here):
+        elif each.is_empty_here:
+            if named_optim is not None and each.param in named_optim.state:
+                state[each.shown_name] = copy.deepcopy(named_optim.state[each.param])
+        elif any(full.get(name) for name in each.names):
             states = [full.get(name, {}) for name in each.names]
             state[keys[id(each.param)]] = _shard_state(each, states, sharded_keys)
     saved = named.get("param_groups")

@@ -1,0 +1,65 @@
+"""``torch.distributed.checkpoint.state_dict``: lets its functions work on wrappers that are not torch's own.
+
+They know torch's FSDP1 by its class, ask that class for optimizer states, and ask its flat parameters for the original
+names. None of that can be extended from outside, so the names that the functions look up are replaced.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+_lock = threading.Lock()
+
+
+class _EitherWrapper(type):
+    """The class of a stand-in for torch's wrapper: instances of both are its instances.
+
+    Its functions are those of the class that the model was wrapped with.
+    """
+
+    ours: Any
+    torchs: Any
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, (cls.ours, cls.torchs))
+
+    def __getattr__(cls, name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            model: nn.Module = args[0] if args else kwargs["module"]
+            return getattr(cls.ours if cls.ours.fsdp_modules(model) else cls.torchs, name)(*args, **kwargs)
+
+        return call
+
+
+def serve_state_dict_functions(
+    wrapper: type[nn.Module], original_names: Callable[[nn.Module, str], list[str] | None]
+) -> None:
+    """Makes torch's functions take ``wrapper`` as they take torch's own wrapper.
+
+    ``original_names(model, name)``: the names of the parameters in a flat parameter; None if it is none.
+    """
+    from torch.distributed.checkpoint import state_dict as functions
+
+    names: Any = vars(functions)
+    with _lock:
+        if isinstance(names["FSDP"], _EitherWrapper):
+            return
+        torchs, fqns_of, state_of = (
+            names[name] for name in ("FSDP", "_get_fqns", "_get_module_fsdp_state_if_fully_sharded_module")
+        )
+
+        def fqns_of_either(model: nn.Module, name: str, *args: Any, **kwargs: Any) -> set[str]:
+            originals = original_names(model, name)
+            found = [fqns_of(model, each, *args, **kwargs) for each in originals or (name,)]
+            return set().union(*found)
+
+        def state_of_either(module: nn.Module) -> Any:
+            return module if isinstance(module, wrapper) else state_of(module)
+
+        names["FSDP"] = _EitherWrapper("EitherWrapper", (), {"ours": wrapper, "torchs": torchs})
+        names["_get_fqns"] = fqns_of_either
+        names["_get_module_fsdp_state_if_fully_sharded_module"] = state_of_either
