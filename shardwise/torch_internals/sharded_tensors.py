@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch.distributed._shard.sharded_tensor import ShardedTensor as ShardedTensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor as ShardedTensor
 
 
 def group_of_sharded_tensor(value: ShardedTensor) -> tuple[dist.ProcessGroup, torch.device]:

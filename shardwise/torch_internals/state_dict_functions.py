@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import nn
 
 _lock = threading.Lock()
+_NAMES = ("FSDP", "_get_fqns", "_get_module_fsdp_state_if_fully_sharded_module", "_init_optim_state")
 
 
 class _EitherWrapper(type):
@@ -36,11 +39,15 @@ class _EitherWrapper(type):
 
 
 def serve_state_dict_functions(
-    wrapper: type[nn.Module], original_names: Callable[[nn.Module, str], list[str] | None]
+    wrapper: type[nn.Module],
+    original_names: Callable[[nn.Module, str], list[str] | None],
+    alone: Callable[[], AbstractContextManager[None]],
 ) -> None:
     """Makes torch's functions take ``wrapper`` as they take torch's own wrapper.
 
     ``original_names(model, name)``: the names of the parameters in a flat parameter; None if it is none.
+    ``alone()``: a context for the step without gradients with which they make an optimizer's states; only those ranks
+    take it whose optimizer has none yet.
     """
     from torch.distributed.checkpoint import state_dict as functions
 
@@ -48,9 +55,7 @@ def serve_state_dict_functions(
     with _lock:
         if isinstance(names["FSDP"], _EitherWrapper):
             return
-        torchs, fqns_of, state_of = (
-            names[name] for name in ("FSDP", "_get_fqns", "_get_module_fsdp_state_if_fully_sharded_module")
-        )
+        torchs, fqns_of, state_of, init_state = (names[name] for name in _NAMES)
 
         def fqns_of_either(model: nn.Module, name: str, *args: Any, **kwargs: Any) -> set[str]:
             originals = original_names(model, name)
@@ -60,6 +65,9 @@ def serve_state_dict_functions(
         def state_of_either(module: nn.Module) -> Any:
             return module if isinstance(module, wrapper) else state_of(module)
 
-        names["FSDP"] = _EitherWrapper("EitherWrapper", (), {"ours": wrapper, "torchs": torchs})
-        names["_get_fqns"] = fqns_of_either
-        names["_get_module_fsdp_state_if_fully_sharded_module"] = state_of_either
+        def init_state_alone(optim: torch.optim.Optimizer) -> None:
+            with alone():
+                init_state(optim)
+
+        either = _EitherWrapper("EitherWrapper", (), {"ours": wrapper, "torchs": torchs})
+        names.update(zip(_NAMES, (either, fqns_of_either, state_of_either, init_state_alone), strict=True))

@@ -18,6 +18,7 @@ from torch import nn
 from shardwise import trace
 from shardwise.engine.gather.full_tensors import is_flat
 from shardwise.engine.step.agreement import forget_torn_steps
+from shardwise.engine.step.optimizer_hooks import OPTIMIZER_HOOKS
 from shardwise.engine.unit.binding import WRAPPED_NAME, clean_name
 from shardwise.engine.unit.flat_form import FLAT_NAME
 from shardwise.engine.unit.membership import units_of
@@ -259,7 +260,7 @@ def _from_first_rank(
 ) -> dict[str, Any]:
     """The state of the first rank of ``group``; by default, and for a group of the model's mesh, of the whole mesh."""
     mesh = mesh_of(model)
-    groups = [] if mesh is None else [calls.group for calls in mesh.axes]
+    groups: list[dist.ProcessGroup | None] = [] if mesh is None else [calls.group for calls in mesh.axes]
     if not groups or (group is not None and group not in groups):
         groups = [group]
     sent = [state]
@@ -307,7 +308,7 @@ def names_for_torch(wrapper: nn.Module) -> dict[str, str]:
     They ask for it first of all, so this is where they are made to take wrappers; and where the wrapper's modules get
     their sharded parameters back, which optimizers have, in case they were kept gathered.
     """
-    serve_state_dict_functions(ModelMethods, _names_in_flat_parameter)
+    serve_state_dict_functions(ModelMethods, _names_in_flat_parameter, OPTIMIZER_HOOKS.without_agreement)
     for unit in units_of(wrapper):
         if is_flat(unit) and not is_summoned(unit):
             check_idle(unit, "torch.distributed.checkpoint.state_dict")

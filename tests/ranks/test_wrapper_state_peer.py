@@ -12,6 +12,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict as dcp
 import torch.distributed.fsdp as torchs
 from torch import nn
+from torch.distributed.checkpoint import FileSystemReader, load, save
+from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.fully_sharded_data_parallel import OptimStateKeyType
@@ -384,14 +386,18 @@ def test_states_have_torchs_keys_shapes_and_values(tables):
 # --- what torch does not do on a CPU, or does differently -----------------------------------------------------------
 
 
-def from_first_rank(use_orig_params):
-    model = nested(OURS, is_wrapped=True, use_orig_params=use_orig_params)
+def from_first_rank(use_orig_params, is_hybrid):
+    options = {"use_orig_params": use_orig_params}
+    if is_hybrid:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        options |= {"device_mesh": mesh, "sharding_strategy": OURS.ShardingStrategy.HYBRID_SHARD}
+    model = nested(OURS, is_wrapped=True, **options)
     optim = torch.optim.AdamW(model.parameters(), lr=0.01)
     step(model, optim)
     first_only = StateDictOptions(full_state_dict=True, cpu_offload=True)
     model_state, optim_state = dcp.get_state_dict(model, optim, options=first_only)
     assert (not model_state and not optim_state) == (dist.get_rank() != 0)
-    other = nested(OURS, is_wrapped=True, use_orig_params=use_orig_params)
+    other = nested(OURS, is_wrapped=True, **options)
     other_optim = torch.optim.AdamW(other.parameters(), lr=7.0)
     with torch.no_grad():
         for param in other.parameters():
@@ -405,13 +411,18 @@ def from_first_rank(use_orig_params):
         torch.testing.assert_close(other.state_dict()[name], value, rtol=1e-5, atol=1e-6)
     partial = dcp.get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     del partial["third.0.weight"]
-    options = StateDictOptions(full_state_dict=True, strict=False)
-    assert dcp.set_model_state_dict(other, partial, options=options).missing_keys == ["third.0.weight"]
+    lenient = StateDictOptions(full_state_dict=True, strict=False)
+    assert dcp.set_model_state_dict(other, partial, options=lenient).missing_keys == ["third.0.weight"]
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_torchs_functions_send_the_first_ranks_state_to_all(use_orig_params):
-    run_ranks(from_first_rank, 2, use_orig_params, kind="gloo")
+    run_ranks(from_first_rank, 2, use_orig_params, False, kind="gloo")
+
+
+@pytest.mark.slow
+def test_torchs_functions_send_the_first_ranks_state_to_all_replicas():
+    run_ranks(from_first_rank, 4, True, True, kind="gloo")
 
 
 def of_torchs_wrapper(use_orig_params):
@@ -439,6 +450,53 @@ def of_torchs_wrapper(use_orig_params):
 def test_sharded_checkpoints_of_torchs_wrapper_are_taken(world_size):
     for use_orig_params in (False, True):
         run_ranks(of_torchs_wrapper, world_size, use_orig_params, kind="gloo")
+
+
+def on_ranks_without_elements():
+    """Some ranks have no element of any parameter, so that their optimizers have no states."""
+    model = OURS.FSDP(seeded(nn.Sequential(nn.Linear(4, 4))), use_orig_params=True)
+    optim = torch.optim.Adam(model.parameters(), lr=0.01)
+    model(torch.ones(2, 4)).sum().backward()
+    optim.step()
+    want = model.state_dict()
+    model_state, optim_state = dcp.get_state_dict(model, optim)
+    assert list(optim_state["state"]) == ["0.weight", "0.bias"]
+    dcp.set_state_dict(model, optim, model_state_dict=model_state, optim_state_dict=optim_state)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, want[name]), name
+    model(torch.ones(2, 4)).sum().backward()
+    optim.step()
+    return not any(param.numel() for param in model.parameters())
+
+
+def test_torchs_functions_work_where_some_ranks_have_no_elements():
+    assert any(run_ranks(on_ranks_without_elements, 4))
+
+
+def through_files_as_lightning(path, use_orig_params):
+    """Sharded optimizer states that torch reads from a checkpoint by itself are ShardedTensors."""
+    model, optim = trained(OURS, use_orig_params=use_orig_params)
+    want = OURS.FSDP.full_optim_state_dict(model, optim, rank0_only=False)
+    OURS.FSDP.set_state_dict_type(model, OURS.SHARDED)
+    saved = {"model": model.state_dict(), "optimizer_0": OURS.FSDP.optim_state_dict(model, optim)}
+    save(saved, checkpoint_id=path)
+    other, other_optim = fresh(OURS, use_orig_params=use_orig_params)
+    OURS.FSDP.set_state_dict_type(other, OURS.SHARDED)
+    state = {"model": other.state_dict()}
+    load(state, checkpoint_id=path)
+    other.load_state_dict(state["model"])
+    read = load_sharded_optimizer_state_dict(
+        model_state_dict=state["model"], optimizer_key="optimizer_0", storage_reader=FileSystemReader(path)
+    )["optimizer_0"]
+    assert isinstance(read["state"]["second.weight"]["exp_avg"], ShardedTensor)
+    OURS.FSDP.optim_state_dict_to_load(other, other_optim, read, load_directly=True)
+    again = OURS.FSDP.full_optim_state_dict(other, other_optim, rank0_only=False)
+    assert described(again) == described(want)
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_optimizer_states_that_torch_reads_from_checkpoints_are_taken(tmp_path, use_orig_params):
+    run_ranks(through_files_as_lightning, 2, tmp_path, use_orig_params, kind="gloo")
 
 
 class NotYetLoaded:
