@@ -41,13 +41,13 @@ class _EitherWrapper(type):
 def serve_state_dict_functions(
     wrapper: type[nn.Module],
     original_names: Callable[[nn.Module, str], list[str] | None],
-    alone: Callable[[], AbstractContextManager[None]],
+    alone: Callable[[torch.optim.Optimizer], AbstractContextManager[None]],
 ) -> None:
     """Makes torch's functions take ``wrapper`` as they take torch's own wrapper.
 
     ``original_names(model, name)``: the names of the parameters in a flat parameter; None if it is none.
-    ``alone()``: a context for the step without gradients with which they make an optimizer's states; only those ranks
-    take it whose optimizer has none yet.
+    ``alone(optim)``: a context for the step without gradients with which they make an optimizer's states; only those
+    ranks take it whose optimizer has none yet.
     """
     from torch.distributed.checkpoint import state_dict as functions
 
@@ -66,7 +66,7 @@ def serve_state_dict_functions(
             return module if isinstance(module, wrapper) else state_of(module)
 
         def init_state_alone(optim: torch.optim.Optimizer) -> None:
-            with alone():
+            with alone(optim):
                 init_state(optim)
 
         either = _EitherWrapper("EitherWrapper", (), {"ours": wrapper, "torchs": torchs})

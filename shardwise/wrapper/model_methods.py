@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from shardwise.engine.step.agreement import forget_torn_steps
 from shardwise.engine.step.optimizer_hooks import OPTIMIZER_HOOKS
 from shardwise.engine.unit.binding import WRAPPED_NAME, clean_name
 from shardwise.engine.unit.flat_form import FLAT_NAME
-from shardwise.engine.unit.membership import units_of
+from shardwise.engine.unit.membership import membership, units_of
 from shardwise.errors import ConfigError, ConfigTypeError
 from shardwise.torch_internals import serve_state_dict_functions
 from shardwise.wrapper.model_state import LoadHooks, check_fits, read_state
@@ -308,12 +308,20 @@ def names_for_torch(wrapper: nn.Module) -> dict[str, str]:
     They ask for it first of all, so this is where they are made to take wrappers; and where the wrapper's modules get
     their sharded parameters back, which optimizers have, in case they were kept gathered.
     """
-    serve_state_dict_functions(ModelMethods, _names_in_flat_parameter, OPTIMIZER_HOOKS.without_agreement)
+    serve_state_dict_functions(ModelMethods, _names_in_flat_parameter, _step_alone)
     for unit in units_of(wrapper):
         if is_flat(unit) and not is_summoned(unit):
             check_idle(unit, "torch.distributed.checkpoint.state_dict")
             unit.reshard(trace.IDLE)
     return {"": WRAPPED_NAME}
+
+
+def _step_alone(optim: torch.optim.Optimizer) -> AbstractContextManager[None]:
+    """A context in which an optimizer of a wrapped model steps on this rank only; others step as always."""
+    found = [membership(param) for group in optim.param_groups for param in group["params"]]
+    if any(member is not None and is_flat(member[0]) for member in found):
+        return OPTIMIZER_HOOKS.without_agreement()
+    return nullcontext()
 
 
 def _names_in_flat_parameter(model: nn.Module, name: str) -> list[str] | None:
