@@ -29,6 +29,7 @@ from shardwise.engine.unit.module_selection import Wrap, choose_modules, has_for
 from shardwise.errors import ConfigError, ConfigTypeError
 from shardwise.plan.schedule import plan_after_forward
 from shardwise.policies import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from shardwise.torch_internals import register_as_fully_sharded
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -198,6 +199,7 @@ class _UnitPlan:
         )
         for module in self.modules:
             become_fsdp_module(module)
+            register_as_fully_sharded(module)
         keep_state_dicts_sharded((unit, *unit.needs))
 
 

@@ -25,6 +25,7 @@ from shardwise.plan.schedule import AfterForward
 from shardwise.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardwise.torch_internals import (
     buffers_of,
+    is_replicated,
     local_of,
     parameters_of,
     root_mesh,
@@ -32,7 +33,7 @@ from shardwise.torch_internals import (
 
 
 def find_parameters(modules: Iterable[nn.Module], ignored: set[nn.Parameter]) -> list[FoundParameter]:
-    """Finds the parameters below ``modules``, except in modules that have units of their own.
+    """Finds the parameters below ``modules``, except in modules that have units of their own or are replicated.
 
     A shared parameter is found once, with all its places; one that belongs to a unit already comes with that unit.
     """
@@ -52,7 +53,7 @@ def _find_below(
     seen: set[nn.Module],
     found: dict[int, FoundParameter],
 ) -> None:
-    if module in seen or (units_of(module) and module not in tops):
+    if module in seen or is_replicated(module) or (units_of(module) and module not in tops):
         return
     seen.add(module)
     for name, param in parameters_of(module).items():
