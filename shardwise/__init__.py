@@ -5,12 +5,14 @@ from shardwise.composable.fsdp_module import FSDPModule, UnshardHandle
 from shardwise.composable.fully_shard import fully_shard
 from shardwise.errors import (
     CheckpointError,
+    ConfigAssertionError,
     ConfigError,
     ConfigTypeError,
     NonFiniteGradients,
     PeerFailure,
     RankDisagreement,
     ShardwiseError,
+    StateAssertionError,
     StateError,
 )
 from shardwise.forward_methods import register_fsdp_forward_method, share_comm_ctx
@@ -60,6 +62,7 @@ __all__ = [
     "CPUOffloadPolicy",
     "CapturedStep",
     "CheckpointError",
+    "ConfigAssertionError",
     "ConfigError",
     "ConfigTypeError",
     "CustomPolicy",
@@ -84,6 +87,7 @@ __all__ = [
     "ShardedStateDictConfig",
     "ShardingStrategy",
     "ShardwiseError",
+    "StateAssertionError",
     "StateDictConfig",
     "StateDictSettings",
     "StateDictType",

@@ -14,12 +14,14 @@ from __future__ import annotations
 
 __all__ = [
     "CheckpointError",
+    "ConfigAssertionError",
     "ConfigError",
     "ConfigTypeError",
     "NonFiniteGradients",
     "PeerFailure",
     "RankDisagreement",
     "ShardwiseError",
+    "StateAssertionError",
     "StateError",
 ]
 
@@ -67,8 +69,16 @@ class ConfigTypeError(ConfigError, TypeError):
     """An argument has the wrong type, where torch raises a ``TypeError``."""
 
 
+class ConfigAssertionError(ConfigError, AssertionError):
+    """An argument is invalid, where torch raises an ``AssertionError``."""
+
+
 class StateError(ShardwiseError, RuntimeError):
     """A valid call at the wrong time."""
+
+
+class StateAssertionError(StateError, AssertionError):
+    """A valid call at the wrong time, where torch raises an ``AssertionError``."""
 
 
 class RankDisagreement(ShardwiseError, RuntimeError):

@@ -30,7 +30,7 @@ from shardwise.engine.step.joint_units import set_joint
 from shardwise.engine.unit.binding import not_copied
 from shardwise.engine.unit.membership import UNITS_ATTRIBUTE, units_of
 from shardwise.engine.unit.unit import Unit
-from shardwise.errors import ConfigError, ConfigTypeError
+from shardwise.errors import ConfigAssertionError, ConfigError, ConfigTypeError
 from shardwise.plan.schedule import FREE, KEEP
 from shardwise.plan.sums import is_power_of_two
 from shardwise.torch_internals import untraced_itself
@@ -198,7 +198,7 @@ class FSDPModule(_AnyModule):
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """Deprecated name of ``set_gradient_divide_factor``."""
-        warnings.warn("use set_gradient_divide_factor instead", FutureWarning, stacklevel=2)
+        warnings.warn("use set_gradient_divide_factor instead", DeprecationWarning, stacklevel=2)
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
@@ -389,7 +389,7 @@ def _check_reduce_is_free(units: Iterable[Unit], setter: str) -> None:
 def _check_is_free(unit: Unit, collectives: str, other: str, setter: str) -> None:
     """Raises if ``setter`` would silently replace what another method has set."""
     if other not in ("", setter):
-        raise ConfigError(
+        raise ConfigAssertionError(
             f"{setter} conflicts with {other}, which already sets how unit '{unit.name}' {collectives}",
             where=f"{setter}, unit '{unit.name}', rank {unit.rank}",
             fix=f"call {other} or {setter}, not both",

@@ -25,10 +25,17 @@ from shardwise.engine.reduce.reduce_plan import DEFAULT_SUMMATION
 from shardwise.engine.unit.dtensor_form import DTensorForm, PlacementFn
 from shardwise.engine.unit.factory import check_unit, find_parameters, make_unit
 from shardwise.engine.unit.membership import membership, units_of
-from shardwise.engine.unit.module_selection import Wrap, choose_modules, has_forward
-from shardwise.errors import ConfigError, ConfigTypeError
+from shardwise.engine.unit.module_selection import Wrap, choose_modules, is_container
+from shardwise.errors import ConfigAssertionError, ConfigError, ConfigTypeError
 from shardwise.plan.schedule import plan_after_forward
-from shardwise.policies import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from shardwise.policies import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    as_record,
+    is_record_named,
+)
 from shardwise.torch_internals import register_as_fully_sharded
 
 if TYPE_CHECKING:
@@ -149,12 +156,11 @@ class _UnitPlan:
         self.modules = modules
         self.ignored = ignored
         self.placement_fn = options["shard_placement_fn"]
-        self.precision = options["mp_policy"]
-        self.offload = options["offload_policy"]
         self.name = type(modules[0]).__name__
         call = f"fully_shard({self.name})"
         _check_modules(modules, call)
-        _check_policies(self.precision, self.offload, call)
+        self.precision = as_record(MixedPrecisionPolicy, options["mp_policy"], call)
+        self.offload = _as_offload_policy(options["offload_policy"], call)
         if mesh is None:
             join_launched_ranks()
             params = (param for module in modules for param in module.parameters())
@@ -165,7 +171,9 @@ class _UnitPlan:
                 where=call,
                 fix="make one with torch.distributed.device_mesh.init_device_mesh",
             )
-        self.mesh: DataMesh = data_mesh(mesh, options["dp_mesh_dims"], call)
+        dims = options["dp_mesh_dims"]
+        dims = None if dims is None else as_record(DataParallelMeshDims, dims, call)
+        self.mesh: DataMesh = data_mesh(mesh, dims, call)
         self.where = f"{call}, rank {self.mesh.rank}"
         self.after_forward = plan_after_forward(
             reshard_after_forward,
@@ -240,14 +248,14 @@ def _checked_ignored(ignored: Iterable[nn.Parameter] | None) -> set[nn.Parameter
 
 def _check_modules(modules: tuple[nn.Module, ...], where: str) -> None:
     if len(set(modules)) != len(modules):
-        raise ConfigError("a module is in the list twice", where=where, fix="pass each module once")
+        raise ConfigAssertionError("a module is in the list twice", where=where, fix="pass each module once")
     for module in modules:
         name = type(module).__name__
         if units_of(module):
-            raise ConfigError(
+            raise ConfigAssertionError(
                 f"{name} is sharded already", where=where, fix="call fully_shard once for each module"
             )
-        if not has_forward(module):
+        if is_container(module):
             raise ConfigError(
                 f"{name} has no forward: it is never called, so its parameters would never be gathered",
                 where=where,
@@ -255,19 +263,11 @@ def _check_modules(modules: tuple[nn.Module, ...], where: str) -> None:
             )
 
 
-def _check_policies(precision: MixedPrecisionPolicy, offload: OffloadPolicy, where: str) -> None:
-    if not isinstance(precision, MixedPrecisionPolicy):
-        raise ConfigTypeError(
-            f"mp_policy is a {type(precision).__module__}.{type(precision).__name__}",
-            where=where,
-            fix="pass a shardwise.MixedPrecisionPolicy",
-        )
-    if not isinstance(offload, OffloadPolicy):
-        raise ConfigTypeError(
-            f"offload_policy is a {type(offload).__module__}.{type(offload).__name__}",
-            where=where,
-            fix="pass a shardwise.CPUOffloadPolicy, or leave offload_policy out",
-        )
+def _as_offload_policy(policy: Any, where: str) -> OffloadPolicy:
+    if policy is None:
+        return _NO_OFFLOAD
+    is_offloaded = is_record_named(CPUOffloadPolicy.__name__, policy)
+    return as_record(CPUOffloadPolicy if is_offloaded else OffloadPolicy, policy, where)
 
 
 def _check_precision_fits(

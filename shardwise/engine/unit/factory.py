@@ -19,7 +19,7 @@ from shardwise.engine.unit.dtensor_form import PlacementFn, ShardedForm, chosen_
 from shardwise.engine.unit.hooks import UnitHooks
 from shardwise.engine.unit.membership import UNITS_ATTRIBUTE, hidden, membership, tag, tag_hidden, units_of
 from shardwise.engine.unit.unit import Unit, UnitSettings, shard_device
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigAssertionError, ConfigError
 from shardwise.plan.layout import ceil_div
 from shardwise.plan.schedule import AfterForward
 from shardwise.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -130,7 +130,7 @@ def check_parameter(found: FoundParameter, dim: int, mesh: DataMesh, where: str)
             "gradient over ranks yourself",
         )
     if not -param.dim() <= dim < param.dim():
-        raise ConfigError(
+        raise ConfigAssertionError(
             f"parameter '{found.name}' of shape {tuple(param.shape)} has no dim {dim} to shard on",
             where=where,
             fix=f"return Shard(0) to Shard({param.dim() - 1}) from shard_placement_fn",
@@ -148,7 +148,7 @@ def _check_tensor_parallel(found: FoundParameter, param: DTensor, mesh: DataMesh
             )
         return
     if root_mesh(param.device_mesh) != root_mesh(mesh.mesh) or param.device_mesh == mesh.mesh:
-        raise ConfigError(
+        raise ConfigAssertionError(
             f"parameter '{found.name}' is a DTensor on the mesh {param.device_mesh}, which is not another axis of the "
             f"mesh that {mesh.mesh} belongs to",
             where=where,
