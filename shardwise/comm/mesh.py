@@ -58,6 +58,15 @@ class DataMesh:
         """Whether this is the first rank of the mesh, which need not be the first of the job."""
         return all(calls.rank == 0 for calls in self.axes)
 
+    @property
+    def shard_axis(self) -> DeviceMesh:
+        """The mesh of the shard axis alone."""
+        if self.mesh.ndim == 1:
+            return self.mesh
+        if self.mesh.mesh_dim_names is None:
+            return mesh_of_group(self.shard.group, self.mesh.device_type)
+        return self.mesh[self.mesh.mesh_dim_names[-1]]
+
     def placements(self, dim: int) -> tuple[Placement, ...]:
         return (Shard(dim),) if self.replicate is None else (Replicate(), Shard(dim))
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from shardwise.comm.mesh import DataMesh
 from shardwise.engine.buffers import contiguous_strides
-from shardwise.engine.gather.tensor_extensions import is_tensor_extension
+from shardwise.engine.gather.tensor_extensions import cut_extension, is_tensor_extension
 from shardwise.engine.reduce.gradient_buffer import GradientView
 from shardwise.engine.unit.binding import FoundParameter, Slot
 from shardwise.errors import ConfigError
@@ -191,20 +191,22 @@ def _make_slot(
     spec = dtensor_spec(
         data_mesh, placements, param.shape, contiguous_strides(tuple(param.shape)), param.dtype
     )
-    span = cut_evenly(full.shape[dim], mesh.shard.world, mesh.shard.rank)
-    local = full.narrow(dim, span.start, span.numel)
     # The DTensor must have the right device from the start. Its values move to the unit's buffer and this copy is
-    # freed; but a tensor extension keeps its own storage, which must not be a view of the full tensor.
-    if is_tensor_extension(local):
-        local = local.to(device).clone()
+    # freed; but a tensor extension keeps its own storage.
+    if is_tensor_extension(full):
+        local = cut_extension(full, dim, mesh.shard.world, mesh.shard.rank, device)
     else:
+        span = cut_evenly(full.shape[dim], mesh.shard.world, mesh.shard.rank)
+        local = full.narrow(dim, span.start, span.numel)
         local = local if local.device.type == "meta" else local.to(device)
         # A copy where it has a storage offset: torch fails to copy a DTensor that was made with one.
         local = local.clone() if local.storage_offset() else local
         local = local.contiguous()
     sharded = dtensor_parameter(local, spec, param.requires_grad)
     for key, value in param.__dict__.items():
-        sharded.__dict__.setdefault(key, value)
+        # What users set, not the inner tensors of a subclass.
+        if key not in full.__dict__:
+            sharded.__dict__.setdefault(key, value)
     return Slot(
         found.name,
         found.places,

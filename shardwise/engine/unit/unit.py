@@ -125,6 +125,9 @@ class Unit:
         self.is_top = number == 0
         self.name = name
         self.collective_names = CollectiveNames(name, len(self.slots), model)
+        if self.has_memory and self.state is SHARDED and not self.buffers.are_for(self.slots):
+            self._build()
+            self.show_in_all_places()
 
     def configure(self, **changes: Any) -> None:
         """Changes settings; takes the fields of ``UnitSettings``."""
