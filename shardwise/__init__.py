@@ -21,6 +21,7 @@ from shardwise.policies import (
     DataParallelMeshDims,
     MixedPrecisionPolicy,
     OffloadPolicy,
+    ShardPlacementResult,
     TrustPolicy,
     set_trust,
 )
@@ -82,6 +83,7 @@ __all__ = [
     "OptimStateKeyType",
     "PeerFailure",
     "RankDisagreement",
+    "ShardPlacementResult",
     "ShardedGradScaler",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",

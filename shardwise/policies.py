@@ -128,6 +128,19 @@ class DataParallelMeshDims:
         return _names(self.replicate)
 
 
+@dataclass(frozen=True)
+class ShardPlacementResult:
+    """What ``shard_placement_fn`` returns for a parameter that is sharded over another mesh than its neighbours.
+
+    Attributes:
+        placement: the ``Shard(dim)`` to shard along. ``None`` means dim 0.
+        mesh_info: a ``DeviceMesh`` of one axis (shard) or two (replicate, shard); torch's ``FSDPMeshInfo`` will do.
+    """
+
+    placement: Any
+    mesh_info: Any
+
+
 def _names(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
     if axes is None:
         return ()

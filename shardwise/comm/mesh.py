@@ -24,7 +24,7 @@ from torch.distributed.tensor.placement_types import Placement
 from shardwise.comm.collectives.group import GroupCollectives, SingleRankCollectives
 from shardwise.comm.exchange import all_gather_bytes
 from shardwise.errors import ConfigError, StateError
-from shardwise.policies import DataParallelMeshDims
+from shardwise.policies import DataParallelMeshDims, as_record
 from shardwise.torch_internals import concatenate_meshes, flatten_mesh
 
 
@@ -137,6 +137,22 @@ def _read(mesh: DeviceMesh, dims: DataParallelMeshDims | None, where: str) -> Da
     shard = GroupCollectives(mesh.get_group(shard_axis), device)
     replicate = GroupCollectives(mesh.get_group(0), device) if mesh.ndim == 2 else None
     return DataMesh(mesh, device, shard, replicate, whole, named)
+
+
+def mesh_of_info(info: Any, where: str) -> DataMesh:
+    """Interprets what describes the mesh of one parameter: a ``DeviceMesh``, or torch's ``FSDPMeshInfo``."""
+    mesh, dims = info, None
+    if not isinstance(info, DeviceMesh):
+        mesh, dims = getattr(info, "mesh", None), getattr(info, "dp_mesh_dims", None)
+        if dims is not None:
+            mesh, dims = info.spmd_mesh, as_record(DataParallelMeshDims, dims, where)
+    if not isinstance(mesh, DeviceMesh):
+        raise ConfigError(
+            f"shard_placement_fn returned {info!r} as the mesh of a parameter",
+            where=where,
+            fix="return ShardPlacementResult(placement, mesh) with a DeviceMesh of one axis or two",
+        )
+    return data_mesh(mesh, dims, where)
 
 
 def flat_mesh(mesh: DeviceMesh, device: torch.device, shards: bool) -> DataMesh:

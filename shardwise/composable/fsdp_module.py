@@ -208,6 +208,7 @@ class FSDPModule(_AnyModule):
 
     def set_all_reduce_hook(self, hook: AllReduceHook, *, stream: torch.cuda.Stream | None = None) -> None:
         """Calls ``hook`` with the reduced gradients, after any all-reduce over replicas, before the last division."""
+        _check_one_mesh(self, "set_all_reduce_hook")
         check_not_exact(_own_units(self), "set_all_reduce_hook", "may change them for each micro-batch")
         for unit in _own_units(self):
             if stream is not None and unit.mesh.replicate is not None:
@@ -274,6 +275,7 @@ class FSDPModule(_AnyModule):
     def set_custom_all_gather(self, comm: AllGather) -> None:
         """Gathers with ``comm``, in buffers from ``comm.allocate``. Parameters are sent as bytes."""
         setter = "set_custom_all_gather"
+        _check_one_mesh(self, setter)
         units = _own_units(self)
         _check_gather_is_free(units, setter)
         for unit in units:
@@ -284,6 +286,7 @@ class FSDPModule(_AnyModule):
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Reduces with ``comm``, in buffers from ``comm.allocate``."""
         setter = "set_custom_reduce_scatter"
+        _check_one_mesh(self, setter)
         units = _own_units(self)
         _check_reduce_is_free(units, setter)
         for unit in units:
@@ -363,6 +366,18 @@ def _own_units(module: Any) -> tuple[Unit, ...]:
 def _units_below(module: Any, recurse: bool) -> list[Unit]:
     modules = module.modules() if recurse else (module,)
     return list(dict.fromkeys(unit for member in modules for unit in units_of(member)))
+
+
+def _check_one_mesh(module: Any, setter: str) -> None:
+    """Raises if the module's parameters are sharded over several meshes: a user's function may fit only one of them."""
+    units = _own_units(module)
+    if len(units) > 1:
+        meshes = ", ".join(str(unit.mesh.mesh) for unit in units)
+        raise ConfigError(
+            f"{setter} was called on a module with parameters on {len(units)} meshes: {meshes}",
+            where=f"{type(module).__name__}.{setter}, rank {units[0].rank}",
+            fix="shard the parameters of each mesh in a module of their own",
+        )
 
 
 def _set_by(unit: Unit, calls: GroupCollectives) -> str:

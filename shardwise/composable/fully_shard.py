@@ -17,17 +17,25 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm.mesh import DataMesh, data_mesh, default_device_type, default_mesh, join_launched_ranks
+from shardwise.comm.mesh import (
+    DataMesh,
+    data_mesh,
+    default_device_type,
+    default_mesh,
+    join_launched_ranks,
+    mesh_of_info,
+)
 from shardwise.composable.fsdp_module import FSDPModule, become_fsdp_module
 from shardwise.composable.state_dicts import keep_state_dicts_sharded
 from shardwise.engine.exact.exact_sums import EXACT_SUMMATION, check_mesh
 from shardwise.engine.reduce.reduce_plan import DEFAULT_SUMMATION
-from shardwise.engine.unit.dtensor_form import DTensorForm, PlacementFn
+from shardwise.engine.unit.dtensor_form import DTensorForm, PlacementFn, chosen_placement
 from shardwise.engine.unit.factory import check_unit, find_parameters, make_unit
-from shardwise.engine.unit.membership import membership, units_of
+from shardwise.engine.unit.membership import UNITS_ATTRIBUTE, membership, units_of
 from shardwise.engine.unit.module_selection import Wrap, choose_modules, is_container
+from shardwise.engine.unit.unit import Unit
 from shardwise.errors import ConfigAssertionError, ConfigError, ConfigTypeError
-from shardwise.plan.schedule import plan_after_forward
+from shardwise.plan.schedule import AfterForward, plan_after_forward
 from shardwise.policies import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
@@ -101,7 +109,8 @@ def fully_shard(
             keeps them; an int reshards them to groups of that many neighbouring ranks; ``None`` means ``True``. The
             outermost unit always keeps its parameters until backward, unless ``set_reshard_after_forward`` is called.
         shard_placement_fn: takes a parameter and returns the ``Shard(dim)`` to shard it along, or ``None`` for dim 0.
-            The dimension need not be divisible by the number of ranks.
+            The dimension need not be divisible by the number of ranks. A ``ShardPlacementResult`` gives the parameter
+            a mesh of its own, as experts need it; its gradient is then averaged over the ranks of that mesh.
         mp_policy: dtypes to compute and reduce in.
         offload_policy: where shards are kept.
         ignored_params: parameters that are not sharded.
@@ -146,7 +155,9 @@ def fully_shard(
 
 
 class _UnitPlan:
-    """One unit to be made, with its arguments checked. Making the plan changes nothing."""
+    """One unit to be made, with its arguments checked; and one beside it for each other mesh that
+    ``shard_placement_fn`` chose. Making the plan changes nothing.
+    """
 
     def __init__(
         self, modules: tuple[nn.Module, ...], ignored: set[nn.Parameter], options: UnitOptions
@@ -175,40 +186,86 @@ class _UnitPlan:
         dims = None if dims is None else as_record(DataParallelMeshDims, dims, call)
         self.mesh: DataMesh = data_mesh(mesh, dims, call)
         self.where = f"{call}, rank {self.mesh.rank}"
-        self.after_forward = plan_after_forward(
-            reshard_after_forward,
-            self.mesh.shard.world,
-            self.name,
-            f"fully_shard({self.name}, reshard_after_forward={reshard_after_forward!r}), rank {self.mesh.rank}",
-        )
+        self.reshard_after_forward = reshard_after_forward
+        self.params = _parameters_by_mesh(modules, ignored, self.placement_fn, self.mesh, self.where)
         if reshard_after_forward == 1 and reshard_after_forward is not True:
             warnings.warn(
                 "reshard_after_forward=1 keeps full parameters on every rank, as False does; True frees them",
                 stacklevel=3,
             )
         self.sums = EXACT_SUMMATION if exact else DEFAULT_SUMMATION
-        if exact:
-            check_mesh(self.mesh, self.where)
-        check_unit(modules, ignored, self.placement_fn, self.mesh, self.where)
+        for mesh in self.params:
+            self._after_forward(mesh)
+            if exact:
+                check_mesh(mesh, self.where)
+            check_unit(modules, self._left_out_by(mesh), self.placement_fn, mesh, self.where)
         _check_precision_fits(modules, ignored, self.precision, self.where)
 
     def make_unit(self) -> None:
         """Shards the modules' parameters as one unit and adds ``FSDPModule``'s methods to the modules."""
-        unit = make_unit(
-            self.name,
-            self.modules,
-            self.mesh,
-            self.after_forward,
-            DTensorForm(self.placement_fn),
-            self.precision,
-            self.offload,
-            self.ignored,
-            self.sums,
+        companions = tuple(
+            self._make(mesh, self._left_out_by(mesh)) for mesh in self.params if mesh is not self.mesh
         )
+        # It finds the companions' parameters in its modules, and so gathers them together with its own.
+        unit = self._make(self.mesh, self.ignored)
+        unit.companions = companions
         for module in self.modules:
+            module.__dict__[UNITS_ATTRIBUTE] = (unit, *companions)
             become_fsdp_module(module)
             register_as_fully_sharded(module)
         keep_state_dicts_sharded((unit, *unit.needs))
+
+    def _make(self, mesh: DataMesh, ignored: set[nn.Parameter]) -> Unit:
+        return make_unit(
+            self.name,
+            self.modules,
+            mesh,
+            self._after_forward(mesh),
+            DTensorForm(self.placement_fn),
+            self.precision,
+            self.offload,
+            ignored,
+            self.sums,
+        )
+
+    def _after_forward(self, mesh: DataMesh) -> AfterForward:
+        asked = self.reshard_after_forward
+        return plan_after_forward(
+            asked,
+            mesh.shard.world,
+            self.name,
+            f"fully_shard({self.name}, reshard_after_forward={asked!r}), rank {mesh.rank}",
+        )
+
+    def _left_out_by(self, mesh: DataMesh) -> set[nn.Parameter]:
+        """The parameters that are ignored, or sharded over another mesh."""
+        others = (params for other, params in self.params.items() if other is not mesh)
+        return self.ignored.union(*others)
+
+
+def _parameters_by_mesh(
+    modules: tuple[nn.Module, ...],
+    ignored: set[nn.Parameter],
+    placement_fn: PlacementFn | None,
+    mesh: DataMesh,
+    where: str,
+) -> dict[DataMesh, set[nn.Parameter]]:
+    """Returns the parameters that belong to no unit yet by the mesh to shard them over, ``mesh`` first."""
+    found = [each for each in find_parameters(modules, ignored) if each.taken is None]
+    by_mesh: dict[DataMesh, set[nn.Parameter]] = {mesh: set()}
+    for each in found:
+        _, info = chosen_placement(each, placement_fn, where)
+        chosen = mesh if info is None else mesh_of_info(info, f"parameter '{each.name}', {where}")
+        if chosen.device != mesh.device:
+            raise ConfigError(
+                f"shard_placement_fn gives parameter '{each.name}' a mesh of {chosen.mesh.device_type} devices in a "
+                f"unit on {mesh.device}",
+                where=where,
+                fix="use meshes of one device type in one call",
+            )
+        chosen = next((known for known in by_mesh if known.mesh == chosen.mesh), chosen)
+        by_mesh.setdefault(chosen, set()).add(each.param)
+    return by_mesh
 
 
 def _as_modules(module: Any) -> tuple[nn.Module, ...]:

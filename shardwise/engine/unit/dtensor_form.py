@@ -23,7 +23,7 @@ from shardwise.engine.unit.binding import FoundParameter, Slot
 from shardwise.errors import ConfigError
 from shardwise.plan.layout import Layout, Packing, RowParam, cut_evenly
 from shardwise.plan.rows import RowsPacking, plan_rows
-from shardwise.policies import MixedPrecisionPolicy
+from shardwise.policies import MixedPrecisionPolicy, ShardPlacementResult, is_record_named
 from shardwise.torch_internals import (
     all_show,
     concatenate_meshes,
@@ -33,7 +33,7 @@ from shardwise.torch_internals import (
     strided_shard,
 )
 
-PlacementFn = Callable[[nn.Parameter], "Shard | None"]
+PlacementFn = Callable[[nn.Parameter], "Shard | ShardPlacementResult | None"]
 
 
 class ShardedForm(Protocol):
@@ -99,7 +99,7 @@ class DTensorForm:
         device: torch.device,
         where: str,
     ) -> list[Slot]:
-        dims = [chosen_dim(each, self._placement_fn, where) % each.param.dim() for each in found]
+        dims = [chosen_placement(each, self._placement_fn, where)[0] % each.param.dim() for each in found]
         return [_make_slot(each, dim, mesh, precision, device) for each, dim in zip(found, dims, strict=True)]
 
     def plan(self, params: list[RowParam], world: int) -> Layout:
@@ -157,18 +157,22 @@ def gradient_views_by_slot(slots: list[Slot], packing: Packing, rank: int) -> li
     return parts
 
 
-def chosen_dim(found: FoundParameter, placement_fn: PlacementFn | None, where: str) -> int:
+def chosen_placement(found: FoundParameter, placement_fn: PlacementFn | None, where: str) -> tuple[int, Any]:
+    """Returns the dim to shard a parameter along, and what describes its mesh; None: the unit's mesh."""
     param = found.param
-    placement = placement_fn(param) if placement_fn is not None else None
+    placement: Any = placement_fn(param) if placement_fn is not None else None
+    mesh_info = None
+    if is_record_named(ShardPlacementResult.__name__, placement):
+        placement, mesh_info = placement.placement, placement.mesh_info
     if placement is None:
-        return 0
+        return 0, mesh_info
     if not isinstance(placement, Shard):
         raise ConfigError(
             f"shard_placement_fn returned {placement!r} for a parameter of shape {tuple(param.shape)}",
             where=f"parameter '{found.name}', {where}",
             fix="return a torch.distributed.tensor.Shard(dim), or None for Shard(0)",
         )
-    return placement.dim
+    return placement.dim, mesh_info
 
 
 def _make_slot(

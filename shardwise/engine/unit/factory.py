@@ -15,7 +15,7 @@ from shardwise.engine.reduce.reduce_plan import DEFAULT_SUMMATION, Summation
 from shardwise.engine.step.optimizer_hooks import OPTIMIZER_HOOKS
 from shardwise.engine.step.root import Root
 from shardwise.engine.unit.binding import FoundParameter, Place, Slot, clean_name
-from shardwise.engine.unit.dtensor_form import PlacementFn, ShardedForm, chosen_dim
+from shardwise.engine.unit.dtensor_form import PlacementFn, ShardedForm, chosen_placement
 from shardwise.engine.unit.hooks import UnitHooks
 from shardwise.engine.unit.membership import UNITS_ATTRIBUTE, hidden, membership, tag, tag_hidden, units_of
 from shardwise.engine.unit.unit import Unit, UnitSettings, shard_device
@@ -168,7 +168,7 @@ def check_unit(
     for found in find_parameters(modules, ignored):
         if found.taken is None:
             check_fits_shards(found, "ignored_params", where)
-            check_parameter(found, chosen_dim(found, placement_fn, where), mesh, where)
+            check_parameter(found, chosen_placement(found, placement_fn, where)[0], mesh, where)
 
 
 def make_unit(

@@ -363,6 +363,8 @@ class UnitHooks:
                 unit.gathered.unseen_backward_came()
             return
         unit.gradients.reduce()
+        for companion in unit.companions:
+            companion.gradients.reduce()
         if unit.settings.recorder is not None:
             self._report(unit.settings.recorder)
         if unit.settings.prefetches_late:
