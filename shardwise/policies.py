@@ -152,7 +152,8 @@ R = TypeVar("R")
 
 def is_record_named(name: str, value: Any) -> bool:
     """Whether ``value`` is a dataclass of that name, ours or torch's, or of a class derived from it."""
-    return dataclasses.is_dataclass(value) and any(cls.__name__ == name for cls in type(value).__mro__)
+    kind: type = type(value)
+    return dataclasses.is_dataclass(value) and any(cls.__name__ == name for cls in kind.__mro__)
 
 
 def as_record(kind: type[R], value: Any, where: str) -> R:

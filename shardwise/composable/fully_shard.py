@@ -64,6 +64,7 @@ class UnitOptions(TypedDict, total=False):
     mp_policy: MixedPrecisionPolicy
     offload_policy: OffloadPolicy
     dp_mesh_dims: DataParallelMeshDims | None
+    device_type: str | None
     exact: bool
 
 
@@ -93,6 +94,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = _NO_OFFLOAD,
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
+    device_type: str | None = None,
     wrap: Wrap | None = None,
     exact: bool = False,
 ) -> FSDPModule | list[FSDPModule]:
@@ -115,6 +117,8 @@ def fully_shard(
         offload_policy: where shards are kept.
         ignored_params: parameters that are not sharded.
         dp_mesh_dims: which axes of a larger mesh shard and replicate.
+        device_type: ``"cuda"`` or ``"cpu"``, without ``mesh``. Default: ``"cuda"`` if parameters are there or the
+            process group uses NCCL or names no backend, else ``"cpu"``: with gloo a GPU is used only if you say so.
         wrap: which submodules become units of their own first: a class, several classes, a minimum number of elements,
             or a callable that takes a module and returns a bool or a mapping of keywords for that module.
         exact: sum gradients in one fixed order over micro-batches, in float32, so that the same micro-batches give the
@@ -131,6 +135,7 @@ def fully_shard(
         "mp_policy": mp_policy,
         "offload_policy": offload_policy,
         "dp_mesh_dims": dp_mesh_dims,
+        "device_type": device_type,
         "exact": exact,
     }
     ignored = _checked_ignored(ignored_params)
@@ -162,8 +167,7 @@ class _UnitPlan:
     def __init__(
         self, modules: tuple[nn.Module, ...], ignored: set[nn.Parameter], options: UnitOptions
     ) -> None:
-        mesh, exact = options["mesh"], options["exact"]
-        reshard_after_forward = options["reshard_after_forward"]
+        exact, reshard_after_forward = options["exact"], options["reshard_after_forward"]
         self.modules = modules
         self.ignored = ignored
         self.placement_fn = options["shard_placement_fn"]
@@ -172,19 +176,7 @@ class _UnitPlan:
         _check_modules(modules, call)
         self.precision = as_record(MixedPrecisionPolicy, options["mp_policy"], call)
         self.offload = _as_offload_policy(options["offload_policy"], call)
-        if mesh is None:
-            join_launched_ranks()
-            params = (param for module in modules for param in module.parameters())
-            mesh = default_mesh(default_device_type(params), call)
-        elif not isinstance(mesh, DeviceMesh):
-            raise ConfigTypeError(
-                f"mesh is a {type(mesh).__name__}, not a DeviceMesh",
-                where=call,
-                fix="make one with torch.distributed.device_mesh.init_device_mesh",
-            )
-        dims = options["dp_mesh_dims"]
-        dims = None if dims is None else as_record(DataParallelMeshDims, dims, call)
-        self.mesh: DataMesh = data_mesh(mesh, dims, call)
+        self.mesh = _chosen_mesh(modules, options, call)
         self.where = f"{call}, rank {self.mesh.rank}"
         self.reshard_after_forward = reshard_after_forward
         self.params = _parameters_by_mesh(modules, ignored, self.placement_fn, self.mesh, self.where)
@@ -241,6 +233,27 @@ class _UnitPlan:
         """The parameters that are ignored, or sharded over another mesh."""
         others = (params for other, params in self.params.items() if other is not mesh)
         return self.ignored.union(*others)
+
+
+def _chosen_mesh(modules: tuple[nn.Module, ...], options: UnitOptions, where: str) -> DataMesh:
+    mesh, device_type, dims = options["mesh"], options["device_type"], options["dp_mesh_dims"]
+    if mesh is None:
+        join_launched_ranks()
+        params = (param for module in modules for param in module.parameters())
+        mesh = default_mesh(device_type or default_device_type(params), where)
+    elif not isinstance(mesh, DeviceMesh):
+        raise ConfigTypeError(
+            f"mesh is a {type(mesh).__name__}, not a DeviceMesh",
+            where=where,
+            fix="make one with torch.distributed.device_mesh.init_device_mesh",
+        )
+    elif device_type not in (None, mesh.device_type):
+        raise ConfigError(
+            f"device_type is '{device_type}', but the mesh is one of {mesh.device_type} devices",
+            where=where,
+            fix="pass one of mesh and device_type",
+        )
+    return data_mesh(mesh, None if dims is None else as_record(DataParallelMeshDims, dims, where), where)
 
 
 def _parameters_by_mesh(
