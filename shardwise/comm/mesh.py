@@ -32,7 +32,7 @@ from shardwise.torch_internals import concatenate_meshes, flatten_mesh
 class DataMesh:
     """A mesh of one axis (shard) or two (replicate, shard), with the collectives of its groups.
 
-    With ``dp_mesh_dims``, ``whole`` is the mesh in which the axes were named, and ``named`` their indices there.
+    One axis may also replicate only: then each rank is a shard group of its own. With ``dp_mesh_dims``, ``whole`` is the mesh in which the axes were named, and ``named`` their indices there.
     """
 
     mesh: DeviceMesh
@@ -68,7 +68,9 @@ class DataMesh:
         return self.mesh[self.mesh.mesh_dim_names[-1]]
 
     def placements(self, dim: int) -> tuple[Placement, ...]:
-        return (Shard(dim),) if self.replicate is None else (Replicate(), Shard(dim))
+        if self.replicate is None:
+            return (Shard(dim),)
+        return (Replicate(), Shard(dim)) if self.mesh.ndim == 2 else (Replicate(),)
 
     def separate_shard_group(self) -> GroupCollectives:
         """Returns a second group over the shard axis, whose collectives do not queue behind the first one's."""
@@ -135,6 +137,10 @@ def _read(mesh: DeviceMesh, dims: DataParallelMeshDims | None, where: str) -> Da
     device = _device_of(mesh)
     shard_axis = mesh.ndim - 1
     shard = GroupCollectives(mesh.get_group(shard_axis), device)
+    if dims is not None and not dims.shard_names:
+        return DataMesh(
+            mesh, device, SingleRankCollectives(device, shard.ordered_by_stream), shard, whole, named
+        )
     replicate = GroupCollectives(mesh.get_group(0), device) if mesh.ndim == 2 else None
     return DataMesh(mesh, device, shard, replicate, whole, named)
 
@@ -252,11 +258,7 @@ def _named_axes(mesh: DeviceMesh, dims: DataParallelMeshDims, where: str) -> Dev
                 fix="let each axis either shard or replicate",
             )
     if not dims.shard_names:
-        raise ConfigError(
-            "dp_mesh_dims names no axis to shard over",
-            where=where,
-            fix="name one with DataParallelMeshDims(shard=...); to replicate only, use DistributedDataParallel",
-        )
+        return _as_one_axis(mesh, dims.replicate_names)
     shard = _as_one_axis(mesh, dims.shard_names)
     if not dims.replicate_names:
         return shard

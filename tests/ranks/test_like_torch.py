@@ -270,6 +270,22 @@ def dp_mesh_dims(api):
     return [tuple(map(str, p.placements)) for p in model.parameters()], gradients(model)
 
 
+def dp_mesh_dims_that_only_replicate(api):
+    mesh = api.mesh_of_dp_and_tp
+    model = Stack()
+    for module in model.modules():
+        for name, param in list(module.named_parameters(recurse=False)):
+            placed = distribute_tensor(param.detach(), mesh, [Replicate(), Replicate()])
+            module.register_parameter(name, nn.Parameter(placed))
+    shard(api, model, mesh=mesh, dp_mesh_dims=torch_fsdp.DataParallelMeshDims(replicate="dp"))
+    x = DTensor.from_local(rows(0), mesh, [Replicate(), Replicate()])
+    with implicit_replication():
+        model(x).sum().backward()
+    return [tuple(map(str, p.placements)) for p in model.parameters()], [
+        p.grad.to_local() for p in model.parameters()
+    ]
+
+
 def a_list_of_modules(api):
     model = Stack()
     api.fully_shard([model.blocks[0], model.blocks[1]])
@@ -550,6 +566,7 @@ PROGRAMS = [
     shard_placement_fn_counts_dims_from_the_end,
     ignored_params,
     dp_mesh_dims,
+    dp_mesh_dims_that_only_replicate,
     a_list_of_modules,
     names_classes_and_state_dicts,
     mixed_precision_policy,

@@ -254,4 +254,4 @@ def _cut_after(param: DTensor, dim: int, axes: list[int], shard: Placement) -> P
         placement = param.placements[axis]
         if isinstance(placement, Shard) and placement.dim == dim:
             cuts_of_dim *= param.device_mesh.size(axis)
-    return strided_shard(dim, cuts_of_dim) if cuts_of_dim > 1 else shard
+    return strided_shard(dim, cuts_of_dim) if cuts_of_dim > 1 and isinstance(shard, Shard) else shard
