@@ -32,7 +32,8 @@ from shardwise.torch_internals import concatenate_meshes, flatten_mesh
 class DataMesh:
     """A mesh of one axis (shard) or two (replicate, shard), with the collectives of its groups.
 
-    One axis may also replicate only: then each rank is a shard group of its own. With ``dp_mesh_dims``, ``whole`` is the mesh in which the axes were named, and ``named`` their indices there.
+    One axis may also replicate only: then each rank is a shard group of its own. With ``dp_mesh_dims``, ``whole`` is
+    the mesh in which the axes were named, and ``named`` their indices there.
     """
 
     mesh: DeviceMesh

@@ -555,6 +555,27 @@ def loading_a_state_dict(api):
     return seen, train(model), train(other)
 
 
+# What a program uses that an older torch lacks.
+USES = {
+    dp_mesh_dims: "DataParallelMeshDims",
+    dp_mesh_dims_that_only_replicate: "DataParallelMeshDims",
+    reset_iter_state: "FSDPModule.reset_iter_state",
+    set_reduce_scatter_unused_params: "FSDPModule.set_reduce_scatter_unused_params",
+    settings_of_collectives: "FSDPModule.set_reduce_scatter_max_input_buffers",
+    share_comm_ctx: "share_comm_ctx",
+}
+
+
+def where_torch_has_it(programs, uses):
+    """The programs as parameters of a test, skipped where torch lacks what they use."""
+    for program in programs:
+        value = torch_fsdp
+        for part in filter(None, uses.get(program, "").split(".")):
+            value = getattr(value, part, None)
+        lacking = pytest.mark.skipif(value is None, reason="this torch lacks it")
+        yield pytest.param(program, marks=lacking, id=program.__name__)
+
+
 PROGRAMS = [
     methods_without_a_forward,
     a_method_that_calls_registered_methods,
@@ -592,7 +613,7 @@ PROGRAMS = [
 ]
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+@pytest.mark.parametrize("program", where_torch_has_it(PROGRAMS, USES))
 def test_a_program_gives_what_it_gives_with_torch(program):
     run_ranks(both, 2, program, kind="gloo")
 
@@ -803,6 +824,16 @@ def an_extension_of_another_signature(api):
     extended(api, OddExtension)
 
 
+MISUSES_USE = {
+    names_no_axis: "DataParallelMeshDims",
+    names_an_unknown_axis: "DataParallelMeshDims",
+    names_an_axis_of_a_mesh_without_names: "DataParallelMeshDims",
+    placed_on_the_axis_that_shards: "DataParallelMeshDims",
+    symmetric_memory_after_a_custom_gather: "FSDPModule.set_symm_mem_for_comm",
+    no_input_buffers: "FSDPModule.set_reduce_scatter_max_input_buffers",
+    input_buffers_as_a_bool: "FSDPModule.set_reduce_scatter_max_input_buffers",
+    shares_with_a_plain_module: "share_comm_ctx",
+}
 MISUSES = [
     sharded_twice,
     sharded_twice_in_a_list,
@@ -842,6 +873,6 @@ MISUSES = [
 ]
 
 
-@pytest.mark.parametrize("program", MISUSES, ids=lambda program: program.__name__)
+@pytest.mark.parametrize("program", where_torch_has_it(MISUSES, MISUSES_USE))
 def test_a_misuse_raises_an_error_of_the_kind_that_torch_raises(program):
     run_ranks(both_raise, 2, program, kind="gloo")
