@@ -7,6 +7,7 @@ torch: every public name, method and argument of torch must be in it, and every 
 from __future__ import annotations
 
 import inspect
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -480,14 +481,13 @@ def arguments(value: Any) -> dict[str, Any]:
 def page() -> str:
     counts = {verdict: sum(row.verdict == verdict for row in ROWS) for verdict in VERDICTS}
     intro = (
-        "# torch's API, name by name\n\nWritten by `make reference`; do not edit. Every public name, method and "
-        "argument of torch's FSDP2, FSDP1 and ZeRO: what a program may expect of shardwise after its imports have "
-        "changed, and the test that shows it.\n\n"
+        "Written by `make reference`; do not edit. Every public name, method and argument of torch's FSDP2, FSDP1 and "
+        "ZeRO: what a program may expect of shardwise after its imports have changed, and the test that shows it.",
         f"*same*: as in torch ({counts['same']} rows). *better*: shardwise does more, or says what torch keeps to "
         f"itself ({counts['better']}). *differs*: on purpose ({counts['differs']}). *refused*: torch does it "
-        f"({counts['refused']}).\n"
+        f"({counts['refused']}).",
     )
-    parts = [intro]
+    parts = ["# torch's API, name by name\n", *(f"\n{textwrap.fill(text, 118)}\n" for text in intro)]
     for title, rows in SECTIONS.items():
         parts.append(f"\n## {title}\n\n| name | arguments | | test |\n|---|---|---|---|\n")
         parts.extend(_line(row) for row in rows if not row.detail)
