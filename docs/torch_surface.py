@@ -481,11 +481,15 @@ def arguments(value: Any) -> dict[str, Any]:
 def page() -> str:
     counts = {verdict: sum(row.verdict == verdict for row in ROWS) for verdict in VERDICTS}
     intro = (
-        "Written by `make reference`; do not edit. Every public name, method and argument of torch's FSDP2, FSDP1 and "
-        "ZeRO: what a program may expect of shardwise after its imports have changed, and the test that shows it.",
-        f"*same*: as in torch ({counts['same']} rows). *better*: shardwise does more, or says what torch keeps to "
-        f"itself ({counts['better']}). *differs*: on purpose ({counts['differs']}). *refused*: torch does it "
-        f"({counts['refused']}).",
+        (
+            "Written by `make reference`; do not edit. Every public name, method and argument of torch's FSDP2, FSDP1 and "
+            "ZeRO: what a program may expect of shardwise after its imports have changed, and the test that shows it."
+        ),
+        (
+            f"*same*: as in torch ({counts['same']} rows). *better*: shardwise does more, or says what torch keeps to "
+            f"itself ({counts['better']}). *differs*: on purpose ({counts['differs']}). *refused*: torch does it "
+            f"({counts['refused']})."
+        ),
     )
     parts = ["# torch's API, name by name\n", *(f"\n{textwrap.fill(text, 118)}\n" for text in intro)]
     for title, rows in SECTIONS.items():
