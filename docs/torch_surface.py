@@ -482,8 +482,9 @@ def page() -> str:
     counts = {verdict: sum(row.verdict == verdict for row in ROWS) for verdict in VERDICTS}
     intro = (
         (
-            "Written by `make reference`; do not edit. Every public name, method and argument of torch's FSDP2, FSDP1 and "
-            "ZeRO: what a program may expect of shardwise after its imports have changed, and the test that shows it."
+            "Written by `make reference`; do not edit. Every public name, method and argument of torch's FSDP2, FSDP1 "
+            "and ZeRO: what a program may expect of shardwise after its imports have changed, and the test that shows "
+            "it."
         ),
         (
             f"*same*: as in torch ({counts['same']} rows). *better*: shardwise does more, or says what torch keeps to "
