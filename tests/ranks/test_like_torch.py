@@ -20,6 +20,7 @@ from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils import _pytree as pytree
 
 import shardwise
@@ -555,6 +556,55 @@ def loading_a_state_dict(api):
     return seen, train(model), train(other)
 
 
+# Tensor subclasses.
+
+
+class Pair(TwoTensor):
+    """Two inner tensors, which must agree in storage offset; both are sent."""
+
+    def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
+        return (self.a, self.b), None
+
+    def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
+        if out is None:
+            return Pair(*outputs).to(param_dtype), outputs
+        for inner, output in zip((out.a, out.b), outputs, strict=True):
+            if output.dtype == param_dtype:
+                assert inner.untyped_storage().data_ptr() == output.untyped_storage().data_ptr()
+            else:
+                inner.copy_(output)
+        return None
+
+
+def inner(tensor):
+    tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.a if isinstance(tensor, TwoTensor) else tensor
+
+
+def tensor_subclasses(api):
+    seen = []
+    for options in (
+        {},
+        {"reshard_after_forward": 2},
+        {"mp_policy": api.MixedPrecisionPolicy(torch.bfloat16)},
+    ):
+        model = Stack()
+        for block in model.blocks:
+            weight = block.first.weight.detach()
+            block.first.weight = nn.Parameter(Pair(weight.clone(), weight.clone()))
+        shard(api, model, **options)
+        for step in range(2):
+            loss = model(rows(step)).float().square().mean()
+            loss.backward()
+            seen.append(inner(loss.detach()))
+            with torch.no_grad():
+                for param in model.parameters():
+                    param -= 0.1 * param.grad
+                    param.grad = None
+        seen.append([inner(param.detach()).clone() for param in model.parameters()])
+    return seen
+
+
 # What a program uses that an older torch lacks.
 USES = {
     dp_mesh_dims: "DataParallelMeshDims",
@@ -609,6 +659,7 @@ PROGRAMS = [
     reset_iter_state,
     share_comm_ctx,
     to_and_apply,
+    tensor_subclasses,
     loading_a_state_dict,
 ]
 
