@@ -105,9 +105,10 @@ bench-gpu:
 	$(BENCH_GPU)/offload_step.py --device cuda --model 1b
 	$(BENCH_GPU)/report.py
 
-# docs/reference.md, from the docstrings.
+# docs/reference.md, from the docstrings, and docs/torch_surface.md.
 reference: $(STAMP)
 	$(PY) docs/make_reference.py
+	$(PY) docs/torch_surface.py
 
 # The documentation as a site in build/site, from the same files; a broken link ends it with an error.
 $(VENV)/.docs: $(STAMP)

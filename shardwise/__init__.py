@@ -5,12 +5,14 @@ from shardwise.composable.fsdp_module import FSDPModule, UnshardHandle
 from shardwise.composable.fully_shard import fully_shard
 from shardwise.errors import (
     CheckpointError,
+    ConfigAssertionError,
     ConfigError,
     ConfigTypeError,
     NonFiniteGradients,
     PeerFailure,
     RankDisagreement,
     ShardwiseError,
+    StateAssertionError,
     StateError,
 )
 from shardwise.forward_methods import register_fsdp_forward_method, share_comm_ctx
@@ -19,6 +21,7 @@ from shardwise.policies import (
     DataParallelMeshDims,
     MixedPrecisionPolicy,
     OffloadPolicy,
+    ShardPlacementResult,
     TrustPolicy,
     set_trust,
 )
@@ -61,6 +64,7 @@ __all__ = [
     "CPUOffloadPolicy",
     "CapturedStep",
     "CheckpointError",
+    "ConfigAssertionError",
     "ConfigError",
     "ConfigTypeError",
     "CustomPolicy",
@@ -80,11 +84,13 @@ __all__ = [
     "OptimStateKeyType",
     "PeerFailure",
     "RankDisagreement",
+    "ShardPlacementResult",
     "ShardedGradScaler",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
     "ShardingStrategy",
     "ShardwiseError",
+    "StateAssertionError",
     "StateDictConfig",
     "StateDictSettings",
     "StateDictType",

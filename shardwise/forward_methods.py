@@ -34,7 +34,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
             where=f"register_fsdp_forward_method({type(module).__name__}, {method_name!r})",
             fix="pass the name of a method of the module",
         )
-    (unit,) = units_of(module)
+    unit = units_of(module)[0]
     hooks = unit.hooks
 
     @functools.wraps(method)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, ConfigTypeError
 
 
 @dataclass(frozen=True)
@@ -128,10 +128,44 @@ class DataParallelMeshDims:
         return _names(self.replicate)
 
 
+@dataclass(frozen=True)
+class ShardPlacementResult:
+    """What ``shard_placement_fn`` returns for a parameter that is sharded over another mesh than its neighbours.
+
+    Attributes:
+        placement: the ``Shard(dim)`` to shard along. ``None`` means dim 0.
+        mesh_info: a ``DeviceMesh`` of one axis (shard) or two (replicate, shard); torch's ``FSDPMeshInfo`` will do.
+    """
+
+    placement: Any
+    mesh_info: Any
+
+
 def _names(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
     if axes is None:
         return ()
     return (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+R = TypeVar("R")
+
+
+def is_record_named(name: str, value: Any) -> bool:
+    """Whether ``value`` is a dataclass of that name, ours or torch's, or of a class derived from it."""
+    kind: type = type(value)
+    return dataclasses.is_dataclass(value) and any(cls.__name__ == name for cls in kind.__mro__)
+
+
+def as_record(kind: type[R], value: Any, where: str) -> R:
+    """Returns ``value`` as a ``kind``; accepts torch's dataclass of the same name and fields."""
+    if isinstance(value, kind):
+        return value
+    if is_record_named(kind.__name__, value):
+        names = kind.__dataclass_fields__  # type: ignore[attr-defined]
+        return kind(**{name: getattr(value, name) for name in names if hasattr(value, name)})
+    raise ConfigTypeError(
+        f"{value!r} is not a {kind.__name__}", where=where, fix=f"pass a shardwise.{kind.__name__}"
+    )
 
 
 @dataclass(frozen=True)

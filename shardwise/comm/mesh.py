@@ -24,7 +24,7 @@ from torch.distributed.tensor.placement_types import Placement
 from shardwise.comm.collectives.group import GroupCollectives, SingleRankCollectives
 from shardwise.comm.exchange import all_gather_bytes
 from shardwise.errors import ConfigError, StateError
-from shardwise.policies import DataParallelMeshDims
+from shardwise.policies import DataParallelMeshDims, as_record
 from shardwise.torch_internals import concatenate_meshes, flatten_mesh
 
 
@@ -32,7 +32,8 @@ from shardwise.torch_internals import concatenate_meshes, flatten_mesh
 class DataMesh:
     """A mesh of one axis (shard) or two (replicate, shard), with the collectives of its groups.
 
-    With ``dp_mesh_dims``, ``whole`` is the mesh in which the axes were named, and ``named`` their indices there.
+    One axis may also replicate only: then each rank is a shard group of its own. With ``dp_mesh_dims``, ``whole`` is
+    the mesh in which the axes were named, and ``named`` their indices there.
     """
 
     mesh: DeviceMesh
@@ -58,8 +59,19 @@ class DataMesh:
         """Whether this is the first rank of the mesh, which need not be the first of the job."""
         return all(calls.rank == 0 for calls in self.axes)
 
+    @property
+    def shard_axis(self) -> DeviceMesh:
+        """The mesh of the shard axis alone."""
+        if self.mesh.ndim == 1:
+            return self.mesh
+        if self.mesh.mesh_dim_names is None:
+            return mesh_of_group(self.shard.group, self.mesh.device_type)
+        return self.mesh[self.mesh.mesh_dim_names[-1]]
+
     def placements(self, dim: int) -> tuple[Placement, ...]:
-        return (Shard(dim),) if self.replicate is None else (Replicate(), Shard(dim))
+        if self.replicate is None:
+            return (Shard(dim),)
+        return (Replicate(), Shard(dim)) if self.mesh.ndim == 2 else (Replicate(),)
 
     def separate_shard_group(self) -> GroupCollectives:
         """Returns a second group over the shard axis, whose collectives do not queue behind the first one's."""
@@ -126,8 +138,28 @@ def _read_axes(mesh: DeviceMesh, dims: DataParallelMeshDims | None, where: str) 
     device = _device_of(mesh)
     shard_axis = mesh.ndim - 1
     shard = GroupCollectives(mesh.get_group(shard_axis), device)
+    if dims is not None and not dims.shard_names:
+        return DataMesh(
+            mesh, device, SingleRankCollectives(device, shard.ordered_by_stream), shard, whole, named
+        )
     replicate = GroupCollectives(mesh.get_group(0), device) if mesh.ndim == 2 else None
     return DataMesh(mesh, device, shard, replicate, whole, named)
+
+
+def mesh_of_info(info: Any, where: str) -> DataMesh:
+    """Interprets what describes the mesh of one parameter: a ``DeviceMesh``, or torch's ``FSDPMeshInfo``."""
+    mesh, dims = info, None
+    if not isinstance(info, DeviceMesh):
+        mesh, dims = getattr(info, "mesh", None), getattr(info, "dp_mesh_dims", None)
+        if dims is not None:
+            mesh, dims = info.spmd_mesh, as_record(DataParallelMeshDims, dims, where)
+    if not isinstance(mesh, DeviceMesh):
+        raise ConfigError(
+            f"shard_placement_fn returned {info!r} as the mesh of a parameter",
+            where=where,
+            fix="return ShardPlacementResult(placement, mesh) with a DeviceMesh of one axis or two",
+        )
+    return data_mesh(mesh, dims, where)
 
 
 def flat_mesh(mesh: DeviceMesh, device: torch.device, shards: bool) -> DataMesh:
@@ -227,11 +259,7 @@ def _named_axes(mesh: DeviceMesh, dims: DataParallelMeshDims, where: str) -> Dev
                 fix="let each axis either shard or replicate",
             )
     if not dims.shard_names:
-        raise ConfigError(
-            "dp_mesh_dims names no axis to shard over",
-            where=where,
-            fix="name one with DataParallelMeshDims(shard=...); to replicate only, use DistributedDataParallel",
-        )
+        return _as_one_axis(mesh, dims.replicate_names)
     shard = _as_one_axis(mesh, dims.shard_names)
     if not dims.replicate_names:
         return shard

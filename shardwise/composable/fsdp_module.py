@@ -30,7 +30,7 @@ from shardwise.engine.step.joint_units import set_joint
 from shardwise.engine.unit.binding import not_copied
 from shardwise.engine.unit.membership import UNITS_ATTRIBUTE, units_of
 from shardwise.engine.unit.unit import Unit
-from shardwise.errors import ConfigError, ConfigTypeError
+from shardwise.errors import ConfigAssertionError, ConfigError, ConfigTypeError
 from shardwise.plan.schedule import FREE, KEEP
 from shardwise.plan.sums import is_power_of_two
 from shardwise.torch_internals import untraced_itself
@@ -198,7 +198,7 @@ class FSDPModule(_AnyModule):
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """Deprecated name of ``set_gradient_divide_factor``."""
-        warnings.warn("use set_gradient_divide_factor instead", FutureWarning, stacklevel=2)
+        warnings.warn("use set_gradient_divide_factor instead", DeprecationWarning, stacklevel=2)
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
@@ -208,6 +208,7 @@ class FSDPModule(_AnyModule):
 
     def set_all_reduce_hook(self, hook: AllReduceHook, *, stream: torch.cuda.Stream | None = None) -> None:
         """Calls ``hook`` with the reduced gradients, after any all-reduce over replicas, before the last division."""
+        _check_one_mesh(self, "set_all_reduce_hook")
         check_not_exact(_own_units(self), "set_all_reduce_hook", "may change them for each micro-batch")
         for unit in _own_units(self):
             if stream is not None and unit.mesh.replicate is not None:
@@ -274,6 +275,7 @@ class FSDPModule(_AnyModule):
     def set_custom_all_gather(self, comm: AllGather) -> None:
         """Gathers with ``comm``, in buffers from ``comm.allocate``. Parameters are sent as bytes."""
         setter = "set_custom_all_gather"
+        _check_one_mesh(self, setter)
         units = _own_units(self)
         _check_gather_is_free(units, setter)
         for unit in units:
@@ -284,6 +286,7 @@ class FSDPModule(_AnyModule):
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Reduces with ``comm``, in buffers from ``comm.allocate``."""
         setter = "set_custom_reduce_scatter"
+        _check_one_mesh(self, setter)
         units = _own_units(self)
         _check_reduce_is_free(units, setter)
         for unit in units:
@@ -365,6 +368,18 @@ def _units_below(module: Any, recurse: bool) -> list[Unit]:
     return list(dict.fromkeys(unit for member in modules for unit in units_of(member)))
 
 
+def _check_one_mesh(module: Any, setter: str) -> None:
+    """Raises if the module's parameters are sharded over several meshes: a user's function may fit only one of them."""
+    units = _own_units(module)
+    if len(units) > 1:
+        meshes = ", ".join(str(unit.mesh.mesh) for unit in units)
+        raise ConfigError(
+            f"{setter} was called on a module with parameters on {len(units)} meshes: {meshes}",
+            where=f"{type(module).__name__}.{setter}, rank {units[0].rank}",
+            fix="shard the parameters of each mesh in a module of their own",
+        )
+
+
 def _set_by(unit: Unit, calls: GroupCollectives) -> str:
     """The name of the method that set these collectives; empty for the default ones."""
     if calls is unit.mesh.shard:
@@ -389,7 +404,7 @@ def _check_reduce_is_free(units: Iterable[Unit], setter: str) -> None:
 def _check_is_free(unit: Unit, collectives: str, other: str, setter: str) -> None:
     """Raises if ``setter`` would silently replace what another method has set."""
     if other not in ("", setter):
-        raise ConfigError(
+        raise ConfigAssertionError(
             f"{setter} conflicts with {other}, which already sets how unit '{unit.name}' {collectives}",
             where=f"{setter}, unit '{unit.name}', rank {unit.rank}",
             fix=f"call {other} or {setter}, not both",

@@ -17,18 +17,34 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm.mesh import DataMesh, data_mesh, default_device_type, default_mesh, join_launched_ranks
+from shardwise.comm.mesh import (
+    DataMesh,
+    data_mesh,
+    default_device_type,
+    default_mesh,
+    join_launched_ranks,
+    mesh_of_info,
+)
 from shardwise.composable.fsdp_module import FSDPModule, become_fsdp_module
 from shardwise.composable.state_dicts import keep_state_dicts_sharded
 from shardwise.engine.exact.exact_sums import EXACT_SUMMATION, check_mesh
 from shardwise.engine.reduce.reduce_plan import DEFAULT_SUMMATION
-from shardwise.engine.unit.dtensor_form import DTensorForm, PlacementFn
+from shardwise.engine.unit.dtensor_form import DTensorForm, PlacementFn, chosen_placement
 from shardwise.engine.unit.factory import check_unit, find_parameters, make_unit
-from shardwise.engine.unit.membership import membership, units_of
-from shardwise.engine.unit.module_selection import Wrap, choose_modules, has_forward
-from shardwise.errors import ConfigError, ConfigTypeError
-from shardwise.plan.schedule import plan_after_forward
-from shardwise.policies import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from shardwise.engine.unit.membership import UNITS_ATTRIBUTE, membership, units_of
+from shardwise.engine.unit.module_selection import Wrap, choose_modules, is_container
+from shardwise.engine.unit.unit import Unit
+from shardwise.errors import ConfigAssertionError, ConfigError, ConfigTypeError
+from shardwise.plan.schedule import AfterForward, plan_after_forward
+from shardwise.policies import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    as_record,
+    is_record_named,
+)
+from shardwise.torch_internals import register_as_fully_sharded
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -48,6 +64,7 @@ class UnitOptions(TypedDict, total=False):
     mp_policy: MixedPrecisionPolicy
     offload_policy: OffloadPolicy
     dp_mesh_dims: DataParallelMeshDims | None
+    device_type: str | None
     exact: bool
 
 
@@ -77,6 +94,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = _NO_OFFLOAD,
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
+    device_type: str | None = None,
     wrap: Wrap | None = None,
     exact: bool = False,
 ) -> FSDPModule | list[FSDPModule]:
@@ -93,11 +111,14 @@ def fully_shard(
             keeps them; an int reshards them to groups of that many neighbouring ranks; ``None`` means ``True``. The
             outermost unit always keeps its parameters until backward, unless ``set_reshard_after_forward`` is called.
         shard_placement_fn: takes a parameter and returns the ``Shard(dim)`` to shard it along, or ``None`` for dim 0.
-            The dimension need not be divisible by the number of ranks.
+            The dimension need not be divisible by the number of ranks. A ``ShardPlacementResult`` gives the parameter
+            a mesh of its own, as experts need it; its gradient is then averaged over the ranks of that mesh.
         mp_policy: dtypes to compute and reduce in.
         offload_policy: where shards are kept.
         ignored_params: parameters that are not sharded.
         dp_mesh_dims: which axes of a larger mesh shard and replicate.
+        device_type: ``"cuda"`` or ``"cpu"``, without ``mesh``. Default: ``"cuda"`` if parameters are there or the
+            process group uses NCCL or names no backend, else ``"cpu"``: with gloo a GPU is used only if you say so.
         wrap: which submodules become units of their own first: a class, several classes, a minimum number of elements,
             or a callable that takes a module and returns a bool or a mapping of keywords for that module.
         exact: sum gradients in one fixed order over micro-batches, in float32, so that the same micro-batches give the
@@ -114,6 +135,7 @@ def fully_shard(
         "mp_policy": mp_policy,
         "offload_policy": offload_policy,
         "dp_mesh_dims": dp_mesh_dims,
+        "device_type": device_type,
         "exact": exact,
     }
     ignored = _checked_ignored(ignored_params)
@@ -138,67 +160,125 @@ def fully_shard(
 
 
 class _UnitPlan:
-    """One unit to be made, with its arguments checked. Making the plan changes nothing."""
+    """One unit to be made, with its arguments checked; and one beside it for each other mesh that
+    ``shard_placement_fn`` chose. Making the plan changes nothing.
+    """
 
     def __init__(
         self, modules: tuple[nn.Module, ...], ignored: set[nn.Parameter], options: UnitOptions
     ) -> None:
-        mesh, exact = options["mesh"], options["exact"]
-        reshard_after_forward = options["reshard_after_forward"]
+        exact, reshard_after_forward = options["exact"], options["reshard_after_forward"]
         self.modules = modules
         self.ignored = ignored
         self.placement_fn = options["shard_placement_fn"]
-        self.precision = options["mp_policy"]
-        self.offload = options["offload_policy"]
         self.name = type(modules[0]).__name__
         call = f"fully_shard({self.name})"
         _check_modules(modules, call)
-        _check_policies(self.precision, self.offload, call)
-        if mesh is None:
-            join_launched_ranks()
-            params = (param for module in modules for param in module.parameters())
-            mesh = default_mesh(default_device_type(params), call)
-        elif not isinstance(mesh, DeviceMesh):
-            raise ConfigTypeError(
-                f"mesh is a {type(mesh).__name__}, not a DeviceMesh",
-                where=call,
-                fix="make one with torch.distributed.device_mesh.init_device_mesh",
-            )
-        self.mesh: DataMesh = data_mesh(mesh, options["dp_mesh_dims"], call)
+        self.precision = as_record(MixedPrecisionPolicy, options["mp_policy"], call)
+        self.offload = _as_offload_policy(options["offload_policy"], call)
+        self.mesh = _chosen_mesh(modules, options, call)
         self.where = f"{call}, rank {self.mesh.rank}"
-        self.after_forward = plan_after_forward(
-            reshard_after_forward,
-            self.mesh.shard.world,
-            self.name,
-            f"fully_shard({self.name}, reshard_after_forward={reshard_after_forward!r}), rank {self.mesh.rank}",
-        )
+        self.reshard_after_forward = reshard_after_forward
+        self.params = _parameters_by_mesh(modules, ignored, self.placement_fn, self.mesh, self.where)
         if reshard_after_forward == 1 and reshard_after_forward is not True:
             warnings.warn(
                 "reshard_after_forward=1 keeps full parameters on every rank, as False does; True frees them",
                 stacklevel=3,
             )
         self.sums = EXACT_SUMMATION if exact else DEFAULT_SUMMATION
-        if exact:
-            check_mesh(self.mesh, self.where)
-        check_unit(modules, ignored, self.placement_fn, self.mesh, self.where)
+        for mesh in self.params:
+            self._after_forward(mesh)
+            if exact:
+                check_mesh(mesh, self.where)
+            check_unit(modules, self._left_out_by(mesh), self.placement_fn, mesh, self.where)
         _check_precision_fits(modules, ignored, self.precision, self.where)
 
     def make_unit(self) -> None:
         """Shards the modules' parameters as one unit and adds ``FSDPModule``'s methods to the modules."""
-        unit = make_unit(
+        companions = tuple(
+            self._make(mesh, self._left_out_by(mesh)) for mesh in self.params if mesh is not self.mesh
+        )
+        # It finds the companions' parameters in its modules, and so gathers them together with its own.
+        unit = self._make(self.mesh, self.ignored)
+        unit.companions = companions
+        for module in self.modules:
+            module.__dict__[UNITS_ATTRIBUTE] = (unit, *companions)
+            become_fsdp_module(module)
+            register_as_fully_sharded(module)
+        keep_state_dicts_sharded((unit, *unit.needs))
+
+    def _make(self, mesh: DataMesh, ignored: set[nn.Parameter]) -> Unit:
+        return make_unit(
             self.name,
             self.modules,
-            self.mesh,
-            self.after_forward,
+            mesh,
+            self._after_forward(mesh),
             DTensorForm(self.placement_fn),
             self.precision,
             self.offload,
-            self.ignored,
+            ignored,
             self.sums,
         )
-        for module in self.modules:
-            become_fsdp_module(module)
-        keep_state_dicts_sharded((unit, *unit.needs))
+
+    def _after_forward(self, mesh: DataMesh) -> AfterForward:
+        asked = self.reshard_after_forward
+        return plan_after_forward(
+            asked,
+            mesh.shard.world,
+            self.name,
+            f"fully_shard({self.name}, reshard_after_forward={asked!r}), rank {mesh.rank}",
+        )
+
+    def _left_out_by(self, mesh: DataMesh) -> set[nn.Parameter]:
+        """The parameters that are ignored, or sharded over another mesh."""
+        others = (params for other, params in self.params.items() if other is not mesh)
+        return self.ignored.union(*others)
+
+
+def _chosen_mesh(modules: tuple[nn.Module, ...], options: UnitOptions, where: str) -> DataMesh:
+    mesh, device_type, dims = options["mesh"], options["device_type"], options["dp_mesh_dims"]
+    if mesh is None:
+        join_launched_ranks()
+        params = (param for module in modules for param in module.parameters())
+        mesh = default_mesh(device_type or default_device_type(params), where)
+    elif not isinstance(mesh, DeviceMesh):
+        raise ConfigTypeError(
+            f"mesh is a {type(mesh).__name__}, not a DeviceMesh",
+            where=where,
+            fix="make one with torch.distributed.device_mesh.init_device_mesh",
+        )
+    elif device_type not in (None, mesh.device_type):
+        raise ConfigError(
+            f"device_type is '{device_type}', but the mesh is one of {mesh.device_type} devices",
+            where=where,
+            fix="pass one of mesh and device_type",
+        )
+    return data_mesh(mesh, None if dims is None else as_record(DataParallelMeshDims, dims, where), where)
+
+
+def _parameters_by_mesh(
+    modules: tuple[nn.Module, ...],
+    ignored: set[nn.Parameter],
+    placement_fn: PlacementFn | None,
+    mesh: DataMesh,
+    where: str,
+) -> dict[DataMesh, set[nn.Parameter]]:
+    """Returns the parameters that belong to no unit yet by the mesh to shard them over, ``mesh`` first."""
+    found = [each for each in find_parameters(modules, ignored) if each.taken is None]
+    by_mesh: dict[DataMesh, set[nn.Parameter]] = {mesh: set()}
+    for each in found:
+        _, info = chosen_placement(each, placement_fn, where)
+        chosen = mesh if info is None else mesh_of_info(info, f"parameter '{each.name}', {where}")
+        if chosen.device != mesh.device:
+            raise ConfigError(
+                f"shard_placement_fn gives parameter '{each.name}' a mesh of {chosen.mesh.device_type} devices in a "
+                f"unit on {mesh.device}",
+                where=where,
+                fix="use meshes of one device type in one call",
+            )
+        chosen = next((known for known in by_mesh if known.mesh == chosen.mesh), chosen)
+        by_mesh.setdefault(chosen, set()).add(each.param)
+    return by_mesh
 
 
 def _as_modules(module: Any) -> tuple[nn.Module, ...]:
@@ -238,14 +318,14 @@ def _checked_ignored(ignored: Iterable[nn.Parameter] | None) -> set[nn.Parameter
 
 def _check_modules(modules: tuple[nn.Module, ...], where: str) -> None:
     if len(set(modules)) != len(modules):
-        raise ConfigError("a module is in the list twice", where=where, fix="pass each module once")
+        raise ConfigAssertionError("a module is in the list twice", where=where, fix="pass each module once")
     for module in modules:
         name = type(module).__name__
         if units_of(module):
-            raise ConfigError(
+            raise ConfigAssertionError(
                 f"{name} is sharded already", where=where, fix="call fully_shard once for each module"
             )
-        if not has_forward(module):
+        if is_container(module):
             raise ConfigError(
                 f"{name} has no forward: it is never called, so its parameters would never be gathered",
                 where=where,
@@ -253,19 +333,11 @@ def _check_modules(modules: tuple[nn.Module, ...], where: str) -> None:
             )
 
 
-def _check_policies(precision: MixedPrecisionPolicy, offload: OffloadPolicy, where: str) -> None:
-    if not isinstance(precision, MixedPrecisionPolicy):
-        raise ConfigTypeError(
-            f"mp_policy is a {type(precision).__module__}.{type(precision).__name__}",
-            where=where,
-            fix="pass a shardwise.MixedPrecisionPolicy",
-        )
-    if not isinstance(offload, OffloadPolicy):
-        raise ConfigTypeError(
-            f"offload_policy is a {type(offload).__module__}.{type(offload).__name__}",
-            where=where,
-            fix="pass a shardwise.CPUOffloadPolicy, or leave offload_policy out",
-        )
+def _as_offload_policy(policy: Any, where: str) -> OffloadPolicy:
+    if policy is None:
+        return _NO_OFFLOAD
+    is_offloaded = is_record_named(CPUOffloadPolicy.__name__, policy)
+    return as_record(CPUOffloadPolicy if is_offloaded else OffloadPolicy, policy, where)
 
 
 def _check_precision_fits(

@@ -51,15 +51,26 @@ backward_executes: Callable[[Any], bool] = torch._C._will_engine_execute_node
 def backward_reaches(leaf: torch.Tensor) -> bool:
     """Returns whether the running backward computes a gradient of ``leaf``."""
     # A leaf's node is not exposed, but a view created in grad mode points to it. ``get_gradient_edge`` does the same
-    # and takes three times as long.
+    # and takes three times as long. A tensor subclass may have no views.
     was_enabled = torch.is_grad_enabled()
     torch._C._set_grad_enabled(True)
-    view_node = leaf.view_as(leaf).grad_fn
+    follower = leaf.view_as(leaf) if type(leaf) is torch.nn.Parameter else _Follower.apply(leaf)
     torch._C._set_grad_enabled(was_enabled)
-    assert view_node is not None
-    node = view_node.next_functions[0][0]
+    node = follower.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
     assert node is not None
     return backward_executes(node)
+
+
+class _Follower(torch.autograd.Function):
+    """Makes a tensor whose node points to its input's, without any operation on the input."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+        return torch.empty(())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return None
 
 
 def preserved_version(tensor: torch.Tensor) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.algorithms.join import Joinable
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -15,6 +16,16 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """Returns the module's own parameters by name; writing to this dict is ten times as fast as ``setattr``."""
     return module._parameters
+
+
+def register_as_fully_sharded(module: nn.Module) -> None:
+    """Enters the module into torch's registry of composable APIs: torch's ``replicate`` leaves its parameters alone."""
+    module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
+
+
+def is_replicated(module: nn.Module) -> bool:
+    """Whether torch's ``replicate`` was called on this module, and so averages its gradients."""
+    return "replicate" in module.__dict__.get(REGISTRY_KEY, {})
 
 
 # Base class of all batch norms, which compute in full precision under any mixed precision.

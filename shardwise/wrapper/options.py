@@ -16,7 +16,7 @@ from torch import nn
 
 from shardwise.errors import ConfigError, ConfigTypeError
 from shardwise.plan.schedule import FREE, KEEP, AfterForward
-from shardwise.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from shardwise.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, as_record
 from shardwise.torch_internals import BatchNorm
 
 
@@ -116,21 +116,6 @@ def as_choice(kind: type[E], value: Any, where: str) -> E:
         f"{value!r} is not a {kind.__name__}",
         where=where,
         fix=f"pass one of {', '.join(f'{kind.__name__}.{name}' for name in kind.__members__)}",
-    )
-
-
-R = TypeVar("R")
-
-
-def as_record(kind: type[R], value: Any, where: str) -> R:
-    """Returns ``value`` as a ``kind``; accepts torch's dataclass of the same name and fields."""
-    if isinstance(value, kind):
-        return value
-    if type(value).__name__ == kind.__name__ and hasattr(value, "__dataclass_fields__"):
-        names = kind.__dataclass_fields__  # type: ignore[attr-defined]
-        return kind(**{name: getattr(value, name) for name in names if hasattr(value, name)})
-    raise ConfigTypeError(
-        f"{value!r} is not a {kind.__name__}", where=where, fix=f"pass a shardwise.{kind.__name__}"
     )
 
 

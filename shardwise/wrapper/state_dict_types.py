@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 from torch import nn
 
 from shardwise.errors import ConfigRecordError, ConfigTypeError, StateAssertionError
-from shardwise.wrapper.options import as_choice, as_record
+from shardwise.policies import as_record
+from shardwise.wrapper.options import as_choice
 
 
 class StateDictType(Enum):

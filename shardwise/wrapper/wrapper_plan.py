@@ -31,6 +31,7 @@ from shardwise.engine.unit.membership import hidden, membership, units_of
 from shardwise.engine.unit.module_selection import has_forward
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import ConfigError, ConfigTypeError
+from shardwise.policies import as_record
 from shardwise.torch_internals import children_of, parameters_of
 from shardwise.wrapper.device_and_mesh import (
     chosen_device,
@@ -46,7 +47,6 @@ from shardwise.wrapper.options import (
     MixedPrecision,
     ShardingStrategy,
     WrapperOptions,
-    as_record,
 )
 from shardwise.wrapper.wrap_policies import choose
 

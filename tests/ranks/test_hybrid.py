@@ -320,8 +320,9 @@ def eight_ranks(dims, shard_world, reshard):
             len(group),
         )
     for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
-        assert param.placements == ((Replicate(),) if dims.replicate else ()) + (Shard(0),)
-        assert param.device_mesh.size(param.device_mesh.ndim - 1) == shard_world
+        placements = ((Replicate(),) if dims.replicate else ()) + ((Shard(0),) if dims.shard else ())
+        assert param.placements == placements
+        assert shard_world in (1, param.device_mesh.size(param.device_mesh.ndim - 1))
         same_shard(param.grad, expected.grad, name, LAST_DIGITS)
 
 
@@ -333,8 +334,16 @@ def eight_ranks(dims, shard_world, reshard):
         (DataParallelMeshDims(shard=("outer", "inner")), 4, True),
         (DataParallelMeshDims(shard=("outer", "inner")), 4, 2),
         (DataParallelMeshDims(shard="other", replicate=("outer", "inner")), 2, False),
+        (DataParallelMeshDims(replicate=("outer", "inner")), 1, True),
     ],
-    ids=["one axis", "two axes", "two axes as one", "parts of two axes as one", "replicas over two axes"],
+    ids=[
+        "one axis",
+        "two axes",
+        "two axes as one",
+        "parts of two axes as one",
+        "replicas over two axes",
+        "replicas only",
+    ],
 )
 def test_named_axes_of_a_larger_mesh_shard_and_replicate(dims, shard_world, reshard):
     run_ranks(eight_ranks, 8, dims, shard_world, reshard)
@@ -354,8 +363,6 @@ def refusals():
         fully_shard(layer, mesh=mesh)
     with pytest.raises(ConfigError, match="names the axis 'd', which the mesh does not have"):
         fully_shard(layer, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="d"))
-    with pytest.raises(ConfigError, match="names no axis to shard over"):
-        fully_shard(layer, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(replicate="a"))
     with pytest.raises(ConfigError, match="names the axis 'b' twice"):
         fully_shard(layer, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="b", replicate="b"))
     with pytest.raises(ConfigError, match="shard world is 2"):

@@ -391,7 +391,7 @@ def test_a_divide_factor_holds_for_one_unit():
 
 def old_name():
     module = fully_shard(Slope(4))
-    with pytest.warns(FutureWarning, match="set_gradient_divide_factor"):
+    with pytest.warns(DeprecationWarning, match="set_gradient_divide_factor"):
         module.set_reduce_scatter_divide_factor(8.0)
     return reduced(module, 4.0)
 

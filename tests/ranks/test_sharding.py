@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from shardwise import ConfigError
 from shardwise.testing import run_ranks
 from shardwise.testing.workloads import WORKLOADS, TiedTransformer, seeded
 from tests.ranks.models import (
@@ -436,3 +437,18 @@ def output_in_its_own_dtype():
 
 def test_the_policy_sets_the_dtypes_of_parameters_inputs_and_outputs():
     run_ranks(output_in_its_own_dtype, 2)
+
+
+def device_type_says_where():
+    model = fully_shard(nn.Linear(4, 4), device_type="cpu")
+    assert model.weight.device_mesh.device_type == "cpu"
+    model(torch.ones(2, 4)).sum().backward()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    assert fully_shard(nn.Linear(4, 4), mesh=mesh, device_type="cpu").weight.device_mesh == mesh
+    with pytest.raises(ConfigError, match=r"device_type is 'cuda'.*cpu devices"):
+        fully_shard(nn.Linear(4, 4), mesh=mesh, device_type="cuda")
+
+
+@beyond_torch
+def test_device_type_says_where_a_model_is_sharded():
+    run_ranks(device_type_says_where, 2)

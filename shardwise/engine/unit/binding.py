@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.errors import StateError
+from shardwise.errors import StateAssertionError, StateError
 from shardwise.torch_internals import (
     Spec,
     children_of,
@@ -266,7 +266,7 @@ def is_showing(shown: Shown) -> bool:
 
 
 def not_copied(how: str, what: str) -> StateError:
-    return StateError(
+    return StateAssertionError(
         f"{what} cannot be copied by {how}: its parameters are tied to the ranks it is sharded over",
         where=f"{how} of a sharded module",
         fix="copy the model before fully_shard, or build a second one and load this one's state_dict() into it",

@@ -17,13 +17,13 @@ from torch.distributed.tensor.placement_types import Placement
 
 from shardwise.comm.mesh import DataMesh
 from shardwise.engine.buffers import contiguous_strides
-from shardwise.engine.gather.tensor_extensions import is_tensor_extension
+from shardwise.engine.gather.tensor_extensions import cut_extension, is_tensor_extension
 from shardwise.engine.reduce.gradient_buffer import GradientView
 from shardwise.engine.unit.binding import FoundParameter, Slot
 from shardwise.errors import ConfigError
 from shardwise.plan.layout import Layout, Packing, RowParam, cut_evenly
 from shardwise.plan.rows import RowsPacking, plan_rows
-from shardwise.policies import MixedPrecisionPolicy
+from shardwise.policies import MixedPrecisionPolicy, ShardPlacementResult, is_record_named
 from shardwise.torch_internals import (
     all_show,
     concatenate_meshes,
@@ -33,7 +33,7 @@ from shardwise.torch_internals import (
     strided_shard,
 )
 
-PlacementFn = Callable[[nn.Parameter], "Shard | None"]
+PlacementFn = Callable[[nn.Parameter], "Shard | ShardPlacementResult | None"]
 
 
 class ShardedForm(Protocol):
@@ -99,7 +99,7 @@ class DTensorForm:
         device: torch.device,
         where: str,
     ) -> list[Slot]:
-        dims = [chosen_dim(each, self._placement_fn, where) % each.param.dim() for each in found]
+        dims = [chosen_placement(each, self._placement_fn, where)[0] % each.param.dim() for each in found]
         return [_make_slot(each, dim, mesh, precision, device) for each, dim in zip(found, dims, strict=True)]
 
     def plan(self, params: list[RowParam], world: int) -> Layout:
@@ -157,18 +157,22 @@ def gradient_views_by_slot(slots: list[Slot], packing: Packing, rank: int) -> li
     return parts
 
 
-def chosen_dim(found: FoundParameter, placement_fn: PlacementFn | None, where: str) -> int:
+def chosen_placement(found: FoundParameter, placement_fn: PlacementFn | None, where: str) -> tuple[int, Any]:
+    """Returns the dim to shard a parameter along, and what describes its mesh; None: the unit's mesh."""
     param = found.param
-    placement = placement_fn(param) if placement_fn is not None else None
+    placement: Any = placement_fn(param) if placement_fn is not None else None
+    mesh_info = None
+    if is_record_named(ShardPlacementResult.__name__, placement):
+        placement, mesh_info = placement.placement, placement.mesh_info
     if placement is None:
-        return 0
+        return 0, mesh_info
     if not isinstance(placement, Shard):
         raise ConfigError(
             f"shard_placement_fn returned {placement!r} for a parameter of shape {tuple(param.shape)}",
             where=f"parameter '{found.name}', {where}",
             fix="return a torch.distributed.tensor.Shard(dim), or None for Shard(0)",
         )
-    return placement.dim
+    return placement.dim, mesh_info
 
 
 def _make_slot(
@@ -191,20 +195,22 @@ def _make_slot(
     spec = dtensor_spec(
         data_mesh, placements, param.shape, contiguous_strides(tuple(param.shape)), param.dtype
     )
-    span = cut_evenly(full.shape[dim], mesh.shard.world, mesh.shard.rank)
-    local = full.narrow(dim, span.start, span.numel)
     # The DTensor must have the right device from the start. Its values move to the unit's buffer and this copy is
-    # freed; but a tensor extension keeps its own storage, which must not be a view of the full tensor.
-    if is_tensor_extension(local):
-        local = local.to(device).clone()
+    # freed; but a tensor extension keeps its own storage.
+    if is_tensor_extension(full):
+        local = cut_extension(full, dim, mesh.shard.world, mesh.shard.rank, device)
     else:
+        span = cut_evenly(full.shape[dim], mesh.shard.world, mesh.shard.rank)
+        local = full.narrow(dim, span.start, span.numel)
         local = local if local.device.type == "meta" else local.to(device)
         # A copy where it has a storage offset: torch fails to copy a DTensor that was made with one.
         local = local.clone() if local.storage_offset() else local
         local = local.contiguous()
     sharded = dtensor_parameter(local, spec, param.requires_grad)
     for key, value in param.__dict__.items():
-        sharded.__dict__.setdefault(key, value)
+        # What users set, not the inner tensors of a subclass.
+        if key not in full.__dict__:
+            sharded.__dict__.setdefault(key, value)
     return Slot(
         found.name,
         found.places,
@@ -248,4 +254,4 @@ def _cut_after(param: DTensor, dim: int, axes: list[int], shard: Placement) -> P
         placement = param.placements[axis]
         if isinstance(placement, Shard) and placement.dim == dim:
             cuts_of_dim *= param.device_mesh.size(axis)
-    return strided_shard(dim, cuts_of_dim) if cuts_of_dim > 1 else shard
+    return strided_shard(dim, cuts_of_dim) if cuts_of_dim > 1 and isinstance(shard, Shard) else shard

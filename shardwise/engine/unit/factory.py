@@ -15,16 +15,17 @@ from shardwise.engine.reduce.reduce_plan import DEFAULT_SUMMATION, Summation
 from shardwise.engine.step.optimizer_hooks import OPTIMIZER_HOOKS
 from shardwise.engine.step.root import Root
 from shardwise.engine.unit.binding import FoundParameter, Place, Slot, clean_name
-from shardwise.engine.unit.dtensor_form import PlacementFn, ShardedForm, chosen_dim
+from shardwise.engine.unit.dtensor_form import PlacementFn, ShardedForm, chosen_placement
 from shardwise.engine.unit.hooks import UnitHooks
 from shardwise.engine.unit.membership import UNITS_ATTRIBUTE, hidden, membership, tag, tag_hidden, units_of
 from shardwise.engine.unit.unit import Unit, UnitSettings, shard_device
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigAssertionError, ConfigError
 from shardwise.plan.layout import ceil_div
 from shardwise.plan.schedule import AfterForward
 from shardwise.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardwise.torch_internals import (
     buffers_of,
+    is_replicated,
     local_of,
     parameters_of,
     root_mesh,
@@ -32,7 +33,7 @@ from shardwise.torch_internals import (
 
 
 def find_parameters(modules: Iterable[nn.Module], ignored: set[nn.Parameter]) -> list[FoundParameter]:
-    """Finds the parameters below ``modules``, except in modules that have units of their own.
+    """Finds the parameters below ``modules``, except in modules that have units of their own or are replicated.
 
     A shared parameter is found once, with all its places; one that belongs to a unit already comes with that unit.
     """
@@ -52,7 +53,7 @@ def _find_below(
     seen: set[nn.Module],
     found: dict[int, FoundParameter],
 ) -> None:
-    if module in seen or (units_of(module) and module not in tops):
+    if module in seen or is_replicated(module) or (units_of(module) and module not in tops):
         return
     seen.add(module)
     for name, param in parameters_of(module).items():
@@ -129,7 +130,7 @@ def check_parameter(found: FoundParameter, dim: int, mesh: DataMesh, where: str)
             "gradient over ranks yourself",
         )
     if not -param.dim() <= dim < param.dim():
-        raise ConfigError(
+        raise ConfigAssertionError(
             f"parameter '{found.name}' of shape {tuple(param.shape)} has no dim {dim} to shard on",
             where=where,
             fix=f"return Shard(0) to Shard({param.dim() - 1}) from shard_placement_fn",
@@ -148,7 +149,7 @@ def check_tensor_parallel(found: FoundParameter, param: DTensor, mesh: DataMesh,
             )
         return
     if root_mesh(param.device_mesh) != root_mesh(mesh.mesh) or param.device_mesh == mesh.mesh:
-        raise ConfigError(
+        raise ConfigAssertionError(
             f"parameter '{found.name}' is a DTensor on the mesh {param.device_mesh}, which is not another axis of the "
             f"mesh that {mesh.mesh} belongs to",
             where=where,
@@ -168,7 +169,7 @@ def check_unit(
     for found in find_parameters(modules, ignored):
         if found.taken is None:
             check_fits_shards(found, "ignored_params", where)
-            check_parameter(found, chosen_dim(found, placement_fn, where), mesh, where)
+            check_parameter(found, chosen_placement(found, placement_fn, where)[0], mesh, where)
 
 
 def make_unit(

@@ -368,6 +368,8 @@ class UnitHooks:
             return
         self._close(visit)
         unit.gradients.reduce()
+        for companion in unit.companions:
+            companion.gradients.reduce()
         if unit.settings.recorder is not None:
             self._report(unit.settings.recorder)
         if unit.settings.prefetches_late:

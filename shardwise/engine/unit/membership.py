@@ -84,7 +84,7 @@ UNITS_ATTRIBUTE = "_shardwise_units"
 
 
 def units_of(module: nn.Module) -> tuple[Unit, ...]:
-    """The units of a module: one for each API that sharded it."""
+    """The units of a module: first the one that follows its forward, then its companions on other meshes."""
     units: tuple[Unit, ...] = module.__dict__.get(UNITS_ATTRIBUTE, ())
     return units
 

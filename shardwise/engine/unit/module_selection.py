@@ -62,6 +62,11 @@ def has_forward(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward or "forward" in module.__dict__
 
 
+def is_container(module: nn.Module) -> bool:
+    """Whether a module only holds others. Without a forward, any other may have methods that are used instead."""
+    return isinstance(module, (nn.ModuleList, nn.ModuleDict)) and not has_forward(module)
+
+
 def _is_one_of(classes: tuple[type, ...]) -> Callable[[nn.Module], bool]:
     return lambda module: isinstance(module, classes)
 

@@ -84,6 +84,8 @@ class Unit:
     root: RootInterface
     number: int
     is_top: bool
+    # Whether it is a companion of the outermost unit.
+    is_beside_top = False
     collective_names: CollectiveNames
 
     def __init__(
@@ -106,6 +108,8 @@ class Unit:
         self.settings = settings
         # Units whose parameters this unit's modules show: itself, and the owners of tied parameters.
         self.needs: tuple[Unit, ...] = (self,) if slots else ()
+        # Units of the same modules on other meshes; they are among ``needs``, and have no visits of their own.
+        self.companions: tuple[Unit, ...] = ()
         self.state = SHARDED
         self.holders = 0
         self.prefetched = False
@@ -123,8 +127,13 @@ class Unit:
         self.root = root
         self.number = number
         self.is_top = number == 0
+        for companion in self.companions:
+            companion.is_beside_top = self.is_top
         self.name = name
         self.collective_names = CollectiveNames(name, len(self.slots), model)
+        if self.has_memory and self.state is SHARDED and not self.buffers.are_for(self.slots):
+            self._build()
+            self.show_in_all_places()
 
     def configure(self, **changes: Any) -> None:
         """Changes settings; takes the fields of ``UnitSettings``."""
@@ -481,6 +490,7 @@ class Unit:
         The root's do unless a user said otherwise, because backward needs them at once; without grad no backward comes.
         """
         settings = self.settings
-        if self.is_top and not settings.after_forward_is_explicit and self.root.expects_backward:
+        is_outermost = self.is_top or self.is_beside_top
+        if is_outermost and not settings.after_forward_is_explicit and self.root.expects_backward:
             return True
         return settings.after_forward is KEEP

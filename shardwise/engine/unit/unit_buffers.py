@@ -37,7 +37,7 @@ class UnitBuffers:
         world = mesh.shard.world
         plain = [slot for slot in slots if not is_tensor_extension(slot.local)]
         self._extensions = [
-            TensorExtension(slot, mesh.mesh, precision, world)
+            TensorExtension(slot, mesh.shard_axis, precision, world)
             for slot in slots
             if is_tensor_extension(slot.local)
         ]
@@ -86,6 +86,12 @@ class UnitBuffers:
         for slot, full in zip(plain, fulls, strict=False):
             slot.unsharded = _parameter(slot, full)
         self._allocate_extensions(parts[len(plain) :], fulls[len(plain) :])
+
+    def are_for(self, slots: list[Slot]) -> bool:
+        """Whether the same slots are tensor extensions as when the buffers were made; users may define more."""
+        return [extension.slot for extension in self._extensions] == [
+            slot for slot in slots if is_tensor_extension(slot.local)
+        ]
 
     def _allocate_extensions(self, parts: list[torch.Tensor], fulls: list[torch.Tensor]) -> None:
         if not self._extensions:

@@ -1,0 +1,522 @@
+"""Writes docs/torch_surface.md: every public name of torch's FSDP and ZeRO, and what shardwise makes of it.
+
+Run by ``make reference``. ``ROWS`` is the table; ``tests/unit/test_torch_surface.py`` compares it with the installed
+torch: every public name, method and argument of torch must be in it, and every test that it names must exist.
+"""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.fsdp
+import torch.distributed.fsdp.sharded_grad_scaler
+import torch.distributed.fsdp.wrap
+from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+import shardwise
+
+PAGE = Path(__file__).resolve().parent / "torch_surface.md"
+VERDICTS = ("same", "better", "differs", "refused")
+
+_RANKS = "tests/ranks/"
+_LIKE = f"{_RANKS}test_like_torch.py::test_a_program_gives_what_it_gives_with_torch"
+_MISUSE = f"{_RANKS}test_like_torch.py::test_a_misuse_raises_an_error_of_the_kind_that_torch_raises"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One name; with ``detail``, one behaviour of it that is not torch's. ``test`` shows it."""
+
+    name: str
+    verdict: str
+    test: str
+    why: str = ""
+    detail: str = ""
+
+
+def _like(name: str, program: str) -> Row:
+    return Row(name, "same", f"{_LIKE}[{program}]")
+
+
+def _same(name: str, test: str) -> Row:
+    return Row(name, "same", _RANKS + test)
+
+
+def _better(name: str, detail: str, why: str, test: str) -> Row:
+    return Row(name, "better", _RANKS + test, why, detail)
+
+
+def _differs(name: str, detail: str, why: str, test: str) -> Row:
+    return Row(name, "differs", _RANKS + test, why, detail)
+
+
+FULLY_SHARD = (
+    _like("fully_shard", "names_classes_and_state_dicts"),
+    _like("fully_shard(module)", "a_list_of_modules"),
+    _like("fully_shard(mesh)", "mesh_of_two_axes"),
+    _like("fully_shard(reshard_after_forward)", "reshard_after_forward"),
+    _like("fully_shard(shard_placement_fn)", "shard_placement_fn"),
+    _like("fully_shard(mp_policy)", "torchs_mixed_precision_policy"),
+    _like("fully_shard(offload_policy)", "torchs_offload_policies"),
+    _like("fully_shard(ignored_params)", "ignored_params"),
+    _like("fully_shard(dp_mesh_dims)", "dp_mesh_dims"),
+    _differs(
+        "fully_shard",
+        "the default device",
+        "torch takes an accelerator wherever there is one; here a group that uses gloo alone means the CPU, unless "
+        "parameters are on an accelerator: `mesh` or `device_type` says otherwise",
+        "test_sharding.py::test_device_type_says_where_a_model_is_sharded",
+    ),
+    _differs(
+        "fully_shard",
+        "`reshard_after_forward=True` for the outermost module",
+        "it keeps its parameters all the same, because backward begins with it; "
+        "`set_reshard_after_forward(True, recurse=False)` frees them",
+        "test_reshard.py::test_the_root_keeps_its_parameters_whatever_is_passed",
+    ),
+    _better(
+        "fully_shard",
+        "a parameter that does not divide on the dim it is sharded along",
+        "torch refuses all dims but 0",
+        "test_sharding.py::test_sizes_that_do_not_divide_are_sharded_on_any_dim",
+    ),
+    _better(
+        "fully_shard",
+        "parameters of several dtypes in one call",
+        "torch refuses them",
+        "test_sharding.py::test_parameters_of_different_dtypes_travel_in_one_unit",
+    ),
+    _better(
+        "fully_shard",
+        "parameters tied across calls",
+        "torch refuses them",
+        "test_sharding.py::test_parameters_shared_across_units_stay_shared",
+    ),
+    _better(
+        "fully_shard",
+        "modules of a list that run without a model around them",
+        "torch refuses a list as the outermost module",
+        "test_sharding.py::test_modules_of_a_list_may_run_one_by_one_without_a_model_around_them",
+    ),
+    _better(
+        "fully_shard",
+        "a part that runs before the whole has",
+        "torch refuses the first forward of the whole then",
+        "test_surprises.py::test_a_unit_tied_to_another_may_be_called_alone_before_the_model_has_run",
+    ),
+    _better(
+        "fully_shard",
+        "a mesh of two axes without names",
+        "torch refuses it",
+        "test_two_meshes.py::test_parameters_on_two_meshes_train_as_a_plain_model",
+    ),
+    _better(
+        "fully_shard",
+        "`ShardPlacementResult` with a mesh",
+        "torch needs its own `FSDPMeshInfo`, the same object for all parameters of a group; that is taken, too",
+        "test_two_meshes.py::test_parameters_on_two_meshes_train_as_with_torch",
+    ),
+    _better(
+        "fully_shard",
+        "errors",
+        "of the type that torch raises, before anything has changed, with a way out",
+        "test_like_torch.py::test_a_misuse_raises_an_error_of_the_kind_that_torch_raises",
+    ),
+    _better(
+        "fully_shard",
+        "an optimizer made of gathered parameters",
+        "torch's steps in vain; here the first step says so",
+        "test_optimizers.py::test_an_optimizer_that_would_step_in_vain_says_so",
+    ),
+    _better(
+        "fully_shard",
+        "ranks that run different modules or do not arrive",
+        "torch waits for its timeout; here ranks learn who diverged, and where",
+        "test_trust.py::test_ranks_that_part_or_break_off_are_told_and_train_on",
+    ),
+    _like("FSDPModule", "names_classes_and_state_dicts"),
+    _like("FSDPModule.reshard", "unshard_and_reshard"),
+    _like("FSDPModule.unshard", "unshard_and_reshard"),
+    _like("FSDPModule.reset_iter_state", "reset_iter_state"),
+    _better(
+        "FSDPModule.reset_iter_state",
+        "on a part of the model",
+        "torch refuses it; here it resets the model's step",
+        "test_settings.py::test_reset_frees_weights_and_drops_gradients_put_by",
+    ),
+    _like("FSDPModule.set_is_last_backward", "set_is_last_backward"),
+    _like("FSDPModule.set_requires_gradient_sync", "set_requires_gradient_sync"),
+    _like("FSDPModule.set_requires_all_reduce", "set_requires_all_reduce"),
+    _like("FSDPModule.set_reshard_after_forward", "set_reshard_after_forward"),
+    _like("FSDPModule.set_reshard_after_backward", "set_reshard_after_backward"),
+    _better(
+        "FSDPModule.set_reshard_after_backward",
+        "what `parameters()` gives while parameters are kept",
+        "the shards, which clipping and optimizers want; torch gives full parameters without gradients",
+        "test_settings.py::test_weights_kept_after_backward_are_used_until_an_optimizer_changes_them",
+    ),
+    _like("FSDPModule.set_modules_to_forward_prefetch", "set_modules_to_prefetch"),
+    _like("FSDPModule.set_modules_to_backward_prefetch", "set_modules_to_prefetch"),
+    _like("FSDPModule.set_custom_all_gather", "custom_collectives"),
+    _like("FSDPModule.set_custom_reduce_scatter", "custom_collectives"),
+    _better(
+        "FSDPModule.set_custom_all_gather",
+        "after another method has set how a unit gathers",
+        "torch drops what was set before, or refuses, by the order of the calls; here both orders are refused",
+        "test_contradictions.py::test_refused_is",
+    ),
+    _like("FSDPModule.set_all_reduce_hook", "set_all_reduce_hook"),
+    _same(
+        "FSDPModule.set_post_optim_event", "test_settings.py::test_an_event_after_the_optimizer_is_used_once"
+    ),
+    _like("FSDPModule.set_reduce_scatter_divide_factor", "set_divide_factors"),
+    _like("FSDPModule.set_gradient_divide_factor", "set_divide_factors"),
+    _better(
+        "FSDPModule.set_gradient_divide_factor",
+        "with gloo",
+        "torch needs `set_force_sum_reduction_for_comms(True)` there",
+        "test_settings.py::test_a_divide_factor_takes_the_place_of_the_number_of_ranks",
+    ),
+    _like("FSDPModule.set_force_sum_reduction_for_comms", "set_force_sum_reduction_for_comms"),
+    _like("FSDPModule.set_reduce_scatter_unused_params", "set_reduce_scatter_unused_params"),
+    _like("FSDPModule.set_reduce_scatter_max_input_buffers", "settings_of_collectives"),
+    _like("FSDPModule.set_separate_reduce_scatter_group", "settings_of_collectives"),
+    _like("FSDPModule.set_unshard_in_backward", "set_unshard_in_backward"),
+    _like("FSDPModule.set_allocate_memory_from_process_group_for_comm", "settings_of_collectives"),
+    _same(
+        "FSDPModule.set_symm_mem_for_comm",
+        "test_settings.py::test_symmetric_memory_is_refused_on_gloo_and_changes_nothing",
+    ),
+    _like("UnshardHandle", "unshard_without_parameters"),
+    _like("UnshardHandle.wait", "unshard_and_reshard"),
+    _like("MixedPrecisionPolicy", "mixed_precision_policy"),
+    _like("OffloadPolicy", "torchs_offload_policies"),
+    _like("CPUOffloadPolicy", "torchs_offload_policies"),
+    _like("DataParallelMeshDims", "dp_mesh_dims_that_only_replicate"),
+    _same(
+        "DataParallelMeshDims.shard_names",
+        "test_hybrid.py::test_named_axes_of_a_larger_mesh_shard_and_replicate",
+    ),
+    _same(
+        "DataParallelMeshDims.replicate_names",
+        "test_hybrid.py::test_named_axes_of_a_larger_mesh_shard_and_replicate",
+    ),
+    _like("register_fsdp_forward_method", "methods_without_a_forward"),
+    _like("share_comm_ctx", "share_comm_ctx"),
+)
+
+WRAPPER = (
+    _same("FullyShardedDataParallel", "test_wrapper.py::test_two_ranks_match_the_oracle_bit_for_bit"),
+    *(
+        _same(f"FullyShardedDataParallel({argument})", test)
+        for argument, test in {
+            "module": "test_wrapper.py::test_two_ranks_match_the_oracle_bit_for_bit",
+            "process_group": "test_wrapper.py::test_a_process_group_shards_over_its_own_ranks",
+            "sharding_strategy": "test_wrapper.py::test_each_strategy_gathers_reduces_and_frees_as_it_says",
+            "cpu_offload": "test_wrapper_kept.py::test_steps_on_the_host_are_seen_by_the_next_forward",
+            "auto_wrap_policy": "test_wrapper.py::test_policies_choose_what_torchs_choose_and_torchs_own_work",
+            "backward_prefetch": "test_wrapper.py::test_backward_and_forward_prefetch_when_told_to",
+            "mixed_precision": "test_wrapper_precision.py::test_each_option_of_mixed_precision_does_what_it_says",
+            "ignored_modules": "test_wrapper.py::test_ignored_modules_and_parameters_are_left_alone",
+            "param_init_fn": "test_wrapper.py::"
+            "test_first_values_come_from_the_first_rank_or_from_an_init_function",
+            "device_id": "test_wrapper_bad_input.py::test_options_that_cannot_work_are_refused_and_change_nothing",
+            "sync_module_states": "test_wrapper.py::"
+            "test_first_values_come_from_the_first_rank_or_from_an_init_function",
+            "forward_prefetch": "test_wrapper.py::test_backward_and_forward_prefetch_when_told_to",
+            "limit_all_gathers": "test_wrapper.py::test_options_can_be_read",
+            "use_orig_params": "test_wrapper.py::test_two_ranks_match_the_oracle_bit_for_bit",
+            "ignored_states": "test_wrapper.py::test_ignored_modules_and_parameters_are_left_alone",
+            "device_mesh": "test_wrapper.py::test_hybrid_strategies_match_the_oracle",
+        }.items()
+    ),
+    _same(
+        "FullyShardedDataParallel.module", "test_wrapper.py::test_names_are_clean_and_attributes_fall_through"
+    ),
+    _same("FullyShardedDataParallel.forward", "test_wrapper.py::test_two_ranks_match_the_oracle_bit_for_bit"),
+    _same("FullyShardedDataParallel.check_is_root", "test_wrapper.py::test_options_can_be_read"),
+    _same("FullyShardedDataParallel.fsdp_modules", "test_wrapper.py::test_options_can_be_read"),
+    _same(
+        "FullyShardedDataParallel.apply",
+        "test_wrapper_state.py::test_summoned_parameters_are_whole_and_changes_are_written_back",
+    ),
+    _same(
+        "FullyShardedDataParallel.set_state_dict_type",
+        "test_wrapper_state.py::test_state_dicts_of_every_kind_are_given_and_taken",
+    ),
+    _same(
+        "FullyShardedDataParallel.get_state_dict_type",
+        "test_wrapper_state.py::test_state_dicts_of_every_kind_are_given_and_taken",
+    ),
+    _same(
+        "FullyShardedDataParallel.state_dict_type",
+        "test_wrapper_state.py::test_state_dicts_of_every_kind_are_given_and_taken",
+    ),
+    _same(
+        "FullyShardedDataParallel.summon_full_params",
+        "test_wrapper_state.py::test_summoned_parameters_are_whole_and_changes_are_written_back",
+    ),
+    _same(
+        "FullyShardedDataParallel.named_parameters",
+        "test_wrapper.py::test_names_are_clean_and_attributes_fall_through",
+    ),
+    _same(
+        "FullyShardedDataParallel.named_buffers",
+        "test_wrapper.py::test_names_are_clean_and_attributes_fall_through",
+    ),
+    _same(
+        "FullyShardedDataParallel.no_sync",
+        "test_wrapper_accumulation.py::test_micro_batches_in_and_out_of_no_sync_equal_one_batch",
+    ),
+    _same(
+        "FullyShardedDataParallel.clip_grad_norm_",
+        "test_wrapper_state.py::test_clipping_is_that_of_the_unsharded_model",
+    ),
+    *(
+        _same(
+            f"FullyShardedDataParallel.{method}",
+            "test_wrapper_state.py::test_optimizer_states_of_every_kind_are_given_and_taken",
+        )
+        for method in (
+            "optim_state_dict",
+            "optim_state_dict_to_load",
+            "full_optim_state_dict",
+            "sharded_optim_state_dict",
+            "shard_full_optim_state_dict",
+            "flatten_sharded_optim_state_dict",
+            "scatter_full_optim_state_dict",
+            "rekey_optim_state_dict",
+        )
+    ),
+    _same(
+        "FullyShardedDataParallel.register_comm_hook",
+        "test_wrapper_precision.py::test_a_communication_hook_reduces_in_the_engines_place",
+    ),
+    _better(
+        "FullyShardedDataParallel",
+        "ranks that run modules in different orders",
+        "torch warns, or hangs; here all ranks raise",
+        "test_wrapper_order.py::test_ranks_that_differ_in_the_first_iteration_all_raise",
+    ),
+    _better(
+        "FullyShardedDataParallel",
+        "parameters of several dtypes in one flat parameter",
+        "torch refuses them",
+        "test_wrapper_combined.py::test_scalars_empty_integers_and_several_dtypes_in_one_unit",
+    ),
+    _better(
+        "FullyShardedDataParallel",
+        "a state dict that does not fit",
+        "nothing of it is loaded",
+        "test_wrapper_state.py::test_a_state_dict_that_does_not_fit_loads_nothing",
+    ),
+    _better(
+        "FullyShardedDataParallel.state_dict_type",
+        "SHARDED state dicts without a device mesh",
+        "DTensors, as with one, which `torch.distributed.checkpoint` saves and loads on any number of ranks",
+        "test_wrapper_combined.py::test_torchs_checkpoints_move_between_worlds",
+    ),
+    _same("ShardingStrategy", "test_wrapper.py::test_each_strategy_gathers_reduces_and_frees_as_it_says"),
+    _same("BackwardPrefetch", "test_wrapper.py::test_backward_and_forward_prefetch_when_told_to"),
+    _same("CPUOffload", "test_wrapper.py::test_torchs_enums_and_records_are_understood"),
+    _same(
+        "MixedPrecision", "test_wrapper_precision.py::test_each_option_of_mixed_precision_does_what_it_says"
+    ),
+    *(
+        _same(name, "test_wrapper_state.py::test_state_dicts_of_every_kind_are_given_and_taken")
+        for name in (
+            "StateDictType",
+            "StateDictConfig",
+            "FullStateDictConfig",
+            "LocalStateDictConfig",
+            "ShardedStateDictConfig",
+            "StateDictSettings",
+        )
+    ),
+    *(
+        _same(name, "test_wrapper_state.py::test_optimizer_states_of_every_kind_are_given_and_taken")
+        for name in (
+            "OptimStateDictConfig",
+            "FullOptimStateDictConfig",
+            "LocalOptimStateDictConfig",
+            "ShardedOptimStateDictConfig",
+            "OptimStateKeyType",
+        )
+    ),
+    *(
+        _same(name, "test_wrapper.py::test_policies_choose_what_torchs_choose_and_torchs_own_work")
+        for name in (
+            "always_wrap_policy",
+            "lambda_auto_wrap_policy",
+            "transformer_auto_wrap_policy",
+            "size_based_auto_wrap_policy",
+            "ModuleWrapPolicy",
+            "CustomPolicy",
+            "wrap",
+            "enable_wrap",
+        )
+    ),
+    _same("ShardedGradScaler", "test_wrapper_precision.py::test_an_infinity_on_one_rank_is_one_for_all"),
+    _same(
+        "ShardedGradScaler.scale", "test_wrapper_precision.py::test_an_infinity_on_one_rank_is_one_for_all"
+    ),
+    _same(
+        "ShardedGradScaler.unscale_", "test_wrapper_precision.py::test_an_infinity_on_one_rank_is_one_for_all"
+    ),
+    _same(
+        "ShardedGradScaler.update", "test_wrapper_precision.py::test_an_infinity_on_one_rank_is_one_for_all"
+    ),
+)
+
+ZERO = (
+    _same("ZeroRedundancyOptimizer", "test_zero_optimizer.py::test_it[matches_the_unsharded_optimizer]"),
+    *(
+        _same(f"ZeroRedundancyOptimizer({argument})", test)
+        for argument, test in {
+            "params": "test_zero_optimizer.py::test_it[takes_parameters_in_any_form]",
+            "optimizer_class": "test_zero_optimizer.py::test_it[steps_optimizers_with_steps_of_their_own]",
+            "process_group": "test_zero_optimizer.py::test_it[shares_out_over_some_of_the_ranks]",
+            "parameters_as_bucket_view": "test_zero_optimizer.py::"
+            "test_it[steps_small_neighbours_in_a_buffer_as_one_tensor]",
+            "overlap_with_ddp": "test_zero_overlap.py::test_it[overlap_equals_ddp_with_a_local_optimizer]",
+        }.items()
+    ),
+    _same(
+        "ZeroRedundancyOptimizer.add_param_group",
+        "test_zero_optimizer.py::test_it[groups_up_front_and_added_later_agree_with_the_unsharded_optimizer]",
+    ),
+    _same("ZeroRedundancyOptimizer.step", "test_zero_optimizer.py::test_it[steps_with_a_closure]"),
+    _same(
+        "ZeroRedundancyOptimizer.consolidate_state_dict",
+        "test_zero_state.py::test_it[consolidated_state_is_an_unsharded_optimizers]",
+    ),
+    _same(
+        "ZeroRedundancyOptimizer.state_dict",
+        "test_zero_state.py::test_it[state_dict_shows_what_was_consolidated_last]",
+    ),
+    _same(
+        "ZeroRedundancyOptimizer.load_state_dict",
+        "test_zero_state.py::test_it[every_rank_loads_what_one_rank_consolidated]",
+    ),
+    _same("ZeroRedundancyOptimizer.join_hook", "test_zero_join.py::test_it[joins_with_ddp]"),
+    _same("ZeroRedundancyOptimizer.join_device", "test_zero_join.py::test_it[joins_with_ddp]"),
+    _same("ZeroRedundancyOptimizer.join_process_group", "test_zero_join.py::test_it[joins_with_ddp]"),
+    _better(
+        "ZeroRedundancyOptimizer",
+        "`overlap_with_ddp` in the first steps",
+        "torch skips two or three steps until DDP has rebuilt its buckets; here the first backward steps",
+        "test_zero_overlap.py::test_it[overlap_equals_ddp_with_a_local_optimizer]",
+    ),
+    _same("hook_with_zero_step", "test_zero_overlap.py::test_it[overlap_equals_ddp_with_a_local_optimizer]"),
+    _same(
+        "hook_with_zero_step_interleaved",
+        "test_zero_overlap.py::test_only_the_interleaved_hook_steps_while_backward_still_runs",
+    ),
+)
+
+SECTIONS = {
+    "`fully_shard` (torch.distributed.fsdp, FSDP2)": FULLY_SHARD,
+    "`FullyShardedDataParallel` (torch.distributed.fsdp, FSDP1)": WRAPPER,
+    "`ZeroRedundancyOptimizer` and `ddp_zero_hook`": ZERO,
+}
+# Arguments that torch does not have.
+OWN_ARGUMENTS = {
+    "fully_shard": ("device_type", "wrap", "exact"),
+    "CPUOffloadPolicy": ("device_budget_gb",),
+    "FullyShardedDataParallel": ("exact",),
+    "UnshardHandle": ("units",),
+    "ZeroRedundancyOptimizer": ("balanced",),
+}
+ROWS = tuple(row for rows in SECTIONS.values() for row in rows)
+
+
+def torch_names() -> Iterator[tuple[str, Any]]:
+    """Every public name of torch that the page is about, with what it stands for, and the methods of classes."""
+    modules = (torch.distributed.fsdp.wrap, torch.distributed.fsdp.sharded_grad_scaler, ddp_zero_hook)
+    names = {name: getattr(torch.distributed.fsdp, name) for name in torch.distributed.fsdp.__all__}
+    names["ZeroRedundancyOptimizer"] = ZeroRedundancyOptimizer
+    for module in modules:
+        for name, value in vars(module).items():
+            if not name.startswith("_") and getattr(value, "__module__", None) == module.__name__:
+                names[name] = value
+    for name, value in names.items():
+        yield name, value
+        for method, member in vars(value).items() if inspect.isclass(value) else ():
+            is_method = inspect.isfunction(member) or isinstance(
+                member, (staticmethod, classmethod, property)
+            )
+            if is_method and not method.startswith("_"):
+                yield f"{name}.{method}", getattr(value, method)
+
+
+def own(name: str) -> Any:
+    """What shardwise has under one of torch's names; None if nothing."""
+    value: Any = shardwise
+    for part in name.split("."):
+        value = getattr(value, part, None)
+    return value
+
+
+def arguments(value: Any) -> dict[str, Any]:
+    """The arguments of a callable with their defaults, without those of its own kind: self, and private ones."""
+    try:
+        parameters = inspect.signature(value).parameters
+    except (TypeError, ValueError):
+        return {}
+    return {
+        name: parameter.default
+        for name, parameter in parameters.items()
+        if name != "self"
+        and not name.startswith("_")
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    }
+
+
+def page() -> str:
+    counts = {verdict: sum(row.verdict == verdict for row in ROWS) for verdict in VERDICTS}
+    intro = (
+        (
+            "Written by `make reference`; do not edit. Every public name, method and argument of torch's FSDP2, FSDP1 "
+            "and ZeRO: what a program may expect of shardwise after its imports have changed, and the test that shows "
+            "it."
+        ),
+        (
+            f"*same*: as in torch ({counts['same']} rows). *better*: shardwise does more, or says what torch keeps to "
+            f"itself ({counts['better']}). *differs*: on purpose ({counts['differs']}). *refused*: torch does it "
+            f"({counts['refused']})."
+        ),
+    )
+    parts = ["# torch's API, name by name\n", *(f"\n{textwrap.fill(text, 118)}\n" for text in intro)]
+    for title, rows in SECTIONS.items():
+        parts.append(f"\n## {title}\n\n| name | arguments | | test |\n|---|---|---|---|\n")
+        parts.extend(_line(row) for row in rows if not row.detail)
+        parts.append("\nWhere it is not the same:\n\n| name | | | because | test |\n|---|---|---|---|---|\n")
+        parts.extend(
+            f"| `{row.name}` | {row.detail} | {row.verdict} | {row.why} | {_described(row.test)} |\n"
+            for row in rows
+            if row.detail
+        )
+    return "".join(parts)
+
+
+def _line(row: Row) -> str:
+    added = OWN_ARGUMENTS.get(row.name, ())
+    listed = ", ".join(f"`{name}`" for name in arguments(own(row.name)) if name not in added)
+    return f"| `{row.name}` | {listed} | {row.verdict} | {_described(row.test)} |\n"
+
+
+def _described(test: str) -> str:
+    path, _, name = test.partition("::")
+    _, bracket, case = name.partition("[")
+    words = case.removesuffix("]") if bracket else name.removeprefix("test_")
+    return f"`{path.removeprefix('tests/')}`: {words.replace('_', ' ')}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
