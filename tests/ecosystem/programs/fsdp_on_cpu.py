@@ -2,6 +2,7 @@
 
 import contextlib
 
+import torch
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from torch.distributed.fsdp._flat_param import FlatParamHandle
@@ -25,6 +26,8 @@ def _let_accelerate_use_fsdp() -> None:
             if self._mixed_precision != "no":
                 fsdp_plugin.set_mixed_precision(self._mixed_precision)
             self.fsdp_plugin = fsdp_plugin
-            PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+            # torch's wrapper tells "cpu:0" from "cpu".
+            self.device = torch.device("cpu")
+            PartialState._shared_state.update(distributed_type=self.distributed_type, device=self.device)
 
     AcceleratorState.__init__ = init

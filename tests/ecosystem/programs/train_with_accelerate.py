@@ -20,7 +20,8 @@ from tests.ecosystem.programs.models import Tokens, tiny_llama
 @case(2, "FULL", "no")
 @case(2, "SHARDED", "no")
 @case(2, "FULL", "bf16")
-@case(2, "SHARDED", "bf16", tied=True)
+@case(2, "SHARDED", "no", tied=True)
+@case(2, "SHARDED", "bf16")
 @case(2, "SHARDED", "no", checkpointed=True)
 @case(2, "SHARDED", "no", ram_efficient=True)
 @case(2, "SHARDED", "no", sharded_by_user=True)
@@ -45,7 +46,7 @@ def train(
 ) -> dict[str, Any]:
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=version,
-        auto_wrap_policy="transformer_based_wrap",
+        auto_wrap_policy="no_wrap" if sharded_by_user else "transformer_based_wrap",
         state_dict_type=f"{saved_as}_STATE_DICT",
         activation_checkpointing=checkpointed,
         cpu_ram_efficient_loading=ram_efficient,
@@ -67,24 +68,26 @@ def train(
     else:
         model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 
-    training = model, optimizer, loader, scheduler
-    history = _steps(accelerator, *training)
+    # Norms of torch's wrapper differ from ours in the last bit: they are compared, but must not scale anything.
+    max_norm = 0.5 if version == 2 else 1e6
+    training = accelerator, model, optimizer, loader, scheduler, max_norm
+    history = _steps(*training)
     accelerator.save_state(str(folder / "state"))
-    first = _steps(accelerator, *training)
-    accelerator.load_state(str(folder / "state"))
-    again = _steps(accelerator, *training)
-    assert str(first) == str(again), f"resumed {again}, and went on {first}"
-
-    weights = accelerator.get_state_dict(model)
+    went_on = _steps(*training)
+    weights = dict(accelerator.get_state_dict(model))
     accelerator.save_model(model, str(folder / "model"))
-    merged = _merge(folder) if saved_as == "SHARDED" else {}
+    accelerator.load_state(str(folder / "state"))
+    resumed = _steps(*training)
     return {
-        "history": history + again,
-        "weights": dict(weights),
+        "losses": [loss for loss, _, _ in history + went_on],
+        "norms": [norm for _, norm, _ in history + went_on],
+        "rates": [rate for _, _, rate in history + went_on],
+        "weights": weights,
         "class": type(accelerator.unwrap_model(model)).__name__.removeprefix("FSDP"),
-        "saved model": load_file(folder / "model" / "model.safetensors") if accelerator.is_main_process else {},
-        "merged": merged,
+        "saved model": load_file(folder / "model" / "model.safetensors"),
+        "merged": _merge(folder) if saved_as == "SHARDED" else {},
         "files": sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.name[0] not in ".r"),
+        "resumed": resumed == went_on,
     }
 
 
@@ -100,7 +103,7 @@ def _shard(model, version: int):
     return fully_shard(model)
 
 
-def _steps(accelerator, model, optimizer, loader, scheduler) -> list[Any]:
+def _steps(accelerator, model, optimizer, loader, scheduler, max_norm: float) -> list[Any]:
     history = []
     for batch in loader:
         with accelerator.accumulate(model):
@@ -108,7 +111,7 @@ def _steps(accelerator, model, optimizer, loader, scheduler) -> list[Any]:
             accelerator.backward(loss)
             norm = None
             if accelerator.sync_gradients:
-                norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
