@@ -20,7 +20,7 @@ from tests.ecosystem.programs.models import Tokens, tiny_llama
 @case(2, "FULL", "no")
 @case(2, "SHARDED", "no")
 @case(2, "FULL", "bf16")
-@case(2, "SHARDED", "no", tied=True)
+@case(2, "SHARDED", "no", tied=True, accumulated=1)
 @case(2, "SHARDED", "bf16")
 @case(2, "SHARDED", "no", checkpointed=True)
 @case(2, "SHARDED", "no", ram_efficient=True)
@@ -31,6 +31,7 @@ from tests.ecosystem.programs.models import Tokens, tiny_llama
 @case(1, "SHARDED", "bf16")
 @case(1, "FULL", "no", tied=True)
 @case(1, "SHARDED", "no", checkpointed=True)
+@case(1, "SHARDED", "no", ram_efficient=True)
 @case(1, "SHARDED", "no", original=True, sharded_by_user=True)
 def train(
     folder: Path,
@@ -43,6 +44,7 @@ def train(
     checkpointed: bool = False,
     ram_efficient: bool = False,
     sharded_by_user: bool = False,
+    accumulated: int = 2,
 ) -> dict[str, Any]:
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=version,
@@ -50,10 +52,10 @@ def train(
         state_dict_type=f"{saved_as}_STATE_DICT",
         activation_checkpointing=checkpointed,
         cpu_ram_efficient_loading=ram_efficient,
-        **({"use_orig_params": original} if version == 1 else {}),
+        **({"use_orig_params": original, "sync_module_states": ram_efficient} if version == 1 else {}),
     )
     accelerator = Accelerator(
-        cpu=True, fsdp_plugin=plugin, mixed_precision=precision, gradient_accumulation_steps=2
+        cpu=True, fsdp_plugin=plugin, mixed_precision=precision, gradient_accumulation_steps=accumulated
     )
     model = tiny_llama(tied=tied)
     if sharded_by_user:
