@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.ecosystem.programs.cases import CASES
+
 REPOSITORY = Path(__file__).parents[2]
 PROGRAMS = Path(__file__).parent / "programs"
 SIDES = {"torch": [], "shardwise": ["-m", "shardwise", "run"]}
@@ -32,7 +34,10 @@ class Beside:
         files = [self._folder / side / case / f"result{rank}.pt" for rank in range(2)]
         if not all(file.exists() for file in files):
             failures = sorted((self._folder / side).glob("*/failure*.txt"))
-            why = "\n\n".join(f"{file.parent.name}: {file.read_text()}" for file in failures) or self._logs[side]
+            why = (
+                "\n\n".join(f"{file.parent.name}: {file.read_text()}" for file in failures)
+                or self._logs[side]
+            )
             pytest.fail(f"case {case} did not end on {side}'s side\n{why[-6000:]}", pytrace=False)
         return [torch.load(file, weights_only=False) for file in files]
 
@@ -61,10 +66,8 @@ class Beside:
 
 def cases_of(program: str) -> list[str]:
     """The cases of a program, in the order in which they run."""
-    cases = importlib.import_module("tests.ecosystem.programs.cases").CASES
-    cases.clear()
-    importlib.reload(importlib.import_module(f"tests.ecosystem.programs.{program}"))
-    return list(cases)
+    module = importlib.import_module(f"tests.ecosystem.programs.{program}").__name__
+    return [name for name, case in CASES.items() if case.__module__ == module]
 
 
 def differences(ours: Any, theirs: Any, where: str = "") -> list[str]:

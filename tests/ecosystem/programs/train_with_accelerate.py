@@ -1,19 +1,17 @@
 """accelerate: prepare, accumulate, clip, save and load its state, merge; FSDP plugins 2 and 1."""
 
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import merge_fsdp_weights
 from safetensors.torch import load_file
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.utils.data import DataLoader
 
-from tests.ecosystem.programs.fsdp_on_cpu import allow_fsdp_on_cpu
 from tests.ecosystem.programs.cases import case, main
+from tests.ecosystem.programs.fsdp_on_cpu import allow_fsdp_on_cpu, forget_accelerator
 from tests.ecosystem.programs.models import Tokens, tiny_llama
 
 
@@ -88,7 +86,9 @@ def train(
         "class": type(accelerator.unwrap_model(model)).__name__.removeprefix("FSDP"),
         "saved model": load_file(folder / "model" / "model.safetensors"),
         "merged": _merge(folder) if saved_as == "SHARDED" else {},
-        "files": sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.name[0] not in ".r"),
+        "files": sorted(
+            str(path.relative_to(folder)) for path in folder.rglob("*") if path.name[0] not in ".r"
+        ),
         "resumed": resumed == went_on,
     }
 
@@ -126,13 +126,6 @@ def _merge(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "merged" / "model.safetensors")
 
 
-def reset() -> None:
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
-    for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_"))]:
-        del os.environ[name]
-
-
 if __name__ == "__main__":
     allow_fsdp_on_cpu()
-    main(reset)
+    main(forget_accelerator)
