@@ -45,8 +45,8 @@ def _let_accelerate_find_a_device() -> None:
     original = FullyShardedDataParallelPlugin.__post_init__
 
     def post_init(self):
-        found = mock.patch("accelerate.utils.dataclasses.is_xpu_available", lambda: True)
-        with found, mock.patch("torch.xpu.current_device", lambda: "cpu"):
+        found = mock.patch("accelerate.utils.dataclasses.is_xpu_available", return_value=True)
+        with found, mock.patch("torch.xpu.current_device", return_value="cpu"):
             original(self)
 
     FullyShardedDataParallelPlugin.__post_init__ = post_init

@@ -80,7 +80,7 @@ def train(
     resumed = _steps(*training)
     return {
         "losses": [loss for loss, _, _ in history + went_on],
-        "norms": [norm for _, norm, _ in history + went_on],
+        "norms": [norm for _, norm, _ in history + went_on if norm is not None],
         "rates": [rate for _, _, rate in history + went_on],
         "weights": weights,
         "class": type(accelerator.unwrap_model(model)).__name__.removeprefix("FSDP"),
