@@ -1,6 +1,7 @@
 """shardwise: train PyTorch models too big for one device, by sharding parameters, gradients and optimizer state."""
 
 from shardwise import optim, trace
+from shardwise.compat import Installation, install, uninstall
 from shardwise.composable.fsdp_module import FSDPModule, UnshardHandle
 from shardwise.composable.fully_shard import fully_shard
 from shardwise.errors import (
@@ -73,6 +74,7 @@ __all__ = [
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
     "FullyShardedDataParallel",
+    "Installation",
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
     "MixedPrecision",
@@ -106,6 +108,7 @@ __all__ = [
     "fully_shard",
     "hook_with_zero_step",
     "hook_with_zero_step_interleaved",
+    "install",
     "lambda_auto_wrap_policy",
     "optim",
     "planned_memory",
@@ -116,5 +119,6 @@ __all__ = [
     "trace",
     "transformer_auto_wrap_policy",
     "uneven",
+    "uninstall",
     "wrap",
 ]

@@ -1,11 +1,13 @@
-"""The command line: ``shardwise train | convert | doctor | trace``. It parses arguments and calls other packages."""
+"""The command line: ``shardwise train | run | convert | doctor | trace``. It parses arguments and calls packages."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import json
+import os
 import re
+import runpy
 import sys
 from collections.abc import Sequence
 
@@ -13,6 +15,7 @@ import torch
 
 from shardwise.checkpoint import convert
 from shardwise.checkpoint.weights import open_weights
+from shardwise.compat import install
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.train.command import Request, resolve, train
 from shardwise.train.config import settings_of
@@ -29,6 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status: int = options.run(options)
         return status
     except ShardwiseError as error:
+        if options.shows_tracebacks:
+            raise
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -42,11 +47,13 @@ def parser() -> argparse.ArgumentParser:
         prog="shardwise",
         description="Train models that do not fit on one device, and manage their checkpoints.",
     )
+    top.set_defaults(shows_tracebacks=False)
     top.add_argument(
         "--version", action="version", version=f"shardwise {__version__}, torch {torch.__version__}"
     )
     commands = top.add_subparsers(required=True, metavar="command")
     _add_train(commands.add_parser("train", help="train a model from a recipe"))
+    _add_run(commands.add_parser("run", help="run a script with shardwise in place of torch's FSDP and ZeRO"))
     _add_convert(
         commands.add_parser("convert", help="turn checkpoints into safetensors or torch files, and back")
     )
@@ -118,6 +125,39 @@ def _train(options: argparse.Namespace) -> int:
     config, _ = resolve(request)
     for name, _, value in settings_of(config):
         print(f"{name} = {value}")
+    return 0
+
+
+# --- run ----------------------------------------------------------------------------------------------------------
+
+
+def _add_run(run: argparse.ArgumentParser) -> None:
+    run.description = (
+        "Run a Python script with shardwise in place of torch's FSDP and ZeRO, for libraries that import those from "
+        "torch: shardwise.install(), then the script. Under a launcher: torchrun ... -m shardwise run script.py"
+    )
+    run.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT is a module, as in python -m")
+    run.add_argument("script", help="a Python file")
+    run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments")
+    run.set_defaults(run=_run, shows_tracebacks=True)
+
+
+def _run(options: argparse.Namespace) -> int:
+    if not options.is_module and not os.path.exists(options.script):
+        print(f"error: there is no file '{options.script}'", file=sys.stderr)
+        return 2
+    installation = install()
+    if os.environ.get("RANK", "0") == "0":
+        print(installation, file=sys.stderr, flush=True)
+    sys.argv[:] = [options.script, *options.arguments]
+    if options.is_module:
+        sys.path[0] = os.getcwd()
+        runpy.run_module(options.script, run_name="__main__", alter_sys=True)
+    else:
+        # As python does: the script finds what lies beside it, wherever it goes.
+        script = os.path.abspath(options.script)
+        sys.path[0] = os.path.dirname(script)
+        runpy.run_path(script, run_name="__main__")
     return 0
 
 

@@ -102,3 +102,32 @@ def run_before_load_state_dict(
 def run_after_load_state_dict(optimizer: torch.optim.Optimizer) -> None:
     for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         hook(optimizer)
+
+
+class _AppliedApis(dict[str, Any]):
+    """Torch's list of the composable APIs that have been applied to a module, with ours on it.
+
+    Torch's FSDP asks it before it touches a module, and would shard our shards. Its tools for state dicts walk through
+    modules with the same question, which is theirs to ask.
+    """
+
+    def __init__(self, before: dict[str, Any], refusal: Exception) -> None:
+        super().__init__(before)
+        self._refusal = refusal
+
+    def __contains__(self, api: object) -> bool:
+        caller = sys._getframe(1)
+        asked = caller.f_code.co_name
+        if asked == "_composable" and caller.f_back is not None:
+            asked = caller.f_back.f_code.co_name
+        shards = asked in ("_is_composable_with_fsdp", "_get_ignored_modules")
+        if shards or (asked == "wrapper" and api == "fully_shard"):
+            raise self._refusal.with_traceback(None)
+        return api == "fully_shard" or super().__contains__(api)
+
+
+def refuse_torchs_fsdp(module: nn.Module, refusal: Exception) -> None:
+    """Makes torch's own FSDP raise ``refusal`` when it is applied to the module or to one that contains it."""
+    before = module.__dict__.get(REGISTRY_KEY, {})
+    if not isinstance(before, _AppliedApis):
+        module.__dict__[REGISTRY_KEY] = _AppliedApis(before, refusal)

@@ -173,7 +173,9 @@ def test_to_import_the_library_takes_torch_alone():
 
 
 def test_the_library_never_uses_torchs_own_fsdp_or_zero():
-    assert found_in(LIBRARY, borrowed_answers) == {}
+    # compat knows torch's own, as names to replace and types to be recognised by.
+    others = [path for path in LIBRARY if path.relative_to(PACKAGE).parts[0] != "compat"]
+    assert found_in(others, borrowed_answers) == {}
 
 
 def test_torchs_underscore_names_are_used_behind_the_doors_alone():
