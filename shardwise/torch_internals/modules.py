@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed._composable.contract import STATE_KEY
 from torch.distributed.algorithms.join import Joinable
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -111,3 +112,8 @@ def run_before_load_state_dict(
 def run_after_load_state_dict(optimizer: torch.optim.Optimizer) -> None:
     for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         hook(optimizer)
+
+
+def set_composable_state(module: nn.Module, api: Any, state: object) -> None:
+    """Makes ``api.state(module)`` return ``state``, as if torch's composable function ``api`` had been called."""
+    module.__dict__.setdefault(STATE_KEY, {})[api.__wrapped__] = state
