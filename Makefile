@@ -12,11 +12,11 @@ STAMP  := $(VENV)/.installed
 PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test test-all test-slow test-arithmetic test-gpu fuzz demo lint format typecheck bench bench-gpu reference docs shape dist clean
+.PHONY: help venv test test-all test-slow test-arithmetic test-ecosystem test-gpu fuzz demo lint format typecheck bench bench-gpu reference docs shape dist clean
 
 help:
 	@sed -n '1,4s/^# \{0,1\}//p' Makefile
-	@echo "also: venv test-all test-slow test-arithmetic test-gpu fuzz lint format typecheck bench bench-gpu reference docs shape dist clean"
+	@echo "also: venv test-all test-slow test-arithmetic test-ecosystem test-gpu fuzz lint format typecheck bench bench-gpu reference docs shape dist clean"
 
 venv: $(STAMP)
 
@@ -42,6 +42,17 @@ test-arithmetic: $(STAMP)
 
 # What continuous integration runs. Try it with make -k, so that one failure does not hide the next.
 test-all: test test-slow test-arithmetic
+
+# Other people's libraries on ours and on torch's own, in an environment of their own: the library needs none of them.
+ECOSYSTEM       := .venv-ecosystem
+ECOSYSTEM_STAMP := $(ECOSYSTEM)/.installed
+$(ECOSYSTEM_STAMP): pyproject.toml constraints.txt
+	@test -x $(ECOSYSTEM)/bin/python || $(PYTHON) -m venv $(ECOSYSTEM)
+	$(ECOSYSTEM)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,ecosystem]'
+	@touch $@
+
+test-ecosystem: $(ECOSYSTEM_STAMP)
+	$(ECOSYSTEM)/bin/python -m pytest tests/ecosystem
 
 # With whatever torch the machine has: a GPU machine's own is not replaced.
 test-gpu:
@@ -125,5 +136,5 @@ dist: $(STAMP)
 	$(PY) -c "from setuptools import build_meta; print(build_meta.build_sdist('dist'))"
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(ECOSYSTEM) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,4 +1,4 @@
-"""The command line: ``shardwise train | run | convert | doctor | trace``. It parses arguments and calls other packages."""
+"""The command line: ``shardwise train | run | convert | doctor | trace``. It parses arguments and calls packages."""
 
 from __future__ import annotations
 

@@ -14,13 +14,16 @@ from __future__ import annotations
 
 __all__ = [
     "CheckpointError",
+    "ConfigAssertionError",
     "ConfigError",
     "ConfigTypeError",
     "NonFiniteGradients",
     "PeerFailure",
     "RankDisagreement",
     "ShardwiseError",
+    "StateAssertionError",
     "StateError",
+    "UnsupportedError",
 ]
 
 # What backends and sockets say when the peer is gone.
@@ -67,8 +70,20 @@ class ConfigTypeError(ConfigError, TypeError):
     """An argument has the wrong type, where torch raises a ``TypeError``."""
 
 
+class ConfigAssertionError(ConfigError, AssertionError):
+    """An argument is invalid, where torch raises an ``AssertionError``."""
+
+
+class UnsupportedError(ConfigError, NotImplementedError):
+    """A combination of arguments that is not supported, where torch raises a ``NotImplementedError``."""
+
+
 class StateError(ShardwiseError, RuntimeError):
     """A valid call at the wrong time."""
+
+
+class StateAssertionError(StateError, AssertionError):
+    """A valid call at the wrong time, where torch raises an ``AssertionError``."""
 
 
 class RankDisagreement(ShardwiseError, RuntimeError):

@@ -3,6 +3,7 @@
 import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -53,3 +54,10 @@ def _every_test_has_its_compute_threads(request: pytest.FixtureRequest) -> None:
 def _rank_pools_end_with_the_session() -> Iterator[None]:
     yield
     close_pools()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    # Asked for by name alone: it needs libraries that `make test` does without.
+    if collection_path.name == "ecosystem" and not any("ecosystem" in argument for argument in config.args):
+        return True
+    return None

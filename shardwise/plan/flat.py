@@ -16,7 +16,7 @@ hold what each rank has of those and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -35,6 +35,11 @@ from shardwise.plan.layout import (
 
 # In elements: every cut is a multiple of it, so that a shard is aligned to at least 16 bytes, whatever its dtype.
 GRID = 16
+
+
+def grid_of(itemsize: int) -> int:
+    """The elements that every cut is a multiple of, so that full parameters of this itemsize are aligned."""
+    return max(GRID, ALIGNMENT_BYTES // itemsize)
 
 
 @dataclass(frozen=True)
@@ -95,8 +100,13 @@ class FlatLayout:
         return found
 
 
-def plan_flat(params: Sequence[RowParam], world: int) -> FlatLayout:
-    """Lays out a unit's parameters end to end, those of one kind together, in the order given."""
+def plan_flat(
+    params: Sequence[RowParam], world: int, grids: Mapping[Hashable, int] | None = None
+) -> FlatLayout:
+    """Lays out a unit's parameters end to end, those of one kind together, in the order given.
+
+    ``grids`` keeps, by kind, the grid of an earlier plan, so that cuts stay where they are when dtypes change.
+    """
     numels = tuple(prod(param.shape) for param in params)
     segments: list[Segment] = []
     positions = [(0, 0)] * len(params)
@@ -105,7 +115,7 @@ def plan_flat(params: Sequence[RowParam], world: int) -> FlatLayout:
     for kind, members in members_by_kind(params).items():
         stored_itemsize, sent_itemsize = params[members[0]].stored_itemsize, params[members[0]].sent_itemsize
         # Modules use the full parameters where they lie in the gathered segment, so each is aligned there.
-        grid = max(GRID, ALIGNMENT_BYTES // sent_itemsize)
+        grid = grid_of(sent_itemsize) if grids is None else grids[kind]
         starts: list[int] = []
         end = 0
         for index in members:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed._composable.contract import STATE_KEY
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.algorithms.join import Joinable
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -114,6 +114,43 @@ def run_after_load_state_dict(optimizer: torch.optim.Optimizer) -> None:
         hook(optimizer)
 
 
+class _States(dict[Any, Any]):
+    """The states of a module by composable API. Whether an API was applied is for torch's list of them to say."""
+
+    def __contains__(self, api: object) -> bool:
+        return False
+
+
 def set_composable_state(module: nn.Module, api: Any, state: object) -> None:
     """Makes ``api.state(module)`` return ``state``, as if torch's composable function ``api`` had been called."""
-    module.__dict__.setdefault(STATE_KEY, {})[api.__wrapped__] = state
+    states = module.__dict__.get(STATE_KEY, {})
+    module.__dict__[STATE_KEY] = _States({**states, api.__wrapped__: state})
+
+
+class _AppliedApis(dict[str, Any]):
+    """Torch's list of the composable APIs that have been applied to a module, with ours on it.
+
+    Torch's FSDP asks it before it touches a module, and would shard our shards. Its tools for state dicts walk through
+    modules with the same question, which is theirs to ask.
+    """
+
+    def __init__(self, before: dict[str, Any], refusal: Exception) -> None:
+        super().__init__(before)
+        self._refusal = refusal
+
+    def __contains__(self, api: object) -> bool:
+        caller = sys._getframe(1)
+        asked = caller.f_code.co_name
+        if asked == "_composable" and caller.f_back is not None:
+            asked = caller.f_back.f_code.co_name
+        shards = asked in ("_is_composable_with_fsdp", "_get_ignored_modules")
+        if shards or (asked == "wrapper" and api == "fully_shard"):
+            raise self._refusal.with_traceback(None)
+        return api == "fully_shard" or super().__contains__(api)
+
+
+def refuse_torchs_fsdp(module: nn.Module, refusal: Exception) -> None:
+    """Makes torch's own FSDP raise ``refusal`` when it is applied to the module or to one that contains it."""
+    before = module.__dict__.get(REGISTRY_KEY, {})
+    if not isinstance(before, _AppliedApis):
+        module.__dict__[REGISTRY_KEY] = _AppliedApis(before, refusal)

@@ -140,6 +140,9 @@ def _find_gradients(params: list[torch.Tensor], order: float) -> _Gradients:
     found = _Gradients()
     units = [_unit_of(param) for param in params]
     _check_not_all_stashed(units)
+    for unit in units:
+        if unit is not None:
+            unit.gradients.hide_stash()
     rows = _complete_buffers(params, units, order)
     found.is_exact = any(unit is not None and unit.gradients.sums.is_exact for unit in units)
     for param, unit in zip(params, units, strict=True):

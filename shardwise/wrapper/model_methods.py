@@ -6,6 +6,7 @@ They find the wrappers and the kind of state dict that is set, and call ``model_
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -45,6 +46,7 @@ class ModelMethods(nn.Module):
     """The base class of ``FullyShardedDataParallel`` that has its methods for a model's state."""
 
     _is_inner: bool
+    _has_root: bool
     _load_hooks: LoadHooks
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
@@ -63,7 +65,10 @@ class ModelMethods(nn.Module):
                 module._load_hooks.after(module)
 
     def check_is_root(self) -> bool:
-        """Whether this wrapper is not inside another one."""
+        """Whether this wrapper is not inside another one. The wrappers inside it then cannot be roots."""
+        if not self._is_inner:
+            for inner in self.fsdp_modules(self):
+                inner._has_root = inner is not self
         return not self._is_inner
 
     @staticmethod
@@ -150,6 +155,7 @@ class ModelMethods(nn.Module):
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
         """The optimizer's full state by parameter name, in host memory; with ``rank0_only``, empty on other ranks."""
+        _warn_of_optim_input(optim_input)
         config = FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=rank0_only)
         return named_state(model, optim, StateDictSettings(optim_state_dict_config=config))
 
@@ -253,10 +259,16 @@ def _groups(
                 "both optim_input and optim were given", where="optimizer state", fix="pass only optim"
             )
         return [group["params"] for group in optim.param_groups]
+    _warn_of_optim_input(optim_input)
     given = list(model.parameters() if optim_input is None else optim_input)
     if given and isinstance(given[0], dict):
         return [list(group["params"]) for group in given]
     return [given]
+
+
+def _warn_of_optim_input(optim_input: OptimInput) -> None:
+    if optim_input is not None:
+        warnings.warn("optim_input is deprecated: pass optim instead", FutureWarning, stacklevel=4)
 
 
 # --- torch's own functions (torch.distributed.checkpoint.state_dict) ----------------------------------------------

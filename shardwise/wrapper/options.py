@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from shardwise.errors import ConfigError, ConfigTypeError
+from shardwise.errors import ConfigTypeError
 from shardwise.plan.schedule import FREE, KEEP, AfterForward
 from shardwise.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardwise.torch_internals import BatchNorm
@@ -148,7 +148,7 @@ class WrapperOptions:
     def read(given: Mapping[str, Any], module: nn.Module, where: str) -> WrapperOptions:
         """Checks the options of one module; accepts torch's enums and records."""
         if unknown := set(given) - set(OPTION_NAMES):
-            raise ConfigError(
+            raise ConfigTypeError(
                 f"auto_wrap_policy returned unknown options {sorted(unknown)} for a {type(module).__name__}",
                 where=where,
                 fix=f"return only options among {sorted(OPTION_NAMES)}",

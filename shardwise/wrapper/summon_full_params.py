@@ -8,6 +8,7 @@ from summoned units too.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -27,9 +28,9 @@ from shardwise.engine.gather.full_tensors import (
     write_parameter,
 )
 from shardwise.engine.unit.flat_form import FlatSlot, Line
-from shardwise.engine.unit.membership import units_of
+from shardwise.engine.unit.membership import MEMBERSHIP_ATTRIBUTE, units_of
 from shardwise.engine.unit.unit import Unit
-from shardwise.errors import ConfigError, StateError
+from shardwise.errors import StateAssertionError, StateError, UnsupportedError
 from shardwise.torch_internals import inside_backward
 
 # An attribute of a wrapper while its unit is summoned: whether this rank has the full parameters.
@@ -48,14 +49,22 @@ def summoned(
     """The context manager that ``summon_full_params`` returns."""
     where = f"summon_full_params({type(module).__name__})"
     if writeback and rank0_only:
-        raise ConfigError(
+        raise UnsupportedError(
             "writeback and rank0_only exclude each other: the other ranks would have nothing to write back",
             where=where,
             fix="pass writeback=False or rank0_only=False",
         )
+    if offload_to_cpu and not rank0_only:
+        warnings.warn(
+            "summon_full_params(offload_to_cpu=True) without rank0_only=True copies all parameters to host memory once "
+            "for every rank of the host",
+            # From here to the caller, past contextlib.
+            stacklevel=4,
+        )
     units = flat_units(module.modules() if recurse else [module])
     for unit in units:
         check_idle(unit, "summon_full_params")
+        unit.gradients.hide_stash()
         if with_grads and unit.gradients.has_stash:
             raise StateError(
                 f"unit '{unit.name}' has gradients that are not reduced yet, so its full gradients are not known",
@@ -63,7 +72,7 @@ def summoned(
                 fix="run a backward outside no_sync() first, or pass with_grads=False",
             )
         if is_summoned(unit):
-            raise StateError(
+            raise StateAssertionError(
                 f"summon_full_params is already active for unit '{unit.name}'",
                 where=f"{where}, rank {unit.rank}",
                 fix="exit the outer summon_full_params first, or pass recurse=False to one of them",
@@ -103,7 +112,7 @@ def check_idle(unit: Unit, call: str) -> None:
     """Raises if ``call`` is made inside a forward or backward; cleans up after a step that raised."""
     root = unit.root
     if root.in_forward or (root.in_backward and inside_backward()):
-        raise StateError(
+        raise StateAssertionError(
             f"{call} was called in the middle of a step",
             where=f"unit '{unit.name}', rank {unit.rank}, inside a forward or backward",
             fix=f"call {call} between steps",
@@ -136,7 +145,7 @@ def summoned_unit(
     if offload_to_cpu:
         full = {slot: tensor.cpu() for slot, tensor in full.items()}
         gradients = {slot: gradient.cpu() for slot, gradient in gradients.items()}
-    params = {slot: nn.Parameter(tensor, slot.sharded.requires_grad) for slot, tensor in full.items()}
+    params = {slot: _full_parameter(slot, tensor) for slot, tensor in full.items()}
     for slot, gradient in gradients.items():
         params[slot].grad_dtype = gradient.dtype
         params[slot].grad = gradient
@@ -158,6 +167,15 @@ def summoned_unit(
             _write_back(unit, final)
             if with_grads:
                 _write_back_gradients(unit, final)
+
+
+def _full_parameter(slot: FlatSlot, full: torch.Tensor) -> nn.Parameter:
+    param = nn.Parameter(full, slot.sharded.requires_grad)
+    if slot.is_shown:
+        # Attributes that users gave the original parameter; not which unit it belongs to.
+        own = {name: value for name, value in vars(slot.sharded).items() if name != MEMBERSHIP_ATTRIBUTE}
+        vars(param).update(own)
+    return param
 
 
 def check_has_full_parameters(unit: Unit) -> None:

@@ -8,6 +8,7 @@ are of these kinds and work too.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -15,8 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.engine.unit.module_selection import has_forward
-from shardwise.errors import ConfigError, ConfigTypeError
+from shardwise.errors import ConfigTypeError
 
 Chosen = dict[nn.Module, dict[str, Any]]
 
@@ -26,7 +26,7 @@ class ModuleWrapPolicy:
 
     def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
         self._classes = tuple(module_classes)
-        if not self._classes or not all(isinstance(cls, type) for cls in self._classes):
+        if not all(isinstance(cls, type) for cls in self._classes):
             raise ConfigTypeError(
                 f"ModuleWrapPolicy was given {self._classes!r}",
                 where="ModuleWrapPolicy",
@@ -69,7 +69,7 @@ class CustomPolicy:
                     where="CustomPolicy",
                     fix="return True, False, or a mapping of options",
                 )
-            if choice is not False:
+            if choice:
                 chosen[module] = {**root_kwargs, **(choice if isinstance(choice, Mapping) else {})}
         return chosen
 
@@ -143,9 +143,17 @@ def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
 
 
 def choose(
-    root: nn.Module, policy: Any, ignored: set[nn.Module], ignored_params: set[nn.Parameter], where: str
+    root: nn.Module,
+    policy: Any,
+    ignored: set[nn.Module],
+    ignored_params: set[nn.Parameter],
+    full_precision: tuple[type[nn.Module], ...],
+    where: str,
 ) -> list[tuple[nn.Module, dict[str, Any]]]:
-    """The modules below ``root`` to wrap, inner ones first, each with the options that the policy set for it."""
+    """The modules below ``root`` to wrap, inner ones first, each with the options that the policy set for it.
+
+    Modules of the classes ``full_precision`` are wrapped whatever the policy says, without mixed precision.
+    """
     if hasattr(policy, "_run_policy"):
         chosen = dict(policy._run_policy(root, ignored, {}))
         chosen.pop(root, None)
@@ -159,36 +167,17 @@ def choose(
             fix="pass ModuleWrapPolicy({Block}), CustomPolicy(fn), or a callable that takes "
             "(module, recurse, nonwrapped_numel)",
         )
-    # A container without forward is left out; that is an error if it has parameters outside the wrapped modules.
-    containers = [module for module in chosen if not has_forward(module)]
-    for module in containers:
-        del chosen[module]
-    for module in containers:
-        if _has_parameters_outside(module, chosen, ignored_params):
-            raise ConfigError(
-                f"auto_wrap_policy={policy!r} chooses a {type(module).__name__}, which has no forward: it is never "
-                f"called, so its parameters would never be gathered",
-                where=where,
-                fix=f"choose the modules inside the {type(module).__name__}",
-            )
+    for module in root.modules() if full_precision else ():
+        if module is not root and module not in ignored and isinstance(module, full_precision):
+            chosen[module] = {**chosen.get(module, {}), "mixed_precision": None}
     if not chosen:
-        raise ConfigError(
-            f"auto_wrap_policy={policy!r} chooses no module of {type(root).__name__}",
-            where=where,
-            fix="choose a class that the model contains, or a smaller size; to shard the model as one unit, leave "
-            "auto_wrap_policy out",
+        warnings.warn(
+            f"auto_wrap_policy={policy!r} chooses no module of {type(root).__name__}: the whole model is one unit, so "
+            f"all of its parameters are gathered at once",
+            stacklevel=2,
         )
     depth_first = list(root.modules())
     return [(module, chosen[module]) for module in reversed(depth_first) if module in chosen]
-
-
-def _has_parameters_outside(module: nn.Module, chosen: Chosen, ignored_params: set[nn.Parameter]) -> bool:
-    """Whether ``module`` has parameters that are in no chosen module."""
-    if module in chosen:
-        return False
-    if any(param not in ignored_params for param in module.parameters(recurse=False)):
-        return True
-    return any(_has_parameters_outside(child, chosen, ignored_params) for child in module.children())
 
 
 def _ask(

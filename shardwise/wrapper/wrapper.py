@@ -10,6 +10,7 @@ reduces are the engine's.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -27,10 +28,11 @@ from shardwise.engine.step.joint_units import set_joint
 from shardwise.engine.unit.binding import WRAPPED_NAME, clean_name, not_copied
 from shardwise.engine.unit.membership import units_of
 from shardwise.engine.unit.unit import Unit
-from shardwise.errors import ConfigError, StateError
+from shardwise.errors import ConfigAssertionError, ConfigError, StateAssertionError, StateError
 from shardwise.torch_internals import debugs_in_detail, inside_backward, untraced, untraced_itself
 from shardwise.training_step.clip_grad_norm import clip_grad_norm_, dtype_of_gradients
 from shardwise.wrapper.execution_order import ForwardPrefetch, OrderCheck, order_observers
+from shardwise.wrapper.flat_handle import FlatHandle, flat_parameters
 from shardwise.wrapper.model_methods import ModelMethods, names_for_torch
 from shardwise.wrapper.model_state import LoadHooks
 from shardwise.wrapper.options import (
@@ -110,6 +112,8 @@ class FullyShardedDataParallel(ModelMethods):
         for inner in self.fsdp_modules(plan.module):
             inner._is_inner = True
         self._is_inner = False
+        # Whether the wrapper around this one has been asked whether it is the root.
+        self._has_root = False
         self._observers: tuple[OrderCheck | ForwardPrefetch, ...] = ()
         self._plan = plan
         self._unit = plan.make_unit(self)
@@ -196,6 +200,39 @@ class FullyShardedDataParallel(ModelMethods):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise not_copied("pickle", type(self).__name__)
+
+    # --- what libraries read, though it is not public ---------------------------------------------------------------
+
+    @property
+    def _has_params(self) -> bool:
+        return bool(self._unit.slots)
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """The flat parameters of this wrapper; none if all parameters are in inner wrappers or ignored."""
+        return flat_parameters(self._unit)
+
+    @property
+    def _flat_param(self) -> nn.Parameter | None:
+        return next(iter(self.params), None)
+
+    @property
+    def _handle(self) -> FlatHandle | None:
+        return FlatHandle(self._unit) if self._has_params else None
+
+    @property
+    def _use_orig_params(self) -> bool:
+        return self._plan.options.use_orig_params
+
+    @property
+    def _comm_hook(self) -> Callable[..., object] | None:
+        hook = self._unit.gradients.settings.comm_hook
+        return None if hook is None else hook[0]
+
+    @property
+    def _comm_hook_state(self) -> object:
+        hook = self._unit.gradients.settings.comm_hook
+        return None if hook is None else hook[1]
 
     @property
     def _units(self) -> list[Unit]:
@@ -287,7 +324,7 @@ class FullyShardedDataParallel(ModelMethods):
 
         It needs the memory of full gradients. Without ``no_sync``, sharded gradients accumulate.
         """
-        self._check_outermost("no_sync")
+        self._check_outermost("no_sync", may_be_alone=False)
         units = self._units
         check_not_exact(units, "no_sync", "sums micro-batches before ranks")
         before = [(unit.gradients.are_synced, unit.settings.frees_after_backward) for unit in units]
@@ -314,7 +351,12 @@ class FullyShardedDataParallel(ModelMethods):
         """
         self._check_outermost("clip_grad_norm_")
         params = list(self.parameters())
-        total = clip_grad_norm_(params, max_norm, norm_type)
+        total = clip_grad_norm_(params, float(max_norm), float(norm_type))
+        if all(param.grad is None for param in params):
+            warnings.warn(
+                f"clip_grad_norm_ found no gradients on rank {self.rank}: the norm is in {total.dtype}",
+                stacklevel=2,
+            )
         return total.to(dtype_of_gradients(params) or total.dtype)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
@@ -322,13 +364,23 @@ class FullyShardedDataParallel(ModelMethods):
 
         With NO_SHARD it is ``hook(state, gradients)``, in place. The hook must average: nothing is divided after it.
         """
-        self._check_outermost("register_comm_hook")
+        self._check_outermost("register_comm_hook", error=StateAssertionError)
         check_not_exact(self._units, "register_comm_hook", "sums them in an order of its own")
+        if not callable(hook):
+            raise ConfigError(
+                f"the communication hook is a {type(hook).__name__}",
+                where="register_comm_hook",
+                fix="pass a function hook(state, full_gradients, own_shard)",
+            )
         reduce_with_hook(self._units, state, hook)
 
-    def _check_outermost(self, call: str) -> None:
-        if self._is_inner:
-            raise StateError(
+    def _check_outermost(
+        self, call: str, may_be_alone: bool = True, error: type[StateError] = StateError
+    ) -> None:
+        """Raises on a wrapper inside another one; if it may be alone, only once that one is used as a whole."""
+        is_alone = may_be_alone and self._unit.is_top and not self._has_root
+        if not self.check_is_root() and not is_alone:
+            raise error(
                 f"{call} was called on a wrapper inside another one",
                 where=f"{type(self).__name__}.{call}, rank {self._unit.rank}",
                 fix=f"call {call} on the outermost wrapper: it works on the whole model",
@@ -336,9 +388,13 @@ class FullyShardedDataParallel(ModelMethods):
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """As ``nn.Module.apply``, with full parameters; what ``fn`` changes is written back to the shards."""
-        if any(is_summoned(unit) for unit in self._units if is_flat(unit)):
-            return super().apply(fn)
-        with summoned(self):
+        if is_summoned(self._unit):
+            raise ConfigError(
+                "apply was called inside summon_full_params",
+                where=f"{type(self).__name__}.apply, rank {self._unit.rank}",
+                fix="call apply outside: it gathers full parameters itself, and writes changes back",
+            )
+        with summoned(self, recurse=False):
             return super().apply(fn)
 
 
@@ -348,13 +404,13 @@ def reduce_with_hook(units: Iterable[Unit], state: object, hook: Callable[..., o
     for unit in flat_units:
         where = f"register_comm_hook, unit '{unit.name}', rank {unit.rank}"
         if unit.mesh.replicate is not None and unit.mesh.shard.world > 1:
-            raise ConfigError(
+            raise ConfigAssertionError(
                 "hybrid strategies reduce in two stages, a communication hook only in one",
                 where=where,
                 fix="use FULL_SHARD, SHARD_GRAD_OP or NO_SHARD",
             )
-        if unit.gradients.settings.is_hooked:
-            raise StateError(
+        if unit.gradients.settings.comm_hook is not None:
+            raise StateAssertionError(
                 "a communication hook is registered already", where=where, fix="register only one hook"
             )
     for unit in flat_units:

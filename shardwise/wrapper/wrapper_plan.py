@@ -6,9 +6,10 @@ synchronizes the tensors of the whole model, once. ``wrapper.py`` makes the plan
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.comm.mesh import DataMesh
 from shardwise.engine.exact.exact_sums import EXACT_SUMMATION, check_mesh
 from shardwise.engine.reduce.reduce_plan import DEFAULT_SUMMATION
-from shardwise.engine.unit.binding import FoundParameter, is_wrapper
+from shardwise.engine.unit.binding import WRAPPED_NAME, FoundParameter, is_wrapper
 from shardwise.engine.unit.factory import check_fits_shards, find_parameters, make_unit
 from shardwise.engine.unit.flat_form import FlatForm
 from shardwise.engine.unit.membership import hidden, membership, units_of
@@ -33,9 +34,19 @@ from shardwise.wrapper.device_and_mesh import (
     move,
     send_from_first_rank,
 )
+from shardwise.wrapper.flat_handle import mark_flattened
 from shardwise.wrapper.mixed_precision import cast_buffers, compute_in_full_precision
-from shardwise.wrapper.options import BackwardPrefetch, WrapperOptions
+from shardwise.wrapper.options import (
+    BackwardPrefetch,
+    MixedPrecision,
+    ShardingStrategy,
+    WrapperOptions,
+    as_record,
+)
 from shardwise.wrapper.wrap_policies import choose
+
+# From a warning here to the caller of ``FullyShardedDataParallel``.
+_STACKLEVEL = 4
 
 # Modules that have a wrapper around them.
 _wrapped: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -50,6 +61,8 @@ class WrapperPlan:
     mesh: DataMesh
     ignored: set[nn.Parameter]
     parents: list[tuple[nn.Module, str]] = field(default_factory=list)
+    # Whether auto-wrapping leaves this module out of mixed precision.
+    is_full_precision: bool = False
     # Modules inside this wrapper and no inner one; and those of them that mixed precision leaves out.
     own_modules: list[nn.Module] = field(default_factory=list)
     full_precision_modules: list[nn.Module] = field(default_factory=list)
@@ -77,6 +90,9 @@ class WrapperPlan:
             EXACT_SUMMATION if options.exact else DEFAULT_SUMMATION,
         )
         _wrapped.add(self.module)
+        mark_flattened(unit)
+        for owner in self._container_units():
+            unit.need(owner)
         left_out = set(self.full_precision_modules)
         cast_buffers(
             (module for module in self.own_modules if module not in left_out), precision.buffer_dtype
@@ -87,6 +103,17 @@ class WrapperPlan:
             unit.configure(backward_prefetch=())
         unit.configure(prefetches_late=self.backward_prefetch is BackwardPrefetch.BACKWARD_POST)
         return unit
+
+    def _container_units(self) -> list[Unit]:
+        """The units of containers that have wrappers of their own: they are never called, so this unit gathers them."""
+        return [
+            needed
+            for member in (*self.own_modules, self.module)
+            for child in member.children()
+            if is_wrapper(child) and not has_forward(child.get_submodule(WRAPPED_NAME))
+            for inner in units_of(child)
+            for needed in inner.needs
+        ]
 
 
 def plan_wrappers(
@@ -113,13 +140,17 @@ def plan_wrappers(
         check_fits_shards(found, "ignored_states", where)
         _check_not_dtensor(found, where)
     chosen: list[tuple[nn.Module, dict[str, Any]]] = []
+    in_full: tuple[type[nn.Module], ...] = ()
     if policy is not None:
         _check_none_wrapped(module, where)
-        chosen = choose(module, policy, modules, params, where)
+        in_full = _full_precision_classes(given["mixed_precision"], where)
+        chosen = choose(module, policy, modules, params, in_full, where)
     chosen.append((module, {}))
     plans = [_plan_one(member, {**given, **overrides}, params, where) for member, overrides in chosen]
     for plan in plans[:-1]:
         plan.parents = _parents(module, plan.module)
+        plan.is_full_precision = isinstance(plan.module, in_full)
+    _warn_of_surprises(plans, modules)
     _assign_modules(plans, modules)
     _check_tied(plans, params, where)
     _prepare_tensors(plans[-1], modules, where)
@@ -134,7 +165,11 @@ def _plan_one(
     mesh = chosen_mesh(options.process_group, options.device_mesh, options.strategy, device, where)
     if options.exact:
         check_mesh(mesh, where)
-    return WrapperPlan(module, options, mesh, ignored)
+    plan = WrapperPlan(module, options, mesh, ignored)
+    if mesh.replicate is None and mesh.shard.world == 1:
+        # Nothing to shard: as in torch, parameters are then kept.
+        plan.options = replace(options, sharding_strategy=ShardingStrategy.NO_SHARD)
+    return plan
 
 
 def _ignored(
@@ -156,33 +191,70 @@ def _ignored(
             raise ConfigTypeError(
                 f"a {type(state).__name__} cannot be ignored", where=where, fix="pass modules or parameters"
             )
-    if module in tops:
-        raise ConfigError(
-            f"{type(module).__name__} is both wrapped and ignored",
-            where=where,
-            fix="remove it from the ignored modules, or do not wrap it",
-        )
     ignored = {inner for top in tops for inner in top.modules()}
     return ignored, params | {param for top in tops for param in top.parameters()}
 
 
 def _check_module(module: nn.Module, where: str) -> None:
-    if is_wrapper(module) or module in _wrapped:
+    if module in _wrapped:
         raise ConfigError(
             f"{type(module).__name__} is wrapped already", where=where, fix="wrap each module once"
         )
-    if units_of(module):
+    if units_of(module) and not is_wrapper(module):
         raise ConfigError(
             f"{type(module).__name__} is sharded by fully_shard already",
             where=where,
             fix="use either fully_shard or FullyShardedDataParallel on a module",
         )
-    if not has_forward(module):
-        raise ConfigError(
-            f"{type(module).__name__} has no forward: it is never called, so its parameters would never be gathered",
-            where=where,
-            fix=f"wrap the modules inside the {type(module).__name__}, or the module that contains it",
+
+
+def _warn_of_surprises(plans: list[WrapperPlan], ignored: set[nn.Module]) -> None:
+    """Warns of what is done as asked, but is seldom meant."""
+    outermost = plans[-1]
+    name, options = type(outermost.module).__name__, outermost.options
+    if outermost.module in ignored:
+        warnings.warn(
+            f"{name} is both wrapped and ignored: none of its parameters are sharded, and their gradients are not "
+            f"averaged over ranks",
+            stacklevel=_STACKLEVEL,
         )
+    if any(not has_forward(plan.module) for plan in plans):
+        kinds = sorted({type(plan.module).__name__ for plan in plans if not has_forward(plan.module)})
+        warnings.warn(
+            f"{', '.join(kinds)} has no forward, so no call of it gathers its parameters: they are gathered with those "
+            f"of the wrapper around it. Wrap the modules inside instead",
+            stacklevel=_STACKLEVEL,
+        )
+    if outermost.mesh.shard.world == 1 and outermost.mesh.replicate is None:
+        warnings.warn(
+            f"{name} is wrapped for a single rank: its parameters are not sharded (NO_SHARD)",
+            stacklevel=_STACKLEVEL,
+        )
+    if kinds := sorted({type(plan.module).__name__ for plan in plans if plan.is_full_precision}):
+        warnings.warn(
+            f"auto_wrap_policy and mixed precision were given, so modules of {', '.join(kinds)} get wrappers of their "
+            f"own, which compute in full precision",
+            stacklevel=_STACKLEVEL,
+        )
+    device = outermost.mesh.device
+    if options.device_id is None and device.type != "cpu":
+        on_host = (
+            found.param.device.type == "cpu"
+            for found in _unsharded_parameters(outermost.module, outermost.ignored)
+        )
+        if any(on_host):
+            warnings.warn(
+                f"{name} is on the CPU and is sharded there, which takes longer than on {device}: pass device_id= to "
+                f"move it first",
+                stacklevel=_STACKLEVEL,
+            )
+
+
+def _full_precision_classes(precision: Any, where: str) -> tuple[type[nn.Module], ...]:
+    """The classes of modules that mixed precision leaves out."""
+    if precision is None:
+        return ()
+    return tuple(as_record(MixedPrecision, precision, where)._module_classes_to_ignore)
 
 
 def _check_none_wrapped(module: nn.Module, where: str) -> None:
@@ -226,7 +298,9 @@ def _assign_modules(plans: list[WrapperPlan], ignored: set[nn.Module]) -> None:
         plan.own_modules = _unwrapped(plan.module, taken)
         taken.update(plan.own_modules)
         precision = plan.options.mixed_precision
-        if precision.param_dtype is not None or precision.buffer_dtype is not None:
+        if plan.is_full_precision:
+            plan.full_precision_modules = [plan.module]
+        elif precision.param_dtype is not None or precision.buffer_dtype is not None:
             classes = tuple(precision._module_classes_to_ignore)
             plan.full_precision_modules = [
                 member for member in plan.own_modules if isinstance(member, classes)

@@ -119,7 +119,12 @@ class HookedCollectives(GroupCollectives):
     def issue_reduce_scatter(
         self, output: torch.Tensor, rows: torch.Tensor, average: bool, code: int = UNNAMED
     ) -> Work:
-        self._hook(self._state, rows, output)
+        if self.world == 1:
+            # Nothing is scattered: a hook then averages in place, as without sharding.
+            output.copy_(rows.view_as(output))
+            self._hook(self._state, output)
+        else:
+            self._hook(self._state, rows, output)
         return DONE
 
     def issue_all_reduce(self, tensor: torch.Tensor, average: bool, code: int = UNNAMED) -> Work:

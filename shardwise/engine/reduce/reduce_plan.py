@@ -49,7 +49,8 @@ class ReduceSettings:
     hook_stream: torch.cuda.Stream | None = None
     # Called when a unit's gradients have been assigned, with a function that waits until the host may read them.
     listener: Callable[[Callable[[], None]], None] | None = None
-    is_hooked: bool = False
+    # A user's function that reduces, with its state.
+    comm_hook: tuple[Callable[..., object], object] | None = None
 
     def use_hook(
         self,
@@ -59,7 +60,7 @@ class ReduceSettings:
         hook: Callable[..., object],
     ) -> None:
         """Replaces the reduce, including its division, by a user's function."""
-        self.is_hooked = True
+        self.comm_hook = (hook, state)
         self.divide_factor, self.sums_only = 1.0, True
         if replicate is None:
             self.calls = HookedCollectives(shard, state, hook)

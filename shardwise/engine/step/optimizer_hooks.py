@@ -68,6 +68,8 @@ class OptimizerHooks:
         # A closure may still run the backward that reduces the stash.
         if not any(map(callable, (*args, *kwargs.values()))):
             _check_not_all_stashed(optimizer, units)
+        for unit in units:
+            unit.gradients.hide_stash()
         for root in _roots_of(units):
             root.before_optimizer(optimizer)
 

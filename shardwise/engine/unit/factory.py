@@ -27,6 +27,7 @@ from shardwise.torch_internals import (
     buffers_of,
     local_of,
     parameters_of,
+    refuse_torchs_fsdp,
     root_mesh,
 )
 
@@ -207,10 +208,22 @@ def make_unit(
     for owner in {*unit.needs, unit}:
         owner.show_in_all_places()
     _keep_weights_in_place(slots)
+    _refuse_a_second_sharding(unit)
     for module in modules:
         module.__dict__[UNITS_ATTRIBUTE] = (*units_of(module), unit)
         _move_buffers(module, mesh.device)
     return unit
+
+
+def _refuse_a_second_sharding(unit: Unit) -> None:
+    for slot in unit.slots:
+        refusal = ConfigError(
+            f"parameter '{slot.name}' is sharded by shardwise already, and torch's FSDP would shard the shards",
+            where=f"torch's FSDP on a model with unit '{unit.name}', rank {unit.rank}",
+            fix="shard the rest of the model with shardwise too; if a library does it, call shardwise.install() first",
+        )
+        for place in slot.places:
+            refuse_torchs_fsdp(place.module, refusal)
 
 
 def _keep_weights_in_place(slots: list[Slot]) -> None:

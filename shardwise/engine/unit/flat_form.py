@@ -22,7 +22,7 @@ from shardwise.engine.buffers import alias, contiguous_strides
 from shardwise.engine.reduce.gradient_buffer import GradientView
 from shardwise.engine.unit.binding import FoundParameter, Slot
 from shardwise.engine.unit.dtensor_form import gradient_views_by_slot
-from shardwise.plan.flat import FlatLayout, FlatPacking, plan_flat
+from shardwise.plan.flat import FlatLayout, FlatPacking, grid_of, plan_flat
 from shardwise.plan.layout import Layout, Packing, RowParam, Span
 from shardwise.policies import MixedPrecisionPolicy
 from shardwise.torch_internals import parameters_of
@@ -157,6 +157,8 @@ class FlatForm:
         # Whether gradients keep the dtype they were reduced in.
         self._keeps_reduced = keeps_reduced
         self._numbers: dict[Slot, int] = {}
+        # By kind of parameter: what cuts are multiples of, whatever becomes of the dtypes.
+        self._grids: dict[Hashable, int] = {}
         self.layout: FlatLayout
         self.lines: list[Line] = []
 
@@ -179,7 +181,8 @@ class FlatForm:
             params.append(
                 RowParam(tuple(each.param.shape), 0, kind, each.param.dtype.itemsize, dtype.itemsize)
             )
-        rank, layout = mesh.shard.rank, plan_flat(params, mesh.shard.world)
+        self._grids = {param.kind: grid_of(param.sent_itemsize) for param in params}
+        rank, layout = mesh.shard.rank, plan_flat(params, mesh.shard.world, self._grids)
         self.lines = list(lines.values())
         for number, (line, segment) in enumerate(zip(self.lines, layout.segments, strict=True)):
             if self._holder is not None:
@@ -210,7 +213,7 @@ class FlatForm:
         return precision.param_dtype if casts else None
 
     def plan(self, params: list[RowParam], world: int) -> Layout:
-        self.layout = plan_flat(params, world)
+        self.layout = plan_flat(params, world, self._grids)
         return self.layout
 
     def bind_shards(self, shards: torch.Tensor, layout: Layout) -> None:

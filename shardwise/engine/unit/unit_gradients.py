@@ -15,6 +15,8 @@ from shardwise import trace
 from shardwise.engine.reduce.gradient_buffer import GradientBuffer, presence
 from shardwise.engine.reduce.reduce_plan import ReducePlan, Summation
 from shardwise.engine.unit.binding import is_wider
+from shardwise.engine.unit.flat_form import FlatForm
+from shardwise.engine.unit.shown_stash import ShownStash
 from shardwise.errors import StateError
 from shardwise.torch_internals import backward_reaches
 
@@ -42,6 +44,7 @@ class UnitGradients:
         self._watched: set[int] = set()
         # Whether gradients are kept back: in the slots' stashes, or in place where the parameters stay in view.
         self.has_stash = False
+        self._shown_stash = ShownStash(unit.form) if isinstance(unit.form, FlatForm) else None
         # The reduces that this backward has issued.
         self._started: set[ReducePlan] = set()
 
@@ -143,6 +146,7 @@ class UnitGradients:
             return False
         if not self.have_come():
             return False
+        self.hide_stash()
         if not self.are_synced:
             self.has_stash = True
             self.stash(self._unit.stays_in_view)
@@ -174,6 +178,12 @@ class UnitGradients:
 
     def reduce_the_rest(self) -> None:
         """At the end of backward, reduces stashed gradients that none were added to, and zeros for unused units."""
+        if self.has_stash and not self.are_synced:
+            if self._shown_stash is not None:
+                self._shown_stash.show()
+            self._started.clear()
+            return
+        self.hide_stash()
         is_done = self._started and not self.has_stash and self._unit.mesh.replicate is None
         if self.are_synced and not is_done:
             for plan in self._still_to_reduce():
@@ -183,6 +193,12 @@ class UnitGradients:
                     # Peers whose backward reached it have freed it and will gather it again: so must this rank.
                     unit.reshard(trace.IN_POST_BACKWARD)
         self._started.clear()
+
+    def hide_stash(self) -> None:
+        """Takes the stash back that users see, as they left it: without the gradients that they set to None."""
+        if self.has_stash and self._shown_stash is not None:
+            self._shown_stash.hide()
+            self.has_stash = any(slot.stash is not None for slot in self._unit.slots)
 
     def _still_to_reduce(self) -> list[ReducePlan]:
         plans: list[ReducePlan | None] = []
@@ -233,7 +249,13 @@ class UnitGradients:
 
     def zero(self, shards: Container[torch.Tensor], set_to_none: bool) -> None:
         """``zero_grad`` of what users cannot see: stashed gradients, and sums that wait for the all-reduce."""
-        self.stash()
+        if self.has_stash:
+            self.stash()
+            self.hide_stash()
+            for slot in self._unit.slots:
+                if slot.sharded in shards and slot.sharded.grad is not None:
+                    # It was hidden by the stash.
+                    slot.sharded.grad = None if set_to_none else slot.sharded.grad.zero_()
         for slot in self._unit.slots:
             if slot.stash is not None and slot.sharded in shards:
                 if set_to_none:
@@ -262,6 +284,7 @@ class UnitGradients:
 
     def drop(self) -> None:
         """Drops all gradients: new, stashed, and waiting for the all-reduce."""
+        self.hide_stash()
         self.has_stash = False
         for slot in self._unit.slots:
             slot.drop_gradient()
