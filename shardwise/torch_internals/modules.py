@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -41,25 +40,6 @@ def state_entries(module: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]
             yield name, buffer
     if type(module).set_extra_state is not nn.Module.set_extra_state:
         yield "_extra_state", None
-
-
-def state_dict_call_options() -> tuple[bool, bool, bool] | None:
-    """Returns options of the ``torch.distributed.checkpoint.state_dict`` call on the stack: whether it has optimizers,
-    ``broadcast_from_rank0`` and ``ignore_frozen_params``; None if there is no such call.
-
-    torch does not pass these options on, so they are read from its frame.
-    """
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
-        frame = frame.f_back
-        if frame.f_code.co_name == "_verify_options" and frame.f_globals["__name__"].endswith(".state_dict"):
-            options = frame.f_locals["options"]
-            return (
-                bool(frame.f_locals["optims"]),
-                bool(options.broadcast_from_rank0),
-                bool(options.ignore_frozen_params),
-            )
-    return None
 
 
 def loads_as_usual(module: nn.Module, own_hooks: type) -> bool:

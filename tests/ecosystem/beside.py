@@ -33,7 +33,10 @@ class Beside:
         files = [self._folder / side / case / f"result{rank}.pt" for rank in range(2)]
         if not all(file.exists() for file in files):
             failures = sorted((self._folder / side).glob("*/failure*.txt"))
-            why = "\n\n".join(f"{file.parent.name}: {file.read_text()}" for file in failures) or self._logs[side]
+            why = (
+                "\n\n".join(f"{file.parent.name}: {file.read_text()}" for file in failures)
+                or self._logs[side]
+            )
             pytest.fail(f"case {case} did not end on {side}'s side\n{why[-6000:]}", pytrace=False)
         return [torch.load(file, weights_only=False) for file in files]
 

@@ -88,7 +88,9 @@ def train(
         "class": type(accelerator.unwrap_model(model)).__name__.removeprefix("FSDP"),
         "saved model": load_file(folder / "model" / "model.safetensors"),
         "merged": _merge(folder) if saved_as == "SHARDED" else {},
-        "files": sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.name[0] not in ".r"),
+        "files": sorted(
+            str(path.relative_to(folder)) for path in folder.rglob("*") if path.name[0] not in ".r"
+        ),
         "resumed": resumed == went_on,
     }
 

@@ -49,7 +49,9 @@ def _arguments(folder: Path, version: int, saved_as: str, steps: int, **options:
 @case(2, "SHARDED", tied=True)
 @case(1, "FULL", tied=True)
 @case(1, "SHARDED", bf16=True)
-def trainer(folder: Path, version: int, saved_as: str, *, tied: bool = False, **options: Any) -> dict[str, Any]:
+def trainer(
+    folder: Path, version: int, saved_as: str, *, tied: bool = False, **options: Any
+) -> dict[str, Any]:
     first = Trainer(
         tiny_llama(tied=tied),
         _arguments(folder, version, saved_as, 4, **options),
