@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed.algorithms.join import Joinable
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -102,6 +103,19 @@ def run_before_load_state_dict(
 def run_after_load_state_dict(optimizer: torch.optim.Optimizer) -> None:
     for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         hook(optimizer)
+
+
+class _States(dict[Any, Any]):
+    """The states of a module by composable API. Whether an API was applied is for torch's list of them to say."""
+
+    def __contains__(self, api: object) -> bool:
+        return False
+
+
+def set_composable_state(module: nn.Module, api: Any, state: object) -> None:
+    """Makes ``api.state(module)`` return ``state``, as if torch's composable function ``api`` had been called."""
+    states = module.__dict__.get(STATE_KEY, {})
+    module.__dict__[STATE_KEY] = _States({**states, api.__wrapped__: state})
 
 
 class _AppliedApis(dict[str, Any]):
