@@ -55,7 +55,7 @@ def flat(
     check_elementwise(optimizer_class)
     params: Any = model_or_params
     if isinstance(model_or_params, nn.Module):
-        params = _sharded_parameters(model_or_params)
+        params = sharded_parameters(model_or_params)
     made: Any = _flat_class(optimizer_class)(params, **options)  # type: ignore[arg-type]
     if in_backward:
         made._backward_steps = BackwardSteps(made._step_in_thread)
@@ -63,7 +63,7 @@ def flat(
     return flat_optimizer
 
 
-def _sharded_parameters(model: nn.Module) -> list[nn.Parameter]:
+def sharded_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Returns the model's parameters in sharded form, even while the model is unsharded."""
     sharded = {
         slot.unsharded: slot.sharded

@@ -68,9 +68,7 @@ def plan_owners(works: Sequence[int], held: Sequence[Held], loads: Sequence[int]
     owners = [0] * len(works)
     for index in sorted(range(len(works)), key=lambda index: -works[index]):
         holders = [
-            (running[rank], -block.numel, rank)
-            for rank, block in enumerate(held[index])
-            if block is not None
+            (running[rank], -block.numel, rank) for rank, block in enumerate(held[index]) if block is not None
         ]
         owner = min(holders)[2]
         owners[index] = owner
