@@ -145,6 +145,11 @@ def _mesh_of(param: torch.Tensor) -> DeviceMesh | None:
     return None if found is None else found[0].mesh.mesh
 
 
+def _mesh_ranks(param: torch.Tensor) -> tuple[int, ...] | None:
+    mesh = _mesh_of(param)
+    return None if mesh is None else tuple(mesh.mesh.flatten().tolist())
+
+
 def _group_of(meshes: set[DeviceMesh]) -> dist.ProcessGroup:
     world = dist.group.WORLD
     assert world is not None
@@ -171,6 +176,8 @@ class _Described(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     trains: bool
+    # The ranks of its mesh; None if all ranks have it.
+    ranks: tuple[int, ...] | None
 
 
 def gather_held(
@@ -180,7 +187,10 @@ def gather_held(
 
     Raises on every rank unless all pass the same parameters and options.
     """
-    described = [_Described(held.shape, held.param.dtype, held.param.requires_grad) for held in own]
+    described = [
+        _Described(held.shape, held.param.dtype, held.param.requires_grad, _mesh_ranks(held.param))
+        for held in own
+    ]
     by_rank: list[Any] = gather_objects((options, described, [held.block for held in own]), calls)
     for rank, (theirs, shapes, _) in enumerate(by_rank):
         if theirs != by_rank[0][0] or len(shapes) != len(by_rank[0][1]):
@@ -188,6 +198,12 @@ def gather_held(
                 f"{theirs}, {len(shapes)} parameters", rank, f"{by_rank[0][0]}, {len(by_rank[0][1])}", calls
             )
         for index, (first, shape) in enumerate(zip(by_rank[0][1], shapes, strict=True)):
+            if first.ranks != shape.ranks:
+                raise ConfigError(
+                    f"{own[index].name} is another tensor on ranks {shape.ranks} than on ranks {first.ranks}",
+                    where=f"{WHERE}(...), rank {calls.rank} of {calls.world}",
+                    fix="make one optimizer for the parameters of each mesh, and join them with mixed([...])",
+                )
             if first != shape:
                 _disagree(f"{tuple(shape)} as {own[index].name}", rank, f"{tuple(first)}", calls)
     held = [[blocks[index] for _, _, blocks in by_rank] for index in range(len(own))]

@@ -74,7 +74,7 @@ class Convolutions(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Conv2d(3, 3, 2, padding="same") for _ in range(3))
+        self.layers = nn.ModuleList(nn.Conv2d(3, 3, 3, padding=1) for _ in range(3))
 
     def forward(self, x):
         for layer in self.layers:
