@@ -79,6 +79,7 @@ bench: $(STAMP)
 	$(BENCH)/optimizer_step.py
 	$(BENCH)/clip.py
 	$(BENCH)/gloo_step.py
+	$(BENCH)/whole_step.py
 	$(BENCH)/report.py
 
 # With whatever torch the machine has.
@@ -99,6 +100,8 @@ bench-gpu:
 		$(BENCH_GPU)/step_time.py --device cuda --model 8b --memory --world-size $$world || exit 1; done
 	for step in 1b 8b "tiny --captured" "1b --captured"; do $(BENCH_GPU)/step_profile.py --model $$step || exit 1; done
 	$(BENCH_GPU)/offload_step.py --device cuda --model 1b
+	for model in 1b 8b; do $(BENCH_GPU)/whole_step.py --backend fake --ranks 8 --device cuda --model $$model || exit 1; done
+	$(BENCH_GPU)/whole_step.py --backend nccl --ranks 2 --device cuda --model 1b
 	$(BENCH_GPU)/report.py
 
 # docs/reference.md, from the docstrings.
