@@ -10,9 +10,9 @@ same values with the same gradients. In the one process, the first rank's, Muon 
 as one rank has, while the other ranks wait; its values are what the others must have at the end: shardwise's bit for
 bit, FSDP2's within Newton-Schulz's bfloat16.
 
-On GPUs, the *ideal* is the one process's time divided by the number of ranks (by one if they share a GPU), plus the time
-of moving the bytes by one plain all-to-all each way. With the fake backend nothing moves, values mean nothing, and only
-rank 0's share of the work is timed.
+On GPUs, the *ideal* is the one process's time divided by the number of ranks (by one if they share a GPU), plus the
+time of moving the bytes by one plain all-to-all each way. With the fake backend nothing moves, values mean nothing, and
+only rank 0's share of the work is timed.
 """
 
 from __future__ import annotations
