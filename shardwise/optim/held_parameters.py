@@ -23,6 +23,7 @@ from shardwise.engine.gather.full_tensors import local_elements
 from shardwise.engine.unit.binding import Slot
 from shardwise.engine.unit.flat_form import FlatSlot
 from shardwise.engine.unit.membership import membership
+from shardwise.engine.unit.unit import Unit
 from shardwise.errors import ConfigError, RankDisagreement
 from shardwise.plan.matrix_owners import Held, HeldBlock, is_complete
 from shardwise.torch_internals import local_of
@@ -36,8 +37,10 @@ class HeldParameter:
     def __init__(self, param: torch.Tensor, index: int) -> None:
         self.param = param
         self.index = index
-        found = membership(param)
-        self.unit, self.slot = found if found is not None else (None, None)
+        self.unit: Unit | None = None
+        self.slot: Slot | None = None
+        if (found := membership(param)) is not None:
+            self.unit, self.slot = found
         if isinstance(self.slot, FlatSlot) and not self.slot.is_shown:
             raise ConfigError(
                 f"a flat parameter of {param.numel()} elements holds parts of many matrices",
@@ -109,7 +112,7 @@ class HeldParameter:
 
     def replacement(self) -> torch.Tensor | None:
         """The parameter that replaced this one in its unit, as ``load_state_dict(assign=True)`` does; mostly None."""
-        slot: Slot | None = self.slot
+        slot = self.slot
         if slot is None or slot.sharded is self.param or type(slot.sharded) is not type(self.param):
             return None
         return slot.sharded
@@ -159,7 +162,8 @@ def _group_of(meshes: set[DeviceMesh]) -> dist.ProcessGroup:
             return mesh.get_group()
     if not ranks or len(ranks) == dist.get_world_size():
         return world
-    return dist.new_group(sorted(ranks), use_local_synchronization=True)
+    made: dist.ProcessGroup = dist.new_group(sorted(ranks), use_local_synchronization=True)
+    return made
 
 
 def ranks_of(calls: GroupCollectives) -> list[int]:
@@ -206,7 +210,7 @@ def gather_held(
                 )
             if first != shape:
                 _disagree(f"{tuple(shape)} as {own[index].name}", rank, f"{tuple(first)}", calls)
-    held = [[blocks[index] for _, _, blocks in by_rank] for index in range(len(own))]
+    held: list[Held] = [[blocks[index] for _, _, blocks in by_rank] for index in range(len(own))]
     for parameter, blocks in zip(own, held, strict=True):
         if not is_complete(parameter.shape, blocks):
             raise ConfigError(

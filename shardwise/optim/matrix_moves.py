@@ -114,7 +114,7 @@ class MatrixMoves:
                 if calls.rank not in (message.source, message.target):
                     continue
                 sends = message.source == calls.rank
-                route = routes[message.index]
+                route = routes[message.matrix]
                 # The block that travels is what the rank that is not the owner holds.
                 block = route.held[message.source if is_to_owners else message.target]
                 assert block is not None
@@ -122,7 +122,7 @@ class MatrixMoves:
                 start = row * plan.row_bytes + message.start_bytes
                 num_bytes = block.numel * route.dtype.itemsize
                 part = (rows if sends else arrived)[start : start + num_bytes].view(route.dtype)
-                tensor = (sources if sends else targets)[message.index]
+                tensor = (sources if sends else targets)[message.matrix]
                 assert tensor is not None
                 is_whole = sends != is_to_owners
                 local = view_of(tensor, block) if is_whole else tensor

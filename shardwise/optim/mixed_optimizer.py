@@ -6,6 +6,7 @@ if one that steps matrices whole raises, none.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -71,7 +72,7 @@ class MixedOptimizer(Optimizer):
     # Of the parts, as they are now: a part's load_state_dict replaces them.
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         if not self.parts:
             return self._groups
         return [group for part in self.parts for group in part.param_groups]
@@ -81,8 +82,9 @@ class MixedOptimizer(Optimizer):
         self._groups = groups
 
     @property
-    def state(self) -> dict[torch.Tensor, Any]:  # type: ignore[override]
-        return {param: state for part in self.parts for param, state in part.state.items()}
+    def state(self) -> defaultdict[torch.Tensor, Any]:
+        found = {param: state for part in self.parts for param, state in part.state.items()}
+        return defaultdict(dict, found)
 
     @state.setter
     def state(self, state: Any) -> None:
@@ -109,7 +111,7 @@ class MixedOptimizer(Optimizer):
 
     # --- a step ---------------------------------------------------------------------------------------------------
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Steps all parts.
 
         Args:

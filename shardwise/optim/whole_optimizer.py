@@ -206,7 +206,7 @@ class WholeOptimizer(Optimizer):
 
     # --- a step ---------------------------------------------------------------------------------------------------
 
-    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Steps all parameters that have gradients. If a rank raises, all do, and nothing has changed.
 
         Args:

@@ -111,7 +111,7 @@ def is_complete(shape: Shape, held: Held) -> bool:
 class Message(NamedTuple):
     """A block that travels: of which matrix, from and to which rank, and where it starts in the row, in bytes."""
 
-    index: int
+    matrix: int
     source: int
     target: int
     start_bytes: int

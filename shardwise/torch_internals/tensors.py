@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -103,7 +103,7 @@ def leaves_of(tree: Any) -> list[Any]:
     return tree_flatten(tree)[0]
 
 
-def with_leaves(tree: Any, leaves: Sequence[Any]) -> Any:
+def with_leaves(tree: Any, leaves: Iterable[Any]) -> Any:
     """Returns ``tree`` with other leaves, in the same containers."""
     return tree_unflatten(list(leaves), tree_flatten(tree)[1])
 

@@ -89,11 +89,11 @@ def test_messages_of_a_row_do_not_overlap_and_own_blocks_do_not_travel(found):
     routes = [(index, *route) for index, route in enumerate(found)]
     plan = plan_messages(routes, 4)
     travels = {index for index, source, target, size in routes if source != target and size}
-    assert {message.index for message in plan.messages} == travels
+    assert {message.matrix for message in plan.messages} == travels
     for source in range(4):
         for target in range(4):
             spans = sorted(
-                (message.start_bytes, message.start_bytes + routes[message.index][3])
+                (message.start_bytes, message.start_bytes + routes[message.matrix][3])
                 for message in plan.messages
                 if (message.source, message.target) == (source, target)
             )
