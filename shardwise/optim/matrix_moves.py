@@ -10,7 +10,7 @@ is computed until it is waited for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,8 @@ from shardwise.comm.collectives.group import GroupCollectives
 from shardwise.plan.matrix_owners import Held, HeldBlock, RowsPlan, Shape, plan_messages, senders
 from shardwise.torch_internals import copy_all, unseen_by_modes
 
+# Which parameters have gradients may differ from step to step.
+_KEPT_PLANS = 1000
 _TO_OWNERS = collective_code("send shards to the owners of matrices")
 _FROM_OWNERS = collective_code("send stepped matrices back to their shards")
 
@@ -62,7 +64,7 @@ class MatrixMoves:
 
     def __init__(self, calls: GroupCollectives) -> None:
         self._calls = calls
-        self._plans: dict[tuple[bool, tuple[Route, ...]], RowsPlan] = {}
+        self._plans: dict[Hashable, RowsPlan] = {}
         self._stream = torch.cuda.Stream() if calls.device.type == "cuda" and calls.world > 1 else None
         self.bytes_sent = 0
 
@@ -71,37 +73,43 @@ class MatrixMoves:
         routes: Sequence[Route],
         shards: Sequence[torch.Tensor | None],
         wholes: Sequence[torch.Tensor | None],
+        key: Hashable = None,
     ) -> Movement:
-        """Fills ``wholes``, given on their owners, from all ranks' ``shards``; values are cast to their dtype."""
+        """Fills ``wholes``, given on their owners, from all ranks' ``shards``; values are cast to their dtype.
+
+        Routes with the same ``key`` are the same: they are planned once.
+        """
         for route, shard, whole in zip(routes, shards, wholes, strict=True):
             own = route.held[self._calls.rank]
             if whole is not None and shard is not None and own is not None:
                 # Cast like what travels, so that results do not depend on who the owner is.
                 view_of(whole, own).copy_(shard.to(route.dtype).view(own.sizes))
-        return self._issue(routes, shards, wholes, is_to_owners=True)
+        return self._issue(routes, shards, wholes, key, is_to_owners=True)
 
     def from_owners(
         self,
         routes: Sequence[Route],
         wholes: Sequence[torch.Tensor | None],
         shards: Sequence[torch.Tensor | None],
+        key: Hashable = None,
     ) -> Movement:
-        """Fills every rank's ``shards`` from ``wholes``, which their owners pass."""
+        """Fills every rank's ``shards`` from ``wholes``, which their owners pass; ``key`` as in ``to_owners``."""
         for route, whole, shard in zip(routes, wholes, shards, strict=True):
             own = route.held[self._calls.rank]
             if whole is not None and shard is not None and own is not None:
                 shard.copy_(view_of(whole, own).view(shard.shape))
-        return self._issue(routes, wholes, shards, is_to_owners=False)
+        return self._issue(routes, wholes, shards, key, is_to_owners=False)
 
     def _issue(
         self,
         routes: Sequence[Route],
         sources: Sequence[torch.Tensor | None],
         targets: Sequence[torch.Tensor | None],
+        key: Hashable,
         *,
         is_to_owners: bool,
     ) -> Movement:
-        plan = self._plan(tuple(routes), is_to_owners)
+        plan = self._plan(routes, is_to_owners, key)
         calls = self._calls
         if not plan.row_bytes:
             return Movement(None, None, _nothing, None)
@@ -111,8 +119,6 @@ class MatrixMoves:
             rows = torch.empty(calls.world * plan.row_bytes, dtype=torch.uint8, device=calls.device)
             arrived = torch.empty_like(rows)
             for message in plan.messages:
-                if calls.rank not in (message.source, message.target):
-                    continue
                 sends = message.source == calls.rank
                 route = routes[message.matrix]
                 # The block that travels is what the rank that is not the owner holds.
@@ -141,13 +147,19 @@ class MatrixMoves:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             work = self._calls.issue_exchange(arrived, rows, code)
+            self._calls.channel.after_backend_collective()
             return work, self._stream.record_event()
 
-    def _plan(self, routes: tuple[Route, ...], is_to_owners: bool) -> RowsPlan:
-        key = (is_to_owners, routes)
-        if key not in self._plans:
-            self._plans[key] = plan_messages(_journeys(routes, is_to_owners), self._calls.world)
-        return self._plans[key]
+    def _plan(self, routes: Sequence[Route], is_to_owners: bool, key: Hashable) -> RowsPlan:
+        known = self._plans.get((key, is_to_owners)) if key is not None else None
+        if known is None:
+            known = plan_messages(_journeys(routes, is_to_owners), self._calls.world)
+            known = known.of_rank(self._calls.rank)
+            if len(self._plans) >= _KEPT_PLANS:
+                self._plans.clear()
+            if key is not None:
+                self._plans[key, is_to_owners] = known
+        return known
 
 
 def _journeys(routes: Sequence[Route], is_to_owners: bool) -> list[tuple[int, int, int, int]]:

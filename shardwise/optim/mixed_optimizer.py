@@ -7,16 +7,19 @@ if one that steps matrices whole raises, none.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
+from shardwise.engine.unit.membership import membership
 from shardwise.errors import ConfigError, ConfigTypeError
-from shardwise.optim.elementwise_classes import is_elementwise
-from shardwise.optim.flat_optimizer import flat
+from shardwise.optim.elementwise_classes import is_elementwise, rows_together
+from shardwise.optim.flat_optimizer import banded, flat
 from shardwise.optim.whole_optimizer import WholeOptimizer, whole
+from shardwise.plan.matrix_owners import rows_fit
 from shardwise.torch_internals import (
     run_after_load_state_dict,
     run_after_state_dict,
@@ -35,13 +38,14 @@ def mixed(
     Args:
         parts: by optimizer class, its parameters or groups of them with options of their own, such as
             ``{Muon: [{"params": matrices, "lr": 0.02}], AdamW: rest}``. Element-wise classes step a unit's shards as
-            one tensor (``flat``), all others whole matrices (``whole``). Or optimizers that you have made.
+            one tensor (``flat``); row-wise and block-wise ones step shards of whole rows or blocks as they are; all
+            others step whole matrices (``whole``). Or optimizers that you have made.
         options: arguments of all classes, e.g. ``lr=1e-3``.
     """
     if not isinstance(parts, Mapping):
         made = list(parts)
     else:
-        made = [_make_part(kind, params, options) for kind, params in parts.items()]
+        made = [part for kind, params in parts.items() for part in _make_parts(kind, params, dict(options))]
     if not made or not all(isinstance(part, Optimizer) for part in made):
         raise ConfigTypeError(
             f"the parts are {made}",
@@ -51,11 +55,51 @@ def mixed(
     return MixedOptimizer(made)
 
 
-def _make_part(optimizer_class: type[Optimizer], params: Any, options: dict[str, Any]) -> Optimizer:
+def _make_parts(
+    optimizer_class: type[Optimizer], params: Any, options: dict[str, Any]
+) -> Iterator[Optimizer]:
     listed = [params] if isinstance(params, Mapping) else list(params)
-    if isinstance(optimizer_class, type) and is_elementwise(optimizer_class):
-        return flat(listed, optimizer_class, **options)
-    return whole(optimizer_class, listed, **options)
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
+        yield whole(optimizer_class, listed, **options)
+    elif is_elementwise(optimizer_class):
+        yield flat(listed, optimizer_class, **options)
+    elif (rows := rows_together(optimizer_class)) is not None:
+        groups = _as_groups(listed)
+        as_they_are = _split(groups, lambda param: _holds_bands(param, rows))
+        others = _split(groups, lambda param: not _holds_bands(param, rows))
+        if as_they_are:
+            yield banded(as_they_are, optimizer_class, **options)
+        if others:
+            yield whole(optimizer_class, others, **options)
+    else:
+        yield whole(optimizer_class, listed, **options)
+
+
+def _as_groups(listed: list[Any]) -> list[dict[str, Any]]:
+    return listed if listed and isinstance(listed[0], Mapping) else [{"params": listed}]
+
+
+def _split(groups: list[dict[str, Any]], is_chosen: Callable[[torch.Tensor], bool]) -> list[dict[str, Any]]:
+    """Returns the groups with only the chosen parameters, without those that have none."""
+    chosen = [{**group, "params": list(filter(is_chosen, group["params"]))} for group in groups]
+    return [group for group in chosen if group["params"]]
+
+
+def _holds_bands(param: torch.Tensor, rows: int) -> bool:
+    """Whether every rank holds whole bands of so many rows."""
+    if not isinstance(param, DTensor):
+        # A plain tensor is whole; the wrapper cuts anywhere.
+        return membership(param) is None
+    sharded = [axis for axis, place in enumerate(param.placements) if not place.is_replicate()]
+    if not sharded:
+        return True
+    place = param.placements[sharded[0]]
+    return (
+        len(sharded) == 1
+        and type(place) is Shard
+        and place.dim == 0
+        and rows_fit(param.shape[0], param.device_mesh.size(sharded[0]), rows)
+    )
 
 
 class MixedOptimizer(Optimizer):

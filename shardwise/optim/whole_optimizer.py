@@ -345,7 +345,8 @@ class WholeOptimizer(Optimizer):
                 like = self.owned.copies[index]
                 wholes[index] = torch.empty_like(like, dtype=active[index], requires_grad=False)
         shards = [self._held[index].local_gradient() for index in members]
-        movement = self.moves.to_owners(routes, shards, [wholes.get(index) for index in members])
+        key = (*members, *(own.dtype for own in routes))
+        movement = self.moves.to_owners(routes, shards, [wholes.get(index) for index in members], key)
         return movement, wholes
 
     def _return_to_shards(self, active: Iterable[int]) -> None:
@@ -353,7 +354,8 @@ class WholeOptimizer(Optimizer):
             indices = [index for index in members if index in active]
             routes = [self._routes[index] for index in indices]
             shards = [self._held[index].local() for index in indices]
-            self.moves.from_owners(routes, [self.owned.copies.get(index) for index in indices], shards).wait()
+            wholes = [self.owned.copies.get(index) for index in indices]
+            self.moves.from_owners(routes, wholes, shards, key=tuple(indices)).wait()
             for index in indices:
                 self._held[index].was_written()
                 self._versions[index] = self._held[index].version()

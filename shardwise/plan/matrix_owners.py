@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from shardwise.plan.layout import SHARD_ALIGNMENT_BYTES, aligned
+from shardwise.plan.layout import SHARD_ALIGNMENT_BYTES, aligned, ceil_div
 
 Shape = tuple[int, ...]
 
@@ -108,6 +108,16 @@ def is_complete(shape: Shape, held: Held) -> bool:
     return sum(block.numel for block in sent) == math.prod(shape)
 
 
+def rows_fit(num_rows: int, world: int, rows_together: int) -> bool:
+    """Whether ranks that hold equal shares of a matrix's rows each have whole bands of ``rows_together`` rows.
+
+    Every rank has some; and what is kept once a band is cut at the same places as the rows.
+    """
+    share = ceil_div(num_rows, world)
+    share_of_bands = ceil_div(ceil_div(num_rows, rows_together), world)
+    return (world - 1) * share < num_rows and (world == 1 or share == share_of_bands * rows_together)
+
+
 class Message(NamedTuple):
     """A block that travels: of which matrix, from and to which rank, and where it starts in the row, in bytes."""
 
@@ -123,6 +133,11 @@ class RowsPlan:
 
     row_bytes: int
     messages: tuple[Message, ...]
+
+    def of_rank(self, rank: int) -> RowsPlan:
+        """The plan with only what one rank sends and receives."""
+        own = [message for message in self.messages if rank in (message.source, message.target)]
+        return RowsPlan(self.row_bytes, tuple(own))
 
 
 def plan_messages(routes: Iterable[tuple[int, int, int, int]], world: int) -> RowsPlan:

@@ -8,16 +8,17 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.optim import AdamW, Muon
+from torch.optim import AdamW, Muon, Optimizer
 
 import shardwise
-from shardwise import ConfigError, PeerFailure
+from shardwise import ConfigError, PeerFailure, StateError
 from shardwise.checkpoint import Saver, Store, TrainingState, read_manifest
-from shardwise.optim import flat, mixed, whole
+from shardwise.optim import blockwise, flat, mixed, rowwise, whole
+from shardwise.optim.whole_optimizer import WholeOptimizer
 from shardwise.testing import run_ranks
 from shardwise.testing.workloads import seeded
 from shardwise.train.team import Team
-from tests.ranks.models import average_gradients, same
+from tests.ranks.models import average_gradients, data, same
 from tests.ranks.test_whole_optimizer import Model, loss_of, matrices, replay, shard, train, values_of
 from tests.ranks.whole_classes import Shampoo
 
@@ -183,3 +184,121 @@ def refuse():
 
 def test_parts_that_do_not_fit_are_refused():
     run_ranks(refuse, 2)
+
+
+# --- classes that step rows or blocks of rows -------------------------------------------------------------------------
+
+
+@rowwise
+class RowNorms(Optimizer):
+    """Divides each row's gradient by the root of its average square."""
+
+    def __init__(self, params, lr=0.05):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param]
+                    if not state:
+                        state["step"] = torch.zeros(())
+                        state["squares"] = torch.zeros_like(param[:, :1])
+                    state["step"] += 1
+                    state["squares"].lerp_(param.grad.square().mean(1, keepdim=True), 0.1)
+                    param.sub_(param.grad / (state["squares"].sqrt() + 1e-8), alpha=group["lr"])
+
+
+@blockwise(2)
+class Blocks(Optimizer):
+    """Preconditions blocks of two rows by the sum of their squares; keeps one matrix for each."""
+
+    def __init__(self, params, lr=0.05):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    blocks = param.grad.view(-1, 2, param.shape[1])
+                    state = self.state[param]
+                    if not state:
+                        state["sides"] = torch.eye(2).repeat(len(blocks), 1, 1)
+                    state["sides"].add_(blocks @ blocks.mT)
+                    update = torch.linalg.solve(state["sides"], blocks).reshape(param.shape)
+                    param.sub_(update, alpha=group["lr"])
+
+
+class Stack(nn.Module):
+    """Rows that come out even on two ranks, in blocks of two for `even` alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8, bias=False), nn.Linear(8, 6, bias=False)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def step_bands(optimizer_class, folder):
+    model, plain = shard(seeded(Stack())), seeded(Stack())
+    optimizer = mixed({optimizer_class: [{"params": list(model.parameters())}]}, lr=0.1)
+    unsharded = optimizer_class(plain.parameters(), lr=0.1)
+    sent = 0
+    for step in range(4):
+        if step == 2:
+            parts = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+            dcp.save(parts, checkpoint_id=folder)
+            model = shard(seeded(Stack(), 7))
+            optimizer = mixed({optimizer_class: model.parameters()}, lr=0.1)
+            parts = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+            dcp.load(parts, checkpoint_id=folder)
+            set_state_dict(
+                model, optimizer, model_state_dict=parts["model"], optim_state_dict=parts["optimizer"]
+            )
+        loss = lambda model, rank: model(data(step, rank, 3, 8)).square().mean()  # noqa: B023, E731
+        loss(model, dist.get_rank()).backward()
+        average_gradients(plain, lambda rank: loss(plain, rank), dist.get_world_size())  # noqa: B023
+        for each in (optimizer, unsharded):
+            each.step()
+            each.zero_grad()
+        for (name, value), param in zip(values_of(model).items(), plain.parameters(), strict=True):
+            same(value, param.detach(), f"step {step}: {name}")
+    sent = sum(part.moves.bytes_sent for part in optimizer.parts if isinstance(part, WholeOptimizer))
+    return [type(part).__name__ for part in optimizer.parts], sent
+
+
+def test_rows_are_stepped_where_they_are(tmp_path):
+    # On four ranks the last has no row of the second matrix: that one is stepped whole.
+    assert run_ranks(step_bands, 2, RowNorms, tmp_path / "2") == [(["FlatRowNorms"], 0)] * 2
+    for names, sent in run_ranks(step_bands, 4, RowNorms, tmp_path / "4"):
+        assert names == ["FlatRowNorms", "WholeOptimizer"]
+        assert sent
+
+
+def test_blocks_of_rows_are_stepped_where_no_rank_cuts_one(tmp_path):
+    # Three rows a rank cut a block in two.
+    for names, sent in run_ranks(step_bands, 2, Blocks, tmp_path):
+        assert names == ["FlatBlocks", "WholeOptimizer"]
+        assert sent
+
+
+@rowwise
+class Columns(Shampoo):
+    """Says that it is row-wise, and is not."""
+
+
+def declare_wrongly():
+    model = shard(seeded(Stack()))
+    optimizer = mixed({Columns: model.parameters()})
+    model(data(0, 0, 3, 8)).square().mean().backward()
+    with pytest.raises(StateError, match="a list with tensors in it"):
+        optimizer.step()
+
+
+def test_state_that_is_not_of_rows_is_refused():
+    run_ranks(declare_wrongly, 2)

@@ -128,6 +128,16 @@ def test_results_are_those_of_the_unsharded_optimizer():
     run_cases(check_parity, 3, cases)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Muon", "Shampoo"])
+def test_after_300_steps_every_bit_is_that_of_the_unsharded_optimizer(kind):
+    run_ranks(check_long, 4, kind)
+
+
+def check_long(kind):
+    match_plain(Model, shard, loss_of, steps=300, optimizer=chosen(kind))
+
+
 def test_one_rank_needs_no_exchange():
     run_cases(check_parity, 1, [{"kind": "Muon"}, {"kind": "SOAP"}])
 

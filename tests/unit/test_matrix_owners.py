@@ -14,6 +14,7 @@ from shardwise.plan.matrix_owners import (
     plan_messages,
     plan_owners,
     plan_rounds,
+    rows_fit,
     senders,
 )
 
@@ -100,6 +101,17 @@ def test_messages_of_a_row_do_not_overlap_and_own_blocks_do_not_travel(found):
             assert all(before[1] <= after[0] for before, after in pairwise(spans))
             assert all(stop <= plan.row_bytes for _, stop in spans)
     assert all(message.start_bytes % 16 == 0 for message in plan.messages)
+
+
+@given(st.integers(1, 200), worlds, st.integers(1, 9))
+def test_where_bands_fit_no_rank_cuts_one_and_bands_are_cut_like_rows(num_rows, world, together):
+    spans = [cut_evenly(num_rows, world, rank) for rank in range(world)]
+    bands = [cut_evenly(-(-num_rows // together), world, rank) for rank in range(world)]
+    fit = all(
+        span.numel and span.start == together * band.start and -(-span.numel // together) == band.numel
+        for span, band in zip(spans, bands, strict=True)
+    )
+    assert rows_fit(num_rows, world, together) == fit
 
 
 def test_work_grows_with_the_short_side_squared():
