@@ -161,8 +161,8 @@ def measure(
 
 
 def on_fake(size: Size, args: Any) -> list[dict[str, Any]]:
-    start_group("fake", args.ranks, torch.device("cuda"))
-    return [measure(size, "cuda", args.rounds, args.iterations, args.warmup, args.threads, args.skip)]
+    start_group("fake", args.ranks, torch.device(args.device))
+    return [measure(size, args.device, args.rounds, args.iterations, args.warmup, args.threads, args.skip)]
 
 
 def main() -> int:

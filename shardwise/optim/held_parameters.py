@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from shardwise.comm.collectives.agreement import gather_objects
 from shardwise.comm.collectives.group import GroupCollectives, SingleRankCollectives
@@ -25,6 +25,7 @@ from shardwise.engine.unit.flat_form import FlatSlot
 from shardwise.engine.unit.membership import membership
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import ConfigError, RankDisagreement
+from shardwise.plan.layout import cut_evenly
 from shardwise.plan.matrix_owners import Held, HeldBlock, is_complete
 from shardwise.torch_internals import local_of
 
@@ -78,6 +79,20 @@ class HeldParameter:
         if isinstance(self.param, DTensor):
             return block_of(self.param)
         return HeldBlock((0,) * self.param.dim(), tuple(self.param.shape))
+
+    def block_on(self, rank: int) -> HeldBlock:
+        """What another rank holds, as far as placements tell."""
+        if not isinstance(self.param, DTensor):
+            return self.block
+        mesh = self.param.device_mesh
+        coordinate = (mesh.mesh == rank).nonzero()[0].tolist()
+        offsets, sizes = [0] * self.param.dim(), list(self.shape)
+        for axis, place in enumerate(self.param.placements):
+            if isinstance(place, Shard):
+                span = cut_evenly(sizes[place.dim], mesh.size(axis), coordinate[axis])
+                offsets[place.dim] += span.start
+                sizes[place.dim] = span.numel
+        return HeldBlock(tuple(offsets), tuple(sizes))
 
     def local(self) -> torch.Tensor:
         """This rank's elements, in the shape of its block."""
@@ -195,7 +210,13 @@ def gather_held(
         _Described(held.shape, held.param.dtype, held.param.requires_grad, _mesh_ranks(held.param))
         for held in own
     ]
-    by_rank: list[Any] = gather_objects((options, described, [held.block for held in own]), calls)
+    if calls.backend == "fake":
+        # Its ranks do not answer.
+        by_rank: list[Any] = [
+            (options, described, [held.block_on(rank) for held in own]) for rank in ranks_of(calls)
+        ]
+    else:
+        by_rank = gather_objects((options, described, [held.block for held in own]), calls)
     for rank, (theirs, shapes, _) in enumerate(by_rank):
         if theirs != by_rank[0][0] or len(shapes) != len(by_rank[0][1]):
             _disagree(

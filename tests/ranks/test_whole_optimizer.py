@@ -243,6 +243,33 @@ def test_no_more_gradients_are_whole_at_once_than_allowed(at_once):
     assert run_ranks(gradients_at_once, 2, at_once) == [max(1, at_once // 2)] * 2
 
 
+def send_short(gradient_dtype):
+    model = shard(Wide())
+    optimizer = whole(Muon, model.parameters(), lr=0.02, gradient_dtype=gradient_dtype)
+    twins = [nn.Parameter(full(param.detach()).clone()) for param in model.parameters()]
+    plain = Muon(twins, lr=0.02)
+    for step in range(3):
+        before = optimizer.moves.bytes_sent
+        model(data(step, dist.get_rank(), 2, 64)).square().mean().backward()
+        for param, twin in zip(model.parameters(), twins, strict=True):
+            twin.grad = full(param.grad).to(gradient_dtype).to(twin.dtype)
+        for each in (optimizer, plain):
+            each.step()
+            each.zero_grad()
+        for param, twin in zip(model.parameters(), twins, strict=True):
+            same(full(param.detach()), twin.detach(), f"step {step}")
+    return optimizer.moves.bytes_sent - before
+
+
+def test_gradients_travel_in_fewer_bytes_if_asked():
+    assert [
+        short / long
+        for short, long in zip(
+            run_ranks(send_short, 2, torch.bfloat16), run_ranks(send_short, 2, torch.float32), strict=True
+        )
+    ] == [0.75] * 2
+
+
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 
