@@ -96,7 +96,7 @@ class HeldParameter:
 
     def local(self) -> torch.Tensor:
         """This rank's elements, in the shape of its block."""
-        return self.elements_of(self.param.detach())
+        return self.elements_of(self.param)
 
     def local_gradient(self) -> torch.Tensor | None:
         gradient = self.param.grad
@@ -108,13 +108,16 @@ class HeldParameter:
             and gradient.placements != self.param.placements
         ):
             gradient = gradient.redistribute(placements=self.param.placements)
-        return self.elements_of(gradient.detach())
+        return self.elements_of(gradient)
 
     def elements_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's elements, in a tensor like the parameter."""
+        if isinstance(tensor, DTensor):
+            # Not detached: a DTensor takes long for that.
+            return local_of(tensor)
         if isinstance(self.slot, FlatSlot):
-            return local_elements(self.slot, tensor)
-        return local_of(tensor) if isinstance(tensor, DTensor) else tensor
+            return local_elements(self.slot, tensor.detach())
+        return tensor.detach()
 
     def was_written(self) -> None:
         """Tells autograd and the unit of a write to ``local()``."""

@@ -35,6 +35,7 @@ from shardwise.torch_internals import (
     run_before_load_state_dict,
     run_before_state_dict,
     unseen_by_modes,
+    without_torch_function,
 )
 
 _NO_GRADIENT, _NOTHING_HELD, _FIRST_DTYPE = 0, 1, 2
@@ -264,7 +265,8 @@ class WholeOptimizer(Optimizer):
 
     def _agree_on_gradients(self) -> tuple[dict[int, torch.dtype], list[int]]:
         """Returns the parameters that have gradients on all ranks, and those of which owners have no current copy."""
-        own = bytes(map(self._report, range(len(self._held))))
+        with without_torch_function():
+            own = bytes(map(self._report, range(len(self._held))))
         records = self._gather(own)
         active: dict[int, torch.dtype] = {}
         stale = []
@@ -344,7 +346,8 @@ class WholeOptimizer(Optimizer):
             if own.owner == self._calls.rank:
                 like = self.owned.copies[index]
                 wholes[index] = torch.empty_like(like, dtype=active[index], requires_grad=False)
-        shards = [self._held[index].local_gradient() for index in members]
+        with without_torch_function():
+            shards = [self._held[index].local_gradient() for index in members]
         key = (*members, *(own.dtype for own in routes))
         movement = self.moves.to_owners(routes, shards, [wholes.get(index) for index in members], key)
         return movement, wholes
@@ -353,12 +356,14 @@ class WholeOptimizer(Optimizer):
         for members in self._rounds:
             indices = [index for index in members if index in active]
             routes = [self._routes[index] for index in indices]
-            shards = [self._held[index].local() for index in indices]
+            with without_torch_function():
+                shards = [self._held[index].local() for index in indices]
             wholes = [self.owned.copies.get(index) for index in indices]
             self.moves.from_owners(routes, wholes, shards, key=tuple(indices)).wait()
-            for index in indices:
-                self._held[index].was_written()
-                self._versions[index] = self._held[index].version()
+            with without_torch_function():
+                for index in indices:
+                    self._held[index].was_written()
+                    self._versions[index] = self._held[index].version()
 
     def _publish(self, stepped: Iterable[int]) -> None:
         """Shows owners' state as this optimizer's; that of other ranks' matrices is empty here."""
