@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
+from shardwise.comm.channels.collective_log import collective_code
 from shardwise.comm.collectives.agreement import gather_bytes
 from shardwise.engine.step.agreement import forget_torn_steps
 from shardwise.errors import ConfigError, ConfigTypeError, PeerFailure, RankDisagreement, StateError
@@ -38,6 +39,8 @@ from shardwise.torch_internals import (
     without_torch_function,
 )
 
+_AGREE = collective_code("agree on the gradients of whole matrices")
+_CONCLUDE = collective_code("conclude a step of whole matrices")
 _NO_GRADIENT, _NOTHING_HELD, _FIRST_DTYPE = 0, 1, 2
 _IS_STALE = 0x80
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128)
@@ -267,7 +270,7 @@ class WholeOptimizer(Optimizer):
         """Returns the parameters that have gradients on all ranks, and those of which owners have no current copy."""
         with without_torch_function():
             own = bytes(map(self._report, range(len(self._held))))
-        records = self._gather(own)
+        records = self._gather(own, _AGREE)
         active: dict[int, torch.dtype] = {}
         stale = []
         for index, reports in enumerate(zip(*records, strict=True)):
@@ -296,11 +299,11 @@ class WholeOptimizer(Optimizer):
         code = _NO_GRADIENT if gradient is None else _FIRST_DTYPE + _DTYPES.index(gradient.dtype)
         return code | (_IS_STALE if self._versions[index] != held.version() else 0)
 
-    def _gather(self, own: bytes) -> list[bytes]:
+    def _gather(self, own: bytes, code: int) -> list[bytes]:
         if self._calls.world == 1:
             return [own]
         with unseen_by_modes(), torch.inference_mode(False):
-            return gather_bytes(own, self._calls, self._calls.device)
+            return gather_bytes(own, self._calls, self._calls.device, code)
 
     def _fetch(self, stale: list[int]) -> None:
         """Brings owners' copies of matrices up to date."""
@@ -388,7 +391,7 @@ class WholeOptimizer(Optimizer):
     def _gather_failures(self, error: Exception | None) -> dict[int, str]:
         """Returns the errors of all ranks; every rank has done its work by then."""
         text = "" if error is None else f"{type(error).__name__}: {error}"
-        records = self._gather(text.encode()[:_RECORD_BYTES].ljust(_RECORD_BYTES, b"\0"))
+        records = self._gather(text.encode()[:_RECORD_BYTES].ljust(_RECORD_BYTES, b"\0"), _CONCLUDE)
         texts = [record.rstrip(b"\0").decode(errors="ignore") for record in records]
         return {rank: text for rank, text in enumerate(texts) if text}
 

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import Muon
 
-from shardwise import ConfigError, PeerFailure, RankDisagreement, clip_grad_norm_, fully_shard
+from shardwise import ConfigError, PeerFailure, RankDisagreement, StateError, clip_grad_norm_, fully_shard
 from shardwise.checkpoint import Saver, Store, TrainingState, read_manifest
 from shardwise.optim import whole
 from shardwise.testing import run_ranks
@@ -312,6 +312,44 @@ def fail_once(at_once):
 @pytest.mark.parametrize("at_once", [2, 8])
 def test_an_error_in_an_owners_step_leaves_all_ranks_where_they_were(at_once):
     run_ranks(fail_once, 3, at_once)
+
+
+def fail_without_undo():
+    model = shard(seeded(Model()))
+    optimizer = whole(Failing, matrices(model.parameters()), lr=0.02, undoes_steps=False)
+    loss_of(model, 0, dist.get_rank()).backward()
+    Failing.fails_on = 1
+    dist.barrier()
+    with pytest.raises((ValueError, PeerFailure), match="no root"):
+        optimizer.step()
+    dist.barrier()
+    Failing.fails_on = None
+    with pytest.raises((StateError, PeerFailure), match="torn"):
+        loss_of(model, 0, dist.get_rank())
+
+
+def test_without_undo_an_error_in_an_owners_step_is_a_torn_step():
+    run_ranks(fail_without_undo, 2)
+
+
+def save_and_load(folder):
+    model, optimizer = make()
+    train(model, optimizer, 2)
+    file = f"{folder}/{dist.get_rank()}"
+    torch.save(optimizer.state_dict(), file)
+    state = torch.load(file, weights_only=False)
+    other, again = make()
+    for param, mine in zip(other.parameters(), values_of(model).values(), strict=True):
+        param.data = mine
+    again.load_state_dict(state)
+    for trained, optim in ((model, optimizer), (other, again)):
+        train(trained, optim, 1, first=2)
+    for (name, value), mine in zip(values_of(model).items(), values_of(other).values(), strict=True):
+        same(mine, value, name)
+
+
+def test_each_rank_can_save_its_own_state_dict(tmp_path):
+    run_ranks(save_and_load, 2, tmp_path, kind="gloo")
 
 
 def lose_a_gradient():
