@@ -93,6 +93,7 @@ bench: $(STAMP)
 	$(BENCH)/small_models.py --orig
 	$(BENCH)/small_models.py --ranks 4
 	$(BENCH)/gloo_step.py
+	$(BENCH)/whole_step.py
 	$(BENCH)/report.py
 
 # With whatever torch the machine has.
@@ -114,6 +115,8 @@ bench-gpu:
 	$(BENCH_GPU)/backward_memory.py
 	for step in 1b 8b "tiny --captured" "1b --captured"; do $(BENCH_GPU)/step_profile.py --model $$step || exit 1; done
 	$(BENCH_GPU)/offload_step.py --device cuda --model 1b
+	for model in 1b 8b; do $(BENCH_GPU)/whole_step.py --backend fake --ranks 8 --device cuda --model $$model || exit 1; done
+	$(BENCH_GPU)/whole_step.py --backend nccl --ranks 2 --device cuda --model 1b
 	$(BENCH_GPU)/report.py
 
 # docs/reference.md, from the docstrings, and docs/torch_surface.md.

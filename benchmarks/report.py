@@ -139,6 +139,22 @@ def _questions() -> list[Question]:
             of_figures("clipping / plain", where, 1.2, f"clip_{device}", ours),
         ]
     wire = "shardwise: bytes a step / parameter bytes"
+    file = "whole_step_small_gloo_4"
+    found += [
+        of_figures(asked, "CPU, 4 gloo ranks", target, file, name)
+        for asked, target, name in (
+            ("Muon's step / FSDP2's", 0.4, "shardwise / FSDP2"),
+            ("Muon's work, most of a rank / even", 1.1, "imbalance of work"),
+            ("Muon's bytes a step / parameter bytes", 2.1, "bytes a step / parameter bytes"),
+            ("Muon's state, most of a rank / even", 1.1, "largest state of a rank / an even share"),
+        )
+    ]
+    for model in ("1b", "8b"):
+        where, file = f"GPU, {model.upper()}, fake 8", f"whole_step_{model}_fake_8"
+        found += [
+            of_figures("Muon's step / FSDP2's", where, 0.35, file, "shardwise / FSDP2"),
+            of_figures("Muon's step / the ideal", where, 1.15, file, "shardwise / ideal"),
+        ]
     return [
         *found,
         *(

@@ -21,11 +21,14 @@ from torch.optim import Optimizer
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.parts import Offsets, Part, dtype_name, part_of
 from shardwise.checkpoint.reading import check_files, load_parts
+from shardwise.checkpoint.state_names import named_values, nested_state
 from shardwise.engine.step.agreement import forget_torn_steps
 from shardwise.engine.unit.binding import clean_name
 from shardwise.engine.unit.flat_form import FlatForm
 from shardwise.engine.unit.membership import units_of
 from shardwise.errors import CheckpointError, ConfigError
+from shardwise.optim.mixed_optimizer import MixedOptimizer
+from shardwise.optim.whole_optimizer import WholeOptimizer
 from shardwise.torch_internals import state_entries
 from shardwise.zero import ZeroRedundancyOptimizer
 
@@ -64,9 +67,8 @@ class TrainingState:
         parts = {MODEL + name: part_of(value, self._offsets) for name, value in self._model_entries()}
         if self._optimizer is not None:
             for param, name in self._names.items():
-                for key, value in self._optimizer.state.get(param, {}).items():
-                    if isinstance(value, torch.Tensor):
-                        parts[f"{OPTIMIZER}{name}/{key}"] = part_of(value, self._offsets)
+                for key, value in named_values(self._optimizer.state.get(param, {})).items():
+                    parts[f"{OPTIMIZER}{name}/{key}"] = part_of(value, self._offsets)
         return parts
 
     def load(
@@ -90,7 +92,8 @@ class TrainingState:
                 parts[f"{OPTIMIZER}{self._names[param]}/{key}"] = part_of(value)
         forget_torn_steps(unit for module in self._module.modules() for unit in units_of(module))
         load_parts(parts, folder, manifest, group, verify=False)
-        if states:
+        if has_state and self._optimizer is not None:
+            # Also with no state for this rank: other ranks may wait for it.
             self._set_state(states)
         return has_state
 
@@ -145,6 +148,8 @@ class TrainingState:
         optimizer = self._optimizer
         if optimizer is None:
             return []
+        if isinstance(optimizer, (WholeOptimizer, MixedOptimizer)):
+            return [param for param in optimizer.owned_parameters() if param in self._names]
         local = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
         return [param for group in local.param_groups for param in group["params"] if param in self._names]
 
@@ -156,12 +161,13 @@ class TrainingState:
                 param_name, key = _split(name)
                 keys.setdefault(param_name, []).append(key)
         templates: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+        whole = _with_whole_state(self._optimizer)
         for param in self._stepped():
             name = self._names[param]
             for key in keys.get(name, ()):
                 record = manifest.tensors[f"{OPTIMIZER}{name}/{key}"]
                 dtype: torch.dtype = getattr(torch, record.dtype)
-                if record.shape == tuple(param.shape) and record.shape:
+                if record.shape == tuple(param.shape) and record.shape and param not in whole:
                     empty = torch.empty_like(param.detach(), dtype=dtype)
                 else:
                     empty = torch.empty(record.shape, dtype=dtype)
@@ -179,10 +185,17 @@ class TrainingState:
             for group in optimizer.param_groups
         ]
         state: dict[str, Any] = {
-            "state": {numbers[param]: values for param, values in states.items()},
+            "state": {numbers[param]: nested_state(values) for param, values in states.items()},
             "param_groups": groups,
         }
         optimizer.load_state_dict(state)
+
+
+def _with_whole_state(optimizer: Optimizer | None) -> set[torch.Tensor]:
+    """Returns the parameters whose state is whole on their owner, however they are sharded."""
+    parts = optimizer.parts if isinstance(optimizer, MixedOptimizer) else [optimizer]
+    owners = [part for part in parts if isinstance(part, WholeOptimizer)]
+    return {param for owner in owners for param in owner.owned_parameters()}
 
 
 def _split(name: str) -> tuple[str, str]:

@@ -1,6 +1,8 @@
-"""Optimizer steps in fewer or faster kernel calls: several tensors as one, or one tensor in cache-sized blocks."""
+"""Optimizers for shards: several tensors stepped as one, or matrices stepped whole by one rank each."""
 
-from shardwise.optim.elementwise_classes import elementwise
+from shardwise.optim.elementwise_classes import blockwise, elementwise, rowwise
 from shardwise.optim.flat_optimizer import flat
+from shardwise.optim.mixed_optimizer import mixed
+from shardwise.optim.whole_optimizer import whole
 
-__all__ = ["elementwise", "flat"]
+__all__ = ["blockwise", "elementwise", "flat", "mixed", "rowwise", "whole"]

@@ -1,7 +1,12 @@
-"""Element-wise optimizer classes: only those can step several parameters as one tensor, or part of one."""
+"""What an optimizer class needs of a parameter: single elements, rows, bands of rows, or all of it.
+
+Element-wise classes can step several parameters as one tensor, or part of one. Row-wise and block-wise classes can step
+a shard that consists of whole rows or bands. Any other class needs whole parameters.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TypeVar
 
 from torch import optim
@@ -44,6 +49,38 @@ def elementwise(optimizer_class: OptimizerClass) -> OptimizerClass:
     """
     optimizer_class.elementwise = True  # type: ignore[attr-defined]
     return optimizer_class
+
+
+def rowwise(optimizer_class: OptimizerClass) -> OptimizerClass:
+    """Declares an optimizer class row-wise: a row's update depends only on that row's gradient and state.
+
+    A row is everything with the same first index. Tensors of state have their rows in the first dim, too; numbers that
+    are kept once per parameter may depend on how often it was stepped. Usable as a decorator.
+    """
+    return blockwise(1)(optimizer_class)
+
+
+def blockwise(rows: int) -> Callable[[OptimizerClass], OptimizerClass]:
+    """Declares an optimizer class block-wise, for blocks of ``rows`` rows, such as ``rows`` times ``rows`` elements.
+
+    The update of rows 0 to ``rows - 1`` depends only on their own gradient and state, and so on. The first dim of a
+    tensor of state counts rows or blocks of rows. Usable as a decorator: ``@blockwise(128)``.
+    """
+    if rows < 1:
+        raise ConfigError(f"blocks of {rows} rows", where="shardwise.optim.blockwise", fix="pass 1 or more")
+
+    def declare(optimizer_class: OptimizerClass) -> OptimizerClass:
+        optimizer_class.rows_together = rows  # type: ignore[attr-defined]
+        return optimizer_class
+
+    return declare
+
+
+def rows_together(optimizer_class: type[Optimizer]) -> int | None:
+    """How many rows a class steps together, if it was declared row-wise or block-wise."""
+    # Only the class's own body counts: a subclass may need more.
+    found: int | None = vars(optimizer_class).get("rows_together")
+    return found
 
 
 def is_elementwise(optimizer_class: type[Optimizer]) -> bool:

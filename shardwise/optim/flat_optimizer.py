@@ -24,7 +24,7 @@ from shardwise.engine.unit.membership import membership, units_of
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import StateError
 from shardwise.optim.cache_blocks import BlockedStep
-from shardwise.optim.elementwise_classes import check_elementwise, is_torchs_own
+from shardwise.optim.elementwise_classes import check_elementwise, is_torchs_own, rows_together
 from shardwise.optim.flat_runs import FlatRun, States, make_runs
 from shardwise.optim.in_backward import ArrivedGradients, BackwardSteps
 from shardwise.torch_internals import local_of, zero_all
@@ -55,7 +55,7 @@ def flat(
     check_elementwise(optimizer_class)
     params: Any = model_or_params
     if isinstance(model_or_params, nn.Module):
-        params = _sharded_parameters(model_or_params)
+        params = sharded_parameters(model_or_params)
     made: Any = _flat_class(optimizer_class)(params, **options)  # type: ignore[arg-type]
     if in_backward:
         made._backward_steps = BackwardSteps(made._step_in_thread)
@@ -63,7 +63,7 @@ def flat(
     return flat_optimizer
 
 
-def _sharded_parameters(model: nn.Module) -> list[nn.Parameter]:
+def sharded_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Returns the model's parameters in sharded form, even while the model is unsharded."""
     sharded = {
         slot.unsharded: slot.sharded
@@ -72,6 +72,14 @@ def _sharded_parameters(model: nn.Module) -> list[nn.Parameter]:
         for slot in unit.slots
     }
     return list(dict.fromkeys(sharded.get(param, param) for param in model.parameters()))
+
+
+def banded(params: Iterable[Any], optimizer_class: type[Optimizer], **options: Any) -> Optimizer:
+    """Returns an optimizer that steps each shard of whole rows as a matrix of its own, one by one."""
+    made: Any = _flat_class(optimizer_class)(params, **options)  # type: ignore[arg-type]
+    made._rows_together = rows_together(optimizer_class)
+    banded_optimizer: Optimizer = made
+    return banded_optimizer
 
 
 class FlatOptimizer(Optimizer):
@@ -83,6 +91,8 @@ class FlatOptimizer(Optimizer):
     _may_step_in_blocks = False
     _backward_steps: BackwardSteps | None = None
     _runs_of_unit: dict[Unit, list[tuple[int, FlatRun]]]
+    # For a class that is not element-wise, but steps bands of so many rows: parameters are stepped one by one.
+    _rows_together: int | None = None
 
     def step(self, closure: Callable[[], float] | None = None, **kwargs: Any) -> float | None:  # type: ignore[override]
         loss = None
@@ -159,7 +169,8 @@ class FlatOptimizer(Optimizer):
         self._in_blocks = BlockedStep(self, self._step_of_class) if self._may_step_in_blocks else None
         for group in self.param_groups:
             # Without eps, an optimizer would divide zero by zero in the padding.
-            runs = make_runs(group["params"], self.state, bridges_padding=group.get("eps", 1.0) != 0)
+            bridges_padding = group.get("eps", 1.0) != 0
+            runs = make_runs(group["params"], self.state, bridges_padding, self._rows_together)
             for run in runs:
                 run.adopt_state(self.state, self._run_states)
             self._runs.append(runs)

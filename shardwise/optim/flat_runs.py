@@ -20,23 +20,41 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from shardwise.engine.buffers import alias
+from shardwise.engine.buffers import alias, contiguous_strides
 from shardwise.engine.unit.binding import Slot
 from shardwise.engine.unit.membership import membership
 from shardwise.engine.unit.unit import Unit
+from shardwise.errors import StateError
 from shardwise.optim.joined_step import State, have_same_history
-from shardwise.torch_internals import copy_all, dtensor, dtensor_spec, local_of, spec_of
+from shardwise.plan.layout import ceil_div
+from shardwise.torch_internals import copy_all, dtensor, dtensor_spec, leaves_of, local_of, spec_of
 
 States = dict[torch.Tensor, State]
 
 
 class Member:
-    """A parameter of a run; ``start`` counts elements from the beginning of the run."""
+    """A parameter of a run; ``start`` counts elements from the beginning of the run.
 
-    __slots__ = ("_address", "_is_dtensor", "local", "param", "slot", "start", "state", "unit")
+    ``rows_together`` is given for a class that steps bands of that many rows, whose state may count rows or bands.
+    """
 
-    def __init__(self, param: torch.Tensor, unit: Unit | None, slot: Slot | None) -> None:
+    __slots__ = (
+        "_address",
+        "_is_dtensor",
+        "_rows_together",
+        "local",
+        "param",
+        "slot",
+        "start",
+        "state",
+        "unit",
+    )
+
+    def __init__(
+        self, param: torch.Tensor, unit: Unit | None, slot: Slot | None, rows_together: int | None = None
+    ) -> None:
         self.param = param
+        self._rows_together = rows_together
         self.unit = unit
         self.slot = slot
         self._is_dtensor = isinstance(param, DTensor)
@@ -78,7 +96,29 @@ class Member:
         if not isinstance(self.param, DTensor):
             return local
         spec = spec_of(self.param)
-        return dtensor(local, dtensor_spec(spec.mesh, spec.placements, spec.shape, spec.stride, local.dtype))
+        shape, stride = spec.shape, spec.stride
+        if self._rows_together is not None:
+            shape = torch.Size((self._num_rows(local), *local.shape[1:]))
+            stride = contiguous_strides(shape)
+        return dtensor(local, dtensor_spec(spec.mesh, spec.placements, shape, stride, local.dtype))
+
+    def _num_rows(self, local: torch.Tensor) -> int:
+        """How many rows a state has on all ranks: as many as the parameter has rows, or bands of rows."""
+        assert self._rows_together is not None
+        num_rows, own_rows = self.param.shape[0], self.local.shape[0]
+        if local.shape[0] == own_rows:
+            return num_rows
+        if local.shape[0] == ceil_div(own_rows, self._rows_together):
+            return ceil_div(num_rows, self._rows_together)
+        raise _not_banded(
+            f"a tensor of state has shape {tuple(local.shape)} for {own_rows} rows of a parameter: its first dim "
+            f"counts neither rows nor blocks of {self._rows_together}"
+        )
+
+    def check_whole(self, value: Any) -> None:
+        """Raises if a state value that every rank keeps for itself has tensors in it that depend on its rows."""
+        if self._rows_together is not None and any(map(_is_per_element, leaves_of(value))):
+            raise _not_banded(f"a state value is a {type(value).__name__} with tensors in it")
 
 
 class FlatRun:
@@ -221,6 +261,7 @@ class FlatRun:
 
     def _part(self, member: Member, value: Any) -> Any:
         if not _is_per_element(value):
+            member.check_whole(value)
             return value
         if member.unit is None:
             return member.as_param(value)
@@ -245,6 +286,14 @@ def _are_laid_out_alike(members: list[Member], gradients: list[torch.Tensor], te
     return bool(end_bytes <= first.untyped_storage().nbytes())
 
 
+def _not_banded(what: str) -> StateError:
+    return StateError(
+        what,
+        where="an optimizer declared with shardwise.optim.rowwise or blockwise",
+        fix="keep tensors with a first dim of rows or blocks directly in the state, or use shardwise.optim.whole",
+    )
+
+
 def _is_per_element(value: Any) -> bool:
     """Whether a state value has an element for each of the parameter's; others are step counts and the like."""
     return isinstance(value, torch.Tensor) and value.dim() > 0
@@ -253,8 +302,12 @@ def _is_per_element(value: Any) -> bool:
 # --- making runs ------------------------------------------------------------------------------------------------------
 
 
-def make_runs(params: list[torch.Tensor], states: States, bridges_padding: bool) -> list[FlatRun]:
-    """Returns the fewest runs that cover one parameter group."""
+def make_runs(
+    params: list[torch.Tensor], states: States, bridges_padding: bool, rows_together: int | None = None
+) -> list[FlatRun]:
+    """Returns the fewest runs that cover one parameter group; with ``rows_together``, each parameter by itself."""
+    if rows_together is not None:
+        return [FlatRun([Member(param, None, None, rows_together)]) for param in params]
     alone: list[Member] = []
     by_unit: dict[Unit, list[Member]] = {}
     for param in params:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map, tree_map_only, tree_unflatten
 
 
 def storage_use_count(storage: torch.UntypedStorage) -> int:
@@ -96,6 +96,16 @@ def same_structure(one: Any, other: Any) -> bool:
 def map_tree(change: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
     """Returns ``tree`` with ``change`` applied to every tensor, as torch walks containers."""
     return tree_map_only(torch.Tensor, change, tree)
+
+
+def leaves_of(tree: Any) -> list[Any]:
+    """Returns what is in nested lists, tuples and dicts, in their order."""
+    return tree_flatten(tree)[0]
+
+
+def with_leaves(tree: Any, leaves: Iterable[Any]) -> Any:
+    """Returns ``tree`` with other leaves, in the same containers."""
+    return tree_unflatten(list(leaves), tree_flatten(tree)[1])
 
 
 def join_trees(join: Callable[[list[torch.Tensor]], torch.Tensor], trees: Sequence[Any]) -> Any:

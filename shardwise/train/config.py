@@ -61,7 +61,8 @@ class Data:
 
 @dataclass(frozen=True)
 class Optimization:
-    name: Literal["adamw", "sgd"] = "adamw"
+    name: Literal["adamw", "sgd", "muon"] = "adamw"
+    """muon: Muon for the matrices of the blocks, with updates as large as AdamW's, and AdamW for the rest."""
     lr: float = 3e-4
     min_lr: float = 0.1
     """Where the cosine decay ends, as a fraction of ``lr``."""
@@ -170,6 +171,9 @@ def with_settings(config: Config, assignments: Iterable[str]) -> Config:
         where = f"--set {assignment}"
         if not equals:
             raise ConfigError(f"'{assignment}' sets nothing", where=where, fix="write --set name=value")
+        if f"{name}.name" in known:
+            # optimizer=muon
+            name = f"{name}.name"
         if name not in known:
             raise ConfigError(f"there is no setting '{name}'", where=where, fix=_suggestion(name, known))
         config = _with_value(config, name.split("."), _parse_value(text.strip(), known[name], where))

@@ -38,6 +38,7 @@ from shardwise.checkpoint.parts import part_of
 from shardwise.composable.fsdp_module import FSDPModule
 from shardwise.composable.fully_shard import fully_shard
 from shardwise.errors import ConfigError, StateError
+from shardwise.optim import flat, mixed, whole
 from shardwise.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardwise.train.config import Optimization, Sharding
 from shardwise.train.model import ModelSource
@@ -164,23 +165,43 @@ class Parallel:
     def make_optimizer(self, choice: Optimization) -> Optimizer:
         """Creates the optimizer, with weight decay only for parameters of two or more dimensions."""
         params = [param for param in self.module.parameters() if param.requires_grad]
-        groups = [
-            {"params": [param for param in params if param.dim() >= 2], "weight_decay": choice.weight_decay},
-            {"params": [param for param in params if param.dim() < 2], "weight_decay": 0.0},
-        ]
-        groups = [group for group in groups if group["params"]]
-        options: dict[str, Any] = {"lr": choice.lr}
-        if choice.name == "adamw":
-            kind: type[Optimizer] = torch.optim.AdamW
-            options["betas"] = (choice.beta1, choice.beta2)
-            if self._home.type == "cuda":
-                options["fused"] = True
-        else:
-            kind = torch.optim.SGD
-            options["momentum"] = choice.beta1
+        options: dict[str, Any] = {"lr": choice.lr, "betas": (choice.beta1, choice.beta2)}
+        if self._home.type == "cuda":
+            options["fused"] = True
+        if choice.name == "muon":
+            return self._muon(params, choice, options)
+        kind: type[Optimizer] = torch.optim.AdamW
+        if choice.name == "sgd":
+            kind, options = torch.optim.SGD, {"lr": choice.lr, "momentum": choice.beta1}
+        groups = _decayed_groups(params, choice.weight_decay)
         if self._sharding.mode == "optimizer":
             return ZeroRedundancyOptimizer(groups, kind, **options)
         return kind(groups, **options)
+
+    def _muon(
+        self, params: list[nn.Parameter], choice: Optimization, adamw_options: dict[str, Any]
+    ) -> Optimizer:
+        """Muon for the matrices of the units; AdamW for the embedding, the head, and what is no matrix."""
+        of_units = {param for unit in self.units.values() for param in unit.parameters()}
+        matrices = [param for param in params if param in of_units and param.dim() == 2]
+        others = set(params).difference(matrices)
+        rest = _decayed_groups([param for param in params if param in others], choice.weight_decay)
+        # Muon's updates are then as large as AdamW's, and one learning rate fits both.
+        muon_options: dict[str, Any] = {"adjust_lr_fn": "match_rms_adamw", "momentum": 0.95}
+        muon_options |= {"lr": choice.lr, "weight_decay": choice.weight_decay}
+        if self._sharding.mode == "none":
+            parts = [torch.optim.Muon(matrices, **muon_options), torch.optim.AdamW(rest, **adamw_options)]
+        elif self._sharding.mode == "optimizer":
+            parts = [
+                whole(torch.optim.Muon, matrices, **muon_options),
+                whole(torch.optim.AdamW, rest, **adamw_options),
+            ]
+        else:
+            parts = [
+                whole(torch.optim.Muon, matrices, **muon_options),
+                flat(rest, torch.optim.AdamW, **adamw_options),
+            ]
+        return mixed(parts)
 
     # --- in a step ----------------------------------------------------------------------------------------------
 
@@ -248,6 +269,14 @@ def num_replicas(wanted: int, world_size: int, local_world_size: int) -> int:
             fix=f"use a divisor of {world_size}, or sharding.mode=full",
         )
     return replicas
+
+
+def _decayed_groups(params: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    groups = [
+        {"params": [param for param in params if param.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [param for param in params if param.dim() < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
 
 
 def learning_rate(choice: Optimization, step: int, num_steps: int) -> float:

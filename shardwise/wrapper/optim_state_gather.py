@@ -31,6 +31,8 @@ from shardwise.engine.gather.full_tensors import (
 from shardwise.engine.unit.flat_form import FlatSlot
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import ConfigError, RankDisagreement
+from shardwise.optim.mixed_optimizer import MixedOptimizer
+from shardwise.optim.whole_optimizer import WholeOptimizer
 from shardwise.wrapper.model_state import gathered_value, local_shard_of
 from shardwise.wrapper.optim_parameters import (
     OptimizerContents,
@@ -77,6 +79,9 @@ def named_state(
 ) -> State:
     """Returns the optimizer's state by parameter name, of the kind that ``settings`` says. Every rank must call it."""
     kind, config = settings.state_dict_type, settings.optim_state_dict_config
+    if state_dict is None and isinstance(optim, (MixedOptimizer, WholeOptimizer)):
+        # Its state is with the owners of whole matrices; its state dict has every rank's elements.
+        state_dict = optim.state_dict()
     optim_params = OptimParameters(model)
     contents = OptimizerContents(optim, optim_params, state_dict)
     problem: ConfigError | None = None

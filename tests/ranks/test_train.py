@@ -212,6 +212,33 @@ def test_an_exact_run_is_the_same_to_the_last_bit_on_any_number_of_ranks_in_ever
     assert_same(whole_tensors(checkpoint_at(tmp_path / "moved", 3)), first["fp32"][1])
 
 
+@pytest.mark.arithmetic
+def test_muon_trains_the_same_to_the_last_bit_on_any_number_of_ranks_in_every_mode(tmp_path):
+    text = write_text(tmp_path)
+    exact = "train.steps=3", "train.exact_micro_batches=4", "optimizer=muon"
+    config, adamw = small_config(text, *exact), small_config(text, *exact[:2])
+    on_ranks(1, run_part, adamw, str(tmp_path / "adamw"))
+    first = None
+    for world_size, modes in EXACT_PLACES.items():
+        folders = str(tmp_path / str(world_size)), modes, str(tmp_path / "moved")
+        on_ranks(world_size, run_exactly, config, *folders, ("fp32",))
+        for mode in modes:
+            tensors = whole_tensors(checkpoint_at(tmp_path / str(world_size) / f"{mode}-fp32", 3))
+            first = tensors if first is None else first
+            assert_same(tensors, first)
+    assert_same(whole_tensors(checkpoint_at(tmp_path / "moved", 3)), first)
+    # The blocks' matrices by Muon, the rest by AdamW.
+    with_momentum = {name.split("/")[1] for name in first if name.endswith("/momentum_buffer")}
+    with_moments = {name.split("/")[1] for name in first if name.endswith("/exp_avg")}
+    assert with_momentum
+    assert all(name.startswith("model.layers.") for name in with_momentum)
+    assert not with_momentum & with_moments
+    others = whole_tensors(checkpoint_at(tmp_path / "adamw", 3))
+    assert with_momentum | with_moments == {
+        name.split("/")[1] for name in others if name.endswith("/exp_avg")
+    }
+
+
 def refused_on_three_ranks(config, folder):
     with pytest.raises(ConfigError, match="6 micro-batches cannot be summed exactly on 3 ranks"):
         run_part(config, folder)

@@ -46,6 +46,7 @@ def test_a_setting_is_parsed_as_the_type_of_its_field():
 
 
 def test_the_last_assignment_of_a_setting_wins():
+    assert with_settings(Config(), ["optimizer=muon"]).optimizer == Optimization(name="muon")
     assert with_settings(Config(), ["train.steps=7", "train.steps=9"]).train.steps == 9
 
 

@@ -59,11 +59,13 @@ def describe_first_difference(texts: Sequence[Sequence[str]], ranks: Sequence[in
     )
 
 
-def gather_bytes(own: bytes, calls: GroupCollectives, device: torch.device) -> list[bytes]:
-    """Returns every rank's bytes, all of the same length, in rank order."""
+def gather_bytes(
+    own: bytes, calls: GroupCollectives, device: torch.device, code: int = _COMPARE
+) -> list[bytes]:
+    """Returns every rank's bytes, all of the same length, in rank order; ``code`` is its event in the log."""
     sent = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(device)
     received = torch.empty(len(own) * calls.world, dtype=torch.uint8, device=device)
-    calls.issue_all_gather(received, sent, _COMPARE).wait()
+    calls.issue_all_gather(received, sent, code).wait()
     everything = bytes(received.cpu().tolist())
     return [everything[start : start + len(own)] for start in range(0, len(everything), len(own))]
 

@@ -1,0 +1,192 @@
+"""Moves matrices between the ranks that hold their shards and the ranks that step them whole.
+
+    shards      rank 0 [a0 b0 c0]   rank 1 [a1 b1 c1]   rank 2 [a2 b2 c2]
+                     ╲ one all-to-all each way ╱
+    whole       rank 0 [a0 a1 a2]   rank 1 [b0 b1 b2]   rank 2 [c0 c1 c2]
+
+Bytes travel, so matrices of several dtypes share a message. On CUDA a movement runs on a side stream, beside whatever
+is computed until it is waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from shardwise.comm.channels.collective_log import collective_code
+from shardwise.comm.collectives.group import GroupCollectives
+from shardwise.plan.matrix_owners import Held, HeldBlock, RowsPlan, Shape, plan_messages, senders
+from shardwise.torch_internals import copy_all, unseen_by_modes
+
+# Which parameters have gradients may differ from step to step.
+_KEPT_PLANS = 1000
+_TO_OWNERS = collective_code("send shards to the owners of matrices")
+_FROM_OWNERS = collective_code("send stepped matrices back to their shards")
+
+
+class Route(NamedTuple):
+    """A tensor that is moved: what each rank holds of it, who owns it, and its dtype while it travels."""
+
+    held: tuple[HeldBlock | None, ...]
+    owner: int
+    shape: Shape
+    dtype: torch.dtype
+
+
+def route(held: Held, owner: int, shape: Shape, dtype: torch.dtype) -> Route:
+    return Route(tuple(held), owner, shape, dtype)
+
+
+class Movement:
+    """A movement that has been issued; ``wait`` returns once the values are in place."""
+
+    def __init__(
+        self, work: Any, event: torch.cuda.Event | None, finish: Callable[[], None], alive: object
+    ) -> None:
+        self._work, self._event, self._finish = work, event, finish
+        self._alive = alive  # alive: what is sent, until it has been sent
+
+    def wait(self) -> None:
+        with unseen_by_modes():
+            if self._work is not None:
+                self._work.wait()
+            if self._event is not None:
+                # order: the exchange before compute, because compute reads what it received
+                torch.cuda.current_stream().wait_event(self._event)
+            self._finish()
+        self._alive = self._work = None
+
+
+class MatrixMoves:
+    """The movements of one group. ``bytes_sent`` counts what this rank has sent, padding included."""
+
+    def __init__(self, calls: GroupCollectives) -> None:
+        self._calls = calls
+        self._plans: dict[Hashable, RowsPlan] = {}
+        self._stream = torch.cuda.Stream() if calls.device.type == "cuda" and calls.world > 1 else None
+        self.bytes_sent = 0
+
+    def to_owners(
+        self,
+        routes: Sequence[Route],
+        shards: Sequence[torch.Tensor | None],
+        wholes: Sequence[torch.Tensor | None],
+        key: Hashable = None,
+    ) -> Movement:
+        """Fills ``wholes``, given on their owners, from all ranks' ``shards``; values are cast to their dtype.
+
+        Routes with the same ``key`` are the same: they are planned once.
+        """
+        for route, shard, whole in zip(routes, shards, wholes, strict=True):
+            own = route.held[self._calls.rank]
+            if whole is not None and shard is not None and own is not None:
+                # Cast like what travels, so that results do not depend on who the owner is.
+                view_of(whole, own).copy_(shard.to(route.dtype).view(own.sizes))
+        return self._issue(routes, shards, wholes, key, is_to_owners=True)
+
+    def from_owners(
+        self,
+        routes: Sequence[Route],
+        wholes: Sequence[torch.Tensor | None],
+        shards: Sequence[torch.Tensor | None],
+        key: Hashable = None,
+    ) -> Movement:
+        """Fills every rank's ``shards`` from ``wholes``, which their owners pass; ``key`` as in ``to_owners``."""
+        for route, whole, shard in zip(routes, wholes, shards, strict=True):
+            own = route.held[self._calls.rank]
+            if whole is not None and shard is not None and own is not None:
+                shard.copy_(view_of(whole, own).view(shard.shape))
+        return self._issue(routes, wholes, shards, key, is_to_owners=False)
+
+    def _issue(
+        self,
+        routes: Sequence[Route],
+        sources: Sequence[torch.Tensor | None],
+        targets: Sequence[torch.Tensor | None],
+        key: Hashable,
+        *,
+        is_to_owners: bool,
+    ) -> Movement:
+        plan = self._plan(routes, is_to_owners, key)
+        calls = self._calls
+        if not plan.row_bytes:
+            return Movement(None, None, _nothing, None)
+        sent_parts: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        received_parts: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        with unseen_by_modes():
+            rows = torch.empty(calls.world * plan.row_bytes, dtype=torch.uint8, device=calls.device)
+            arrived = torch.empty_like(rows)
+            for message in plan.messages:
+                sends = message.source == calls.rank
+                route = routes[message.matrix]
+                # The block that travels is what the rank that is not the owner holds.
+                block = route.held[message.source if is_to_owners else message.target]
+                assert block is not None
+                row = message.target if sends else message.source
+                start = row * plan.row_bytes + message.start_bytes
+                num_bytes = block.numel * route.dtype.itemsize
+                part = (rows if sends else arrived)[start : start + num_bytes].view(route.dtype)
+                tensor = (sources if sends else targets)[message.matrix]
+                assert tensor is not None
+                is_whole = sends != is_to_owners
+                local = view_of(tensor, block) if is_whole else tensor
+                parts = sent_parts if sends else received_parts
+                parts[0].append(part.view(local.shape))
+                parts[1].append(local)
+            _copy(sent_parts[0], sent_parts[1])
+            work, event = self._exchange(arrived, rows, _TO_OWNERS if is_to_owners else _FROM_OWNERS)
+        self.bytes_sent += plan.row_bytes * (calls.world - 1)
+        return Movement(work, event, lambda: _copy(received_parts[1], received_parts[0]), (rows, arrived))
+
+    def _exchange(self, arrived: torch.Tensor, rows: torch.Tensor, code: int) -> tuple[Any, Any]:
+        if self._stream is None:
+            return self._calls.issue_exchange(arrived, rows, code), None
+        # order: packing before the exchange, because it sends what was packed
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            work = self._calls.issue_exchange(arrived, rows, code)
+            self._calls.channel.after_backend_collective()
+            return work, self._stream.record_event()
+
+    def _plan(self, routes: Sequence[Route], is_to_owners: bool, key: Hashable) -> RowsPlan:
+        known = self._plans.get((key, is_to_owners)) if key is not None else None
+        if known is None:
+            known = plan_messages(_journeys(routes, is_to_owners), self._calls.world)
+            known = known.of_rank(self._calls.rank)
+            if len(self._plans) >= _KEPT_PLANS:
+                self._plans.clear()
+            if key is not None:
+                self._plans[key, is_to_owners] = known
+        return known
+
+
+def _journeys(routes: Sequence[Route], is_to_owners: bool) -> list[tuple[int, int, int, int]]:
+    found = []
+    for index, (held, owner, _, dtype) in enumerate(routes):
+        others = senders(held, owner) if is_to_owners else range(len(held))
+        for rank in others:
+            block = held[rank]
+            if block is not None:
+                ends = (rank, owner) if is_to_owners else (owner, rank)
+                found.append((index, *ends, block.numel * dtype.itemsize))
+    return found
+
+
+def view_of(whole: torch.Tensor, block: HeldBlock) -> torch.Tensor:
+    """The block of a whole tensor, as a view of it."""
+    if block.is_flat:
+        return whole.view(-1)[block.offsets[0] : block.offsets[0] + block.sizes[0]]
+    for dim, (offset, size) in enumerate(zip(block.offsets, block.sizes, strict=True)):
+        whole = whole.narrow(dim, offset, size)
+    return whole
+
+
+def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    if targets:
+        copy_all(targets, sources)
+
+
+def _nothing() -> None:
+    pass
