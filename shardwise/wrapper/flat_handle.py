@@ -13,15 +13,43 @@ from torch import nn
 from shardwise.engine.gather.full_tensors import flat_form, flat_slots
 from shardwise.engine.unit.flat_form import Line
 from shardwise.engine.unit.unit import Unit
+from shardwise.errors import StateError
 
 # The mark of parameters that are shards of a flat one, as torch sets it.
 _FLATTENED = "_fsdp_flattened"
+# The optimizers that torch gave a parameter, to be stepped by whoever reduces its gradient.
+_OPTIMIZERS = "_in_backward_optimizers"
 
 
 def mark_flattened(unit: Unit) -> None:
     """Marks the parameters that optimizers see as shards."""
     for slot in flat_slots(unit):
         setattr(slot.sharded, _FLATTENED, True)
+
+
+def check_not_stepped_in_backward(param: torch.Tensor, name: str, where: str) -> None:
+    """Raises if torch's ``_apply_optimizer_in_backward`` gave a parameter optimizers: in a flat one none would step."""
+    if hasattr(param, _OPTIMIZERS):
+        raise StateError(
+            f"parameter '{name}' has optimizers that step in backward, which flat parameters cannot have",
+            where=where,
+            fix="pass use_orig_params=True",
+        )
+
+
+def step_in_backward(unit: Unit) -> None:
+    """Steps the optimizers of torch's ``_apply_optimizer_in_backward`` as soon as a shard's gradient is reduced."""
+    for slot in flat_slots(unit):
+        if not slot.is_shown:
+            check_not_stepped_in_backward(slot.sharded, slot.name, f"unit '{unit.name}', rank {unit.rank}")
+        elif hasattr(slot.sharded, _OPTIMIZERS):
+            slot.sharded.register_post_accumulate_grad_hook(_step)
+
+
+def _step(param: torch.Tensor) -> None:
+    for optimizer in getattr(param, _OPTIMIZERS):
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def flat_parameters(unit: Unit) -> list[nn.Parameter]:

@@ -38,7 +38,7 @@ from shardwise.torch_internals import (
 )
 from shardwise.training_step.clip_grad_norm import clip_grad_norm_, dtype_of_gradients
 from shardwise.wrapper.execution_order import ForwardPrefetch, OrderCheck, order_observers
-from shardwise.wrapper.flat_handle import FlatHandle, flat_parameters
+from shardwise.wrapper.flat_handle import FlatHandle, flat_parameters, step_in_backward
 from shardwise.wrapper.mixed_precision import EvalPrecision, full_in_eval
 from shardwise.wrapper.model_methods import ModelMethods, names_for_torch
 from shardwise.wrapper.model_state import LoadHooks
@@ -122,6 +122,7 @@ class FullyShardedDataParallel(ModelMethods):
         self._is_inner = False
         # Whether the wrapper around this one has been asked whether it is the root.
         self._has_root = False
+        self._has_run = False
         self._observers: tuple[OrderCheck | ForwardPrefetch, ...] = ()
         self._plan = plan
         self._unit = plan.make_unit(self)
@@ -315,7 +316,15 @@ class FullyShardedDataParallel(ModelMethods):
 
     @untraced
     def _begin_forward(self) -> None:
-        """Before the outermost forward: follows eval mode, and tells observers of the execution order, if any."""
+        """Before the outermost forward: follows eval mode, and tells observers of the execution order, if any.
+
+        Before the first one, finds optimizers that torch gave parameters to be stepped in backward.
+        """
+        if not self._has_run:
+            for wrapper in self.fsdp_modules(self):
+                if not wrapper._has_run:
+                    step_in_backward(wrapper._unit)
+                    wrapper._has_run = True
         if self._eval_precision is not None and not inside_backward():
             for wrapper in self.fsdp_modules(self):
                 if wrapper._eval_precision is not None:

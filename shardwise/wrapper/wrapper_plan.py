@@ -7,7 +7,6 @@ synchronizes the tensors of the whole model, once. ``wrapper.py`` makes the plan
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,7 +25,7 @@ from shardwise.engine.unit.factory import (
     find_parameters,
     make_unit,
 )
-from shardwise.engine.unit.flat_form import FlatForm
+from shardwise.engine.unit.flat_form import FlatForm, part_of
 from shardwise.engine.unit.membership import hidden, membership, units_of
 from shardwise.engine.unit.module_selection import has_forward
 from shardwise.engine.unit.unit import Unit
@@ -40,7 +39,7 @@ from shardwise.wrapper.device_and_mesh import (
     move,
     send_from_first_rank,
 )
-from shardwise.wrapper.flat_handle import mark_flattened
+from shardwise.wrapper.flat_handle import check_not_stepped_in_backward, mark_flattened
 from shardwise.wrapper.mixed_precision import cast_buffers, compute_in_full_precision
 from shardwise.wrapper.options import (
     BackwardPrefetch,
@@ -52,9 +51,6 @@ from shardwise.wrapper.wrap_policies import choose
 
 # From a warning here to the caller of ``FullyShardedDataParallel``.
 _STACKLEVEL = 4
-
-# Modules that have a wrapper around them.
-_wrapped: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 @dataclass
@@ -94,7 +90,6 @@ class WrapperPlan:
             self.ignored,
             EXACT_SUMMATION if options.exact else DEFAULT_SUMMATION,
         )
-        _wrapped.add(self.module)
         mark_flattened(unit)
         for owner in self._container_units():
             unit.need(owner)
@@ -143,6 +138,8 @@ def plan_wrappers(
     _check_module(module, where)
     for found in _unsharded_parameters(module, params):
         check_fits_shards(found, "ignored_states", where)
+        if not given["use_orig_params"]:
+            check_not_stepped_in_backward(found.param, found.name, where)
     chosen: list[tuple[nn.Module, dict[str, Any]]] = []
     in_full: tuple[type[nn.Module], ...] = ()
     if policy is not None:
@@ -209,10 +206,6 @@ def _ignored(
 
 
 def _check_module(module: nn.Module, where: str) -> None:
-    if module in _wrapped:
-        raise ConfigError(
-            f"{type(module).__name__} is wrapped already", where=where, fix="wrap each module once"
-        )
     if units_of(module) and not is_wrapper(module):
         raise ConfigError(
             f"{type(module).__name__} is sharded by fully_shard already",
@@ -343,7 +336,7 @@ def _prepare_tensors(plans: list[WrapperPlan], ignored_modules: set[nn.Module], 
     if options.device_id is not None:
         move(unwrapped, device, outermost.ignored)
     if options.sync_module_states:
-        params = [found.param for found in _unsharded_parameters(module, outermost.ignored)]
+        params = [part_of(found.param) for found in _unsharded_parameters(module, outermost.ignored)]
         buffers = [buffer for member in unwrapped for buffer in member.buffers(recurse=False)]
         send_from_first_rank([*params, *buffers], outermost.mesh)
 

@@ -76,10 +76,7 @@ def refused():
     ]:
         with pytest.raises(ConfigError, match=message):
             FSDP(model)
-    inner = nn.Linear(2, 2)
-    model = FSDP(inner)
-    with pytest.raises(ConfigError, match="is wrapped already"):
-        FSDP(inner)
+    model = FSDP(nn.Linear(2, 2))
     with pytest.raises(ConfigError, match="whose '0' is wrapped already"):
         FSDP(nn.Sequential(model, nn.Linear(2, 2)), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
     with pytest.raises(ConfigError, match="a wrapped Linear is to be ignored"):

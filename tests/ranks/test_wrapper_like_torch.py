@@ -134,6 +134,12 @@ def a_wrapper_in_a_wrapper(lib):
     return len(wrappers(lib, model)), len(list(model.parameters())), shapes
 
 
+def a_module_that_is_wrapped_again(lib):
+    model = nn.Sequential(lib.make(nn.Linear(4, 4)))
+    once, again = lib.make(model), lib.make(model)
+    return torch.equal(once(torch.ones(2, 4)), again(torch.ones(2, 4)))
+
+
 def a_single_rank(lib):
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     return lib.make(net(), process_group=alone).sharding_strategy.name
@@ -377,6 +383,43 @@ def changed_without_sync(lib):
     return found
 
 
+# --- optimizers in backward -----------------------------------------------------------------------------------------
+
+
+def give_optimizers(params):
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    _apply_optimizer_in_backward(torch.optim.SGD, params, {"lr": 0.1}, register_hook=False)
+
+
+def sums_of(model):
+    return [round(float(value.sum()), 3) for value in model.state_dict().values()]
+
+
+def optimizers_from_before_wrapping(lib):
+    model = net()
+    give_optimizers(model.parameters())
+    model = lib.make(model, use_orig_params=True)
+    with model.no_sync():
+        step(model)
+    step(model)
+    return sums_of(model), [param.grad for param in model.parameters()]
+
+
+def optimizers_from_after_wrapping(lib):
+    model = nested(lib, use_orig_params=True)
+    give_optimizers(model.parameters())
+    step(model)
+    step(model)
+    return sums_of(model)
+
+
+def optimizers_of_flat_parameters(lib):
+    model = nested(lib)
+    give_optimizers(model.parameters())
+    step(model)
+
+
 # --- precision ------------------------------------------------------------------------------------------------------
 
 
@@ -450,6 +493,7 @@ CHECKS = [
     options_of_a_policy_that_are_empty,
     options_of_a_policy_that_are_unknown,
     a_wrapper_in_a_wrapper,
+    a_module_that_is_wrapped_again,
     a_single_rank,
     a_param_init_fn_that_is_no_function,
     the_modules_that_param_init_fn_gets,
@@ -478,6 +522,9 @@ CHECKS = [
     shown_without_sync,
     shown_flat_without_sync,
     changed_without_sync,
+    optimizers_from_before_wrapping,
+    optimizers_from_after_wrapping,
+    optimizers_of_flat_parameters,
     half_after_wrapping,
     dtypes_in_eval,
     gradients_in_eval,
@@ -495,7 +542,8 @@ def outcome(check, lib):
         except Exception as error:  # noqa: BLE001  which one is what is compared
             builtin = {cls for cls in type(error).__mro__ if cls.__module__ == "builtins"}
             found = ("raised", builtin - {Exception, BaseException, object}, error)
-    return found, bool(caught)
+    # Importing parts of torch warns, too, the first time.
+    return found, any(not issubclass(each.category, DeprecationWarning) for each in caught)
 
 
 def beside_torch():

@@ -20,7 +20,7 @@ from shardwise import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from shardwise.errors import ConfigError, StateError
+from shardwise.errors import StateError
 from shardwise.testing import run_ranks
 from shardwise.testing.workloads import seeded
 from tests.ranks.models import Layers, average_gradients, data, full, same
@@ -388,14 +388,15 @@ def test_a_step_that_would_leave_out_gradients_of_no_sync_is_refused():
 
 def wraps_all():
     model = FSDP(seeded(Layers()), auto_wrap_policy=always_wrap_policy)
-    assert [type(each.module) for each in FSDP.fsdp_modules(model)].count(nn.ModuleList) == 0
-    assert len(FSDP.fsdp_modules(model)) == 12
+    assert [type(each.module) for each in FSDP.fsdp_modules(model)].count(nn.ModuleList) == 1
+    assert len(FSDP.fsdp_modules(model)) == 13
     same(model(data(0, 0, 2, 6)).detach(), seeded(Layers())(data(0, 0, 2, 6)).detach(), "output")
     only = CustomPolicy(lambda module: isinstance(module, (nn.ModuleList, nn.Linear)) and module.training)
     trained = seeded(Layers())
     trained.layers[1].in_proj.eval()
-    with pytest.raises(ConfigError, match="chooses a ModuleList"):
-        FSDP(trained, auto_wrap_policy=only)
+    # The list's own parameters, those of the module in eval mode, are gathered with the model's.
+    model = FSDP(trained, auto_wrap_policy=only)
+    same(model(data(0, 0, 2, 6)).detach(), seeded(Layers())(data(0, 0, 2, 6)).detach(), "output")
 
 
 def test_every_module_can_be_wrapped_where_containers_keep_nothing_for_themselves():

@@ -239,8 +239,6 @@ def refuses_options_that_cannot_work() -> None:
         ZeroRedundancyOptimizer(params, SGD, parameters_as_bucket_view=True, lr=-1.0)
     assert [param.data_ptr() for param in params] == addresses
     plain = ZeroRedundancyOptimizer(params, SGD, lr=0.1)
-    with pytest.raises(StateError, match="cannot be copied"):
-        copy.deepcopy(plain)
     with pytest.raises(ConfigError, match="no rank 5"):
         plain.consolidate_state_dict(to=5)
     with pytest.raises(StateError, match="sharded_state_dict"):
