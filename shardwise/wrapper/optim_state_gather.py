@@ -78,10 +78,12 @@ def named_state(
     """Returns the optimizer's state by parameter name, of the kind that ``settings`` says. Every rank must call it."""
     kind, config = settings.state_dict_type, settings.optim_state_dict_config
     optim_params = OptimParameters(model)
-    contents = OptimizerContents(optim, optim_params, state_dict)
+    contents = OptimizerContents(optim, optim_params)
     problem: ConfigError | None = None
     groups: list[list[OptimParameter]] = []
     try:
+        if state_dict is not None:
+            contents = OptimizerContents(optim, optim_params, state_dict)
         groups = [optim_params.of(params) for params in contents.params]
     except ConfigError as error:
         # Reported before it is raised: other ranks would wait for this one.

@@ -51,6 +51,8 @@ def state_to_load(
     parameter groups; then the result does, too. For a ``named_optim``, parameters have the names of
     ``model.named_parameters()`` instead of numbers, and empty ones the states that the optimizer has of them.
     """
+    # Before anything can raise: other ranks would wait for this one.
+    full = _full_states(model, named.get("state", {}))
     if "state" not in named:
         raise ConfigError(
             f'the optimizer state dict has no "state", only {list(named)}',
@@ -64,7 +66,6 @@ def state_to_load(
         id(each.param): number if named_optim is None else each.shown_name
         for number, each in enumerate(entries)
     }
-    full = _full_states(model, named["state"])
     sharded_keys = _sharded_keys(optim_params, full)
     state: dict[Any, Any] = {}
     for each in entries:
