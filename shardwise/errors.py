@@ -14,6 +14,7 @@ from __future__ import annotations
 
 __all__ = [
     "CheckpointError",
+    "CheckpointValueError",
     "ConfigAssertionError",
     "ConfigError",
     "ConfigRecordError",
@@ -105,6 +106,10 @@ class PeerFailure(ShardwiseError, RuntimeError):
 
 class CheckpointError(ShardwiseError, RuntimeError):
     """A checkpoint cannot be written or read, or does not fit this model."""
+
+
+class CheckpointValueError(CheckpointError, ValueError):
+    """A state does not fit this model, where torch raises a ``ValueError``."""
 
 
 def text_of(error: BaseException) -> str:

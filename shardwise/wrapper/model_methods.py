@@ -181,8 +181,8 @@ class ModelMethods(nn.Module):
     def sharded_optim_state_dict(
         model: nn.Module, optim: torch.optim.Optimizer, group: dist.ProcessGroup | None = None
     ) -> dict[str, Any]:
-        """The optimizer's state by parameter name, as DTensors."""
-        config = ShardedOptimStateDictConfig(offload_to_cpu=False)
+        """The optimizer's state by parameter name, as DTensors in host memory."""
+        config = ShardedOptimStateDictConfig()
         settings = StateDictSettings(StateDictType.SHARDED_STATE_DICT, optim_state_dict_config=config)
         return named_state(model, optim, settings)
 

@@ -83,10 +83,12 @@ def named_state(
         # Its state is with the owners of whole matrices; its state dict has every rank's elements.
         state_dict = optim.state_dict()
     optim_params = OptimParameters(model)
-    contents = OptimizerContents(optim, optim_params, state_dict)
+    contents = OptimizerContents(optim, optim_params)
     problem: ConfigError | None = None
     groups: list[list[OptimParameter]] = []
     try:
+        if state_dict is not None:
+            contents = OptimizerContents(optim, optim_params, state_dict)
         groups = [optim_params.of(params) for params in contents.params]
     except ConfigError as error:
         # Reported before it is raised: other ranks would wait for this one.

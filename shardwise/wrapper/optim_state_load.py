@@ -20,6 +20,7 @@ from shardwise.engine.checkpoint_span import CheckpointSpan
 from shardwise.engine.gather.full_tensors import assemble_shard, full_tensor_of, loaded, shard_elements
 from shardwise.errors import (
     CheckpointError,
+    CheckpointValueError,
     ConfigAssertionError,
     ConfigError,
     ConfigTypeError,
@@ -50,6 +51,8 @@ def state_to_load(
     parameter groups; then the result does, too. For a ``named_optim``, parameters have the names of
     ``model.named_parameters()`` instead of numbers, and empty ones the states that the optimizer has of them.
     """
+    # Before anything can raise: other ranks would wait for this one.
+    full = _full_states(model, named.get("state", {}))
     if "state" not in named:
         raise ConfigError(
             f'the optimizer state dict has no "state", only {list(named)}',
@@ -63,7 +66,6 @@ def state_to_load(
         id(each.param): number if named_optim is None else each.shown_name
         for number, each in enumerate(entries)
     }
-    full = _full_states(model, named["state"])
     sharded_keys = _sharded_keys(optim_params, full)
     state: dict[Any, Any] = {}
     for each in entries:
@@ -196,7 +198,7 @@ def _check_local(entry: OptimParameter, state: Mapping[str, Any]) -> None:
 
 
 def _unfit(key: str, value: torch.Tensor, name: str, shape: tuple[int, ...]) -> CheckpointError:
-    return CheckpointError(
+    return CheckpointValueError(
         f"state '{key}' of shape {tuple(value.shape)} does not fit a parameter of shape {shape}",
         where=f"optimizer state of '{name}'",
         fix="load a state that was saved from an optimizer of the same model",
@@ -223,6 +225,7 @@ def _shard_state(entry: OptimParameter, states: list[State], sharded_keys: set[s
             else:
                 parts.append(None)
                 values.append(value)
+        _check_alike(entry, key, states, [*parts, *values])
         if len(values) == len(parts):
             sharded[key] = _common_value(entry, key, values)
         elif entry.line.flat is not None:
@@ -235,6 +238,23 @@ def _shard_state(entry: OptimParameter, states: list[State], sharded_keys: set[s
     return sharded
 
 
+def _check_alike(entry: OptimParameter, key: str, states: list[State], values: list[Any]) -> None:
+    """Raises if a state is of different kinds, or of some parameters only, in one flat parameter.
+
+    Parameters without any state are filled with zeros.
+    """
+    for name, state in zip(entry.names, states, strict=True):
+        if state and key not in state:
+            raise _unlike(entry, key, f"none for '{name}'")
+    kinds = {
+        f"{value.dim()}-dim {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
+        for value in values
+        if value is not None
+    }
+    if len(kinds) > 1:
+        raise _unlike(entry, key, " and ".join(sorted(kinds)))
+
+
 def _common_value(entry: OptimParameter, key: str, values: list[Any]) -> Any:
     """The value of a state that is not sharded; raises if it differs between the parameters of a flat parameter."""
     first = next((value for value in values if value is not None), None)
@@ -242,13 +262,16 @@ def _common_value(entry: OptimParameter, key: str, values: list[Any]) -> Any:
         return None
     for name, value in zip(entry.names, values, strict=True):
         if value is None or not is_same(value, first):
-            raise CheckpointError(
-                f"'{key}' is not the same for all parameters of one flat parameter: {value!r} for '{name}', "
-                f"{first!r} for another",
-                where=f"optimizer state of '{entry.local_name}'",
-                fix="wrap with use_orig_params=True, which keeps a separate state for each parameter",
-            )
+            raise _unlike(entry, key, f"{value!r} for '{name}', {first!r} for another")
     return first.clone() if isinstance(first, torch.Tensor) else first
+
+
+def _unlike(entry: OptimParameter, key: str, found: str) -> CheckpointError:
+    return CheckpointValueError(
+        f"'{key}' is not the same for all parameters of one flat parameter: {found}",
+        where=f"optimizer state of '{entry.local_name}'",
+        fix="wrap with use_orig_params=True, which keeps a separate state for each parameter",
+    )
 
 
 def as_key_type(value: Any) -> OptimStateKeyType:

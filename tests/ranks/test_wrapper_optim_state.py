@@ -203,6 +203,15 @@ def disagreements(orig):
         {param: state for param, state in optim.state.items() if param is not changed or not first}
     )
     refused("rank 0 of the group has no such parameter in its optimizer", smaller)
+    given = {"state": {}, "param_groups": []} if first else optim.state_dict()
+    with pytest.raises(ConfigError if first else RankDisagreement, match="has groups of"):
+        FSDP.optim_state_dict(model, optim, given)
+    full = FSDP.full_optim_state_dict(model, optim, rank0_only=False)
+    if first:
+        with pytest.raises(ConfigError, match='has no "state"'):
+            FSDP.optim_state_dict_to_load(model, optim, {})
+    else:
+        FSDP.optim_state_dict_to_load(model, optim, full)
     strange = adam(nn.Linear(2, 2).parameters()) if first else optim
     with pytest.raises(ConfigError if first else RankDisagreement, match="is not a parameter of the model"):
         FSDP.full_optim_state_dict(model, strange)

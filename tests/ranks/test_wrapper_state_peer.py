@@ -609,6 +609,32 @@ def mixed_input(lib, model, optim):
     lib.FSDP.shard_full_optim_state_dict({"state": {}, "param_groups": []}, model, optim_input=given)
 
 
+def changed_states(lib, model, optim, change):
+    saved = lib.FSDP.full_optim_state_dict(model, optim, rank0_only=False)
+    change(saved["state"]["second.bias"])
+    lib.FSDP.optim_state_dict_to_load(model, optim, saved)
+
+
+def other_shape(lib, model, optim):
+    changed_states(lib, model, optim, lambda state: state.update(exp_avg=torch.zeros(8)))
+
+
+def other_dtype(lib, model, optim):
+    changed_states(lib, model, optim, lambda state: state.update(exp_avg=state["exp_avg"].double()))
+
+
+def other_count(lib, model, optim):
+    changed_states(lib, model, optim, lambda state: state.update(step=state["step"] + 1))
+
+
+def other_type(lib, model, optim):
+    changed_states(lib, model, optim, lambda state: state.update(exp_avg=3.0))
+
+
+def other_names(lib, model, optim):
+    changed_states(lib, model, optim, lambda state: state.pop("exp_avg"))
+
+
 def fewer_parameters(lib, model, optim):
     """Rank 1 has no state of a parameter that is not sharded."""
     if dist.get_rank() == 1:
@@ -626,6 +652,11 @@ MISUSES = [
     (no_key_type, AssertionError),
     (empty_input, ValueError),
     (mixed_input, TypeError),
+    (other_shape, ValueError),
+    (other_dtype, ValueError),
+    (other_count, ValueError),
+    (other_type, ValueError),
+    (other_names, ValueError),
     (fewer_parameters, RuntimeError),
 ]
 
