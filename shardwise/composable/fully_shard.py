@@ -294,7 +294,9 @@ def _as_modules(module: Any) -> tuple[nn.Module, ...]:
         raise ConfigError(
             "fully_shard was given an empty list", where="fully_shard([])", fix="pass at least one module"
         )
-    return modules
+    # A module inside another one of the list is sharded with that one.
+    inside = {child for member in modules for child in member.modules() if child is not member}
+    return tuple(member for member in modules if member not in inside)
 
 
 def _checked_ignored(ignored: Iterable[nn.Parameter] | None) -> set[nn.Parameter]:

@@ -295,6 +295,12 @@ def a_list_of_modules(api):
     return returned is model, kinds(model), train(model)
 
 
+def a_list_with_a_module_and_its_part(api):
+    model = Stack()
+    api.fully_shard([model, model.head])
+    return isinstance(model.head, api.FSDPModule), kinds(model), train(model)
+
+
 def names_classes_and_state_dicts(api):
     model = Stack()
     before = list(model.state_dict())
@@ -639,6 +645,7 @@ PROGRAMS = [
     dp_mesh_dims,
     dp_mesh_dims_that_only_replicate,
     a_list_of_modules,
+    a_list_with_a_module_and_its_part,
     names_classes_and_state_dicts,
     mixed_precision_policy,
     unshard_and_reshard,
