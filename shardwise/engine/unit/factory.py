@@ -224,8 +224,8 @@ def _refuse_a_second_sharding(unit: Unit) -> None:
             where=f"torch's FSDP on a model with unit '{unit.name}', rank {unit.rank}",
             fix="shard the rest of the model with shardwise too; if a library does it, call shardwise.install() first",
         )
-        for place in slot.places:
-            refuse_torchs_fsdp(place.module, refusal)
+        for module in (*(place.module for place in slot.places), *unit.modules):
+            refuse_torchs_fsdp(module, refusal)
 
 
 def _keep_weights_in_place(slots: list[Slot]) -> None:
