@@ -283,7 +283,7 @@ def of_one_stage():
 
 
 def test_a_mesh_that_is_not_all_of_the_world_has_owners_of_its_own():
-    run_ranks(of_one_stage, 4, kind="gloo")
+    run_ranks(of_one_stage, 4)
 
 
 # --- on gloo ----------------------------------------------------------------------------------------------------------
