@@ -18,7 +18,7 @@ from shardwise.engine.unit.membership import membership
 from shardwise.errors import ConfigError, ConfigTypeError
 from shardwise.optim.elementwise_classes import is_elementwise, rows_together
 from shardwise.optim.flat_optimizer import banded, flat
-from shardwise.optim.whole_optimizer import WholeOptimizer, whole
+from shardwise.optim.whole_optimizer import WholeOptimizer, check_class, whole
 from shardwise.plan.matrix_owners import rows_fit
 from shardwise.torch_internals import (
     run_after_load_state_dict,
@@ -59,9 +59,8 @@ def _make_parts(
     optimizer_class: type[Optimizer], params: Any, options: dict[str, Any]
 ) -> Iterator[Optimizer]:
     listed = [params] if isinstance(params, Mapping) else list(params)
-    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
-        yield whole(optimizer_class, listed, **options)
-    elif is_elementwise(optimizer_class):
+    check_class(optimizer_class)
+    if is_elementwise(optimizer_class):
         yield flat(listed, optimizer_class, **options)
     elif (rows := rows_together(optimizer_class)) is not None:
         groups = _as_groups(listed)

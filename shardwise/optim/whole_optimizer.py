@@ -80,7 +80,7 @@ def whole(
         process_group: the ranks that hold the parameters, if those of their meshes are not all of them.
         options: arguments of the class, e.g. ``lr=0.02``.
     """
-    _check_class(optimizer_class)
+    check_class(optimizer_class)
     if at_once < 1:
         raise ConfigError(f"at_once is {at_once}", where=WHERE, fix="allow at least one matrix at a time")
     listed = sharded_parameters(params) if isinstance(params, nn.Module) else list(params)
@@ -96,7 +96,7 @@ def whole(
     )
 
 
-def _check_class(optimizer_class: type[Optimizer]) -> None:
+def check_class(optimizer_class: type[Optimizer]) -> None:
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         raise ConfigTypeError(
             f"the optimizer class is {optimizer_class!r}, which is not a subclass of torch.optim.Optimizer",
@@ -356,17 +356,27 @@ class WholeOptimizer(Optimizer):
         return movement, wholes
 
     def _return_to_shards(self, active: Iterable[int]) -> None:
+        previous: tuple[Movement, list[int]] | None = None
         for members in self._rounds:
             indices = [index for index in members if index in active]
             routes = [self._routes[index] for index in indices]
             with without_torch_function():
                 shards = [self._held[index].local() for index in indices]
             wholes = [self.owned.copies.get(index) for index in indices]
-            self.moves.from_owners(routes, wholes, shards, key=tuple(indices)).wait()
-            with without_torch_function():
-                for index in indices:
-                    self._held[index].was_written()
-                    self._versions[index] = self._held[index].version()
+            movement = self.moves.from_owners(routes, wholes, shards, key=tuple(indices))
+            self._finish_return(previous)
+            previous = movement, indices
+        self._finish_return(previous)
+
+    def _finish_return(self, issued: tuple[Movement, list[int]] | None) -> None:
+        if issued is None:
+            return
+        movement, indices = issued
+        movement.wait()
+        with without_torch_function():
+            for index in indices:
+                self._held[index].was_written()
+                self._versions[index] = self._held[index].version()
 
     def _publish(self, stepped: Iterable[int]) -> None:
         """Shows owners' state as this optimizer's; that of other ranks' matrices is empty here."""

@@ -274,6 +274,18 @@ def test_parameters_of_several_meshes_have_an_optimizer_each():
     run_ranks(with_experts, 4)
 
 
+def of_one_stage():
+    """Each half of the ranks trains a stage of its own, on a mesh with replicas that is not all of the world."""
+    whole_mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("stage", "replicate", "shard"))
+    model = shard(seeded(Model(), dist.get_rank() // 2), mesh=whole_mesh["replicate", "shard"])
+    optimizer = chosen("Muon")(model.parameters())
+    beside(model, optimizer, "Muon", lambda step: loss_of(model, step, dist.get_rank()), steps=2)
+
+
+def test_a_mesh_that_is_not_all_of_the_world_has_owners_of_its_own():
+    run_ranks(of_one_stage, 4)
+
+
 # --- on gloo ----------------------------------------------------------------------------------------------------------
 
 
