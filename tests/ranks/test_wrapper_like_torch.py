@@ -262,6 +262,14 @@ def a_hook(lib):
     return before, found, round(float(model.clip_grad_norm_(1e9)), 4)
 
 
+def a_hook_of_a_single_rank(lib):
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    model = lib.make(net(), process_group=alone)
+    model.register_comm_hook(3, lambda state, gradients: gradients.mul_(state))
+    step(model)
+    return round(float(model.clip_grad_norm_(1e9)), 4)
+
+
 def a_hook_of_an_inner_wrapper(lib):
     model = nested(lib)
     assert model.check_is_root()
@@ -508,6 +516,7 @@ CHECKS = [
     a_norm_of_an_inner_wrapper_that_is_alone,
     a_norm_of_an_inner_wrapper,
     a_hook,
+    a_hook_of_a_single_rank,
     a_hook_of_an_inner_wrapper,
     a_hook_of_an_inner_wrapper_that_is_alone,
     a_second_hook,

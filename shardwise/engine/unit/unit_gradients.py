@@ -146,12 +146,13 @@ class UnitGradients:
             return False
         if not self.have_come():
             return False
-        self.hide_stash()
         if not self.are_synced:
+            self.hide_stash()
             self.has_stash = True
             self.stash(self._unit.stays_in_view)
             return True
         if self.has_stash:
+            self.hide_stash()
             with_stash = self._plan_with_stash()
             assert with_stash is not None
             plan = with_stash
@@ -179,12 +180,11 @@ class UnitGradients:
 
     def reduce_the_rest(self) -> None:
         """At the end of backward, reduces stashed gradients that none were added to, and zeros for unused units."""
-        if self.has_stash and not self.are_synced:
-            if self._shown_stash is not None:
+        if self.has_stash:
+            if self.are_synced:
+                self.hide_stash()
+            elif self._shown_stash is not None:
                 self._shown_stash.show()
-            self._started.clear()
-            return
-        self.hide_stash()
         is_done = self._started and not self.has_stash and self._unit.mesh.replicate is None
         if self.are_synced and not is_done:
             for plan in self._still_to_reduce():
