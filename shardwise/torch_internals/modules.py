@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.distributed.algorithms.join import Joinable
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -60,6 +61,19 @@ def loads_as_usual(module: nn.Module, own_hooks: type) -> bool:
         type(module)._load_from_state_dict is nn.Module._load_from_state_dict
         and not module._load_state_dict_post_hooks
         and all(isinstance(getattr(hook, "hook", None), own_hooks) for hook in hooks)
+    )
+
+
+def loads_elementwise(module: nn.Module) -> bool:
+    """Returns whether loading the module only copies elements into its parameters, whatever their shapes are."""
+    if isinstance(module, ActivationWrapper):
+        # Its hook changes keys only.
+        return True
+    return (
+        type(module)._load_from_state_dict
+        in (nn.Module._load_from_state_dict, _BatchNorm._load_from_state_dict)
+        and not module._load_state_dict_pre_hooks
+        and not module._load_state_dict_post_hooks
     )
 
 

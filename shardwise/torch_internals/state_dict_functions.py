@@ -31,6 +31,9 @@ class _EitherWrapper(type):
         return isinstance(instance, (cls.ours, cls.torchs))
 
     def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
         def call(*args: Any, **kwargs: Any) -> Any:
             model: nn.Module = args[0] if args else kwargs["module"]
             return getattr(cls.ours if cls.ours.fsdp_modules(model) else cls.torchs, name)(*args, **kwargs)

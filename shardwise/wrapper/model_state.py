@@ -43,6 +43,7 @@ from shardwise.torch_internals import (
     dtensor,
     dtensor_spec,
     loads_as_usual,
+    loads_elementwise,
     parameters_of,
     state_entries,
 )
@@ -239,9 +240,14 @@ def sharded_rows(full: torch.Tensor, unit: Unit) -> torch.Tensor:
 
 
 class LoadHooks:
-    """The hooks of one wrapper around ``load_state_dict``: they let torch load full tensors into shards."""
+    """The hooks of one wrapper around ``load_state_dict``: they let torch load full tensors into shards.
+
+    Modules that load in a way of their own see full parameters instead, as without wrappers; every rank gathers them.
+    """
 
     def __init__(self) -> None:
+        # Units whose modules show full parameters while they load.
+        self._summoned = ExitStack()
         # Places that hold a temporary parameter, with what to put back. Loading may nest: wrappers may share a module.
         self._temporary: list[tuple[Place, nn.Parameter | None, torch.Tensor | None]] = []
 
@@ -257,13 +263,19 @@ class LoadHooks:
                 state[f"{prefix}{WRAPPED_NAME}.{key[len(prefix) :]}"] = state.pop(key)
         for needed in dict.fromkeys((unit, *unit.needs)):
             check_idle(needed, "load_state_dict")
-            if is_flat(needed):
+            if is_flat(needed) and not is_summoned(needed):
                 needed.reshard(trace.IDLE)
                 needed.take_back_replaced()
         if is_local:
             for key, value in state.items():
                 if isinstance(value, CheckpointSpan):
                     state[key] = value.elements
+            return
+        own_modules = [module for _, module in _outside_wrappers(wrapper.get_submodule(WRAPPED_NAME))]
+        if is_summoned(unit) or not all(map(loads_elementwise, own_modules)):
+            for needed in _units_to_summon(unit):
+                self._summoned.enter_context(summoned_unit(needed, writeback=True))
+            _gather_own_values(wrapper, state, f"{prefix}{WRAPPED_NAME}.")
             return
         hide_flat_parameters(unit)
         for path, slot, place in own_places(wrapper, unit):
@@ -288,10 +300,31 @@ class LoadHooks:
             if placeholder is not None:
                 place.module.__dict__[place.name] = placeholder
         self._temporary = []
-        show_flat_parameters(unit)
+        if not is_summoned(unit):
+            show_flat_parameters(unit)
+        # Last, and once: it may raise.
+        finished, self._summoned = self._summoned, ExitStack()
+        finished.close()
         if incompatible is not None:
             for keys in incompatible:
                 keys[:] = [clean_name(key) for key in keys]
+
+
+def _gather_own_values(wrapper: nn.Module, state: State, prefix: str) -> None:
+    """Replaces the sharded values of modules inside a wrapper and no inner one by full tensors.
+
+    Those of parameters that are DTensors themselves stay.
+    """
+    inner: list[str] = []
+    stay: set[str] = set()
+    for path, module in _outside_wrappers(wrapper.get_submodule(WRAPPED_NAME)):
+        names = [name for name, param in parameters_of(module).items() if isinstance(param, DTensor)]
+        stay.update(prefix + clean_name(f"{path}.{name}" if path else name) for name in names)
+        names = [name for name, child in module.named_children() if is_wrapper(child)]
+        inner += [f"{prefix}{clean_name(f'{path}.{name}' if path else name)}." for name in names]
+    for key in [key for key in state if key.startswith(prefix) and key not in stay]:
+        if not key.startswith(tuple(inner)):
+            state[key] = full_tensor_of(loaded(state[key]))
 
 
 def own_places(wrapper: nn.Module, unit: Unit) -> Iterator[tuple[str, FlatSlot, Place]]:

@@ -49,8 +49,8 @@ class OptimParameter:
 
     @property
     def is_empty_here(self) -> bool:
-        """Whether it is a parameter of which this rank has no elements: optimizers keep no state of it."""
-        return self.slots is not None and self.param.numel() == 0
+        """Whether only other ranks have elements of it: this rank's optimizer keeps no state of it."""
+        return self.slots is not None and self.param.numel() == 0 and 0 not in self.slots[0].shape
 
 
 class OptimParameters:

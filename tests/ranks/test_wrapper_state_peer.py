@@ -24,6 +24,7 @@ import shardwise
 from shardwise.testing import run_ranks
 from shardwise.testing.workloads import seeded
 from shardwise.torch_internals import ShardedTensor
+from tests.ranks.tables import cases_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -309,11 +310,58 @@ def incomplete(lib):
     return list(result.missing_keys), list(result.unexpected_keys)
 
 
+class Renaming(Block):
+    """Takes what an older version of it saved."""
+
+    def __init__(self):
+        super().__init__(5, 5)
+        self.register_load_state_dict_pre_hook(self.rename)
+
+    @staticmethod
+    def rename(module, state, prefix, *_):
+        if f"{prefix}both" in state:
+            both = state.pop(f"{prefix}both")
+            state[f"{prefix}weight"], state[f"{prefix}bias"] = both[:5], both[5]
+
+
+class Transposing(Block):
+    def __init__(self):
+        super().__init__(5, 5)
+
+    def _load_from_state_dict(self, state, prefix, *args):
+        state[f"{prefix}weight"] = state[f"{prefix}weight"].t() * 2
+        super()._load_from_state_dict(state, prefix, *args)
+
+
+class Scaling(Block):
+    def __init__(self):
+        super().__init__(5, 5)
+        self.register_load_state_dict_post_hook(self.scale)
+
+    @staticmethod
+    def scale(module, _):
+        module.weight.data /= module.weight.detach()[0].sum()
+
+
+def loaded_in_ways_of_their_own(lib, use_orig_params, wraps_part):
+    """Modules that change what they load see full values and full parameters."""
+    parts = seeded(nn.Sequential(Renaming(), Transposing(), Scaling(), Block(5, 5)))
+    if wraps_part:
+        parts = nn.Sequential(*(lib.FSDP(part, use_orig_params=use_orig_params) for part in parts))
+    model = lib.FSDP(parts, use_orig_params=use_orig_params)
+    state = {name: value + 1 for name, value in model.state_dict().items() if not name.startswith("0.")}
+    state["0.both"] = torch.arange(30.0).view(6, 5)
+    result = model.load_state_dict(state)
+    step(model)
+    return list(result.missing_keys), list(result.unexpected_keys), model.state_dict()
+
+
 MODELS = [
     (of_every_kind, BOTH_FORMS),
     (with_a_mesh, [{}]),
     (nothing_sharded, [{}]),
     (incomplete, [{}]),
+    (loaded_in_ways_of_their_own, cases_of(use_orig_params=[False, True], wraps_part=[False, True])),
 ]
 
 
@@ -530,6 +578,37 @@ def lazily_loaded(use_orig_params):
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_tensors_that_are_read_when_used_are_taken(use_orig_params):
     run_ranks(lazily_loaded, 2, use_orig_params)
+
+
+def loaded_while_summoned(use_orig_params):
+    model = nested(OURS, is_wrapped=True, use_orig_params=use_orig_params)
+    state = {name: value + 1 for name, value in model.state_dict().items()}
+    with OURS.FSDP.summon_full_params(model):
+        model.load_state_dict(state)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, state[name]), name
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_what_is_loaded_while_parameters_are_summoned_is_written_back(use_orig_params):
+    run_ranks(loaded_while_summoned, 2, use_orig_params)
+
+
+def loaded_sharded_in_ways_of_their_own(use_orig_params):
+    """DTensors are given to such modules as full tensors, too."""
+    parts = seeded(nn.Sequential(Transposing(), Block(5, 5)))
+    model = OURS.FSDP(parts, use_orig_params=use_orig_params)
+    want = model.state_dict()
+    want["0.weight"] = want["0.weight"].t() * 2
+    with OURS.FSDP.state_dict_type(model, OURS.SHARDED):
+        model.load_state_dict(model.state_dict())
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, want[name]), name
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_modules_with_a_loading_of_their_own_get_full_tensors(use_orig_params):
+    run_ranks(loaded_sharded_in_ways_of_their_own, 2, use_orig_params)
 
 
 def named_optimizers(use_orig_params):
