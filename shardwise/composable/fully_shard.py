@@ -152,7 +152,10 @@ def fully_shard(
                 chosen.append(((inner,), {**options, **overrides}))  # type: ignore[typeddict-item]
     chosen.append((modules, options))
     # All units are checked before the first one is made: an error leaves the whole model unchanged.
-    plans = [_UnitPlan(members, ignored, unit_options) for members, unit_options in chosen]
+    plans = []
+    for members, unit_options in chosen:
+        # Not a comprehension, which would be a frame of its own: warnings name the caller's line.
+        plans.append(_UnitPlan(members, ignored, unit_options))
     for plan in plans:
         plan.make_unit()
     sharded: FSDPModule | list[FSDPModule] = module
