@@ -152,7 +152,10 @@ def fully_shard(
                 chosen.append(((inner,), {**options, **overrides}))  # type: ignore[typeddict-item]
     chosen.append((modules, options))
     # All units are checked before the first one is made: an error leaves the whole model unchanged.
-    plans = [_UnitPlan(members, ignored, unit_options) for members, unit_options in chosen]
+    plans = []
+    for members, unit_options in chosen:
+        # Not a comprehension, which would be a frame of its own: warnings name the caller's line.
+        plans.append(_UnitPlan(members, ignored, unit_options))
     for plan in plans:
         plan.make_unit()
     sharded: FSDPModule | list[FSDPModule] = module
@@ -174,8 +177,8 @@ class _UnitPlan:
         self.name = type(modules[0]).__name__
         call = f"fully_shard({self.name})"
         _check_modules(modules, call)
-        self.precision = as_record(MixedPrecisionPolicy, options["mp_policy"], call)
-        self.offload = _as_offload_policy(options["offload_policy"], call)
+        self.precision = as_record(MixedPrecisionPolicy, options["mp_policy"], f"mp_policy of {call}")
+        self.offload = _as_offload_policy(options["offload_policy"], f"offload_policy of {call}")
         self.mesh = _chosen_mesh(modules, options, call)
         self.where = f"{call}, rank {self.mesh.rank}"
         self.reshard_after_forward = reshard_after_forward
@@ -253,7 +256,11 @@ def _chosen_mesh(modules: tuple[nn.Module, ...], options: UnitOptions, where: st
             where=where,
             fix="pass one of mesh and device_type",
         )
-    return data_mesh(mesh, None if dims is None else as_record(DataParallelMeshDims, dims, where), where)
+    return data_mesh(
+        mesh,
+        None if dims is None else as_record(DataParallelMeshDims, dims, f"dp_mesh_dims of {where}"),
+        where,
+    )
 
 
 def _parameters_by_mesh(

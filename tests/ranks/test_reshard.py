@@ -74,13 +74,18 @@ def one_means_false():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         check_state_after_forward(1, False)
-    return [str(warning.message) for warning in caught if issubclass(warning.category, UserWarning)]
+    return [
+        (str(warning.message), warning.filename)
+        for warning in caught
+        if issubclass(warning.category, UserWarning)
+    ]
 
 
 @beyond_torch  # torch writes to a log
-def test_one_means_false_and_warns():
-    for messages in run_ranks(one_means_false, 2, kind="gloo"):
-        assert any("reshard_after_forward" in message for message in messages), messages
+def test_one_means_false_and_warns_at_the_callers_line():
+    for told in run_ranks(one_means_false, 2, kind="gloo"):
+        assert any("reshard_after_forward" in message for message, _ in told), told
+        assert not any("fully_shard.py" in filename for _, filename in told), told
 
 
 @beyond_torch
