@@ -16,6 +16,7 @@ __all__ = [
     "CheckpointError",
     "ConfigAssertionError",
     "ConfigError",
+    "ConfigRecordError",
     "ConfigTypeError",
     "NonFiniteGradients",
     "PeerFailure",
@@ -68,6 +69,10 @@ class ConfigError(ShardwiseError, ValueError):
 
 class ConfigTypeError(ConfigError, TypeError):
     """An argument has the wrong type, where torch raises a ``TypeError``."""
+
+
+class ConfigRecordError(ConfigTypeError, RuntimeError):
+    """A record of options has the wrong type, where torch raises a ``RuntimeError``."""
 
 
 class ConfigAssertionError(ConfigError, AssertionError):

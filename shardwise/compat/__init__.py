@@ -5,5 +5,8 @@ them.
 """
 
 from shardwise.compat.installation import Installation, install, uninstall
+from shardwise.compat.recognise import make_recognised
 
 __all__ = ["Installation", "install", "uninstall"]
+
+make_recognised()

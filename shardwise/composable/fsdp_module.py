@@ -7,7 +7,7 @@ units; gathers, reduces and frees are the engine's.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -45,6 +45,15 @@ else:
     _AnyModule = object
 
 _FSDP_CLASSES: dict[type, type] = {}
+_KNOWN_AS: dict[type, Callable[[nn.Module], None]] = {}
+
+
+def make_known_as(cls: type, mark: Callable[[nn.Module], None]) -> None:
+    """Makes every module that is sharded from now on an instance of ``cls``, too, and calls ``mark`` with it.
+
+    Libraries recognise sharded modules by it. As the last base it does no work: ``FSDPModule`` has all its methods.
+    """
+    _KNOWN_AS[cls] = mark
 
 
 def become_fsdp_module(module: nn.Module) -> None:
@@ -55,9 +64,11 @@ def become_fsdp_module(module: nn.Module) -> None:
     fsdp_cls = _FSDP_CLASSES.get(cls)
     if fsdp_cls is None:
         # Threads may race here and make equal classes: setdefault keeps the first.
-        made = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
+        made = type(f"FSDP{cls.__name__}", (FSDPModule, cls, *_KNOWN_AS), {"__module__": cls.__module__})
         fsdp_cls = _FSDP_CLASSES.setdefault(cls, made)
     module.__class__ = fsdp_cls
+    for mark in _KNOWN_AS.values():
+        mark(module)
 
 
 class UnshardHandle:
@@ -78,7 +89,7 @@ class FSDPModule(_AnyModule):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         # Containers call their own class to make a part of themselves (a slice of a Sequential): it is not sharded.
-        plain: Any = cls.__mro__[2]
+        plain: Any = next(base for base in cls.__mro__ if not issubclass(base, FSDPModule))
         return plain(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -20,19 +20,16 @@ def check_state_dict(
     problem_with: Callable[[str, Entry, Any], str | None],
     checks_keys: bool,
     arguments: str,
-    ignored_ids: Container[int] = (),
 ) -> None:
     """Raises one ``CheckpointError`` that lists everything in ``state_dict`` that does not fit; changes nothing.
 
-    ``problem_with`` gets a key, the model's entry and the value to load. ``ignored_ids``: of values under unexpected
-    keys that are allowed. ``arguments``: of the call of ``load_state_dict``, for the message.
+    ``problem_with`` gets a key, the model's entry and the value to load. ``arguments``: of the call of
+    ``load_state_dict``, for the message.
     """
     problems = []
     if checks_keys:
         missing = [key for key in expected if key not in state_dict]
-        unexpected = [
-            key for key, value in state_dict.items() if key not in expected and id(value) not in ignored_ids
-        ]
+        unexpected = [key for key in state_dict if key not in expected]
         for kind, keys in (("Missing", missing), ("Unexpected", unexpected)):
             if keys:
                 quoted = ", ".join(f'"{key}"' for key in keys)

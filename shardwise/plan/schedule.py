@@ -70,6 +70,9 @@ class Window:
         self._units.append(unit)
         return len(self._units) - 1
 
+    def __contains__(self, unit: int) -> bool:
+        return unit in self._units
+
     def before(self, position: int, wanted: Callable[[int], bool]) -> int | None:
         """The nearest ``wanted`` unit that ran before ``position``, which a backward there prefetches."""
         units = self._units

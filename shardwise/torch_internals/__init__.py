@@ -10,4 +10,6 @@ from shardwise.torch_internals.dtensor import *
 from shardwise.torch_internals.groups import *
 from shardwise.torch_internals.modules import *
 from shardwise.torch_internals.process_wide import *
+from shardwise.torch_internals.sharded_tensors import *
+from shardwise.torch_internals.state_dict_functions import *
 from shardwise.torch_internals.tensors import *

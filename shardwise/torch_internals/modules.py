@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed._composable.contract import REGISTRY_KEY
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.algorithms.join import Joinable
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -41,25 +41,6 @@ def state_entries(module: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]
             yield name, buffer
     if type(module).set_extra_state is not nn.Module.set_extra_state:
         yield "_extra_state", None
-
-
-def state_dict_call_options() -> tuple[bool, bool, bool] | None:
-    """Returns options of the ``torch.distributed.checkpoint.state_dict`` call on the stack: whether it has optimizers,
-    ``broadcast_from_rank0`` and ``ignore_frozen_params``; None if there is no such call.
-
-    torch does not pass these options on, so they are read from its frame.
-    """
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
-        frame = frame.f_back
-        if frame.f_code.co_name == "_verify_options" and frame.f_globals["__name__"].endswith(".state_dict"):
-            options = frame.f_locals["options"]
-            return (
-                bool(frame.f_locals["optims"]),
-                bool(options.broadcast_from_rank0),
-                bool(options.ignore_frozen_params),
-            )
-    return None
 
 
 def loads_as_usual(module: nn.Module, own_hooks: type) -> bool:
@@ -112,6 +93,19 @@ def run_before_load_state_dict(
 def run_after_load_state_dict(optimizer: torch.optim.Optimizer) -> None:
     for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         hook(optimizer)
+
+
+class _States(dict[Any, Any]):
+    """The states of a module by composable API. Whether an API was applied is for torch's list of them to say."""
+
+    def __contains__(self, api: object) -> bool:
+        return False
+
+
+def set_composable_state(module: nn.Module, api: Any, state: object) -> None:
+    """Makes ``api.state(module)`` return ``state``, as if torch's composable function ``api`` had been called."""
+    states = module.__dict__.get(STATE_KEY, {})
+    module.__dict__[STATE_KEY] = _States({**states, api.__wrapped__: state})
 
 
 class _AppliedApis(dict[str, Any]):

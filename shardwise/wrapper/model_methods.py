@@ -8,23 +8,26 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardwise import trace
+from shardwise.engine.gather.full_tensors import is_flat
 from shardwise.engine.step.agreement import forget_torn_steps
-from shardwise.engine.unit.binding import WRAPPED_NAME
-from shardwise.engine.unit.membership import units_of
-from shardwise.engine.unit.unit import Unit
-from shardwise.errors import ConfigError
-from shardwise.torch_internals import state_dict_call_options
+from shardwise.engine.step.optimizer_hooks import OPTIMIZER_HOOKS
+from shardwise.engine.unit.binding import WRAPPED_NAME, clean_name
+from shardwise.engine.unit.flat_form import FLAT_NAME
+from shardwise.engine.unit.membership import membership, units_of
+from shardwise.errors import ConfigError, ConfigTypeError
+from shardwise.torch_internals import serve_state_dict_functions
 from shardwise.wrapper.model_state import LoadHooks, check_fits, read_state
 from shardwise.wrapper.optim_parameters import mesh_of
 from shardwise.wrapper.optim_state_gather import named_state
-from shardwise.wrapper.optim_state_load import OptimStateKeyType, rekeyed, state_to_load
+from shardwise.wrapper.optim_state_load import OptimStateKeyType, as_key_type, rekeyed, state_to_load
 from shardwise.wrapper.state_dict_types import (
     FullOptimStateDictConfig,
     OptimStateDictConfig,
@@ -35,9 +38,10 @@ from shardwise.wrapper.state_dict_types import (
     checked_settings,
     get_settings,
     set_settings,
+    settings_of,
     temporary_settings,
 )
-from shardwise.wrapper.summon_full_params import flat_lines, summoned
+from shardwise.wrapper.summon_full_params import check_idle, flat_lines, is_summoned, summoned
 
 OptimInput = Iterable[Any] | None
 
@@ -63,6 +67,20 @@ class ModelMethods(nn.Module):
             # In case loading raised, before a post-hook ran: inner wrappers first.
             for module in reversed(self.fsdp_modules(self)):
                 module._load_hooks.after(module)
+
+    # Programs read and compare these three, although they are not public in torch.
+
+    @property
+    def _state_dict_type(self) -> StateDictType:
+        return settings_of(self).state_dict_type
+
+    @property
+    def _state_dict_config(self) -> StateDictConfig:
+        return settings_of(self).state_dict_config
+
+    @property
+    def _optim_state_dict_config(self) -> OptimStateDictConfig:
+        return settings_of(self).optim_state_dict_config
 
     def check_is_root(self) -> bool:
         """Whether this wrapper is not inside another one. The wrappers inside it then cannot be roots."""
@@ -180,12 +198,14 @@ class ModelMethods(nn.Module):
         """A state dict for ``optim.load_state_dict``: this rank's shards of a state by names, full or as DTensors.
 
         With ``FullOptimStateDictConfig(rank0_only=True)``, the first rank's state is broadcast. ``load_directly`` also
-        loads the result. ``is_named_optimizer`` is accepted for compatibility.
+        loads the result. ``is_named_optimizer``: ``optim`` is one whose state dict has the names of
+        ``model.named_parameters()`` as keys, so the result has, too.
         """
         config = ModelMethods.get_state_dict_type(model).optim_state_dict_config
         if isinstance(config, FullOptimStateDictConfig) and config.rank0_only:
             optim_state_dict = _from_first_rank(optim_state_dict, model, group)
-        state = state_to_load(model, _groups(model, None, optim), optim_state_dict)
+        named_optim = optim if is_named_optimizer else None
+        state = state_to_load(model, _groups(model, None, optim), optim_state_dict, named_optim)
         if load_directly:
             optim.load_state_dict(state)
         return state
@@ -198,6 +218,7 @@ class ModelMethods(nn.Module):
         optim: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
         """A state dict for ``optim.load_state_dict``, from a full state that every rank has."""
+        _warn_of_optim_input(optim_input)
         return state_to_load(model, _groups(model, optim_input, optim), full_optim_state_dict)
 
     @staticmethod
@@ -216,6 +237,7 @@ class ModelMethods(nn.Module):
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
         """A state dict for ``optim.load_state_dict``, from a full state that only the first rank has."""
+        _warn_of_optim_input(optim_input)
         state = _from_first_rank(full_optim_state_dict, model, group)
         return state_to_load(model, _groups(model, optim_input, optim), state)
 
@@ -231,17 +253,20 @@ class ModelMethods(nn.Module):
 
         Without ``optim``, the optimizer is assumed to list the parameters of each group in the model's order.
         """
+        _warn_of_optim_input(optim_input)
         is_own = optim is not None or optim_input is not None
         groups = _groups(model, optim_input, optim)
-        return rekeyed(optim_state_dict, optim_state_key_type, model, groups, is_own)
+        return rekeyed(optim_state_dict, as_key_type(optim_state_key_type), model, groups, is_own)
 
 
 def _from_first_rank(
     state: dict[str, Any] | None, model: nn.Module, group: dist.ProcessGroup | None
 ) -> dict[str, Any]:
-    """The state of the first rank of ``group``; by default of the ranks that share the model."""
+    """The state of the first rank of ``group``; by default, and for a group of the model's mesh, of the whole mesh."""
     mesh = mesh_of(model)
-    groups = [group] if group is not None or mesh is None else [calls.group for calls in mesh.axes]
+    groups: list[dist.ProcessGroup | None] = [] if mesh is None else [calls.group for calls in mesh.axes]
+    if not groups or (group is not None and group not in groups):
+        groups = [group]
     sent = [state]
     for one in groups:
         dist.broadcast_object_list(sent, group=one, group_src=0)
@@ -249,20 +274,33 @@ def _from_first_rank(
     return sent[0]
 
 
+def _warn_of_optim_input(optim_input: OptimInput) -> None:
+    if optim_input is not None:
+        warnings.warn(
+            "The `optim_input` argument is deprecated: pass `optim`, or leave it out",
+            FutureWarning,
+            stacklevel=3,
+        )
+
+
 def _groups(
     model: nn.Module, optim_input: OptimInput, optim: torch.optim.Optimizer | None
 ) -> list[list[torch.Tensor]]:
     """An optimizer's parameters by group, from the optimizer or its input; by default all of the model's."""
     if optim is not None:
-        if optim_input is not None:
-            raise ConfigError(
-                "both optim_input and optim were given", where="optimizer state", fix="pass only optim"
-            )
         return [group["params"] for group in optim.param_groups]
     _warn_of_optim_input(optim_input)
     given = list(model.parameters() if optim_input is None else optim_input)
-    if given and isinstance(given[0], dict):
+    if optim_input is not None and not given:
+        raise ConfigError("optim_input is empty", where="optimizer state", fix="pass optim")
+    if all(isinstance(each, dict) for each in given):
         return [list(group["params"]) for group in given]
+    if not all(isinstance(each, torch.Tensor) for each in given):
+        raise ConfigTypeError(
+            f"optim_input has {sorted({type(each).__name__ for each in given})}, neither all parameters nor all groups",
+            where="optimizer state",
+            fix="pass optim",
+        )
     return [given]
 
 
@@ -274,38 +312,37 @@ def _warn_of_optim_input(optim_input: OptimInput) -> None:
 # --- torch's own functions (torch.distributed.checkpoint.state_dict) ----------------------------------------------
 
 
-def names_for_torch(unit: Unit) -> dict[str, str]:
-    """The ``_fqn_modifiers`` of a wrapper: tells torch's functions that the wrapper adds nothing to parameter names.
+def names_for_torch(wrapper: nn.Module) -> dict[str, str]:
+    """The ``_fqn_modifiers`` of a wrapper: tells torch's functions that it adds nothing to names.
 
-    torch's functions know torch's wrappers by their class and treat ours as plain modules. That works for the state of
-    models. For optimizers they would save this rank's shards as full states, so those calls raise.
+    They ask for it first of all, so this is where they are made to take wrappers; and where the wrapper's modules get
+    their sharded parameters back, which optimizers have, in case they were kept gathered.
     """
-    call = state_dict_call_options()
-    if call is not None:
-        _check_torch_call(unit, *call)
+    serve_state_dict_functions(ModelMethods, _names_in_flat_parameter, _step_alone)
+    for unit in units_of(wrapper):
+        if is_flat(unit) and not is_summoned(unit):
+            check_idle(unit, "torch.distributed.checkpoint.state_dict")
+            unit.reshard(trace.IDLE)
     return {"": WRAPPED_NAME}
 
 
-def _check_torch_call(unit: Unit, for_optimizers: bool, broadcasts: bool, drops_frozen: bool) -> None:
-    wrapped = type(unit.modules[0].get_submodule(WRAPPED_NAME)).__name__
-    where = f"torch.distributed.checkpoint.state_dict, on a wrapped {wrapped}, rank {unit.rank}"
-    if for_optimizers:
-        raise ConfigError(
-            "torch's functions for optimizer states do not know which elements a wrapper's shards have",
-            where=where,
-            fix="call FullyShardedDataParallel.optim_state_dict(model, optimizer) to save, and "
-            "optim_state_dict_to_load(model, optimizer, state) to get what optimizer.load_state_dict() needs",
-        )
-    flat_params = [line.flat for line in flat_lines(unit)]
-    if flat_params and broadcasts:
-        raise ConfigError(
-            "broadcast_from_rank0=True does not work with flat parameters",
-            where=where,
-            fix="wrap with use_orig_params=True, or call model.load_state_dict() with the state dict on every rank",
-        )
-    if drops_frozen and any(param is not None and not param.requires_grad for param in flat_params):
-        raise ConfigError(
-            "ignore_frozen_params=True does not work with flat parameters",
-            where=where,
-            fix="wrap with use_orig_params=True, or remove the frozen parameters from model.state_dict()",
-        )
+def _step_alone(optim: torch.optim.Optimizer) -> AbstractContextManager[None]:
+    """A context in which an optimizer of a wrapped model steps on this rank only; others step as always."""
+    found = [membership(param) for group in optim.param_groups for param in group["params"]]
+    if any(member is not None and is_flat(member[0]) for member in found):
+        return OPTIMIZER_HOOKS.without_agreement()
+    return nullcontext()
+
+
+def _names_in_flat_parameter(model: nn.Module, name: str) -> list[str] | None:
+    """The names of the parameters in the flat parameter ``name`` of ``model``; None if it is no flat parameter."""
+    path, _, last = name.rpartition(".")
+    if not last.startswith(FLAT_NAME):
+        return None
+    for module_path, module in model.named_modules():
+        if isinstance(module, ModelMethods) and clean_name(module_path) == clean_name(path):
+            for line in (line for unit in units_of(module) for line in flat_lines(unit)):
+                if line.name == last:
+                    prefix = f"{path}." if path else ""
+                    return [prefix + clean_name(slot.name) for slot in line.slots]
+    return None

@@ -10,7 +10,8 @@ tensors, one file per rank; ``torch.distributed.checkpoint`` saves all ranks' el
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from math import prod
 from typing import Any
@@ -26,6 +27,7 @@ from shardwise.engine.gather.full_tensors import (
     flat_slots,
     full_tensor_of,
     is_flat,
+    loaded,
     local_elements,
     shard_elements,
 )
@@ -69,14 +71,15 @@ def read_state(
 ) -> State:
     """Returns ``wrapper.state_dict()``, read by ``read_module``, which is ``nn.Module.state_dict``."""
     (unit,) = units_of(wrapper)
-    settings = settings_of(wrapper)
+    settings, kind = settings_of(wrapper), _kind_of(unit)
+    _warn_of_full_tensors(unit, settings.state_dict_type)
     prefix = options.get("prefix", args[1] if len(args) > 1 else "")
     check_idle(unit, "state_dict")
     # The units of full tensors, by the address of the storage.
     unit_of_storage: dict[int, Unit] = {}
     local_slots: dict[str, tuple[Unit, list[FlatSlot]]] = {}
     with ExitStack() as stack:
-        if settings.state_dict_type is LOCAL:
+        if kind is LOCAL:
             unit.reshard(trace.IDLE)
             state = read_module(*args, **options)
             local_slots = dict(_slots_by_local_key(wrapper, unit, prefix))
@@ -88,7 +91,7 @@ def read_state(
         for key in _last_with(prefix, state):
             value = state.pop(key)
             if isinstance(value, torch.Tensor):
-                value = _value_to_save(value.detach(), unit_of_storage, settings.state_dict_type)
+                value = _value_to_save(value.detach(), unit_of_storage, kind)
                 if key in local_slots:
                     value = local_shard_of(*local_slots[key], value)
                 if settings.state_dict_config.offload_to_cpu:
@@ -100,6 +103,21 @@ def read_state(
         for key in _last_with(prefix, state):
             del state[key]
     return state
+
+
+def _kind_of(unit: Unit) -> StateDictType:
+    """The kind of state dict of a unit's wrapper: full where every rank has all parameters."""
+    kind = settings_of(unit.modules[0]).state_dict_type
+    return StateDictType.FULL_STATE_DICT if kind is LOCAL and unit.mesh.shard.world == 1 else kind
+
+
+def _warn_of_full_tensors(unit: Unit, kind: StateDictType) -> None:
+    if kind is not StateDictType.FULL_STATE_DICT and unit.mesh.shard.world == 1:
+        warnings.warn(
+            f"{kind.name} is set, but with NO_SHARD, or on one rank, nothing is sharded: "
+            "full tensors will be returned",
+            stacklevel=4,
+        )
 
 
 def _units_to_summon(unit: Unit) -> list[Unit]:
@@ -197,10 +215,11 @@ class LoadHooks:
 
     def before(self, wrapper: nn.Module, state: State, prefix: str, *_: Any) -> None:
         (unit,) = units_of(wrapper)
-        is_local = settings_of(wrapper).state_dict_type is LOCAL
-        flats = {prefix + line.name: line.flat for line in flat_lines(unit)}
+        is_local = _kind_of(unit) is LOCAL
+        flats = {prefix + line.name for line in flat_lines(unit)}
+        own_shards = own_shard_ids([unit])
         for key in [key for key in state if key.startswith(prefix)]:
-            if key in flats and state[key] is flats[key]:
+            if id(state[key]) in own_shards:
                 del state[key]
             elif not (is_local and key in flats):
                 state[f"{prefix}{WRAPPED_NAME}.{key[len(prefix) :]}"] = state.pop(key)
@@ -217,7 +236,7 @@ class LoadHooks:
         hide_flat_parameters(unit)
         for path, slot, place in own_places(wrapper, unit):
             key = f"{prefix}{WRAPPED_NAME}.{path}{place.name}"
-            value = state.get(key)
+            value = loaded(state.get(key))
             if not slot.is_shown:
                 # Instead of the flat parameter: a view of its elements for torch to copy into.
                 part = local_elements(slot, slot.sharded.detach()).view(slot.shown_shape)
@@ -278,10 +297,23 @@ def check_fits(wrapper: nn.Module, state: Any, strict: bool) -> None:
             fix="pass the result of state_dict()",
         )
     plainly = all(is_wrapper(member) or loads_as_usual(member, LoadHooks) for member in wrapper.modules())
-    # torch's set_model_state_dict adds the model's own flat parameters to the state dict that it loads.
-    flat_ids = {id(line.flat) for unit in flat_units(wrapper.modules()) for line in flat_lines(unit)}
+    own_shards = own_shard_ids(flat_units(wrapper.modules()))
+    given = {key: value for key, value in state.items() if id(value) not in own_shards}
     expected = dict(_expected_entries(wrapper))
-    check_state_dict(wrapper, state, expected, _problem_with, strict and plainly, arguments, flat_ids)
+    check_state_dict(wrapper, given, expected, _problem_with, strict and plainly, arguments)
+
+
+def own_shard_ids(units: Iterable[Unit]) -> set[int]:
+    """The ids of the units' own shards. In a state dict they stand for missing values.
+
+    torch's ``set_model_state_dict`` puts them there.
+    """
+    return {
+        id(slot.sharded)
+        for unit in units
+        if unit.mesh.shard.world > 1 and _kind_of(unit) is not LOCAL
+        for slot in unit.slots
+    }
 
 
 def _problem_with(key: str, shape: tuple[int, ...] | None, value: Any) -> str | None:
@@ -292,22 +324,21 @@ def _problem_with(key: str, shape: tuple[int, ...] | None, value: Any) -> str | 
 
 def _expected_entries(wrapper: nn.Module) -> Iterator[tuple[str, tuple[int, ...] | None]]:
     """The keys of a state dict of the kind that is set, with shapes; None for values that are not tensors."""
-    slots: dict[tuple[int, str], FlatSlot] = {}
+    # Each with whether its unit's state dict is local.
+    slots: dict[tuple[int, str], tuple[FlatSlot, bool]] = {}
     flats: dict[tuple[int, str], bool] = {}
-    slot: FlatSlot | None
     for unit in flat_units(wrapper.modules()):
+        is_local = _kind_of(unit) is LOCAL
         for slot in flat_slots(unit):
             for place in slot.places:
-                slots[id(place.params), place.name] = slot
-        is_local = settings_of(unit.modules[0]).state_dict_type is LOCAL
+                slots[id(place.params), place.name] = slot, is_local
         flats.update(((id(line.params), line.name), is_local) for line in flat_lines(unit))
-    is_local = settings_of(wrapper).state_dict_type is LOCAL
     for path, member in wrapper.named_modules(remove_duplicate=False):
         prefix = f"{clean_name(path)}." if clean_name(path) else ""
         params = parameters_of(member)
         for name, param in params.items():
-            slot = slots.get((id(params), name))
-            if slot is not None:
+            if (id(params), name) in slots:
+                slot, is_local = slots[id(params), name]
                 if not is_local or slot.is_shown:
                     yield prefix + name, slot.shown_shape if is_local else slot.shape
             elif param is not None and flats.get((id(params), name), True):

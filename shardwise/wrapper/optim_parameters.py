@@ -6,7 +6,7 @@ differ between ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,17 +30,27 @@ State = dict[str, Any]
 class OptimParameter:
     """One parameter that an optimizer may step.
 
-    ``names``: the original parameters whose elements it has, several for a flat parameter. ``local_name``: its own name
-    in the wrapped model. The rest is None if it is not a shard.
+    ``names``: the original parameters whose elements it has, several for a flat parameter. ``shown_name``: its name in
+    ``model.named_parameters()``. ``local_name``: the same without what wrappers add. The rest is None if it is not a
+    shard.
     """
 
     param: torch.Tensor
     names: list[str]
-    local_name: str
+    shown_name: str
     unit: Unit | None = None
     number: int = 0
     line: Line | None = None
     slots: list[FlatSlot] | None = None
+
+    @property
+    def local_name(self) -> str:
+        return clean_name(self.shown_name)
+
+    @property
+    def is_empty_here(self) -> bool:
+        """Whether it is a parameter of which this rank has no elements: optimizers keep no state of it."""
+        return self.slots is not None and self.param.numel() == 0
 
 
 class OptimParameters:
@@ -50,17 +60,17 @@ class OptimParameters:
         self.model = model
         self.units = flat_units(model.modules())
         self.slot_names = _names_of_slots(model, self.units)
-        local_names = {id(param): clean_name(name) for name, param in model.named_parameters()}
+        shown_names = {id(param): name for name, param in model.named_parameters()}
         known: dict[int, OptimParameter] = {}
         for unit in self.units:
             for number, line in enumerate(flat_form(unit).lines):
                 for slots in slots_by_parameter(line):
                     sharded = slots[0].sharded
                     own = [self.slot_names[slot] for slot in slots]
-                    local = local_names.get(id(sharded), own[0])
-                    known[id(sharded)] = OptimParameter(sharded, own, local, unit, number, line, slots)
+                    shown = shown_names.get(id(sharded), own[0])
+                    known[id(sharded)] = OptimParameter(sharded, own, shown, unit, number, line, slots)
         for name, param in model.named_parameters():
-            known.setdefault(id(param), OptimParameter(param, [clean_name(name)], clean_name(name)))
+            known.setdefault(id(param), OptimParameter(param, [clean_name(name)], name))
         self._known = known
 
     def of(self, params: Iterable[torch.Tensor]) -> list[OptimParameter]:
@@ -80,6 +90,15 @@ class OptimParameters:
     def names(self) -> list[str]:
         """The original names of all parameters, in the model's order."""
         return [name for entry in self._known.values() for name in entry.names]
+
+    @property
+    def unsharded(self) -> list[OptimParameter]:
+        return [entry for entry in self._known.values() if entry.slots is None]
+
+    @property
+    def by_local_name(self) -> dict[str, torch.Tensor]:
+        """All parameters by the names that they have in the wrapped model."""
+        return {entry.local_name: entry.param for entry in self._known.values()}
 
 
 def _names_of_slots(model: nn.Module, units: list[Unit]) -> dict[FlatSlot, str]:
@@ -112,30 +131,56 @@ def is_first_rank(model: nn.Module) -> bool:
 
 
 class OptimizerContents:
-    """An optimizer's parameter groups and its state of each parameter, read from itself or from its state dict."""
+    """An optimizer's parameter groups and its state of each parameter, read from itself or from its state dict.
 
-    def __init__(self, optim: torch.optim.Optimizer, state_dict: Mapping[str, Any] | None = None) -> None:
+    The state dict may lack its parameter groups: then ``options`` is None. Its keys may be parameter numbers or names.
+    """
+
+    def __init__(
+        self,
+        optim: torch.optim.Optimizer,
+        optim_params: OptimParameters,
+        state_dict: Mapping[str, Any] | None = None,
+    ) -> None:
         self.params = [list(group["params"]) for group in optim.param_groups]
-        groups, state = optim.param_groups, dict(optim.state)
+        groups: Sequence[Mapping[str, Any]] | None = optim.param_groups
+        state: dict[Any, Any] = dict(optim.state)
         if state_dict is not None:
-            groups, state = state_dict["param_groups"], dict(state_dict["state"])
-            numbers = [number for group in groups for number in group["params"]]
-            params = [param for group in self.params for param in group]
-            if [len(group["params"]) for group in groups] != [len(group) for group in self.params]:
-                raise ConfigError(
-                    f"the state dict has groups of {[len(group['params']) for group in groups]} parameters, the "
-                    f"optimizer has groups of {[len(group) for group in self.params]}",
-                    where="optim_state_dict",
-                    fix="pass the result of this optimizer's state_dict(), or leave it out",
-                )
-            by_number = dict(zip(numbers, params, strict=True))
-            state = {by_number.get(key, key): value for key, value in state.items()}
-        self.options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+            groups = state_dict.get("param_groups")
+            params_by_key = self._params_by_key(state_dict["state"], groups, optim_params)
+            state = {
+                params_by_key.get(clean_name(key) if isinstance(key, str) else key, key): value
+                for key, value in state_dict["state"].items()
+            }
+        self.options = None if groups is None else [_options_of(group) for group in groups]
         self._states: dict[int, State] = {
             id(key): value for key, value in state.items() if isinstance(key, torch.Tensor)
         }
         # State that belongs to no parameter.
         self.global_state = {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
 
+    def _params_by_key(
+        self, state: Iterable[Any], groups: Sequence[Mapping[str, Any]] | None, optim_params: OptimParameters
+    ) -> dict[Any, torch.Tensor]:
+        """The parameters that a state dict's keys stand for; the first key says which kind of keys it has."""
+        sizes = [len(group) for group in self.params]
+        if groups is not None and [len(group["params"]) for group in groups] != sizes:
+            raise ConfigError(
+                f"the state dict has groups of {[len(group['params']) for group in groups]} parameters, the "
+                f"optimizer has groups of {sizes}",
+                where="optim_state_dict",
+                fix="pass the result of this optimizer's state_dict(), or leave it out",
+            )
+        params = [param for group in self.params for param in group]
+        if isinstance(next(iter(state), None), str):
+            return dict(optim_params.by_local_name)
+        if groups is None:
+            return dict(enumerate(params))
+        return dict(zip((number for group in groups for number in group["params"]), params, strict=True))
+
     def state_of(self, param: torch.Tensor) -> State:
         return self._states.get(id(param), {})
+
+
+def _options_of(group: Mapping[str, Any]) -> State:
+    return {key: value for key, value in group.items() if key != "params"}

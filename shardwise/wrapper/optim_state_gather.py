@@ -8,6 +8,7 @@ need not have it in its optimizer: it learns the parameter's state from the repo
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import chain
@@ -62,6 +63,8 @@ class _RankReport:
     """One rank's report of its optimizer, by parameter name; or why it cannot take part."""
 
     problem: str | None = None
+    # Whether there is a state, of each parameter of the model that is not sharded.
+    unsharded: dict[str, bool] = field(default_factory=dict)
     states: dict[str, dict[str, _StateReport]] = field(default_factory=dict)
     groups: list[tuple[list[str], State]] = field(default_factory=list)
 
@@ -74,7 +77,8 @@ def named_state(
 ) -> State:
     """Returns the optimizer's state by parameter name, of the kind that ``settings`` says. Every rank must call it."""
     kind, config = settings.state_dict_type, settings.optim_state_dict_config
-    optim_params, contents = OptimParameters(model), OptimizerContents(optim, state_dict)
+    optim_params = OptimParameters(model)
+    contents = OptimizerContents(optim, optim_params, state_dict)
     problem: ConfigError | None = None
     groups: list[list[OptimParameter]] = []
     try:
@@ -88,26 +92,33 @@ def named_state(
         state = _local_states(groups, contents)
         names = [[entry.local_name for entry in group] for group in groups]
     else:
-        reports = _exchange(optim_params, _report(groups, contents, problem))
+        reports = _exchange(optim_params, _report(optim_params, groups, contents, problem))
         if problem is not None:
             raise problem
         _raise_problems(optim_params, reports)
         state = _gather_states(optim_params, groups, contents, kind, reports)
-        names = _names_by_group(groups, contents.options, reports)
+        names = _names_by_group(groups, contents.options or [], reports)
     if isinstance(config, FullOptimStateDictConfig) and config.rank0_only and not is_first_rank(model):
         return {}
+    if contents.global_state:
+        warnings.warn(
+            f"the optimizer states {list(contents.global_state)} belong to no parameter, and are copied as they are",
+            stacklevel=3,
+        )
     order = {name: number for number, name in enumerate(optim_params.names)}
     ordered = sorted(state, key=lambda name: order.get(name, len(order)))
-    return {
+    saved: State = {
         "state": {
             name: {key: _offloaded(value, config.offload_to_cpu) for key, value in state[name].items()}
             for name in ordered
         }
-        | contents.global_state,
-        "param_groups": [
-            {**options, "params": own} for options, own in zip(contents.options, names, strict=True)
-        ],
+        | contents.global_state
     }
+    if contents.options is not None:
+        saved["param_groups"] = [
+            {**options, "params": own} for options, own in zip(contents.options, names, strict=True)
+        ]
+    return saved
 
 
 def _offloaded(value: Any, offloads: bool) -> Any:
@@ -132,7 +143,10 @@ def _local_states(groups: list[list[OptimParameter]], contents: OptimizerContent
 
 
 def _report(
-    groups: list[list[OptimParameter]], contents: OptimizerContents, problem: ConfigError | None
+    optim_params: OptimParameters,
+    groups: list[list[OptimParameter]],
+    contents: OptimizerContents,
+    problem: ConfigError | None,
 ) -> _RankReport:
     states: dict[str, dict[str, _StateReport]] = {}
     for group in groups:
@@ -145,9 +159,10 @@ def _report(
                 states.update(dict.fromkeys(entry.names, of_param))
     named = [
         ([name for entry in group for name in entry.names], options)
-        for group, options in zip(groups, contents.options, strict=False)
+        for group, options in zip(groups, contents.options or [], strict=False)
     ]
-    return _RankReport(None if problem is None else str(problem).splitlines()[0], states, named)
+    unsharded = {each.names[0]: bool(contents.state_of(each.param)) for each in optim_params.unsharded}
+    return _RankReport(None if problem is None else str(problem).splitlines()[0], unsharded, states, named)
 
 
 def _report_state(key: str, value: Any, param: torch.Tensor) -> _StateReport:
@@ -171,8 +186,22 @@ def _raise_problems(
     optim_params: OptimParameters, by_group: dict[GroupCollectives, list[_RankReport]]
 ) -> None:
     """Raises one rank's problem on all ranks."""
+    has_flat_params = any(
+        line.flat is not None for unit in optim_params.units for line in flat_form(unit).lines
+    )
     for reports in by_group.values():
         for rank, report in enumerate(reports):
+            stateless = [
+                name
+                for name, has_state in reports[0].unsharded.items()
+                if has_state > report.unsharded.get(name, True)
+            ]
+            if stateless and has_flat_params:
+                raise RankDisagreement(
+                    f"rank {rank} of the group has no optimizer states of {stateless[:3]}, but rank 0 has",
+                    where=f"optimizer state of {type(optim_params.model).__name__}",
+                    fix="step the same parameters on every rank",
+                )
             if report.problem is not None:
                 raise RankDisagreement(
                     f"rank {rank} of the group cannot report its optimizer state: {report.problem}",

@@ -6,6 +6,7 @@ the parameter. Every other value (a step count, say) is copied. ``optim_state_ga
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum, auto
 from typing import Any
@@ -16,10 +17,18 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.comm.collectives.agreement import gather_objects
 from shardwise.engine.checkpoint_span import CheckpointSpan
-from shardwise.engine.gather.full_tensors import assemble_shard, full_tensor_of, shard_elements
-from shardwise.errors import CheckpointError, ConfigError, RankDisagreement
+from shardwise.engine.gather.full_tensors import assemble_shard, full_tensor_of, loaded, shard_elements
+from shardwise.errors import (
+    CheckpointError,
+    ConfigAssertionError,
+    ConfigError,
+    ConfigTypeError,
+    RankDisagreement,
+)
+from shardwise.torch_internals import ShardedTensor
 from shardwise.wrapper.optim_parameters import OptimParameter, OptimParameters, State, mesh_of
 from shardwise.wrapper.optim_state_gather import is_same, is_sharded_state
+from shardwise.wrapper.options import as_choice
 
 
 class OptimStateKeyType(Enum):
@@ -29,32 +38,55 @@ class OptimStateKeyType(Enum):
     PARAM_ID = auto()
 
 
-def state_to_load(model: nn.Module, params: list[list[torch.Tensor]], named: State) -> State:
+def state_to_load(
+    model: nn.Module,
+    params: list[list[torch.Tensor]],
+    named: State,
+    named_optim: torch.optim.Optimizer | None = None,
+) -> State:
     """Returns a state dict for ``optimizer.load_state_dict``: this rank's shards of ``named``, by parameter number.
 
-    ``params`` are the optimizer's parameters by group. States are matched by name, in any order.
+    ``params`` are the optimizer's parameters by group. States are matched by name, in any order. ``named`` may lack its
+    parameter groups; then the result does, too. For a ``named_optim``, parameters have the names of
+    ``model.named_parameters()`` instead of numbers, and empty ones the states that the optimizer has of them.
     """
+    if "state" not in named:
+        raise ConfigError(
+            f'the optimizer state dict has no "state", only {list(named)}',
+            where=f"optimizer state of {type(model).__name__}",
+            fix="pass what optim_state_dict returned",
+        )
     optim_params = OptimParameters(model)
     groups = [optim_params.of(group) for group in params]
     entries = [each for group in groups for each in group]
-    numbers = {id(each.param): number for number, each in enumerate(entries)}
+    keys: dict[int, Any] = {
+        id(each.param): number if named_optim is None else each.shown_name
+        for number, each in enumerate(entries)
+    }
     full = _full_states(model, named["state"])
     sharded_keys = _sharded_keys(optim_params, full)
     state: dict[Any, Any] = {}
-    for number, each in enumerate(entries):
+    for each in entries:
         if each.local_name in full and each.local_name not in each.names:
             _check_local(each, full[each.local_name])
-            state[number] = dict(full[each.local_name])
+            state[keys[id(each.param)]] = dict(full[each.local_name])
+        elif each.is_empty_here:
+            if named_optim is not None and each.param in named_optim.state:
+                state[each.shown_name] = copy.deepcopy(named_optim.state[each.param])
         elif any(full.get(name) for name in each.names):
-            state[number] = _shard_state(each, [full.get(name, {}) for name in each.names], sharded_keys)
-    in_groups = {name for group in named["param_groups"] for name in group["params"]}
-    state.update((name, value) for name, value in full.items() if name not in in_groups)
-    options = _options_by_group(model, groups, named["param_groups"])
+            states = [full.get(name, {}) for name in each.names]
+            state[keys[id(each.param)]] = _shard_state(each, states, sharded_keys)
+    saved = named.get("param_groups")
+    of_params = {*optim_params.names, *optim_params.by_local_name}
+    of_params.update(name for group in saved or () for name in group["params"])
+    state.update((name, value) for name, value in full.items() if name not in of_params)
+    if saved is None:
+        return {"state": state}
     return {
         "state": state,
         "param_groups": [
-            {**settings, "params": [numbers[id(each.param)] for each in group]}
-            for settings, group in zip(options, groups, strict=True)
+            {**settings, "params": [keys[id(each.param)] for each in group]}
+            for settings, group in zip(_options_by_group(model, groups, saved), groups, strict=True)
         ],
     }
 
@@ -107,13 +139,13 @@ def _saved_options(
 
 
 def _full_states(model: nn.Module, states: Mapping[str, Any]) -> dict[str, Any]:
-    """Gathers all DTensors of ``states``; raises on all ranks if the ranks do not have the same ones."""
+    """Gathers all sharded values of ``states``; raises on all ranks if the ranks do not have the same ones."""
     sharded = {
         (name, key): value
         for name, state in states.items()
         if isinstance(state, Mapping)
         for key, value in state.items()
-        if isinstance(value, DTensor)
+        if isinstance(value, (DTensor, ShardedTensor))
     }
     order = sorted(sharded, key=repr)
     mesh = mesh_of(model)
@@ -138,7 +170,7 @@ def _full_states(model: nn.Module, states: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    return value.elements if isinstance(value, CheckpointSpan) else value
+    return value.elements if isinstance(value, CheckpointSpan) else loaded(value)
 
 
 def _sharded_keys(optim_params: OptimParameters, full: Mapping[str, Any]) -> set[str]:
@@ -205,7 +237,9 @@ def _shard_state(entry: OptimParameter, states: list[State], sharded_keys: set[s
 
 def _common_value(entry: OptimParameter, key: str, values: list[Any]) -> Any:
     """The value of a state that is not sharded; raises if it differs between the parameters of a flat parameter."""
-    first = next(value for value in values if value is not None)
+    first = next((value for value in values if value is not None), None)
+    if first is None:
+        return None
     for name, value in zip(entry.names, values, strict=True):
         if value is None or not is_same(value, first):
             raise CheckpointError(
@@ -215,6 +249,14 @@ def _common_value(entry: OptimParameter, key: str, values: list[Any]) -> Any:
                 fix="wrap with use_orig_params=True, which keeps a separate state for each parameter",
             )
     return first.clone() if isinstance(first, torch.Tensor) else first
+
+
+def as_key_type(value: Any) -> OptimStateKeyType:
+    """Returns ``value`` as our enum; accepts torch's."""
+    try:
+        return as_choice(OptimStateKeyType, value, "rekey_optim_state_dict")
+    except ConfigTypeError as error:
+        raise ConfigAssertionError(error.what, where=error.where, fix=error.fix) from None
 
 
 def rekeyed(
@@ -229,6 +271,9 @@ def rekeyed(
     ``params`` are the optimizer's parameters by group. If they are not known (``is_optimizers_own=False``), ``params``
     are all parameters of the model, and the groups stay as they were saved.
     """
+    wanted = str if key_type is OptimStateKeyType.PARAM_NAME else int
+    if all(isinstance(key, wanted) for key in state_dict["state"]):
+        return state_dict
     groups = [OptimParameters(model).of(group) for group in params]
     entries = [each for group in groups for each in group]
     if flat := next((each for each in entries if len(each.names) > 1), None):
@@ -240,14 +285,12 @@ def rekeyed(
     keys: dict[Any, Any] = {number: each.names[0] for number, each in enumerate(entries)}
     if key_type is OptimStateKeyType.PARAM_ID:
         keys = {name: number for number, name in keys.items()}
-    elif key_type is not OptimStateKeyType.PARAM_NAME:
+    if len({type(key) for key in state_dict["state"]}) > 1:
         raise ConfigError(
-            f"{key_type!r} is not an OptimStateKeyType",
+            f"the states have names and numbers as keys: {list(state_dict['state'])}",
             where="rekey_optim_state_dict",
-            fix="pass PARAM_NAME or PARAM_ID",
+            fix="pass a state dict that has one kind of keys",
         )
-    if all(key in keys.values() and key not in keys for key in state_dict["state"]):
-        return state_dict
     if unknown := [key for key in state_dict["state"] if key not in keys]:
         raise CheckpointError(
             f"{type(model).__name__} has no parameters for the states {unknown[:3]}",

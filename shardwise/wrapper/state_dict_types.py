@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
-from shardwise.errors import StateError
+from shardwise.errors import ConfigRecordError, ConfigTypeError, StateAssertionError
 from shardwise.wrapper.options import as_choice, as_record
 
 
@@ -43,7 +43,11 @@ class LocalStateDictConfig(StateDictConfig):
 
 @dataclass
 class ShardedStateDictConfig(StateDictConfig):
-    pass
+    # Read-only, for programs that ask: sharded values are DTensors, with and without a mesh.
+    _use_dtensor: bool = True
+
+    def __post_init__(self) -> None:
+        self._use_dtensor = True
 
 
 @dataclass
@@ -63,7 +67,10 @@ class LocalOptimStateDictConfig(OptimStateDictConfig):
 
 @dataclass
 class ShardedOptimStateDictConfig(OptimStateDictConfig):
-    pass
+    _use_dtensor: bool = True
+
+    def __post_init__(self) -> None:
+        self._use_dtensor = True
 
 
 @dataclass
@@ -95,31 +102,48 @@ def checked_settings(kind: Any, config: Any, optim_config: Any, where: str) -> S
     where = f"{where}({kind.name})"
     return StateDictSettings(
         kind,
-        state_class() if config is None else as_record(state_class, config, where),
-        optim_class() if optim_config is None else as_record(optim_class, optim_config, where),
+        state_class() if config is None else _as_config("state_dict_config", state_class, config, where),
+        optim_class()
+        if optim_config is None
+        else _as_config("optim_state_dict_config", optim_class, optim_config, where),
     )
 
 
+C = TypeVar("C", StateDictConfig, OptimStateDictConfig)
+
+
+def _as_config(name: str, kind: type[C], value: Any, where: str) -> C:
+    try:
+        return as_record(kind, value, where)
+    except ConfigTypeError as error:
+        what = f"Expected {name} of type {kind.__name__}: {error.what}"
+        raise ConfigRecordError(what, where=where, fix=error.fix) from None
+
+
 def set_settings(wrappers: list[nn.Module], settings: StateDictSettings) -> StateDictSettings:
-    """Sets the settings of all wrappers; returns the previous ones, which must be the same for all."""
-    before = get_settings(wrappers)
+    """Sets the settings of all wrappers; returns the first one's, which must be of the same kind for all."""
+    before = settings_of(wrappers[0]) if wrappers else StateDictSettings()
+    _check_same([settings_of(wrapper).state_dict_type for wrapper in wrappers])
     for wrapper in wrappers:
         wrapper.__dict__[SETTINGS_ATTRIBUTE] = settings
     return before
 
 
 def get_settings(wrappers: list[nn.Module]) -> StateDictSettings:
-    """The settings of all wrappers; raises ``StateError`` if they differ."""
+    """The settings of all wrappers; raises ``StateAssertionError`` if they differ."""
     found = [settings_of(wrapper) for wrapper in wrappers]
-    if not found:
-        return StateDictSettings()
-    if any(settings != found[0] for settings in found):
-        raise StateError(
-            "the wrappers of one model have different kinds of state dict",
-            where=f"{len(found)} wrappers, the first has {found[0].state_dict_type.name}",
-            fix="set the same for all with FullyShardedDataParallel.set_state_dict_type(model, ...)",
+    _check_same(found)
+    return found[0] if found else StateDictSettings()
+
+
+def _check_same(found: Sequence[StateDictSettings | StateDictType]) -> None:
+    differing = next((each for each in found if each != found[0]), None)
+    if differing is not None:
+        raise StateAssertionError(
+            f"the wrappers of one model have different kinds of state dict: {found[0]} and {differing}",
+            where=f"{len(found)} wrappers",
+            fix="call FullyShardedDataParallel.set_state_dict_type on those that differ",
         )
-    return found[0]
 
 
 @contextmanager

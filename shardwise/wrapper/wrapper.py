@@ -302,7 +302,7 @@ class FullyShardedDataParallel(ModelMethods):
             yield clean_name(name), buffer
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        return names_for_torch(self._unit)
+        return names_for_torch(self)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         # ``.to()`` and the like must be applied to the sharded parameters.

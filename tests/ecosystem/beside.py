@@ -16,7 +16,8 @@ from tests.ecosystem.programs.cases import CASES
 
 REPOSITORY = Path(__file__).parents[2]
 PROGRAMS = Path(__file__).parent / "programs"
-SIDES = {"torch": [], "shardwise": ["-m", "shardwise", "run"]}
+# On the side "import" a program imports ours by itself, and nothing is installed.
+SIDES = {"torch": [], "shardwise": ["-m", "shardwise", "run"], "import": []}
 
 
 class Beside:
@@ -28,7 +29,7 @@ class Beside:
         self._logs: dict[str, str] = {}
 
     def results(self, side: str, case: str) -> list[dict[str, Any]]:
-        """What the ranks returned, on the side "torch" or "shardwise"."""
+        """What the ranks returned, on the side "torch", "shardwise" or "import"."""
         if side not in self._logs:
             self._logs[side] = self._run(side)
         files = [self._folder / side / case / f"result{rank}.pt" for rank in range(2)]
@@ -47,6 +48,7 @@ class Beside:
             **os.environ,
             "PYTHONPATH": str(REPOSITORY),
             "OMP_NUM_THREADS": "1",
+            "SHARD_WITH": side,
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
         }

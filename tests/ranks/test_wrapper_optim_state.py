@@ -314,8 +314,9 @@ def unlike_ones():
         lacking = {**want, "param_groups": [{**group, "params": names[1:]}]}
         with pytest.raises(CheckpointError, match=r"no group for the parameters \['0.weight'\]"):
             FSDP.shard_full_optim_state_dict(lacking, model)
+    by_number = {**adam(flat.parameters()).state_dict(), "state": {0: {}}}
     with pytest.raises(ConfigError, match="holds 2 parameters"):
-        FSDP.rekey_optim_state_dict(adam(flat.parameters()).state_dict(), OptimStateKeyType.PARAM_NAME, flat)
+        FSDP.rekey_optim_state_dict(by_number, OptimStateKeyType.PARAM_NAME, flat)
 
 
 def test_states_that_one_flat_parameter_cannot_hold_are_refused():

@@ -259,10 +259,13 @@ def kinds():
             assert held <= total / (dist.get_world_size() if is_sharded else 1) + 12 * len(state)
         with FSDP.state_dict_type(model, LOCAL):
             local = {name: value.clone() for name, value in model.state_dict().items()}
+        if is_sharded:
             shown = dict(model.named_parameters())
             assert set(shown) <= set(local)
             for name, param in shown.items():
                 same(local[name].cpu(), param.detach().cpu(), name)
+        else:
+            same_state(local, want)
         assert FSDP.get_state_dict_type(model).state_dict_type is FULL
         # Each of them brings a model back, in the middle of training too.
         train_step(model)
@@ -527,7 +530,6 @@ def torchs_functions():
     without_frozen = torchs.StateDictOptions(full_state_dict=True, ignore_frozen_params=True)
     for orig in (False, True):
         model = wrapped("adapters", use_orig_params=orig)
-        optim = adam(model.parameters())
 
         def change(model=model):
             with torch.no_grad():
@@ -537,34 +539,18 @@ def torchs_functions():
         same_state(torchs.get_model_state_dict(model, options=whole), want)
         given = torchs.get_model_state_dict(model, options=first_only)
         same_state(given, want if first else {})
-        with FSDP.state_dict_type(model, SHARDED):
-            sharded = torchs.get_model_state_dict(model)
-            assert isinstance(sharded["head.weight"], DTensor)
-            same_state(sharded, want)
+        sharded = torchs.get_model_state_dict(model)
+        assert isinstance(sharded["head.weight"], DTensor)
+        same_state(sharded, want)
         for options, state in ((whole, want), (torchs.StateDictOptions(), sharded)):
             change()
             torchs.set_model_state_dict(model, dict(state), options=options)
             same_state(model.state_dict(), want)
-        if orig:
-            change()
-            torchs.set_model_state_dict(model, dict(want) if first else {}, options=from_first)
-            same_state(model.state_dict(), want)
-            assert sorted(torchs.get_model_state_dict(model, options=without_frozen)) == sorted(trained)
-        else:
-            with pytest.raises(ConfigError, match=r"broadcast_from_rank0(.|\n)*use_orig_params=True"):
-                torchs.set_model_state_dict(model, dict(want) if first else {}, options=from_first)
-            with pytest.raises(ConfigError, match=r"ignore_frozen_params(.|\n)*use_orig_params=True"):
-                torchs.get_model_state_dict(model, options=without_frozen)
-        for call in (
-            lambda: torchs.get_optimizer_state_dict(model, optim, options=whole),  # noqa: B023
-            lambda: torchs.get_state_dict(model, optim),  # noqa: B023
-            lambda: torchs.set_optimizer_state_dict(model, optim, {"state": {}, "param_groups": []}),  # noqa: B023
-        ):
-            with pytest.raises(ConfigError, match=r"which elements(.|\n)*optim_state_dict_to_load"):
-                call()
-        assert not optim.state
+        change()
+        torchs.set_model_state_dict(model, dict(want) if first else {}, options=from_first)
         same_state(model.state_dict(), want)
+        assert sorted(torchs.get_model_state_dict(model, options=without_frozen)) == sorted(trained)
 
 
-def test_torchs_own_functions_give_and_take_models_and_refuse_optimizers():
+def test_torchs_own_functions_give_and_take_models():
     run_ranks(torchs_functions, 2, kind="gloo")

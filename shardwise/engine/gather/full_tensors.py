@@ -7,16 +7,19 @@ unsharded parameters, in the compute dtype, are gathered by ``unit_gather``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.overrides import is_tensor_like
 
 from shardwise.comm.collectives.agreement import gather_objects
+from shardwise.comm.collectives.group import GroupCollectives
 from shardwise.engine.unit.flat_form import FlatForm, FlatSlot, Line
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import RankDisagreement
-from shardwise.torch_internals import unseen_by_modes
+from shardwise.torch_internals import ShardedTensor, group_of_sharded_tensor, unseen_by_modes
 
 
 def flat_form(unit: Unit) -> FlatForm:
@@ -34,13 +37,53 @@ def flat_slots(unit: Unit) -> list[FlatSlot]:
 
 
 def full_tensor_of(value: Any) -> Any:
-    """The full tensor of a DTensor, on the device of its shards; any other value unchanged."""
+    """The full tensor of a DTensor or ShardedTensor, on the device of its shards; any other value unchanged.
+
+    Every rank of the group that it is sharded over must call it.
+    """
+    if isinstance(value, ShardedTensor):
+        return _gather_sharded_tensor(value)
     if not isinstance(value, DTensor):
         return value
     # Shards on the host are gathered on the mesh's device: its group may support no other.
     on_device = value.to(value.device_mesh.device_type)
     assert isinstance(on_device, DTensor)
     return on_device.full_tensor().to(value.device)
+
+
+def _gather_sharded_tensor(value: ShardedTensor) -> torch.Tensor:
+    shards = value.local_shards()
+    calls = GroupCollectives(*group_of_sharded_tensor(value))
+    blocks = gather_objects(
+        [(shard.metadata.shard_offsets, list(shard.tensor.shape)) for shard in shards], calls
+    )
+    row_numel = max(sum(prod(sizes) for _, sizes in own) for own in blocks)
+    row = torch.zeros(row_numel, dtype=value.dtype, device=calls.device)
+    start = 0
+    for shard in shards:
+        row[start : start + shard.tensor.numel()] = shard.tensor.detach().reshape(-1)
+        start += shard.tensor.numel()
+    rows = torch.empty(calls.world, row_numel, dtype=value.dtype, device=calls.device)
+    if row_numel:
+        with unseen_by_modes():
+            calls.issue_all_gather(rows.view(-1).view(torch.uint8), row.view(torch.uint8)).wait()
+    full = torch.empty(value.size(), dtype=value.dtype, device=calls.device)
+    for received, own in zip(rows, blocks, strict=True):
+        start = 0
+        for offsets, sizes in own:
+            block = received[start : start + prod(sizes)].view(sizes)
+            full[tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))] = (
+                block
+            )
+            start += prod(sizes)
+    return full.to(shards[0].tensor.device) if shards else full
+
+
+def loaded(value: Any) -> Any:
+    """A tensor that a library reads from its file when it is first used, as a tensor; any other value unchanged."""
+    if isinstance(value, torch.Tensor) or not is_tensor_like(value):
+        return value
+    return torch.detach(value)
 
 
 def assemble_shard(

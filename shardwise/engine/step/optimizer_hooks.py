@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,6 +42,7 @@ class OptimizerHooks:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._is_installed = False
+        self._of_thread = threading.local()
         self._units: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[weakref.ref[Unit]]]] = (
             weakref.WeakKeyDictionary()
         )
@@ -56,6 +58,16 @@ class OptimizerHooks:
                 redirect_data_writes(is_member)
                 on_zero_grad(optimizer_zeroed, _module_zeroed)
 
+    @contextmanager
+    def without_agreement(self) -> Iterator[None]:
+        """A context in which this thread's optimizers step by themselves: not to train, and not on every rank."""
+        before = getattr(self._of_thread, "agrees", True)
+        self._of_thread.agrees = False
+        try:
+            yield
+        finally:
+            self._of_thread.agrees = before
+
     def is_own(self, hook: Callable[..., Any]) -> bool:
         """Whether a hook is one of these two; they do nothing to an optimizer without parameters of a unit."""
         return hook in (self._before, self._after)
@@ -65,6 +77,8 @@ class OptimizerHooks:
         if is_within_compiled():
             make_traceable(param for group in optimizer.param_groups for param in group["params"])
         units = self._units_of(optimizer)
+        if not getattr(self._of_thread, "agrees", True):
+            return
         # A closure may still run the backward that reduces the stash.
         if not any(map(callable, (*args, *kwargs.values()))):
             _check_not_all_stashed(optimizer, units)

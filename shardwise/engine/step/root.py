@@ -249,6 +249,15 @@ class Root:
         if self.joint_units is not None:
             self.joint_units.begin_backward()
 
+    def reduce_stash(self) -> None:
+        """Reduces gradients that backwards without sync have kept back, when no backward with sync will follow."""
+        for unit in self.units:
+            if unit.number in self.window and not unit.keeps_after_forward():
+                unit.gradients.check_some_have_come()
+        self.in_backward = True
+        self.agreement.begin_backward()
+        _EndOfBackward(self)()
+
     def prefetch_before(self, unit: Unit, visit: Visit) -> None:
         """Starts to gather what this backward uses next."""
         if unit.settings.backward_prefetch is not None:

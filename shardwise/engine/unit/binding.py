@@ -225,8 +225,12 @@ class Slot:
         self.stash = None
 
 
+def is_wider(dtype: torch.dtype | None, other: torch.dtype) -> bool:
+    return dtype is not None and dtype.itemsize > other.itemsize
+
+
 def _in_wider(gradient: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    return gradient if dtype is None or dtype.itemsize <= gradient.itemsize else gradient.to(dtype)
+    return gradient.to(dtype) if is_wider(dtype, gradient.dtype) else gradient
 
 
 # Dict, key and value: what to write where, for modules to show one form.

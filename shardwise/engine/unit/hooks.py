@@ -432,7 +432,7 @@ class UnitHooks:
                 if needed.settings.frees_after_backward:
                     needed.reshard(trace.IN_POST_BACKWARD)
                 else:
-                    needed.gathered.keep(is_hidden=True)
+                    needed.gathered.keep(is_hidden=not needed.stays_in_view)
 
     def forget(self) -> None:
         """Drops what a step that raised left behind."""

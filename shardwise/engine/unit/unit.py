@@ -403,6 +403,7 @@ class Unit:
         """Shows the shards, with what users did to kept parameters: writes, freezing and ties."""
         self.gathered.copy_writes_to_shards()
         self.gathered.move_freezing_to_shards()
+        self.gradients.stash()
         tied = ties_while_gathered(self)
         show(self.shown.sharded)
         for place, other in tied.items():
@@ -466,6 +467,14 @@ class Unit:
         """Ends one ``hold``; returns whether it was the last."""
         self.holders -= 1
         return self.holders == 0
+
+    @property
+    def stays_in_view(self) -> bool:
+        """Whether modules show the full parameters from this backward to the next one.
+
+        Schedules of pipelines look for them, and for their gradients, between backwards of the same step.
+        """
+        return not self.settings.frees_after_backward and not self.root.is_last_backward
 
     def keeps_after_forward(self) -> bool:
         """Whether the parameters stay gathered from forward to backward.

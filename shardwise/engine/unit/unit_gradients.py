@@ -14,6 +14,7 @@ import torch
 from shardwise import trace
 from shardwise.engine.reduce.gradient_buffer import GradientBuffer, presence
 from shardwise.engine.reduce.reduce_plan import ReducePlan, Summation
+from shardwise.engine.unit.binding import is_wider
 from shardwise.engine.unit.flat_form import FlatForm
 from shardwise.engine.unit.shown_stash import ShownStash
 from shardwise.errors import StateError
@@ -41,7 +42,7 @@ class UnitGradients:
         self._plans: dict[tuple[bool, ...], ReducePlan | None] = {}
         self.plan: ReducePlan | None = None
         self._watched: set[int] = set()
-        # Whether slots hold stashed gradients.
+        # Whether gradients are kept back: in the slots' stashes, or in place where the parameters stay in view.
         self.has_stash = False
         self._shown_stash = ShownStash(unit.form) if isinstance(unit.form, FlatForm) else None
         # The reduces that this backward has issued.
@@ -121,6 +122,17 @@ class UnitGradients:
                     return True
         return False
 
+    def check_some_have_come(self) -> None:
+        """Raises if none are kept back, though the unit ran: its parameters were freed before backward."""
+        if self.plan is not None and not self.has_stash and not self.have_come():
+            unit = self._unit
+            raise StateError(
+                f"unit '{unit.name}' ran and has no gradient: its weights were freed after forward, before a schedule "
+                "with separate backwards of inputs and weights looked for them",
+                where=f"end of a pipeline's step, rank {unit.rank}",
+                fix="shard the stages of such a pipeline with reshard_after_forward=False",
+            )
+
     def reduce(self) -> bool:
         """Starts to reduce the gradients, together with stashed ones; without sync, stashes them.
 
@@ -137,8 +149,7 @@ class UnitGradients:
         self.hide_stash()
         if not self.are_synced:
             self.has_stash = True
-            for slot in plan.slots:
-                slot.stash_gradient(self._unit.settings.precision.reduce_dtype)
+            self.stash(self._unit.stays_in_view)
             return True
         if self.has_stash:
             with_stash = self._plan_with_stash()
@@ -152,6 +163,18 @@ class UnitGradients:
             param.grad = None
         self._issue(plan, gradients)
         return True
+
+    def stash(self, stay_in_view: bool = False) -> None:
+        """Moves gradients to the stash, if they are kept back.
+
+        Where modules show the parameters until the next backward, which may add to their gradients without autograd,
+        only those are moved that are summed in a wider dtype, or that have a stash: sums keep the order of backwards.
+        """
+        if self.plan is not None and not self.are_synced:
+            dtype = self._unit.settings.precision.reduce_dtype
+            for slot in self.plan.slots:
+                if not stay_in_view or slot.stash is not None or is_wider(dtype, slot.gradient_dtype):
+                    slot.stash_gradient(dtype)
 
     def reduce_the_rest(self) -> None:
         """At the end of backward, reduces stashed gradients that none were added to, and zeros for unused units."""
@@ -227,6 +250,7 @@ class UnitGradients:
     def zero(self, shards: Container[torch.Tensor], set_to_none: bool) -> None:
         """``zero_grad`` of what users cannot see: stashed gradients, and sums that wait for the all-reduce."""
         if self.has_stash:
+            self.stash()
             self.hide_stash()
             for slot in self._unit.slots:
                 if slot.sharded in shards and slot.sharded.grad is not None:
