@@ -154,8 +154,10 @@ def _run(options: argparse.Namespace) -> int:
         sys.path[0] = os.getcwd()
         runpy.run_module(options.script, run_name="__main__", alter_sys=True)
     else:
-        sys.path[0] = os.path.dirname(os.path.abspath(options.script))
-        runpy.run_path(options.script, run_name="__main__")
+        # As python does: the script finds what lies beside it, wherever it goes.
+        script = os.path.abspath(options.script)
+        sys.path[0] = os.path.dirname(script)
+        runpy.run_path(script, run_name="__main__")
     return 0
 
 

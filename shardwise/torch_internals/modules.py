@@ -129,6 +129,10 @@ class _AppliedApis(dict[str, Any]):
             raise self._refusal.with_traceback(None)
         return api == "fully_shard" or super().__contains__(api)
 
+    def __reduce__(self) -> Any:
+        # The copy of a module belongs to no unit.
+        return dict, (dict(self),)
+
 
 def refuse_torchs_fsdp(module: nn.Module, refusal: Exception) -> None:
     """Makes torch's own FSDP raise ``refusal`` when it is applied to the module or to one that contains it."""

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.ecosystem.programs.cases import CASES
+
 REPOSITORY = Path(__file__).parents[2]
 PROGRAMS = Path(__file__).parent / "programs"
 # On the side "import" a program imports ours by itself, and nothing is installed.
@@ -66,10 +68,8 @@ class Beside:
 
 def cases_of(program: str) -> list[str]:
     """The cases of a program, in the order in which they run."""
-    cases = importlib.import_module("tests.ecosystem.programs.cases").CASES
-    cases.clear()
-    importlib.reload(importlib.import_module(f"tests.ecosystem.programs.{program}"))
-    return list(cases)
+    module = importlib.import_module(f"tests.ecosystem.programs.{program}").__name__
+    return [name for name, case in CASES.items() if case.__module__ == module]
 
 
 def differences(ours: Any, theirs: Any, where: str = "") -> list[str]:

@@ -179,8 +179,10 @@ def test_torchs_fsdp_on_top_of_ours_is_an_error_that_says_so(make, apply):
 
 
 SCRIPT = """
+import os
 import sys
 import torch.distributed.fsdp as fsdp
+assert os.path.isabs(__file__)
 from beside import NAME
 print(__name__, fsdp.fully_shard.__module__, NAME, *sys.argv[1:], flush=True)
 if "fail" in sys.argv:

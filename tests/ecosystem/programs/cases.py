@@ -25,6 +25,7 @@ def case(*arguments: Any, **options: Any) -> Callable[[Callable[..., Any]], Call
         values = [*arguments, *(key if value is True else f"{key}={value}" for key, value in options.items())]
         name = "-".join([function.__name__.strip("_"), *map(str, values)])
         CASES[name] = lambda folder: function(folder, *arguments, **options)
+        CASES[name].__module__ = function.__module__
         return function
 
     return add

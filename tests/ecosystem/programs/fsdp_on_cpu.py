@@ -1,11 +1,12 @@
 """Patches of libraries, for torch's side and ours alike: they offer FSDP on accelerators alone, and CI has a CPU."""
 
 import contextlib
+import os
 from unittest import mock
 
 import torch
 from accelerate import FullyShardedDataParallelPlugin
-from accelerate.state import AcceleratorState, PartialState
+from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
 from torch.distributed.fsdp import _init_utils
 from torch.distributed.fsdp._flat_param import FlatParamHandle
@@ -44,8 +45,16 @@ def _let_accelerate_find_a_device() -> None:
     original = FullyShardedDataParallelPlugin.__post_init__
 
     def post_init(self):
-        found = mock.patch("accelerate.utils.dataclasses.is_xpu_available", lambda: True)
-        with found, mock.patch("torch.xpu.current_device", lambda: "cpu"):
+        found = mock.patch("accelerate.utils.dataclasses.is_xpu_available", return_value=True)
+        with found, mock.patch("torch.xpu.current_device", return_value="cpu"):
             original(self)
 
     FullyShardedDataParallelPlugin.__post_init__ = post_init
+
+
+def forget_accelerator() -> None:
+    """Lets the next ``Accelerator`` of this process be another one."""
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_"))]:
+        del os.environ[name]

@@ -1,20 +1,18 @@
 """transformers: its Trainer with FSDP 2 and 1 trains, evaluates, generates, saves and resumes; its own sharding."""
 
 import contextlib
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from safetensors.torch import load_file
 from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers.distributed import DistributedConfig
 
 from tests.ecosystem.programs.cases import case, main
-from tests.ecosystem.programs.fsdp_on_cpu import allow_fsdp_on_cpu
+from tests.ecosystem.programs.fsdp_on_cpu import allow_fsdp_on_cpu, forget_accelerator
 from tests.ecosystem.programs.models import Tokens, tiny_llama
 
 
@@ -68,7 +66,7 @@ def trainer(
         generated = first.model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, do_sample=False)
     went_on = _losses(first)
 
-    _reset()
+    forget_accelerator()
     again = Trainer(
         tiny_llama(tied=tied),
         _arguments(folder, version, saved_as, 4, **options),
@@ -124,13 +122,6 @@ def sharded_when_loaded(folder: Path, **options: Any) -> dict[str, Any]:
     return {"losses": losses, "weights": _weights(folder / "saved"), "class": type(model).__name__}
 
 
-def _reset() -> None:
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
-    for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_"))]:
-        del os.environ[name]
-
-
 if __name__ == "__main__":
     allow_fsdp_on_cpu()
-    main(_reset)
+    main(forget_accelerator)

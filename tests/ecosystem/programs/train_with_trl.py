@@ -1,12 +1,10 @@
 """trl and peft: SFTTrainer with LoRA trains, saves its adapter and resumes; DoRA, modules_to_save, merged adapters."""
 
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file
@@ -18,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
 from tests.ecosystem.programs.cases import case, main
-from tests.ecosystem.programs.fsdp_on_cpu import allow_fsdp_on_cpu
+from tests.ecosystem.programs.fsdp_on_cpu import allow_fsdp_on_cpu, forget_accelerator
 from tests.ecosystem.programs.models import VOCABULARY, Tokens, tiny_llama
 
 
@@ -79,7 +77,7 @@ def sft(folder: Path, version: int, saved_as: str, **options: Any) -> dict[str, 
     first.save_model(str(folder / "adapter"))
     went_on = _losses(first)
     file = folder / "adapter" / "adapter_model.safetensors"
-    _reset()
+    forget_accelerator()
     again = _trainer(folder, version, saved_as, **options)
     again.train(resume_from_checkpoint=str(folder / "run" / "checkpoint-2"))
     return {
@@ -132,13 +130,6 @@ def _adapted(options: dict[str, Any]) -> PeftModel:
     return get_peft_model(tiny_llama(), _lora(**options))
 
 
-def _reset() -> None:
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
-    for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_"))]:
-        del os.environ[name]
-
-
 if __name__ == "__main__":
     allow_fsdp_on_cpu()
-    main(_reset)
+    main(forget_accelerator)

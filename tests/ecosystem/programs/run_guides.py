@@ -1,0 +1,58 @@
+"""The guides that need libraries: the Python of each page runs as printed, in one namespace and one folder."""
+
+import os
+from pathlib import Path
+
+import torch.distributed as dist
+from transformers import TrainingArguments
+
+import shardwise
+from tests.ecosystem.programs.cases import case, main
+from tests.ecosystem.programs.fsdp_on_cpu import allow_fsdp_on_cpu, forget_accelerator
+from tests.ecosystem.programs.models import tiny_llama
+from tests.ranks.test_guides import blocks_of
+
+GUIDES = Path(__file__).parents[3] / "docs" / "guides"
+
+
+# From the last one up; the page that makes the process group itself goes first.
+@case("accelerate")
+@case("libraries")
+@case("trainer")
+@case("trl")
+@case("hugging_face")
+def guide(folder: Path, page: str) -> int:
+    shardwise.install()
+    os.chdir(folder)
+    if page == "hugging_face" and os.environ["RANK"] == "0":
+        tiny_llama().save_pretrained("a-folder")
+    namespace = {"__name__": "example"}
+    blocks = [block for block in blocks_of(GUIDES / f"{page}.md") if block.language == "python"]
+    for block in blocks:
+        source = "\n" * (block.line - 1) + block.text
+        exec(compile(source, block.page, "exec"), namespace)
+    dist.barrier()
+    return len(blocks)
+
+
+def _use_the_cpu() -> None:
+    """The settings that a machine without a GPU needs, and the guides leave out."""
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    original = TrainingArguments.__post_init__
+
+    def post_init(self):
+        self.use_cpu = True
+        original(self)
+
+    TrainingArguments.__post_init__ = post_init
+
+
+def _forget() -> None:
+    forget_accelerator()
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+
+
+if __name__ == "__main__":
+    allow_fsdp_on_cpu()
+    _use_the_cpu()
+    main(_forget)
