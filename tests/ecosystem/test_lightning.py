@@ -1,4 +1,4 @@
-"""Lightning does on ours what it does on torch's: with `install()`, and for a program that imports our `fully_shard`."""
+"""Lightning does on ours what it does on torch's: with `install()`, or where a program imports our `fully_shard`."""
 
 import pytest
 
