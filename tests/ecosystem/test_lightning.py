@@ -1,4 +1,4 @@
-"""Lightning does on ours what it does on torch's: with ``install()``, and where a program imports ours."""
+"""Lightning does on ours what it does on torch's: with `install()`, or where a program imports our `fully_shard`."""
 
 import pytest
 

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.utils.data import DataLoader
 
+import shardwise
 from tests.ecosystem.programs.cases import case, main
 from tests.ecosystem.programs.fsdp_on_cpu import allow_fsdp_on_cpu, forget_accelerator
 from tests.ecosystem.programs.models import Tokens, tiny_llama
@@ -23,6 +24,7 @@ from tests.ecosystem.programs.models import Tokens, tiny_llama
 @case(2, "SHARDED", "no", checkpointed=True)
 @case(2, "SHARDED", "no", ram_efficient=True)
 @case(2, "SHARDED", "no", sharded_by_user=True)
+@case(2, "SHARDED", "no", sharded_by_user=True, with_ours=True)
 @case(1, "FULL", "no")
 @case(1, "SHARDED", "no", original=True)
 @case(1, "FULL", "bf16", original=True)
@@ -42,6 +44,7 @@ def train(
     checkpointed: bool = False,
     ram_efficient: bool = False,
     sharded_by_user: bool = False,
+    with_ours: bool = False,
     accumulated: int = 2,
 ) -> dict[str, Any]:
     plugin = FullyShardedDataParallelPlugin(
@@ -57,7 +60,7 @@ def train(
     )
     model = tiny_llama(tied=tied)
     if sharded_by_user:
-        model = _shard(model, version)
+        model = _shard(model, version, with_ours)
     # A wrapper makes new parameters, so the optimizer comes after it.
     model = accelerator.prepare(model) if version == 1 else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -93,16 +96,18 @@ def train(
     }
 
 
-def _shard(model, version: int):
+def _shard(model, version: int, with_ours: bool):
     if version == 1:
         for index, layer in enumerate(model.model.layers):
             model.model.layers[index] = FullyShardedDataParallel(
                 layer, device_id=torch.device("cpu"), use_orig_params=True
             )
         return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+    # Ours must be taken for a sharded model by an accelerate that knows torch's classes alone.
+    shard = shardwise.fully_shard if with_ours else fully_shard
     for layer in model.model.layers:
-        fully_shard(layer)
-    return fully_shard(model)
+        shard(layer)
+    return shard(model)
 
 
 def _steps(accelerator, model, optimizer, loader, scheduler, max_norm: float) -> list[Any]:

@@ -1,0 +1,131 @@
+"""torchao: low-precision weights and optimizers, whose tensor subclasses are sharded, gathered and stepped."""
+
+import copy
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from tests.ecosystem.programs.cases import case, main
+
+WIDTH = 64
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x
+
+
+def sharded(model):
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def trained(model, optimizer, after_step=lambda: None):
+    found = []
+    for step in range(4):
+        x = torch.randn(
+            32, WIDTH, generator=torch.Generator().manual_seed(10 * step + int(os.environ["RANK"]))
+        )
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        after_step()
+        found.append(loss.detach().clone())
+    return found
+
+
+@case(False)
+@case(True)
+def float8(folder, gathers_in_float8):
+    from torchao.float8 import (
+        Float8LinearConfig,
+        convert_to_float8_training,
+        precompute_float8_dynamic_scale_for_fsdp,
+    )
+
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=gathers_in_float8, emulate=True)
+    model = convert_to_float8_training(Model(), config=config)
+    sharded(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+
+    def after_step():
+        if gathers_in_float8:
+            precompute_float8_dynamic_scale_for_fsdp(model)
+
+    return trained(model, optimizer, after_step)
+
+
+@case("int8_mixed_precision_training")
+@case("int8_weight_only_quantized_training")
+@case("bitnet_training")
+def quantized(folder, kind):
+    from torchao.prototype import quantized_training
+    from torchao.quantization import quantize_
+
+    model = Model()
+    quantize_(model.layers, getattr(quantized_training, kind)())
+    sharded(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    return trained(model, optimizer)
+
+
+@case("AdamW8bit")
+@case("AdamW4bit")
+@case("AdamWFp8")
+def optimizer(folder, kind):
+    from torchao import optim
+
+    model = sharded(Model())
+    low_bit = getattr(optim, kind)(model.parameters(), lr=1e-2)
+    losses = trained(model, low_bit)
+    state = copy.deepcopy(low_bit.state_dict())
+    again = getattr(optim, kind)(model.parameters(), lr=1e-2)
+    again.load_state_dict(state)
+    return [losses, trained(model, again)]
+
+
+@case()
+def nf4(folder):
+    """QLoRA: frozen NF4 weights, trained adapters."""
+    from torchao.dtypes import to_nf4
+
+    class Adapted(nn.Module):
+        def __init__(self, layer) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(to_nf4(layer.weight.detach(), 64, 4), requires_grad=False)
+            self.down = nn.Linear(WIDTH, 4, bias=False)
+            self.up = nn.Linear(4, WIDTH, bias=False)
+
+        def forward(self, x):
+            from torchao.dtypes.nf4tensor import linear_nf4
+
+            return linear_nf4(x, self.weight) + self.up(self.down(x))
+
+    model = Model()
+    model.layers = nn.Sequential(*[Adapted(layer) for layer in model.layers])
+    sharded(model)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, foreach=False)
+    return trained(model, optimizer)
+
+
+def full(value):
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+if __name__ == "__main__":
+    main()
