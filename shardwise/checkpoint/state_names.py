@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from shardwise.errors import CheckpointError
+
 __all__ = ["named_values", "nested_state"]
 
 _NUMBERS: dict[str, tuple[type, torch.dtype]] = {
@@ -47,19 +49,33 @@ def _named(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def nested_state(values: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Returns a state from its values by name."""
+    """Returns a state from its values by name; raises CheckpointError for names that are of no state."""
     state: dict[str, Any] = {}
     for name, value in values.items():
         path, _, suffix = name.rpartition(":") if name.rpartition(":")[2] in _NUMBERS else (name, "", "")
         key = path.partition("[")[0]
-        _insert(state, [key, *_PART.findall(path[len(key) :])], value.item() if suffix else value)
+        if suffix and value.numel() != 1:
+            raise _no_state(name, f"is a number, and has {value.numel()} elements")
+        _insert(state, [key, *_PART.findall(path[len(key) :])], value.item() if suffix else value, name)
     return {key: _with_lists(value) for key, value in state.items()}
 
 
-def _insert(tree: dict[str, Any], path: list[str], value: Any) -> None:
+def _insert(tree: Any, path: list[str], value: Any, name: str) -> None:
     for key in path[:-1]:
         tree = tree.setdefault(key, {})
+        if not isinstance(tree, dict):
+            raise _no_state(name, f"is inside '{key}', which is a value itself")
+    if path[-1] in tree:
+        raise _no_state(name, "comes twice")
     tree[path[-1]] = value
+
+
+def _no_state(name: str, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"the optimizer's '{name}' {why}",
+        where="the manifest of a checkpoint",
+        fix="resume from another checkpoint, or begin the optimizer anew from its weights",
+    )
 
 
 def _with_lists(value: Any) -> Any:

@@ -87,6 +87,9 @@ class TrainingState:
         has_state = any(name.startswith(OPTIMIZER) for name in manifest.tensors)
         parts = {MODEL + name: part_of(value, self._offsets) for name, value in self._model_entries()}
         states = self._state_templates(manifest) if has_state else {}
+        for values in states.values():
+            # Raises if they make no state, before anything is loaded.
+            nested_state(values)
         for param, values in states.items():
             for key, value in values.items():
                 parts[f"{OPTIMIZER}{self._names[param]}/{key}"] = part_of(value)
