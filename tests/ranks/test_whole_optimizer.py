@@ -535,3 +535,32 @@ def add_a_group():
 
 def test_a_group_that_is_added_later_is_stepped_like_any_other():
     run_ranks(add_a_group, 2)
+
+
+def replace_parameters(assign):
+    models = [shard(seeded(Wide())) for _ in range(2)]
+    optimizers = [whole(Muon, model.parameters(), lr=0.02) for model in models]
+
+    def step_both(step):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            model(data(step, dist.get_rank(), 2, 64)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    step_both(0)
+    model, twin = models
+    other = {name: value.detach() * 0.5 for name, value in twin.state_dict().items()}
+    model.load_state_dict({name: value.clone() for name, value in other.items()}, assign=assign)
+    with torch.no_grad():
+        for name, param in twin.named_parameters():
+            param.copy_(other[name])
+    step_both(1)
+    step_both(2)
+    for (name, value), mine in zip(values_of(twin).items(), values_of(model).values(), strict=True):
+        same(mine, value, name)
+    shown = set(model.parameters())
+    assert all(param in shown for group in optimizers[0].param_groups for param in group["params"])
+
+
+def test_parameters_that_were_loaded_or_replaced_are_stepped_with_the_state_they_had():
+    run_cases(replace_parameters, 2, [{"assign": False}, {"assign": True}])
