@@ -273,10 +273,10 @@ def test_a_dtype_that_is_not_floating_point_is_refused(field, bad):
 def policies_of_another_kind():
     layer = nn.Linear(4, 4)
     for bad in (torch.bfloat16, "bf16", CPUOffloadPolicy()):
-        with pytest.raises(TypeError, match="is not a MixedPrecisionPolicy\n.*mp_policy of fully_shard"):
+        with pytest.raises(TypeError, match=r"is not a MixedPrecisionPolicy\n.*mp_policy of fully_shard"):
             fully_shard(layer, mp_policy=bad)
     for bad in (True, "cpu", MixedPrecisionPolicy()):
-        with pytest.raises(TypeError, match="is not a OffloadPolicy\n.*offload_policy of fully_shard"):
+        with pytest.raises(TypeError, match=r"is not a OffloadPolicy\n.*offload_policy of fully_shard"):
             fully_shard(layer, offload_policy=bad)
     assert type(layer) is nn.Linear, "a refusal leaves the module as it was"
     assert type(layer.weight) is nn.Parameter
