@@ -10,7 +10,6 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.ecosystem.programs.cases import case, main
 
-
 WIDTH = 64
 # torchao compiles its optimizers and quantizers, which takes minutes; here they run as they are, on both sides.
 torch.compile = lambda function=None, **options: function if function is not None else (lambda inner: inner)
