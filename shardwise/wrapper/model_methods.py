@@ -289,7 +289,6 @@ def _groups(
     """An optimizer's parameters by group, from the optimizer or its input; by default all of the model's."""
     if optim is not None:
         return [group["params"] for group in optim.param_groups]
-    _warn_of_optim_input(optim_input)
     given = list(model.parameters() if optim_input is None else optim_input)
     if optim_input is not None and not given:
         raise ConfigError("optim_input is empty", where="optimizer state", fix="pass optim")
@@ -302,11 +301,6 @@ def _groups(
             fix="pass optim",
         )
     return [given]
-
-
-def _warn_of_optim_input(optim_input: OptimInput) -> None:
-    if optim_input is not None:
-        warnings.warn("optim_input is deprecated: pass optim instead", FutureWarning, stacklevel=4)
 
 
 # --- torch's own functions (torch.distributed.checkpoint.state_dict) ----------------------------------------------
