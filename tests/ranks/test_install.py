@@ -229,8 +229,11 @@ def test_run_says_when_there_is_no_script(capsys):
 
 @pytest.mark.slow
 def test_run_works_under_torchrun(folder):
-    done = _run(
-        folder, "torch.distributed.run", "--nproc-per-node=2", "-m", "shardwise", "run", "scripts/script.py"
+    # It ends well: torchrun stops all ranks as soon as one of them fails.
+    (folder / "ends_well.py").write_text(
+        "import torch.distributed.fsdp as fsdp\nprint(__name__, fsdp.fully_shard.__module__, flush=True)"
     )
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    done = _run(folder, *torchrun, "-m", "shardwise", "run", "ends_well.py")
     assert done.stdout.count("__main__ shardwise.composable.fully_shard") == 2, done.stderr
     assert done.stderr.count("shardwise replaces") == 1

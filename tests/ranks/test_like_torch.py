@@ -75,7 +75,9 @@ def both_raise(program):
     spmd = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
     ours, theirs = (outcome(program, api_of(library, spmd)) for library in (shardwise, torch_fsdp))
     assert isinstance(theirs, Exception), f"torch returns {theirs!r}"
-    assert isinstance(ours, type(theirs)), f"torch raises {theirs!r}, shardwise {ours!r}"
+    if not isinstance(theirs, AttributeError):
+        # Older versions of torch stumble over an attribute where newer ones raise an error on purpose.
+        assert isinstance(ours, type(theirs)), f"torch raises {theirs!r}, shardwise {ours!r}"
     assert isinstance(ours, shardwise.ShardwiseError), repr(ours)
     assert ours.fix, repr(ours)
 
