@@ -54,6 +54,10 @@ class Stage(nn.Module):
         return torch.relu(self.last(x))
 
 
+def mean_square(output, target):
+    return nn.functional.mse_loss(output.float(), target)
+
+
 def trained(schedule_name, fully_shard, options):
     """The losses, and each step's gradients and parameters, of this rank's stages."""
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("pp", "dp"))
@@ -76,8 +80,7 @@ def trained(schedule_name, fully_shard, options):
         )
         for module, place in zip(modules, places, strict=True)
     ]
-    loss_fn = nn.MSELoss()
-    schedule = cls(stages if is_multi else stages[0], MICRO_BATCHES, loss_fn=loss_fn)
+    schedule = cls(stages if is_multi else stages[0], MICRO_BATCHES, loss_fn=mean_square)
     optimizer = torch.optim.AdamW(
         [param for module in modules for param in module.parameters()], lr=1e-2, foreach=False
     )
@@ -120,8 +123,16 @@ CASES = [
 ]
 
 
+def skip_if_it_sends_to_itself(schedule_name):
+    if schedule_name in ("ZBVZeroBubble", "DualPipeV") and torch.__version__ < "2.12":
+        pytest.skip(
+            f"{schedule_name} of torch {torch.__version__} sends from a rank to itself, which gloo does not do"
+        )
+
+
 @pytest.mark.parametrize(("schedule_name", "options"), CASES)
 def test_a_schedule_trains_sharded_stages_as_torch_does(schedule_name, options):
+    skip_if_it_sends_to_itself(schedule_name)
     assert run_ranks(compared, 4, schedule_name, options, {}, {}, kind="gloo") == [[]] * 4
 
 
@@ -141,5 +152,6 @@ def trained_by_ours(schedule_name, options):
 
 def test_a_schedule_that_would_find_no_weights_is_refused():
     """torch trains such a stage without the gradients of its blocks, and says nothing."""
+    skip_if_it_sends_to_itself("ZBVZeroBubble")
     with pytest.raises(RankFailure, match=r"unit 'blocks\.\d' ran and has no gradient"):
         run_ranks(trained_by_ours, 4, "ZBVZeroBubble", FREES, kind="gloo")
