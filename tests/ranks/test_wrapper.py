@@ -198,14 +198,12 @@ def test_backward_and_forward_prefetch_when_told_to():
     )
     backward = pre.index(begins)
     assert backward < pre.index(gather, backward) < pre.index(ends)
-    # After the last gradients of a unit, but before it is freed; or only when the next is needed.
+    # After the last gradients of a unit, when it has been freed; or only when the next is needed.
     freed = ("reshard", "layers.2")
     ended = post.index(ends)
-    assert ended < post.index(gather, ended) < post.index(freed, ended)
+    assert post.index(begins) < post.index(freed, post.index(begins)) < ended < post.index(gather, ended)
     ended = none.index(ends)
-    assert (
-        none.index(freed, ended) < none.index(gather, ended) == none.index(("pre_backward", "layers.1")) - 1
-    )
+    assert ended < none.index(gather, ended) == none.index(("pre_backward", "layers.1")) - 1
     ahead = order({"forward_prefetch": True})
     assert ahead.index(gather) < ahead.index(("pre_forward", "layers.0"))
     assert pre.index(gather) > pre.index(("pre_forward", "layers.0"))
