@@ -32,6 +32,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import shardwise
 from shardwise.testing import run_ranks
+from tests.ranks.tables import slow
 
 pytestmark = pytest.mark.arithmetic
 
@@ -304,8 +305,8 @@ def compared(program):
         (saved_asynchronously, 2),
         (saved_for_huggingface, 2),
         (averaged, 2),
-        (compiled, 2),
+        slow(compiled, 2),
     ],
 )
 def test_a_program_gives_what_it_gives_with_torchs(program, world_size):
-    assert run_ranks(compared, world_size, program, kind="gloo", timeout_seconds=60) == [[]] * world_size
+    assert run_ranks(compared, world_size, program, kind="gloo") == [[]] * world_size

@@ -19,6 +19,7 @@ from shardwise.testing import run_ranks
 from shardwise.testing.workloads import seeded
 from shardwise.train.team import Team
 from tests.ranks.models import average_gradients, data, same
+from tests.ranks.tables import slow
 from tests.ranks.test_whole_optimizer import Model, loss_of, matrices, replay, shard, train, values_of
 from tests.ranks.whole_classes import Shampoo
 
@@ -92,7 +93,7 @@ def resume(folder, own):
     return values_of(model)
 
 
-@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("own", [slow(False), True])
 def test_one_checkpoint_holds_all_parts_and_resumes_on_another_number_of_ranks(own, tmp_path):
     expected = run_ranks(save, 4, tmp_path, own, kind="gloo")[0]
     for resumed in run_ranks(resume, 3, tmp_path, own, kind="gloo"):

@@ -24,7 +24,7 @@ import shardwise
 from shardwise.testing import run_ranks
 from shardwise.testing.workloads import seeded
 from shardwise.torch_internals import ShardedTensor
-from tests.ranks.tables import cases_of
+from tests.ranks.tables import cases_of, slow
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -494,7 +494,7 @@ def of_torchs_wrapper(use_orig_params):
         torch.testing.assert_close(states[1][name], value, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [slow(2), 3])
 def test_sharded_checkpoints_of_torchs_wrapper_are_taken(world_size):
     for use_orig_params in (False, True):
         run_ranks(of_torchs_wrapper, world_size, use_orig_params, kind="gloo")
