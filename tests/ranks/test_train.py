@@ -212,12 +212,11 @@ def test_an_exact_run_is_the_same_to_the_last_bit_on_any_number_of_ranks_in_ever
     assert_same(whole_tensors(checkpoint_at(tmp_path / "moved", 3)), first["fp32"][1])
 
 
+@pytest.mark.slow
 @pytest.mark.arithmetic
 def test_muon_trains_the_same_to_the_last_bit_on_any_number_of_ranks_in_every_mode(tmp_path):
-    text = write_text(tmp_path)
     exact = "train.steps=3", "train.exact_micro_batches=4", "optimizer=muon"
-    config, adamw = small_config(text, *exact), small_config(text, *exact[:2])
-    on_ranks(1, run_part, adamw, str(tmp_path / "adamw"))
+    config = small_config(write_text(tmp_path), *exact)
     first = None
     for world_size, modes in EXACT_PLACES.items():
         folders = str(tmp_path / str(world_size)), modes, str(tmp_path / "moved")
@@ -227,16 +226,20 @@ def test_muon_trains_the_same_to_the_last_bit_on_any_number_of_ranks_in_every_mo
             first = tensors if first is None else first
             assert_same(tensors, first)
     assert_same(whole_tensors(checkpoint_at(tmp_path / "moved", 3)), first)
-    # The blocks' matrices by Muon, the rest by AdamW.
-    with_momentum = {name.split("/")[1] for name in first if name.endswith("/momentum_buffer")}
-    with_moments = {name.split("/")[1] for name in first if name.endswith("/exp_avg")}
+
+
+def test_muon_steps_the_matrices_of_blocks_and_adamw_the_rest(tmp_path):
+    text = write_text(tmp_path)
+    for name in ("muon", "adamw"):
+        config = small_config(text, "train.steps=1", f"optimizer={name}")
+        on_ranks(2, run_part, config, str(tmp_path / name))
+    muon, adamw = (whole_tensors(checkpoint_at(tmp_path / name, 1)) for name in ("muon", "adamw"))
+    with_momentum = {name.split("/")[1] for name in muon if name.endswith("/momentum_buffer")}
+    with_moments = {name.split("/")[1] for name in muon if name.endswith("/exp_avg")}
     assert with_momentum
     assert all(name.startswith("model.layers.") for name in with_momentum)
     assert not with_momentum & with_moments
-    others = whole_tensors(checkpoint_at(tmp_path / "adamw", 3))
-    assert with_momentum | with_moments == {
-        name.split("/")[1] for name in others if name.endswith("/exp_avg")
-    }
+    assert with_momentum | with_moments == {name.split("/")[1] for name in adamw if name.endswith("/exp_avg")}
 
 
 def refused_on_three_ranks(config, folder):

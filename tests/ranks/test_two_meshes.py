@@ -19,6 +19,7 @@ from shardwise import ConfigError, ShardPlacementResult, fully_shard
 from shardwise.testing import run_ranks
 from shardwise.testing.workloads import seeded
 from shardwise.trace import record
+from tests.ranks.tables import slow
 
 TorchPlacement = getattr(torch_records, "ShardPlacementResult", None)
 beside_torch = pytest.mark.skipif(TorchPlacement is None, reason="this torch has one mesh for each call")
@@ -112,7 +113,7 @@ def trains_as_torch_does(info_of, on_root):
 
 
 @beside_torch
-@pytest.mark.parametrize("info_of", [experts_of_pairs, replicated_experts])
+@pytest.mark.parametrize("info_of", [slow(experts_of_pairs), replicated_experts])
 def test_parameters_on_two_meshes_train_as_with_torch(info_of):
     run_ranks(trains_as_torch_does, 4, info_of, False, kind="gloo")
 
