@@ -46,6 +46,9 @@ def draw(seed: int, without: frozenset[str] = frozenset()) -> Program:
         # The oracle casts a unit's parameters around its call. It does not model recomputation, state of another dtype,
         # or a list whose tensors are cast for the module but not for its caller.
         without = without | {"checkpoint", "recurrent", "batch_norm", "buffer", "appended"}
+    if settings.rows == 2:
+        # Of two rows, a batch norm leaves the sign of their difference: gradients before it are rounding errors.
+        without = without | {"batch_norm"}
     if settings.param_dtype == "bfloat16":
         # Rounding is too coarse to bound the effect of adding in another order: exclude what changes the order.
         without = without | {"twice", "attention", "tie_before", "tie_after"}
