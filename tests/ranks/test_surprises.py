@@ -1317,3 +1317,16 @@ def test_a_tied_weight_that_only_the_other_unit_uses_gets_its_gradient():
         return gradients_and_losses(sharding(model) if sharding else model)
 
     twice(program, shard_children)
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_new_parameter_given_two_names_at_once_gets_both_gradients(together):
+    def program(sharding):
+        model = seeded(Pair())
+        model = sharding(model) if sharding else model
+        with torch.no_grad():
+            model.first.weight = nn.Parameter(model.first.weight * 0.5)
+        model.second.weight = model.first.weight
+        return gradients_and_losses(model)
+
+    twice(program, fully_shard if together else shard_children)

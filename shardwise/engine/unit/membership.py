@@ -114,12 +114,18 @@ def follow_ties(unit: Unit) -> dict[Unit, list[Place]]:
     A slot of ``unit`` may be left without a name.
     """
     moved: dict[Unit, list[Place]] = {}
+    replaced: dict[int, Slot] = {}
     for slot in unit.slots:
         for place in tuple(slot.places):
             shown = place.params.get(place.name)
-            if shown is slot.sharded or (found := _tied_to(shown, slot)) is None:
+            if shown is slot.sharded or shown is None:
                 continue
+            if (found := _tied_to(shown, slot)) is None:
+                # A new parameter under the names of several slots belongs to the first of them.
+                found = (unit, replaced.setdefault(id(shown), slot))
             owner, tied = found
+            if tied is slot:
+                continue
             if owner.settings.precision.param_dtype != unit.settings.precision.param_dtype:
                 raise StateError(
                     f"parameter '{slot.name}' was tied to '{tied.name}' of unit '{owner.name}', which computes in "
