@@ -131,10 +131,12 @@ class FlatRun:
             # In no unit: a single parameter, in its own shape.
             self.tensor = first.local
         else:
-            itemsize, start_bytes = first.local.itemsize, first.start_bytes
+            # An empty member lies anywhere, also before a parameter of another run.
+            itemsize = first.local.itemsize
+            start_bytes = min((member.start_bytes for member in members if member.local.numel()), default=0)
             for member in members:
-                member.start = (member.start_bytes - start_bytes) // itemsize
-            # Not the end of the last member: an empty one may start where another starts.
+                is_empty = not member.local.numel()
+                member.start = 0 if is_empty else (member.start_bytes - start_bytes) // itemsize
             numel = max(member.start + member.local.numel() for member in members)
             self.tensor = alias(first.unit.buffers.shards, start_bytes, numel, first.local.dtype)
         self._published: State = {}

@@ -848,3 +848,27 @@ def others_beside():
 
 def test_tensors_that_are_in_no_unit_are_stepped_beside():
     run_ranks(others_beside, 2)
+
+
+class BesideAnEmptyOne(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv1d(1, 1, 3, padding=1)
+        self.empty = nn.Parameter(torch.empty(0, 4))
+
+    def forward(self, x):
+        return self.conv(x.unsqueeze(1)).squeeze(1) + self.empty.sum(0)
+
+
+def frozen_beside_an_empty_parameter():
+    model = fully_shard(BesideAnEmptyOne())
+    optimizer = flat(model.parameters(), torch.optim.AdamW, lr=0.5, weight_decay=0.5)
+    model.conv.bias.requires_grad_(False)
+    before = model.conv.bias.full_tensor().clone()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    return torch.equal(model.conv.bias.full_tensor(), before)
+
+
+def test_a_frozen_parameter_is_left_alone_where_an_empty_one_starts_at_the_same_place():
+    assert run_ranks(frozen_beside_an_empty_parameter, 1) == [True]
