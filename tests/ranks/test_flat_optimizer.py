@@ -854,10 +854,10 @@ class BesideAnEmptyOne(nn.Module):
     def __init__(self):
         super().__init__()
         self.conv = nn.Conv1d(1, 1, 3, padding=1)
-        self.empty = nn.Parameter(torch.empty(0, 4))
+        self.empty = nn.ParameterList([torch.empty(0, 4)])
 
     def forward(self, x):
-        return self.conv(x.unsqueeze(1)).squeeze(1) + self.empty.sum(0)
+        return self.conv(x.unsqueeze(1)).squeeze(1) + self.empty[0].sum(0)
 
 
 def frozen_beside_an_empty_parameter():

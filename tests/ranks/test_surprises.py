@@ -1330,3 +1330,23 @@ def test_a_new_parameter_given_two_names_at_once_gets_both_gradients(together):
         return gradients_and_losses(model)
 
     twice(program, fully_shard if together else shard_children)
+
+
+def test_sums_that_wait_for_replicas_stay_when_gathered_weights_are_given_other_memory():
+    def on_a_rank():
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+        gradients = []
+        for moves in (False, True):
+            model = fully_shard(seeded(nn.Linear(WIDTH, WIDTH)), mesh=mesh)
+            model.set_requires_all_reduce(False)
+            model(inputs()).sum().backward()
+            model.set_requires_all_reduce(True)
+            model.unshard()
+            if moves:
+                model.weight.data = model.weight.data.clone()
+            model.reshard()
+            model(inputs()).sum().backward()
+            gradients.append(model.weight.grad.full_tensor())
+        assert torch.equal(*gradients)
+
+    run_ranks(on_a_rank, 2)

@@ -84,10 +84,13 @@ class UnitGradients:
         return self.num_trainable != len(self._unit.slots)
 
     def forget_parameters(self) -> None:
-        """Drops hooks and plans: the unsharded parameters are new ones."""
+        """Drops hooks and plans, because the unsharded parameters are new ones; sums that wait for replicas stay."""
+        plans, self._plans = self._plans, {}
         self._watched = set()
-        self._plans = {}
         self.trainable = []
+        for chosen, plan in plans.items():
+            if plan is not None and plan.partial is not None and (new := self._plan_of(list(chosen))) is not None:
+                new.partial = plan.partial
 
     def forget_reduces(self, plans: set[ReducePlan]) -> None:
         """Replaces plans whose buffers peers may still write to."""
