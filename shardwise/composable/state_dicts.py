@@ -20,7 +20,7 @@ from shardwise.engine.unit.binding import Slot, not_copied
 from shardwise.engine.unit.membership import membership
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import StateError
-from shardwise.torch_internals import loads_as_usual, parameters_of, spec_of, state_entries
+from shardwise.torch_internals import inside_backward, loads_as_usual, parameters_of, spec_of, state_entries
 
 _HOOKS_ATTRIBUTE = "_shardwise_state_hooks"
 
@@ -73,6 +73,9 @@ class _StateHooks:
     def __call__(self, module: nn.Module, state_dict: Any, prefix: str, *_: Any) -> None:
         """Before a load: reshards the units, and replaces full tensors by this rank's shards of them."""
         for name, (unit, slot) in _slots_of(module).items():
+            if unit.holders and unit.root.in_backward and not inside_backward():
+                # That backward raised: its step is over.
+                unit.root.recover()
             if unit.holders:
                 raise StateError(
                     f"load_state_dict was called while unit '{unit.name}' is in use",

@@ -1350,3 +1350,22 @@ def test_sums_that_wait_for_replicas_stay_when_gathered_weights_are_given_other_
         assert torch.equal(*gradients)
 
     run_ranks(on_a_rank, 2)
+
+
+def test_a_state_dict_may_be_loaded_after_a_backward_that_raised():
+    def program(sharding):
+        model = seeded(Pair())
+        model = sharding(model) if sharding else model
+        saved = {name: whole(value).clone() for name, value in model.state_dict().items()}
+
+        def fail(gradient):
+            raise ValueError("in backward")
+
+        output = model.first(inputs())
+        output.register_hook(fail)
+        with pytest.raises(ValueError, match="in backward"):
+            output.sum().backward()
+        model.load_state_dict({name: 2 * value for name, value in saved.items()})
+        return [whole(value) for value in model.state_dict().values()]
+
+    twice(program, shard_children)
