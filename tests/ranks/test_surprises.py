@@ -1369,3 +1369,18 @@ def test_a_state_dict_may_be_loaded_after_a_backward_that_raised():
         return [whole(value) for value in model.state_dict().values()]
 
     twice(program, shard_children)
+
+
+def test_a_recursive_module_of_a_unit_of_several_trains_on_fresh_weights():
+    def shard_both(model):
+        fully_shard([model.first, model.second])
+        return fully_shard(model)
+
+    def program(sharding):
+        model = Pair()
+        model.second = CallsItselfTwice()
+        model = seeded(model)
+        model = sharding(model) if sharding else model
+        return gradients_and_losses(model)
+
+    twice(program, shard_both)

@@ -147,6 +147,9 @@ class UnitHooks:
         """Gathers what a call of ``module`` needs; returns the visit that the call belongs to."""
         if self.unit.root.in_backward and inside_backward():
             return self._gather_for_recompute()
+        if self.has_several and self._calls:
+            # A module that calls itself, or another of the unit's: one visit for all of them.
+            return self._calls[-1]
         return self._shared_visit if self._modules_to_run else self._begin_forward(module)
 
     def _begin_forward(self, module: nn.Module) -> Visit | None:
