@@ -89,7 +89,11 @@ class UnitGradients:
         self._watched = set()
         self.trainable = []
         for chosen, plan in plans.items():
-            if plan is not None and plan.partial is not None and (new := self._plan_of(list(chosen))) is not None:
+            if (
+                plan is not None
+                and plan.partial is not None
+                and (new := self._plan_of(list(chosen))) is not None
+            ):
                 new.partial = plan.partial
 
     def forget_reduces(self, plans: set[ReducePlan]) -> None:
