@@ -1,8 +1,8 @@
 """Times Muon's step of a sharded model: FSDP2 with torch.optim.Muon on DTensors, one process, and shardwise's `whole`.
 
     PYTHONPATH=. python benchmarks/whole_step.py                                   # 4 gloo ranks, a small model
-    PYTHONPATH=. python benchmarks/whole_step.py --backend nccl --ranks 2 --model 1b
-    PYTHONPATH=. python benchmarks/whole_step.py --backend fake --ranks 8 --model 8b
+    PYTHONPATH=. python benchmarks/whole_step.py --backend nccl --ranks 2 --device cuda --model 1b
+    PYTHONPATH=. python benchmarks/whole_step.py --backend fake --ranks 8 --device cuda --model 8b --plain-blocks 8
 
 The matrices are those of the model's blocks; the embedding, the head and the norms are left to another optimizer.
 Contenders take turns, step by step, after a barrier; the time of a step is that of its slowest rank. All start from the
@@ -11,8 +11,10 @@ as one rank has, while the other ranks wait; its values are what the others must
 bit, FSDP2's within Newton-Schulz's bfloat16.
 
 On GPUs, the *ideal* is the one process's time divided by the number of ranks (by one if they share a GPU), plus the
-time of moving the bytes by one plain all-to-all each way. With the fake backend nothing moves, values mean nothing, and
-only rank 0's share of the work is timed.
+time of moving the bytes by one plain all-to-all each way. With the fake backend values mean nothing, and rank 0's share
+of the work is timed; no bytes leave it, and the ideal's movement is one copy in memory of what it would send each way.
+With ``--plain-blocks`` the one process has only so many blocks, and its time counts as often as they fit: blocks are
+equal, and a whole model with its gradients and momenta may not fit on one device beside the others.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,20 +70,24 @@ def sharded(name: str, size: Size, device: torch.device) -> list[Any]:
     return matrices(model)
 
 
+def plain(size: Size, device: torch.device) -> list[Any]:
+    with torch.device(device):
+        model = Language(size)
+    fill(model)
+    return matrices(model)
+
+
 class Contest:
     """All contenders on one rank."""
 
-    def __init__(self, size: Size, device: torch.device, skips: list[str]) -> None:
+    def __init__(self, size: Size, device: torch.device, skips: list[str], plain_blocks: int) -> None:
         self.params: dict[str, list[Any]] = {}
         self.optimizers: dict[str, Any] = {}
         for name in [name for name in NAMES if name not in skips]:
             if name == "movement":
                 continue
             if name == "one process":
-                with torch.device(device):
-                    model = Language(size)
-                fill(model)
-                self.params[name] = matrices(model)
+                self.params[name] = plain(size._replace(blocks=plain_blocks), device)
             else:
                 self.params[name] = sharded(name, size, device)
             give_gradients(self.params[name])
@@ -93,10 +100,7 @@ class Contest:
         self._moves = "movement" not in skips
 
     def contenders(self) -> list[Contender]:
-        made = [
-            Contender(name, optimizer.step, before=dist.barrier)
-            for name, optimizer in self.optimizers.items()
-        ]
+        made = [Contender(name, partial(self._step, name), before=dist.barrier) for name in self.optimizers]
         return [*made, Contender("movement", self._move, before=dist.barrier)] if self._moves else made
 
     def _step(self, name: str) -> None:
@@ -105,14 +109,18 @@ class Contest:
 
     def _move(self) -> None:
         for _ in range(2):
-            dist.all_to_all_single(torch.empty_like(self._row), self._row)
+            arrived = torch.empty_like(self._row)
+            if "fake" in dist.get_backend():
+                arrived.copy_(self._row)
+            else:
+                dist.all_to_all_single(arrived, self._row)
 
     def check(self) -> None:
         plain = self.params.get("one process")
         for param in plain or ():
             dist.broadcast(param.detach(), 0)
         for name in ("shardwise", "FSDP2") if plain is not None else ():
-            for one, other in zip(plain, self.params[name], strict=True):
+            for one, other in zip(plain, self.params[name], strict=False):
                 value = other.detach().full_tensor()
                 if name == "shardwise":
                     expect(torch.equal(one.detach(), value), "shardwise has left the unsharded optimizer")
@@ -122,7 +130,14 @@ class Contest:
 
 
 def measure(
-    size: Size, device_type: str, rounds: int, iterations: int, warmup: int, threads: int, skips: list[str]
+    size: Size,
+    device_type: str,
+    rounds: int,
+    iterations: int,
+    warmup: int,
+    threads: int,
+    skips: list[str],
+    plain_blocks: int,
 ) -> dict[str, Any]:
     """Runs all contenders on one rank and returns what it measured."""
     warnings.simplefilter("ignore")
@@ -132,7 +147,7 @@ def measure(
         if device_type == "cuda"
         else torch.device("cpu")
     )
-    contest = Contest(size, device, skips)
+    contest = Contest(size, device, skips, plain_blocks)
     contenders = contest.contenders()
     wait = wait_for(device) if device_type == "cuda" else nothing
     for contender in contenders:
@@ -155,6 +170,7 @@ def measure(
         "times": times,
         "bytes": (ours.moves.bytes_sent - before) / (rounds * iterations),
         "imbalance": max(work) * len(work) / sum(work),
+        "own work": work[dist.get_rank()] * len(work) / sum(work),
         "state": state,
         "numel": contest.numel,
     }
@@ -162,7 +178,33 @@ def measure(
 
 def on_fake(size: Size, args: Any) -> list[dict[str, Any]]:
     start_group("fake", args.ranks, torch.device(args.device))
-    return [measure(size, args.device, args.rounds, args.iterations, args.warmup, args.threads, args.skip)]
+    return [measure(size, args.device, *settings(args))]
+
+
+def settings(args: Any) -> tuple[Any, ...]:
+    return args.rounds, args.iterations, args.warmup, args.threads, args.skip, args.plain_blocks
+
+
+def ratios(times: Times, args: Any, plain_times: float) -> dict[str, dict[str, Any]]:
+    """The time of shardwise's step over the others'; that of the one process counts ``plain_times``."""
+    figures = {
+        f"shardwise / {name}{what}": times.ratio("shardwise", name, clock)
+        for name in ("FSDP2", "one process")
+        for clock, what in (("wall", ""), ("cpu", ", CPU time of the slowest rank"))
+        if name in times.rounds
+    }
+    if "one process" not in times.rounds:
+        return figures
+    for name, figure in figures.items():
+        if "one process" in name:
+            figure["value"] /= plain_times
+            figure["of_minima"] /= plain_times
+            figure["by_round"] = [value / plain_times for value in figure["by_round"]]
+    if args.backend != "gloo" and "movement" in times.rounds:
+        share = plain_times * times.median("one process") / (args.ranks if args.backend == "fake" else 1)
+        ideal = share + times.median("movement")
+        figures["shardwise / ideal"] = {"value": times.median("shardwise") / ideal, "compute_ms": share}
+    return figures
 
 
 def main() -> int:
@@ -174,10 +216,11 @@ def main() -> int:
     options.add_argument(
         "--skip", nargs="*", default=[], help="contenders to leave out, such as 'one process'"
     )
+    options.add_argument("--plain-blocks", type=int, help="blocks that the one process steps; default: all")
     args = options.parse_args()
     size = Size(6, 256, 704, 8, 1000, 64) if args.model == "small" else SIZES[args.model]
+    args.plain_blocks = args.plain_blocks or size.blocks
     if args.backend == "fake":
-        args.skip = [*args.skip, "movement"]
         by_rank = on_fake(size, args)
     else:
         device_type = "cuda" if args.backend == "nccl" else "cpu"
@@ -186,28 +229,15 @@ def main() -> int:
             args.ranks,
             size,
             device_type,
-            args.rounds,
-            args.iterations,
-            args.warmup,
-            args.threads,
-            args.skip,
+            *settings(args),
             kind=args.backend,
             timeout_seconds=1500,
         )
     times = Times.of_slowest([Times(rank["times"]) for rank in by_rank])
-    names = list(times.rounds)
     numel = by_rank[0]["numel"]
-    figures = {
-        f"shardwise / {name}{what}": times.ratio("shardwise", name, clock)
-        for name in ("FSDP2", "one process")
-        for clock, what in (("wall", ""), ("cpu", ", CPU time of the slowest rank"))
-        if name in names
-    }
-    if "one process" in names and args.backend != "gloo":
-        ideal = times.median("one process") / (args.ranks if args.backend == "fake" else 1)
-        ideal += times.median("movement") if "movement" in names else 0.0
-        figures["shardwise / ideal"] = {"value": times.median("shardwise") / ideal}
+    figures = ratios(times, args, size.blocks / args.plain_blocks)
     figures["imbalance of work"] = {"value": by_rank[0]["imbalance"]}
+    figures["work of the first rank / an even share"] = {"value": by_rank[0]["own work"]}
     if args.backend != "fake":
         total = sum(rank["bytes"] for rank in by_rank)
         figures["bytes a step / parameter bytes"] = {"value": total / (4 * numel)}

@@ -190,7 +190,7 @@ class FlatOptimizer(Optimizer):
                 if unit is not None and run.tensor.device.type == "cpu":
                     self._runs_of_unit.setdefault(unit, []).append((number, run))
         for unit in self._runs_of_unit:
-            unit.gradients.settings.listener = partial(_notify, callback, weakref.ref(unit))
+            unit.gradients.settings.listeners[id(self)] = partial(_notify, callback, weakref.ref(unit))
 
     def _gradients_arrived(self, unit: Unit, wait: Callable[[], None]) -> None:
         assert self._backward_steps is not None
@@ -307,10 +307,11 @@ def _notify(
     callback: weakref.WeakMethod[Callable[..., None]],
     unit_ref: weakref.ref[Unit],
     wait: Callable[[], None],
+    is_last: bool,
 ) -> None:
     """A unit's listener; it does not keep the optimizer alive."""
     gradients_arrived, unit = callback(), unit_ref()
-    if gradients_arrived is not None and unit is not None:
+    if is_last and gradients_arrived is not None and unit is not None:
         gradients_arrived(unit, wait)
 
 

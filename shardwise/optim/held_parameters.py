@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -118,10 +117,6 @@ class HeldParameter:
         if isinstance(self.slot, FlatSlot):
             return local_elements(self.slot, tensor.detach())
         return tensor.detach()
-
-    def was_written(self) -> None:
-        """Tells autograd and the unit of a write to ``local()``."""
-        increment_version([self.param])
 
     def version(self) -> tuple[int, ...]:
         """Differs after any write to the parameter, or after it was replaced."""

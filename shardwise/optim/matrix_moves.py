@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import torch
 
 from shardwise.comm.channels.collective_log import collective_code
-from shardwise.comm.collectives.group import GroupCollectives
+from shardwise.comm.collectives.agreement import gather_bytes
+from shardwise.comm.collectives.group import GroupCollectives, drain
 from shardwise.plan.matrix_owners import Held, HeldBlock, RowsPlan, Shape, plan_messages, senders
 from shardwise.torch_internals import copy_all, unseen_by_modes
 
@@ -46,9 +47,12 @@ class Movement:
         self, work: Any, event: torch.cuda.Event | None, finish: Callable[[], None], alive: object
     ) -> None:
         self._work, self._event, self._finish = work, event, finish
+        self._is_over = False
         self._alive = alive  # alive: what is sent, until it has been sent
 
     def wait(self) -> None:
+        if self._is_over:
+            return
         with unseen_by_modes():
             if self._work is not None:
                 self._work.wait()
@@ -56,7 +60,20 @@ class Movement:
                 # order: the exchange before compute, because compute reads what it received
                 torch.cuda.current_stream().wait_event(self._event)
             self._finish()
+        self._end()
+
+    def abandon(self) -> None:
+        """Drops the movement after its group has failed."""
+        if self._event is not None:
+            # order: the exchange before compute, because compute's allocator reuses its memory
+            torch.cuda.current_stream().wait_event(self._event)
+        if self._work is None or drain(self._work):
+            self._end()
+
+    def _end(self) -> None:
+        self._is_over = True
         self._alive = self._work = None
+        self._finish = _nothing
 
 
 class MatrixMoves:
@@ -118,6 +135,9 @@ class MatrixMoves:
         with unseen_by_modes():
             rows = torch.empty(calls.world * plan.row_bytes, dtype=torch.uint8, device=calls.device)
             arrived = torch.empty_like(rows)
+            typed = {
+                dtype: (rows.view(dtype), arrived.view(dtype)) for dtype in {each.dtype for each in routes}
+            }
             for message in plan.messages:
                 sends = message.source == calls.rank
                 route = routes[message.matrix]
@@ -125,20 +145,28 @@ class MatrixMoves:
                 block = route.held[message.source if is_to_owners else message.target]
                 assert block is not None
                 row = message.target if sends else message.source
-                start = row * plan.row_bytes + message.start_bytes
-                num_bytes = block.numel * route.dtype.itemsize
-                part = (rows if sends else arrived)[start : start + num_bytes].view(route.dtype)
+                start_bytes = row * plan.row_bytes + message.start_bytes
                 tensor = (sources if sends else targets)[message.matrix]
-                assert tensor is not None
+                if tensor is None:
+                    # Nothing to send: what arrives means nothing.
+                    continue
                 is_whole = sends != is_to_owners
                 local = view_of(tensor, block) if is_whole else tensor
                 parts = sent_parts if sends else received_parts
-                parts[0].append(part.view(local.shape))
+                parts[0].append(_part(typed[route.dtype][not sends], start_bytes, local.shape))
                 parts[1].append(local)
             _copy(sent_parts[0], sent_parts[1])
             work, event = self._exchange(arrived, rows, _TO_OWNERS if is_to_owners else _FROM_OWNERS)
         self.bytes_sent += plan.row_bytes * (calls.world - 1)
         return Movement(work, event, lambda: _copy(received_parts[1], received_parts[0]), (rows, arrived))
+
+    def gather(self, own: bytes, code: int) -> list[bytes]:
+        """Returns every rank's bytes, all of the same length; on CUDA it does not wait for compute."""
+        calls = self._calls
+        if calls.world == 1:
+            return [own]
+        with unseen_by_modes(), torch.inference_mode(False), torch.cuda.stream(self._stream):
+            return gather_bytes(own, calls, calls.device, code)
 
     def _exchange(self, arrived: torch.Tensor, rows: torch.Tensor, code: int) -> tuple[Any, Any]:
         if self._stream is None:
@@ -178,9 +206,18 @@ def view_of(whole: torch.Tensor, block: HeldBlock) -> torch.Tensor:
     """The block of a whole tensor, as a view of it."""
     if block.is_flat:
         return whole.view(-1)[block.offsets[0] : block.offsets[0] + block.sizes[0]]
-    for dim, (offset, size) in enumerate(zip(block.offsets, block.sizes, strict=True)):
-        whole = whole.narrow(dim, offset, size)
-    return whole
+    # One view instead of one a dim: a step makes many.
+    strides = whole.stride()
+    start = sum(offset * stride for offset, stride in zip(block.offsets, strides, strict=True))
+    return whole.as_strided(block.sizes, strides, whole.storage_offset() + start)
+
+
+def _part(rows: torch.Tensor, start_bytes: int, shape: torch.Size) -> torch.Tensor:
+    """A tensor that lies in the rows, its elements one after the other."""
+    strides = [1] * len(shape)
+    for dim in range(len(shape) - 1, 0, -1):
+        strides[dim - 1] = strides[dim] * shape[dim]
+    return rows.as_strided(shape, strides, start_bytes // rows.itemsize)
 
 
 def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

@@ -142,7 +142,7 @@ class OwnedMatrices:
     def _keep_undo(self, indices: Iterator[int] | Mapping[int, Any]) -> None:
         for index in indices:
             state = self.optim.state.get(self.copies[index])
-            self._undo[index] = None if state is None else map_tree(torch.clone, state)
+            self._undo[index] = None if state is None else _cloned(state)
 
     def undo(self) -> None:
         """Goes back to before the step, as far as copies were kept."""
@@ -173,6 +173,13 @@ class OwnedMatrices:
         self.optim.load_state_dict(
             {"state": {numbers[index]: state for index, state in states.items()}, "param_groups": saved}
         )
+
+
+def _cloned(state: State) -> State:
+    if all(isinstance(value, torch.Tensor) for value in state.values()):
+        return {key: value.clone() for key, value in state.items()}
+    cloned: State = map_tree(torch.clone, state)
+    return cloned
 
 
 def _without_memory(held: HeldParameter) -> nn.Parameter:

@@ -12,38 +12,34 @@ fetched again after anybody else wrote to the shards.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import increment_version
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from shardwise.comm.channels.collective_log import collective_code
-from shardwise.comm.collectives.agreement import gather_bytes
 from shardwise.engine.step.agreement import forget_torn_steps
 from shardwise.errors import ConfigError, ConfigTypeError, PeerFailure, RankDisagreement, StateError
 from shardwise.optim.flat_optimizer import sharded_parameters
 from shardwise.optim.held_parameters import WHERE, HeldParameter, find_group, gather_held
 from shardwise.optim.matrix_moves import MatrixMoves, Movement, Route, route
 from shardwise.optim.owned_matrices import OwnedMatrices, group_options
+from shardwise.optim.step_gradients import Agreed, StepGradients
 from shardwise.optim.whole_state import WholeState
-from shardwise.plan.matrix_owners import Held, matrix_work, plan_owners, plan_rounds
+from shardwise.plan.matrix_owners import Held, matrix_work, plan_owners
 from shardwise.torch_internals import (
     run_after_load_state_dict,
     run_after_state_dict,
     run_before_load_state_dict,
     run_before_state_dict,
-    unseen_by_modes,
     without_torch_function,
 )
 
-_AGREE = collective_code("agree on the gradients of whole matrices")
 _CONCLUDE = collective_code("conclude a step of whole matrices")
-_NO_GRADIENT, _NOTHING_HELD, _FIRST_DTYPE = 0, 1, 2
-_IS_STALE = 0x80
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128)
 _RECORD_BYTES = 512
 
 
@@ -54,6 +50,7 @@ def whole(
     at_once: int = 8,
     work: Callable[[tuple[int, ...]], float] | None = None,
     gradient_dtype: torch.dtype | None = None,
+    in_backward: bool = False,
     undoes_steps: bool = True,
     process_group: dist.ProcessGroup | None = None,
     **options: Any,
@@ -75,6 +72,9 @@ def whole(
         work: from a matrix's shape, how long a step of it takes, in any unit; by default as for Newton-Schulz.
         gradient_dtype: send gradients in this dtype, e.g. ``torch.bfloat16``, for half the bytes. Results are then
             those of gradients rounded to it.
+        in_backward: send gradients to owners as soon as their unit is reduced, while backward goes on; of each owner's
+            the first ``at_once``, the others in ``step()``. What is changed after backward, as by clipping, is sent
+            again.
         undoes_steps: copy an owner's state before it is stepped, so that after an error on any rank all ranks are
             where they were. False saves that memory; after an error, load a checkpoint.
         process_group: the ranks that hold the parameters, if those of their meshes are not all of them.
@@ -91,6 +91,7 @@ def whole(
         at_once=at_once,
         work=work or matrix_work,
         gradient_dtype=gradient_dtype,
+        in_backward=in_backward,
         undoes_steps=undoes_steps,
         process_group=process_group,
     )
@@ -125,23 +126,33 @@ class WholeOptimizer(Optimizer):
         at_once: int,
         work: Callable[[tuple[int, ...]], float],
         gradient_dtype: torch.dtype | None,
+        in_backward: bool,
         undoes_steps: bool,
         process_group: dist.ProcessGroup | None,
     ) -> None:
         self._class, self._options = optimizer_class, options
-        self._at_once, self._work, self._gradient_dtype = at_once, work, gradient_dtype
+        self._work = work
         self._undoes_steps = undoes_steps
         super().__init__(params, dict(options))
         everything = [param for group in self.param_groups for param in group["params"]]
         self._calls = find_group(everything, process_group)
         self.moves = MatrixMoves(self._calls)
         self.owned = OwnedMatrices(optimizer_class, options, self._calls.rank)
+        self._gradients = StepGradients(
+            self._calls,
+            self.moves,
+            self.owned,
+            at_once=at_once,
+            gradient_dtype=gradient_dtype,
+            in_backward=in_backward,
+            class_name=optimizer_class.__name__,
+        )
+        self._words = f"{optimizer_class.__qualname__}, {at_once=}, {gradient_dtype=}, {in_backward=}"
         self._held: list[HeldParameter] = []
         self._blocks: list[Held] = []
         self.owners: list[int] = []
         self._loads = [0] * self._calls.world
         self._routes: list[Route] = []
-        self._rounds: list[list[int]] = []
         # By parameter, the version of the shards that the owner's copy equals; None before it has one.
         self._versions: list[tuple[int, ...] | None] = []
         for group in self.param_groups:
@@ -183,8 +194,7 @@ class WholeOptimizer(Optimizer):
         added = [HeldParameter(param, first + number) for number, param in enumerate(group["params"])]
         # The class itself says whether it takes these parameters, and which options they have.
         group.update({**self.owned.options_for(added, group_options(group)), **_members(group)})
-        words = f"{self._class.__qualname__}, at_once={self._at_once}, gradient_dtype={self._gradient_dtype}"
-        blocks, trains = gather_held(added, words, self._calls)
+        blocks, trains = gather_held(added, self._words, self._calls)
         works = [
             int(self._work(held.shape)) if is_trained else 0
             for held, is_trained in zip(added, trains, strict=True)
@@ -204,9 +214,7 @@ class WholeOptimizer(Optimizer):
             route(blocks, owner, held.shape, held.param.dtype)
             for held, blocks, owner in zip(self._held, self._blocks, self.owners, strict=True)
         ]
-        numels = [held.numel for held in self._held]
-        # Two rounds are in memory at a time: one that is stepped, and one that arrives.
-        self._rounds = plan_rounds(self.owners, numels, self._calls.world, max(1, self._at_once // 2))
+        self._gradients.plan(self._held, self._routes)
 
     # --- a step ---------------------------------------------------------------------------------------------------
 
@@ -235,10 +243,11 @@ class WholeOptimizer(Optimizer):
         epoch = channel.log.epoch
         active: dict[int, torch.dtype] = {}
         try:
-            active, stale = self._agree_on_gradients()
-            self._fetch(stale)
+            agreed = self._gradients.agree(self._is_stale)
+            active = agreed.active
+            self._fetch(agreed.stale)
             self.owned.pull_options(self.param_groups)
-            error = self._step_rounds(active, kwargs)
+            error = self._step_rounds(agreed, kwargs)
             failures = self._gather_failures(error)
         except BaseException as raised:
             self.cancel_step(active)
@@ -266,98 +275,31 @@ class WholeOptimizer(Optimizer):
             self._publish(index for index in active if self._held[index].param in self.state)
             forget_torn_steps({held.unit: None for held in self._held if held.unit is not None})
 
-    def _agree_on_gradients(self) -> tuple[dict[int, torch.dtype], list[int]]:
-        """Returns the parameters that have gradients on all ranks, and those of which owners have no current copy."""
-        with without_torch_function():
-            own = bytes(map(self._report, range(len(self._held))))
-        records = self._gather(own, _AGREE)
-        active: dict[int, torch.dtype] = {}
-        stale = []
-        for index, reports in enumerate(zip(*records, strict=True)):
-            said = {report & ~_IS_STALE for report in reports} - {_NOTHING_HELD}
-            if len(said) > 1:
-                words = ", ".join(
-                    f"rank {rank} of the group {_words(report & ~_IS_STALE)}"
-                    for rank, report in enumerate(reports)
-                )
-                raise RankDisagreement(
-                    f"ranks have different gradients of {self._held[index].name}: {words}",
-                    where=f"step of {self._class.__name__}, rank {self._calls.rank} of {self._calls.world}",
-                    fix="compute or drop this gradient on all ranks, in one dtype",
-                )
-            if said and (code := said.pop()) >= _FIRST_DTYPE:
-                active[index] = _DTYPES[code - _FIRST_DTYPE]
-                if any(report & _IS_STALE for report in reports):
-                    stale.append(index)
-        return active, stale
-
-    def _report(self, index: int) -> int:
-        held = self._held[index]
-        if not held.block.numel:
-            return _NOTHING_HELD
-        gradient = held.param.grad
-        code = _NO_GRADIENT if gradient is None else _FIRST_DTYPE + _DTYPES.index(gradient.dtype)
-        return code | (_IS_STALE if self._versions[index] != held.version() else 0)
-
-    def _gather(self, own: bytes, code: int) -> list[bytes]:
-        if self._calls.world == 1:
-            return [own]
-        with unseen_by_modes(), torch.inference_mode(False):
-            return gather_bytes(own, self._calls, self._calls.device, code)
+    def _is_stale(self, index: int) -> bool:
+        return self._versions[index] != self._held[index].version()
 
     def _fetch(self, stale: list[int]) -> None:
         """Brings owners' copies of matrices up to date."""
         chosen = set(stale)
-        for members in self._rounds:
+        for members in self._gradients.rounds:
             if indices := [index for index in members if index in chosen]:
                 routes = [self._routes[index] for index in indices]
                 shards = [self._held[index].local() for index in indices]
                 self.moves.to_owners(routes, shards, [self.owned.allocate(index) for index in indices]).wait()
 
-    def _step_rounds(self, active: dict[int, torch.dtype], kwargs: dict[str, Any]) -> Exception | None:
+    def _step_rounds(self, agreed: Agreed, kwargs: dict[str, Any]) -> Exception | None:
         """Steps round by round; returns the first error of this rank, which goes on taking part in the movements."""
         error: Exception | None = None
         with self.owned.one_step():
-            for gradients in self._gradients_by_round(active):
+            for gradients in self._gradients.by_round(agreed):
                 if error is None:
                     error = self.owned.try_step(gradients, kwargs, keeps_undo=self._undoes_steps)
             # Counters that the class keeps in its groups must be the same on all ranks.
             return error or self.owned.try_step({}, kwargs, keeps_undo=False)
 
-    def _gradients_by_round(self, active: dict[int, torch.dtype]) -> Iterator[dict[int, torch.Tensor]]:
-        """Yields this rank's whole gradients; those of the next round are on their way meanwhile."""
-        rounds = [chosen for members in self._rounds if (chosen := [i for i in members if i in active])]
-        issued = (self._issue_gradients(members, active) for members in rounds)
-        looks_ahead = self._at_once > 1
-        current = next(issued, None)
-        while current is not None:
-            following = next(issued, None) if looks_ahead else None
-            movement, gradients = current
-            movement.wait()
-            yield gradients
-            gradients.clear()
-            current = following if looks_ahead else next(issued, None)
-
-    def _issue_gradients(
-        self, members: list[int], active: dict[int, torch.dtype]
-    ) -> tuple[Movement, dict[int, torch.Tensor]]:
-        wholes: dict[int, torch.Tensor] = {}
-        routes = []
-        for index in members:
-            own = self._routes[index]
-            routes.append(own._replace(dtype=self._gradient_dtype or active[index]))
-            if own.owner == self._calls.rank:
-                like = self.owned.copies[index]
-                wholes[index] = torch.empty_like(like, dtype=active[index], requires_grad=False)
-        with without_torch_function():
-            shards = [self._held[index].local_gradient() for index in members]
-        key = (*members, *(own.dtype for own in routes))
-        movement = self.moves.to_owners(routes, shards, [wholes.get(index) for index in members], key)
-        return movement, wholes
-
     def _return_to_shards(self, active: Iterable[int]) -> None:
         previous: tuple[Movement, list[int]] | None = None
-        for members in self._rounds:
+        for members in self._gradients.rounds:
             indices = [index for index in members if index in active]
             routes = [self._routes[index] for index in indices]
             with without_torch_function():
@@ -374,8 +316,9 @@ class WholeOptimizer(Optimizer):
         movement, indices = issued
         movement.wait()
         with without_torch_function():
+            # Tells autograd and the units of the writes to shards.
+            increment_version([self._held[index].param for index in indices])
             for index in indices:
-                self._held[index].was_written()
                 self._versions[index] = self._held[index].version()
 
     def _publish(self, stepped: Iterable[int]) -> None:
@@ -401,7 +344,7 @@ class WholeOptimizer(Optimizer):
     def _gather_failures(self, error: Exception | None) -> dict[int, str]:
         """Returns the errors of all ranks; every rank has done its work by then."""
         text = "" if error is None else f"{type(error).__name__}: {error}"
-        records = self._gather(text.encode()[:_RECORD_BYTES].ljust(_RECORD_BYTES, b"\0"), _CONCLUDE)
+        records = self.moves.gather(text.encode()[:_RECORD_BYTES].ljust(_RECORD_BYTES, b"\0"), _CONCLUDE)
         texts = [record.rstrip(b"\0").decode(errors="ignore") for record in records]
         return {rank: text for rank, text in enumerate(texts) if text}
 
@@ -430,7 +373,7 @@ class WholeOptimizer(Optimizer):
         the same mesh. ``torch.save``, ``get_optimizer_state_dict`` and ``torch.distributed.checkpoint`` take it.
         """
         run_before_state_dict(self)
-        state = self._states.to_shards(self._held, self._blocks, self.owners, self._rounds)
+        state = self._states.to_shards(self._held, self._blocks, self.owners, self._gradients.rounds)
         numbers = {held.param: held.index for held in self._held}
         groups = [
             {**group, "params": [numbers[param] for param in group["params"]]} for group in self.param_groups
@@ -467,12 +410,6 @@ class WholeOptimizer(Optimizer):
 
 def _members(group: dict[str, Any]) -> dict[str, Any]:
     return {key: group[key] for key in ("params", "param_names") if key in group}
-
-
-def _words(report: int) -> str:
-    if report == _NOTHING_HELD:
-        return "holds none of it"
-    return "has none" if report == _NO_GRADIENT else f"has one in {_DTYPES[report - _FIRST_DTYPE]}"
 
 
 # torch does this in the first constructor call, where ranks that are threads would race.

@@ -90,6 +90,14 @@ def plan_rounds(
     ]
 
 
+def padding(owners: Sequence[int], numels: Sequence[int], world: int) -> float:
+    """How much longer rows of equal length, one for each owner, are than the matrices in them; 1 if none is padded."""
+    ends = [0] * world
+    for owner, numel in zip(owners, numels, strict=True):
+        ends[owner] += numel
+    return world * max(ends) / max(1, sum(ends))
+
+
 def senders(held: Held, owner: int) -> list[int]:
     """The ranks that send the owner their block: one for each block, the owner itself or else the nearest rank."""
     nearest: dict[tuple[Shape, Shape], int] = {}

@@ -11,6 +11,7 @@ from shardwise.plan.matrix_owners import (
     HeldBlock,
     is_complete,
     matrix_work,
+    padding,
     plan_messages,
     plan_owners,
     plan_rounds,
@@ -48,6 +49,32 @@ def test_equal_layers_are_divided_evenly():
         sum(work for work, owner in zip(works, owners, strict=True) if owner == rank) for rank in range(4)
     ]
     assert max(loads) / (sum(loads) / 4) <= 1.05
+
+
+def test_one_units_matrices_leave_rows_by_owner_padded_on_many_ranks():
+    """The table in docs/design/optimizers.md: what a reduce straight to the owners of one unit would send."""
+    blocks = {
+        "1b": [(2048, 2048)] * 4 + [(5632, 2048)] * 3,
+        "8b": [(4096, 4096)] * 2 + [(1024, 4096)] * 2 + [(14336, 4096)] * 3,
+    }
+    found = {}
+    for (name, block), layers in zip(blocks.items(), (16, 32), strict=True):
+        for world in (2, 4, 8):
+            shapes = block * layers
+            works = [matrix_work(shape) for shape in shapes]
+            owners = plan_owners(works, [cut_by_rows(shape, world) for shape in shapes], [0] * world)
+            numels = [math.prod(shape) for shape in shapes]
+            units = [slice(7 * number, 7 * number + 7) for number in range(layers)]
+            padded = [padding(owners[unit], numels[unit], world) for unit in units]
+            found[name, world] = round(sum(padded) / layers, 2)
+    assert found == {
+        ("1b", 2): 1.22,
+        ("1b", 4): 1.22,
+        ("1b", 8): 2.29,
+        ("8b", 2): 1.27,
+        ("8b", 4): 1.46,
+        ("8b", 8): 2.54,
+    }
 
 
 def test_a_rank_that_holds_more_of_a_matrix_owns_it_rather_than_an_equally_loaded_one():
