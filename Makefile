@@ -12,7 +12,7 @@ STAMP  := $(VENV)/.installed
 PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test test-all test-slow test-arithmetic test-ecosystem test-gpu fuzz demo lint format typecheck bench bench-gpu reference docs shape dist clean
+.PHONY: help venv test test-all test-slow test-arithmetic test-ecosystem test-ecosystem-short ecosystem-venv test-gpu fuzz demo lint format typecheck bench bench-gpu reference docs shape dist clean
 
 help:
 	@sed -n '1,4s/^# \{0,1\}//p' Makefile
@@ -51,8 +51,15 @@ $(ECOSYSTEM_STAMP): pyproject.toml constraints.txt
 	$(ECOSYSTEM)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,ecosystem]'
 	@touch $@
 
+ecosystem-venv: $(ECOSYSTEM_STAMP)
+
+# All of them; what they found goes into a results file.
 test-ecosystem: $(ECOSYSTEM_STAMP)
-	$(ECOSYSTEM)/bin/python -m pytest tests/ecosystem
+	ECOSYSTEM_RESULTS=benchmarks/results/ecosystem.json $(ECOSYSTEM)/bin/python -m pytest tests/ecosystem
+
+# A few of each library: what continuous integration runs.
+test-ecosystem-short: $(ECOSYSTEM_STAMP)
+	$(ECOSYSTEM)/bin/python -m pytest tests/ecosystem -m "not slow"
 
 # With whatever torch the machine has: a GPU machine's own is not replaced.
 test-gpu:

@@ -21,11 +21,12 @@ SIDES = {"torch": [], "shardwise": ["-m", "shardwise", "run"], "import": []}
 
 
 class Beside:
-    """The results of a program's cases on both sides; each side runs once."""
+    """The results of a program's cases on both sides; each side runs once, with the cases that are asked for."""
 
-    def __init__(self, program: str, folder: Path) -> None:
+    def __init__(self, program: str, folder: Path, cases: list[str]) -> None:
         self._program = program
         self._folder = folder
+        self._cases = cases
         self._logs: dict[str, str] = {}
 
     def results(self, side: str, case: str) -> list[dict[str, Any]]:
@@ -45,15 +46,24 @@ class Beside:
     def _run(self, side: str) -> str:
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
         environment = {
+            # Some virtual machines offer AMX and end a process that uses it.
+            "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",
             **os.environ,
             "PYTHONPATH": str(REPOSITORY),
             "OMP_NUM_THREADS": "1",
             "SHARD_WITH": side,
             "HF_HUB_OFFLINE": "1",
+            "HF_HOME": str(self._folder / side / "hugging_face"),
             "TOKENIZERS_PARALLELISM": "false",
         }
         done = subprocess.run(
-            [*launch, *SIDES[side], str(PROGRAMS / f"{self._program}.py"), str(self._folder / side)],
+            [
+                *launch,
+                *SIDES[side],
+                str(PROGRAMS / f"{self._program}.py"),
+                str(self._folder / side),
+                *self._cases,
+            ],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -64,6 +74,15 @@ class Beside:
         if side == "shardwise":
             assert "shardwise replaces torch's FSDP and ZeRO" in done.stdout, done.stdout[-4000:]
         return done.stdout
+
+
+def parameters_of(program: str, short: tuple[str, ...] | None = None) -> list[Any]:
+    """The cases of a program as parameters of a test, in the order in which they run; slow ones but ``short``."""
+    slow = [pytest.mark.slow]
+    return [
+        pytest.param(program, case, marks=[] if short is None or case in short else slow, id=case)
+        for case in cases_of(program)
+    ]
 
 
 def cases_of(program: str) -> list[str]:

@@ -2,20 +2,15 @@
 
 import pytest
 
-from tests.ecosystem.beside import Beside, cases_of, differences
+from tests.ecosystem.beside import differences, parameters_of
 
-PROGRAM = "train_with_lightning"
-CASES = cases_of(PROGRAM)
-
-
-@pytest.fixture(scope="module")
-def beside(tmp_path_factory):
-    return Beside(PROGRAM, tmp_path_factory.mktemp(PROGRAM))
+CASES = parameters_of("train_with_lightning", short=("fabric-parallel-sharded", "trainer-fsdp-sharded"))
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_lightning_does_on_ours_what_it_does_on_torchs(beside, case):
-    ours, theirs = beside.results("shardwise", case), beside.results("torch", case)
+@pytest.mark.parametrize(("program", "case"), CASES)
+def test_lightning_does_on_ours_what_it_does_on_torchs(beside, program, case):
+    sides = beside(program)
+    ours, theirs = sides.results("shardwise", case), sides.results("torch", case)
     if "fsdp-full" in case:
         # Torch's wrapper does not get there on a CPU; the program has checked that ours resumed bit for bit.
         assert theirs == [None, None]
@@ -24,6 +19,7 @@ def test_lightning_does_on_ours_what_it_does_on_torchs(beside, case):
         assert differences(ours, theirs) == []
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if "parallel" in case])
-def test_lightning_recognises_what_a_program_sharded_with_ours(beside, case):
-    assert differences(beside.results("import", case), beside.results("torch", case)) == []
+@pytest.mark.parametrize(("program", "case"), [case for case in CASES if "parallel" in case.id])
+def test_lightning_recognises_what_a_program_sharded_with_ours(beside, program, case):
+    sides = beside(program)
+    assert differences(sides.results("import", case), sides.results("torch", case)) == []

@@ -2,22 +2,15 @@
 
 import pytest
 
-from tests.ecosystem.beside import Beside, cases_of, differences
+from tests.ecosystem.beside import differences, parameters_of
 
-PROGRAM = "train_with_torchao"
-
-
-@pytest.fixture(scope="module")
-def beside(tmp_path_factory):
-    return Beside(PROGRAM, tmp_path_factory.mktemp(PROGRAM))
+CASES = parameters_of("train_with_torchao")
 
 
-@pytest.mark.parametrize("case", [case for case in cases_of(PROGRAM) if case != "float8-True"])
-def test_torchao_does_on_ours_what_it_does_on_torchs(beside, case):
-    assert differences(beside.results("shardwise", case), beside.results("torch", case)) == []
-
-
-def test_weights_gathered_in_float8_train_as_weights_cast_after_the_gather(beside):
-    """Torch's side cannot tell: gloo has no float8."""
-    gathered_in_float8 = beside.results("shardwise", "float8-True")
-    assert differences(gathered_in_float8, beside.results("shardwise", "float8-False")) == []
+@pytest.mark.parametrize(("program", "case"), CASES)
+def test_torchao_does_on_ours_what_it_does_on_torchs(beside, program, case):
+    sides = beside(program)
+    ours = sides.results("shardwise", case)
+    # Torch's side cannot gather in float8, as gloo has none: the weights must be those that were cast after a gather.
+    expected = sides.results("torch", case if case != "float8-True" else "float8-False")
+    assert differences(ours, expected) == []

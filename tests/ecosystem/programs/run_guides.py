@@ -16,6 +16,7 @@ GUIDES = Path(__file__).parents[3] / "docs" / "guides"
 
 
 # From the last one up; the page that makes the process group itself goes first.
+@case("bitsandbytes")
 @case("accelerate")
 @case("libraries")
 @case("trainer")
@@ -24,8 +25,10 @@ GUIDES = Path(__file__).parents[3] / "docs" / "guides"
 def guide(folder: Path, page: str) -> int:
     shardwise.install()
     os.chdir(folder)
-    if page == "hugging_face" and os.environ["RANK"] == "0":
+    if page in ("hugging_face", "bitsandbytes") and os.environ["RANK"] == "0":
         tiny_llama().save_pretrained("a-folder")
+    if dist.is_initialized():
+        dist.barrier()
     namespace = {"__name__": "example"}
     blocks = [block for block in blocks_of(GUIDES / f"{page}.md") if block.language == "python"]
     for block in blocks:

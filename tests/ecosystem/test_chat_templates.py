@@ -1,0 +1,68 @@
+"""Conversations through the chat template of a real tokenizer, and packs through a model of transformers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shardwise.errors import ConfigError
+from shardwise.train.chat import conversation_reader
+from shardwise.train.model import HuggingFaceModel
+
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m['role'] }}|> {{ m['content'] }} <|end|> {% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+# As templates of models that think: what they show of an answer depends on whether another message follows.
+FORGETFUL = TEMPLATE.replace("{{ m['content'] }}", "{{ m['content'] if loop.last else 'gone' }}")
+
+
+def make_tokenizer(folder, template):
+    transformers = pytest.importorskip("transformers")
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = ["<|user|>", "<|assistant|>", "<|end|>", "hi", "yo", "well", "then", "gone", "?"]
+    tokenizer = Tokenizer(
+        models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="?")
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
+    fast.chat_template = template
+    fast.save_pretrained(str(folder))
+    return words
+
+
+def chat(*contents):
+    roles = ("user", "assistant")
+    return {"messages": [{"role": roles[n % 2], "content": text} for n, text in enumerate(contents)]}
+
+
+def test_the_answers_of_a_template_are_learnt_with_their_ends_and_nothing_else(tmp_path):
+    words = make_tokenizer(tmp_path, TEMPLATE)
+    tokens = conversation_reader(str(tmp_path), learns_all=False)(chat("hi", "yo", "well", "then"), "here")
+    shown = [words[token] if token >= 0 else f"({words[~token]})" for token in tokens]
+    assert " ".join(shown) == (
+        "(<|user|>) (hi) (<|end|>) (<|assistant|>) yo <|end|> (<|user|>) (well) (<|end|>) (<|assistant|>) then <|end|>"
+    )
+
+
+def test_a_template_that_changes_what_it_wrote_is_refused(tmp_path):
+    make_tokenizer(tmp_path, FORGETFUL)
+    read = conversation_reader(str(tmp_path), learns_all=False)
+    with pytest.raises(ConfigError, match="differently once others follow"):
+        read(chat("hi", "yo", "well", "then"), "here")
+
+
+def test_a_model_of_transformers_keeps_packed_conversations_apart():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=64
+    )
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).double().eval()
+    tokens = torch.randint(0, 64, (1, 11), generator=torch.Generator().manual_seed(1))
+    segments = torch.tensor([[0] * 4 + [1] * 5 + [-1] * 2])
+    packed = model(tokens, **HuggingFaceModel("any").segment_arguments(segments)).logits[0]
+    for first, last in ((0, 4), (4, 9)):
+        alone = model(tokens[:, first:last]).logits[0]
+        torch.testing.assert_close(packed[first:last], alone, rtol=1e-11, atol=1e-12)
