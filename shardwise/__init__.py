@@ -1,124 +1,30 @@
 """shardwise: train PyTorch models too big for one device, by sharding parameters, gradients and optimizer state."""
 
-from shardwise import optim, trace
-from shardwise.compat import Installation, install, uninstall
-from shardwise.composable.fsdp_module import FSDPModule, UnshardHandle
-from shardwise.composable.fully_shard import fully_shard
-from shardwise.errors import (
-    CheckpointError,
-    ConfigAssertionError,
-    ConfigError,
-    ConfigTypeError,
-    NonFiniteGradients,
-    PeerFailure,
-    RankDisagreement,
-    ShardwiseError,
-    StateAssertionError,
-    StateError,
-)
-from shardwise.forward_methods import register_fsdp_forward_method, share_comm_ctx
-from shardwise.policies import (
-    CPUOffloadPolicy,
-    DataParallelMeshDims,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    ShardPlacementResult,
-    TrustPolicy,
-    set_trust,
-)
-from shardwise.training_step.clip_grad_norm import clip_grad_norm_
-from shardwise.training_step.cuda_graph import CapturedStep, capture
-from shardwise.training_step.grad_scaler import ShardedGradScaler
-from shardwise.training_step.planned_memory import planned_memory
-from shardwise.training_step.uneven_batches import uneven
-from shardwise.version import __version__
-from shardwise.wrapper.optim_state_load import OptimStateKeyType
-from shardwise.wrapper.options import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
-from shardwise.wrapper.state_dict_types import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
-    OptimStateDictConfig,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
-)
-from shardwise.wrapper.wrap_policies import (
-    CustomPolicy,
-    ModuleWrapPolicy,
-    always_wrap_policy,
-    enable_wrap,
-    lambda_auto_wrap_policy,
-    size_based_auto_wrap_policy,
-    transformer_auto_wrap_policy,
-    wrap,
-)
-from shardwise.wrapper.wrapper import FullyShardedDataParallel
-from shardwise.zero import ZeroRedundancyOptimizer, hook_with_zero_step, hook_with_zero_step_interleaved
+from __future__ import annotations
 
-__all__ = [
-    "BackwardPrefetch",
-    "CPUOffload",
-    "CPUOffloadPolicy",
-    "CapturedStep",
-    "CheckpointError",
-    "ConfigAssertionError",
-    "ConfigError",
-    "ConfigTypeError",
-    "CustomPolicy",
-    "DataParallelMeshDims",
-    "FSDPModule",
-    "FullOptimStateDictConfig",
-    "FullStateDictConfig",
-    "FullyShardedDataParallel",
-    "Installation",
-    "LocalOptimStateDictConfig",
-    "LocalStateDictConfig",
-    "MixedPrecision",
-    "MixedPrecisionPolicy",
-    "ModuleWrapPolicy",
-    "NonFiniteGradients",
-    "OffloadPolicy",
-    "OptimStateDictConfig",
-    "OptimStateKeyType",
-    "PeerFailure",
-    "RankDisagreement",
-    "ShardPlacementResult",
-    "ShardedGradScaler",
-    "ShardedOptimStateDictConfig",
-    "ShardedStateDictConfig",
-    "ShardingStrategy",
-    "ShardwiseError",
-    "StateAssertionError",
-    "StateDictConfig",
-    "StateDictSettings",
-    "StateDictType",
-    "StateError",
-    "TrustPolicy",
-    "UnshardHandle",
-    "ZeroRedundancyOptimizer",
-    "__version__",
-    "always_wrap_policy",
-    "capture",
-    "clip_grad_norm_",
-    "enable_wrap",
-    "fully_shard",
-    "hook_with_zero_step",
-    "hook_with_zero_step_interleaved",
-    "install",
-    "lambda_auto_wrap_policy",
-    "optim",
-    "planned_memory",
-    "register_fsdp_forward_method",
-    "set_trust",
-    "share_comm_ctx",
-    "size_based_auto_wrap_policy",
-    "trace",
-    "transformer_auto_wrap_policy",
-    "uneven",
-    "uninstall",
-    "wrap",
-]
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardwise.api import *
+
+
+def __getattr__(name: str) -> Any:
+    """Returns a module of the package or a public name, which is imported on its first use."""
+    if name not in ("__all__", "__version__"):
+        # First, so that the package's own modules can import each other before the public names exist.
+        if name.startswith("_"):
+            raise AttributeError(f"module 'shardwise' has no attribute '{name}'")
+        if importlib.util.find_spec(f"shardwise.{name}") is not None:
+            return importlib.import_module(f"shardwise.{name}")
+    api = importlib.import_module("shardwise.api")
+    if name in ("__all__", *api.__all__):
+        # Found without this function from now on.
+        return globals().setdefault(name, getattr(api, name))
+    raise AttributeError(f"module 'shardwise' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    api = importlib.import_module("shardwise.api")
+    return sorted({*globals(), *api.__all__})

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import struct
 import tempfile
 from collections.abc import Iterator
@@ -93,6 +94,9 @@ def _write_folder(folder: Path, weights: Weights, shard_bytes: int, dtype: torch
         kinds = {_target_dtype(weight, dtype) for weight in weights.tensors}
         config = {**weights.config, "dtype": dtype_name(kinds.pop()) if len(kinds) == 1 else "float32"}
         write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
+    for path in weights.tokenizer:
+        if path.name not in (*names, INDEX, "config.json"):
+            shutil.copyfile(path, folder / path.name, follow_symlinks=False)
     sync_folder(folder)
     return names
 
@@ -154,7 +158,7 @@ def export_torch(weights: Weights, target: str | Path, *, dtype: torch.dtype | N
         for number, weight in enumerate(weights.tensors):
             kind = _target_dtype(weight, dtype)
             if not weight.numel:
-                state[weight.name] = torch.empty(weight.shape, dtype=kind)
+                state[weight.name] = torch.empty(weight.shape, dtype=kind, device="cpu")
                 continue
             # Written to a file and memory-mapped, so that torch.save reads one tensor after another.
             temporary = unfinished.with_name(f"{number}.tensor")

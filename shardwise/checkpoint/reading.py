@@ -94,7 +94,7 @@ class MappedFiles:
     def read(self, record: TensorRecord, chunk: Chunk) -> torch.Tensor:
         dtype: torch.dtype = getattr(torch, record.dtype)
         if not chunk.numel:
-            return torch.empty(chunk.sizes, dtype=dtype)
+            return torch.empty(chunk.sizes, dtype=dtype, device="cpu")
         if chunk.file not in self._mapped:
             self._mapped[chunk.file] = self._map(chunk.file)
         stop = chunk.start + chunk.numel * ITEM_BYTES[record.dtype]

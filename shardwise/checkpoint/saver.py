@@ -109,7 +109,7 @@ class Saver:
 
     def _holds_on_all_ranks(self, holds: bool) -> bool:
         """Whether a condition holds on all ranks."""
-        flag = torch.tensor([holds], dtype=torch.uint8)
+        flag = torch.tensor([holds], dtype=torch.uint8, device="cpu")
         dist.all_reduce(flag, dist.ReduceOp.MIN, self._group)
         return bool(flag)
 

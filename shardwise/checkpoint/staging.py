@@ -61,7 +61,7 @@ class StagedFile:
 
     def __init__(self) -> None:
         self._layout: FileLayout | None = None
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._views: dict[str, torch.Tensor] = {}
 
     def stage(self, parts: Mapping[str, Part], layout: FileLayout) -> None:
@@ -99,6 +99,6 @@ class StagedFile:
 def _host_memory(num_bytes: int, *, pinned: bool) -> torch.Tensor:
     """Allocates zeros; pinned for copies from a GPU, or pageable if that fails."""
     try:
-        return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pinned)
+        return torch.zeros(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
     except RuntimeError:
-        return torch.zeros(num_bytes, dtype=torch.uint8)
+        return torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")

@@ -39,7 +39,7 @@ def _named(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
         return
     for suffix, (kind, dtype) in _NUMBERS.items():
         if type(value) is kind:
-            yield f"{name}:{suffix}", torch.tensor(value, dtype=dtype)
+            yield f"{name}:{suffix}", torch.tensor(value, dtype=dtype, device="cpu")
     if isinstance(value, Mapping):
         inner: Any = value.items()
     else:

@@ -173,7 +173,7 @@ class TrainingState:
                 if record.shape == tuple(param.shape) and record.shape and param not in whole:
                     empty = torch.empty_like(param.detach(), dtype=dtype)
                 else:
-                    empty = torch.empty(record.shape, dtype=dtype)
+                    empty = torch.empty(record.shape, dtype=dtype, device="cpu")
                 templates.setdefault(param, {})[key] = empty
         return templates
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from shardwise.checkpoint import strict_json
 from shardwise.checkpoint.disk import read_file
 from shardwise.checkpoint.manifest import MANIFEST, first_damage, read_manifest
+from shardwise.checkpoint.parts import Part
 from shardwise.checkpoint.reading import MappedFiles
 from shardwise.checkpoint.safetensors_file import read_safetensors
 from shardwise.checkpoint.store import Store
@@ -33,6 +34,8 @@ BLOCK_BYTES = 64 << 20
 CONFIG_LIMIT_BYTES = 16 << 20
 INDEX = "model.safetensors.index.json"
 INDEX_LIMIT_BYTES = 256 << 20
+TOKENIZER = "tokenizer"
+"""The folder of a run that holds its tokenizer's files."""
 
 
 @dataclass(frozen=True)
@@ -59,14 +62,30 @@ class Weight:
         if not self.numel:
             return
         shape = self.shape or (1,)
-        row_bytes = max(1, torch.Size(shape[1:]).numel() * torch.empty(0, dtype=dtype).element_size())
+        row_bytes = max(1, torch.Size(shape[1:]).numel() * dtype.itemsize)
         step = max(1, (BLOCK_BYTES if block_bytes is None else block_bytes) // row_bytes)
         for start in range(0, shape[0], step):
             stop = min(shape[0], start + step)
-            block = torch.empty((stop - start, *shape[1:]), dtype=dtype)
+            block = torch.empty((stop - start, *shape[1:]), dtype=dtype, device="cpu")
             for offsets, part in self.blocks:
                 _copy_overlap(part.reshape(part.shape or (1,)), offsets or (0,), block, start)
             yield block
+
+    def copy_into(self, target: Part) -> None:
+        """Copies what overlaps a rank's part of this tensor, and reads nothing else."""
+        for offsets, block in self.blocks:
+            into, out_of = target.tensor, block
+            for dim, (start, ours) in enumerate(zip(offsets, target.offsets, strict=True)):
+                first = max(start, ours)
+                length = min(start + block.size(dim), ours + target.tensor.size(dim)) - first
+                if length <= 0:
+                    break
+                into, out_of = (
+                    into.narrow(dim, first - ours, length),
+                    out_of.narrow(dim, first - start, length),
+                )
+            else:
+                into.copy_(out_of)
 
 
 def _copy_overlap(part: Tensor, offsets: tuple[int, ...], block: Tensor, start: int) -> None:
@@ -85,6 +104,8 @@ class Weights:
     config: dict[str, Any] | None
     """Hugging Face's config.json, if there is one."""
     is_checkpoint: bool = False
+    tokenizer: tuple[Path, ...] = ()
+    """The files of its tokenizer."""
 
 
 def open_weights(source: str | Path) -> Weights:
@@ -163,7 +184,9 @@ def _weights_of_checkpoint(folder: Path) -> Weights:
             where=str(folder),
             fix="convert another checkpoint of the run",
         )
-    return Weights(tensors, config, is_checkpoint=True)
+    kept = folder.parent.parent / TOKENIZER
+    tokenizer = tuple(sorted(path for path in kept.iterdir() if path.is_file())) if kept.is_dir() else ()
+    return Weights(tensors, config, is_checkpoint=True, tokenizer=tokenizer)
 
 
 def _weights_of_folder(folder: Path) -> Weights | None:

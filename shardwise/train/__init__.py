@@ -4,6 +4,7 @@ A recipe is a function that returns a ``Config``. This package does the rest: da
 display and checkpoints.
 """
 
+from shardwise.train.callbacks import Callback, Run
 from shardwise.train.config import (
     Checkpoints,
     Config,
@@ -12,20 +13,28 @@ from shardwise.train.config import (
     Optimization,
     Output,
     Sharding,
+    Source,
     Training,
 )
+from shardwise.train.loggers import MLflow, TensorBoard, WandB
 from shardwise.train.model import HuggingFaceModel, Llama, OwnModel
 
 __all__ = [
+    "Callback",
     "Checkpoints",
     "Config",
     "Data",
     "Evaluation",
     "HuggingFaceModel",
     "Llama",
+    "MLflow",
     "Optimization",
     "Output",
     "OwnModel",
+    "Run",
     "Sharding",
+    "Source",
+    "TensorBoard",
     "Training",
+    "WandB",
 ]

@@ -34,6 +34,7 @@ class RunCheckpoints:
         display: shows the outcome of saves.
         manifest_entries: more entries for the manifest of each checkpoint.
         ensure_folder: called on rank 0 before a save; returns the other run that is using the folder, if any.
+        on_saved: called with the step and the path of each checkpoint that is on disk.
     """
 
     def __init__(
@@ -45,9 +46,10 @@ class RunCheckpoints:
         display: Display,
         manifest_entries: dict[str, Any],
         ensure_folder: Callable[[], str | None],
+        on_saved: Callable[[int, Path], None],
     ) -> None:
         self._store, self._state, self._team, self._display = store, state, team, display
-        self._ensure_folder = ensure_folder
+        self._ensure_folder, self._on_saved = ensure_folder, on_saved
         self._saver = Saver(
             store,
             team.new_group(),
@@ -100,6 +102,7 @@ class RunCheckpoints:
             problem = outcome.problem
             if problem is None:
                 self._display.note(f"saved {outcome.path.name} in {outcome.seconds:.1f} s")
+                self._on_saved(outcome.step, outcome.path)
                 continue
             if progress.saved_step == outcome.step:
                 progress.saved_step = -1

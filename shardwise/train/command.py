@@ -209,9 +209,31 @@ def resolve(request: Request) -> tuple[Config, dict[str, Any]]:
             )
         if recipe is None or recipe == known:
             recipe = known
-            settings = [*before.get("settings", []), *settings]
+            kept = before.get("settings", [])
+            _refuse_code_named_by(kept, settings, request)
+            settings = [*kept, *settings]
     recipe = recipe or "tiny"
     config = with_settings(load_recipe(recipe), settings)
     if request.resume:
         config = replace(config, output=replace(config.output, folder=request.resume))
     return config, {"recipe": recipe, "settings": settings}
+
+
+def _refuse_code_named_by(kept: list[str], settings: list[str], request: Request) -> None:
+    """Raises ConfigError if a run's folder names a class to import, and the request does not name it itself."""
+
+    def named(assignments: list[str]) -> str | None:
+        texts = [text.partition("=") for text in assignments]
+        values = [
+            value.strip() for name, _, value in texts if name.strip() in ("optimizer", "optimizer.name")
+        ]
+        return values[-1] if values else None
+
+    optimizer = named(kept)
+    is_known = optimizer is None or "." not in optimizer or optimizer.startswith("torch.optim.")
+    if not is_known and named(settings) is None:
+        raise ConfigError(
+            f"the run uses an optimizer of your own, '{optimizer}'",
+            where=f"--resume {request.resume}",
+            fix=f"name it again: --set optimizer.name={optimizer}",
+        )

@@ -11,13 +11,18 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
+import functools
 import types
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
+from torch import Tensor
+from torch.optim import Optimizer
+
 from shardwise.errors import ConfigError
+from shardwise.train.callbacks import Callback
 from shardwise.train.model import Llama, ModelSource
 
 __all__ = [
@@ -29,15 +34,28 @@ __all__ = [
     "Optimization",
     "Output",
     "Sharding",
+    "Source",
     "Training",
     "as_json",
     "check",
+    "parse_sources",
     "settings_of",
     "with_settings",
 ]
 
 Mode = Literal["none", "optimizer", "gradients", "full", "hybrid"]
 Record = TypeVar("Record")
+_UNION = type(typing.Optional[int])  # noqa: UP045  the type of unions made by typing, which differs from that of |
+
+
+@dataclass(frozen=True)
+class Source:
+    """One of several sources of data."""
+
+    path: str
+    """As ``data.path``."""
+    weight: float | None = None
+    """Its part of the samples, relative to the other sources; None for all: by their sizes."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +63,15 @@ class Data:
     """The data to train on."""
 
     path: str = ""
-    """A text file or a folder of them, a ``.bin`` of tokens, or a data set ``hf:NAME``; empty: Python's own sources."""
+    """Text, ``.jsonl`` or ``.parquet`` files, a folder, a ``.bin`` of tokens, ``hf:NAME``; empty: Python's sources."""
+    sources: tuple[Source, ...] = ()
+    """Several paths in place of one, with weights: ``web.jsonl*0.7, code/*0.3``."""
+    format: Literal["text", "chat"] = "text"
+    """chat: rows with ``messages``, or ``prompt`` and ``completion``; each conversation is a sequence."""
+    train_on: Literal["answers", "all"] = "answers"
+    """In chats: learn the assistant's answers only, or all tokens."""
+    packing: bool = False
+    """In chats: put several conversations into a sequence, unseen by each other, instead of padding."""
     tokenizer: str = "bytes"
     """``bytes``, or a Hugging Face tokenizer's name or folder."""
     token_dtype: Literal["uint8", "uint16", "int32", "int64"] = "uint16"
@@ -53,7 +79,7 @@ class Data:
     split: str = "train"
     """The split of a Hugging Face data set."""
     column: str = "text"
-    """The column of a Hugging Face data set that holds the text."""
+    """The column, or the key of JSON lines, that holds the text."""
     held_out: float = 0.05
     """The fraction of the data, at its end, that is used only for evaluation."""
     shuffle: bool = True
@@ -61,11 +87,19 @@ class Data:
 
 @dataclass(frozen=True)
 class Optimization:
-    name: Literal["adamw", "sgd", "muon"] = "adamw"
-    """muon: Muon for the matrices of the blocks, with updates as large as AdamW's, and AdamW for the rest."""
+    name: str | type[Optimizer] = "adamw"
+    """adamw, sgd, muon (Muon for the blocks' matrices, AdamW for the rest), or a class such as torch.optim.Adagrad."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """More arguments of the optimizer: ``optimizer.arguments.nesterov=true``."""
+    whole: bool = False
+    """Whether the optimizer needs whole matrices, as Shampoo does; others work element by element."""
     lr: float = 3e-4
+    schedule: Literal["constant", "linear", "cosine", "wsd"] | Callable[[int, int], float] = "cosine"
+    """After warmup; wsd: stable, then decay. Or a function from step and number of steps to a fraction of ``lr``."""
     min_lr: float = 0.1
-    """Where the cosine decay ends, as a fraction of ``lr``."""
+    """Where the schedule ends, as a fraction of ``lr``."""
+    decay: float = 0.2
+    """The part of the steps after warmup in which wsd decays."""
     warmup: int = 10
     """Steps in which the learning rate rises from 0 to ``lr``."""
     weight_decay: float = 0.1
@@ -131,6 +165,11 @@ class Output:
     show: Literal["auto", "live", "lines", "json", "quiet"] = "auto"
     """auto: live in a terminal, lines elsewhere."""
     tensorboard: bool = False
+    """Write events for TensorBoard to the run's folder."""
+    wandb: bool = False
+    """Log to Weights & Biases; WANDB_PROJECT and WANDB_MODE hold."""
+    mlflow: bool = False
+    """Log to MLflow: to the server of MLFLOW_TRACKING_URI, or to files in the run's folder."""
 
 
 @dataclass(frozen=True)
@@ -146,6 +185,10 @@ class Config:
     checkpoint: Checkpoints = field(default_factory=Checkpoints)
     evaluate: Evaluation = field(default_factory=Evaluation)
     output: Output = field(default_factory=Output)
+    loss: Callable[[Tensor, Tensor], Tensor] | None = None
+    """Your own loss of logits and targets, each target's or their mean; targets of -100 do not count."""
+    callbacks: tuple[Callback, ...] = ()
+    """Your own code that the run calls, and loggers with arguments."""
 
 
 # --- settings by name ---------------------------------------------------------------------------------------------
@@ -156,10 +199,19 @@ def settings_of(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]
     hints = typing.get_type_hints(type(config))
     for entry in dataclasses.fields(config):
         value = getattr(config, entry.name)
+        kind = hints[entry.name]
         if dataclasses.is_dataclass(value):
             yield from settings_of(value, f"{prefix}{entry.name}.")
-        elif not callable(value) and not isinstance(value, type):
-            yield prefix + entry.name, hints[entry.name], value
+        elif isinstance(value, Mapping):
+            yield prefix + entry.name, kind, dict(value)
+        elif callable(value):
+            # Code can be replaced by a setting where a name would do as well.
+            if _as_text(kind) is not None:
+                yield prefix + entry.name, kind, f"{value.__module__}.{value.__qualname__}"
+        elif kind == tuple[Source, ...]:
+            yield prefix + entry.name, kind, _sources_as_text(value)
+        elif not isinstance(value, tuple) and value is not None:
+            yield prefix + entry.name, kind, value
 
 
 def with_settings(config: Config, assignments: Iterable[str]) -> Config:
@@ -174,6 +226,12 @@ def with_settings(config: Config, assignments: Iterable[str]) -> Config:
         if f"{name}.name" in known:
             # optimizer=muon
             name = f"{name}.name"
+        head, _, key = name.rpartition(".")
+        if head in known and typing.get_origin(known[head]) is Mapping and key.isidentifier():
+            path = head.split(".")
+            arguments = {**_value_of(config, path), key: _parse_any(text.strip())}
+            config = _with_value(config, path, arguments)
+            continue
         if name not in known:
             raise ConfigError(f"there is no setting '{name}'", where=where, fix=_suggestion(name, known))
         config = _with_value(config, name.split("."), _parse_value(text.strip(), known[name], where))
@@ -193,6 +251,18 @@ def _suggestion(name: str, known: Iterable[str]) -> str:
     return "see them all with: shardwise train --settings"
 
 
+def _as_text(kind: Any) -> Any | None:
+    """Returns the part of a type that can be written in a setting: of ``str | type``, it is ``str``."""
+    for option in typing.get_args(kind) if isinstance(kind, types.UnionType | _UNION) else (kind,):
+        if option is str or typing.get_origin(option) is Literal:
+            return option
+    return None
+
+
+def _value_of(record: Any, path: list[str]) -> Any:
+    return functools.reduce(getattr, path, record)
+
+
 def _with_value(record: Record, path: list[str], value: Any) -> Record:
     head, *rest = path
     if rest:
@@ -200,7 +270,48 @@ def _with_value(record: Record, path: list[str], value: Any) -> Record:
     return dataclasses.replace(record, **{head: value})  # type: ignore[type-var]
 
 
+def _parse_any(text: str) -> Any:
+    """Returns the value that a text means: a number, true or false, a tuple, or else the text."""
+    words = {"true": True, "false": False, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def _sources_as_text(sources: tuple[Source, ...]) -> str:
+    return ", ".join(
+        source.path if source.weight is None else f"{source.path}*{source.weight:g}" for source in sources
+    )
+
+
+def parse_sources(text: str, where: str) -> tuple[Source, ...]:
+    """Reads ``PATH*WEIGHT, PATH*WEIGHT``, or paths alone."""
+    found = []
+    for entry in filter(None, (part.strip() for part in text.split(","))):
+        path, star, weight = entry.rpartition("*")
+        try:
+            found.append(Source(path.strip(), float(weight)) if star else Source(entry))
+        except ValueError:
+            raise ConfigError(
+                f"'{weight}' is not a weight", where=where, fix="write PATH*WEIGHT, PATH*WEIGHT, ..."
+            ) from None
+    return tuple(found)
+
+
 def _parse_value(text: str, kind: Any, where: str) -> Any:
+    kind = _as_text(kind) or kind
+    if kind == tuple[Source, ...]:
+        return parse_sources(text, where)
+    if typing.get_origin(kind) is Mapping:
+        value = _parse_any(text)
+        if not isinstance(value, dict):
+            raise ConfigError(
+                f"'{text}' is no dict", where=where, fix="set its entries one by one: name.key=value"
+            )
+        return value
     if typing.get_origin(kind) is Literal:
         choices = typing.get_args(kind)
         if text in choices:
@@ -260,6 +371,7 @@ def check(config: Config) -> None:
         ("optimizer.lr", optimizer.lr),
         ("optimizer.min_lr", optimizer.min_lr),
         ("optimizer.warmup", optimizer.warmup),
+        ("optimizer.decay", optimizer.decay),
         ("optimizer.weight_decay", optimizer.weight_decay),
         ("optimizer.clip", optimizer.clip),
         ("train.exact_micro_batches", train.exact_micro_batches),
@@ -271,7 +383,24 @@ def check(config: Config) -> None:
         ("evaluate.batches", config.evaluate.batches),
     ):
         need(number >= 0, name, number, "use 0 or more")
+    if isinstance(optimizer.name, str) and "." not in optimizer.name:
+        _check_choice(
+            optimizer.name, ("adamw", "sgd", "muon"), "optimizer.name", "or the full name of a class"
+        )
+    need(
+        optimizer.schedule != "wsd" or 0 < optimizer.decay <= 1,
+        "optimizer.decay",
+        optimizer.decay,
+        "use 0 to 1",
+    )
     need(0 <= config.data.held_out < 1, "data.held_out", config.data.held_out, "use a fraction, such as 0.05")
+    weights = [source.weight for source in config.data.sources]
+    if any(weight is None or weight <= 0 for weight in weights) and weights.count(None) < len(weights):
+        raise ConfigError(
+            f"data.sources is {_sources_as_text(config.data.sources)}",
+            where=f"the settings of '{config.name}'",
+            fix="give every source a weight above 0, or none of them",
+        )
     if sharding.offload and sharding.mode in ("none", "optimizer"):
         raise ConfigError(
             f"sharding.offload moves shards to host memory, but mode '{sharding.mode}' does not shard parameters",
@@ -286,6 +415,17 @@ def check(config: Config) -> None:
             fix="use train.accumulate=1, or train.exact_micro_batches=0",
         )
     config.model.check()
+
+
+def _check_choice(value: str, choices: tuple[str, ...], where: str, others: str) -> None:
+    if value not in choices:
+        near = difflib.get_close_matches(value, choices, n=1)
+        hint = f"did you mean '{near[0]}'? " if near else ""
+        raise ConfigError(
+            f"'{value}' is not a valid value",
+            where=where,
+            fix=f"{hint}use one of {', '.join(choices)}, {others}",
+        )
 
 
 def as_json(config: Config) -> dict[str, Any]:

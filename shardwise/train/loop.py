@@ -13,7 +13,6 @@ import contextlib
 import errno
 import json
 import os
-import resource
 import signal
 import sys
 import threading
@@ -26,24 +25,27 @@ import torch
 
 from shardwise.checkpoint.store import Store
 from shardwise.checkpoint.training_state import TrainingState
+from shardwise.checkpoint.weights import TOKENIZER
 from shardwise.errors import CheckpointError, ConfigError, StateError
 from shardwise.policies import set_trust
+from shardwise.train.callbacks import CallbackList, Run
 from shardwise.train.checkpointing import RunCheckpoints
 from shardwise.train.config import Config, as_json
-from shardwise.train.data import Corpus, Samples, needs_tokenizing, open_corpus, tokenize, tokens_state
 from shardwise.train.display import Display, FaultTolerantDisplay, Quiet
+from shardwise.train.hardware import memory_bytes, peak_flops
+from shardwise.train.loggers import chosen_loggers
+from shardwise.train.optimizers import make_optimizer
 from shardwise.train.parallel import Parallel
 from shardwise.train.records import CONFIG, RunFacts, StepRecord, Summary, read_metrics
 from shardwise.train.report import Report, Unwritten
 from shardwise.train.run_files import replace_file
 from shardwise.train.run_folder import CHECKPOINTS, lock_holder
-from shardwise.train.sample_order import SampleOrder, plan_order
+from shardwise.train.sources import open_data, tokenize_sources
 from shardwise.train.step import Progress, Stepper
 from shardwise.train.team import Team
+from shardwise.train.tokenizers import IDS, save_tokenizer, tokenizer_of
 
 __all__ = ["Interrupt", "Trainer"]
-
-_TOKENS = "tokens.bin"
 
 
 class Trainer:
@@ -76,38 +78,37 @@ class Trainer:
         torch.set_num_threads(config.train.threads)
         if config.train.late_seconds:
             set_trust(late_seconds=config.train.late_seconds)
-        if needs_tokenizing(config.data):
-            team.from_first(self._tokenize)
-        self._corpus, samples, order = team.together(self._open_data)
+        team.from_first(lambda: tokenize_sources(config.data, folder, self.display.note))
+        self._data = team.together(lambda: open_data(config, folder, team.world_size))
+        team.from_first(self._keep_tokenizer)
         is_exact = config.train.exact_micro_batches > 0
         self.parallel = Parallel(config.model, config.sharding, device, config.train.seed, is_exact)
-        self.optimizer = self.parallel.make_optimizer(config.optimizer)
+        self.optimizer = make_optimizer(self.parallel, config.optimizer)
         self.state = TrainingState(self.parallel.module, self.optimizer)
-        self._stepper = Stepper(config, self.parallel, self.optimizer, samples, order, team, device)
+        self._stepper = Stepper(config, self.parallel, self.optimizer, self._data, team, device)
         self._store = Store(folder / CHECKPOINTS)
-        entries = {"corpus": self._corpus.fingerprint(), **self._origin}
+        entries = {"corpus": self._data.fingerprint, **self._origin}
         self._holder = lock_holder(folder)
         self._checkpoints = RunCheckpoints(
-            self._store, self.state, config, team, self.display, entries, self._ensure_folder
+            self._store, self.state, config, team, self.display, entries, self._ensure_folder, self._on_saved
         )
         self.progress = Progress()
+        self._callbacks: CallbackList | None = None
 
     # --- set-up -------------------------------------------------------------------------------------------------
 
-    def _tokenize(self) -> None:
-        target = self.folder / _TOKENS
-        state = tokens_state(self.config.data, target)
-        if state == "stale":
-            self.display.note("the data or its tokenizer has changed: tokenizing again")
-        if state != "good":
-            tokenize(self.config.data, target)
-
-    def _open_data(self) -> tuple[Corpus, Samples, SampleOrder]:
-        model, data, train = self.config.model, self.config.data, self.config.train
-        corpus = open_corpus(data, self.folder / _TOKENS, model.vocabulary)
-        samples = Samples(corpus, model.context, model.vocabulary, data.held_out)
-        seed = train.seed if data.shuffle else None
-        return corpus, samples, plan_order(samples.num_training, train, self.team.world_size, seed)
+    def _keep_tokenizer(self) -> None:
+        """Copies the tokenizer into the run's folder, for generation and exports."""
+        data = self.config.data
+        if tokenizer_of(data) == IDS or (self.folder / TOKENIZER).exists():
+            return
+        try:
+            save_tokenizer(data.tokenizer, self.folder / TOKENIZER)
+        except OSError as error:
+            self._unwritten.add(TOKENIZER, error)
+            self.display.warn(
+                f"the tokenizer cannot be written, training continues: {error.strerror or error}"
+            )
 
     def _other_run_in_folder(self) -> str | None:
         """Returns the holder of another run, if one has begun in the folder since it was emptied or replaced."""
@@ -150,18 +151,21 @@ class Trainer:
         first_samples = self.progress.samples
         facts = self._facts()
         report = self._begin_report(facts)
+        callbacks, summary = self._begin_callbacks(facts), None
         try:
+            self.team.together(callbacks.start)
             ended = self._train(facts, report, stop_after)
             summary = self._summary(facts, ended, time.perf_counter() - begun, first_samples, report)
             if report is not None:
                 report.end(summary)
             self.display.end(summary)
-            self._raise_unwritten(summary)
-            return summary
         finally:
+            callbacks.end(summary)
             self.display.close()
             if report is not None:
                 report.close()
+        self._raise_unwritten(summary)
+        return summary
 
     def _train(self, facts: RunFacts, report: Report | None, stop_after: int | None) -> str:
         """Runs the steps, saves the last checkpoint, and returns how the run ended."""
@@ -176,6 +180,8 @@ class Trainer:
                 if report is not None:
                     report.step(record)
                 self.display.step(record)
+                if self._callbacks is not None:
+                    self._callbacks.step(record)
                 if config.checkpoint.every and progress.step % config.checkpoint.every == 0:
                     self._checkpoints.save(progress)
                 self._checkpoints.report_outcomes(progress)
@@ -228,8 +234,25 @@ class Trainer:
             self._unwritten,
             self._other_run_in_folder,
             from_step=facts.first_step,
-            tensorboard=self.config.output.tensorboard,
         )
+
+    def _begin_callbacks(self, facts: RunFacts) -> CallbackList:
+        settings = as_json(self.config)
+        run = Run(self.folder, facts, settings, self.team.rank, self.parallel.module, self.optimizer)
+        callbacks = (*chosen_loggers(self.config.output), *self.config.callbacks)
+        self._callbacks = CallbackList(callbacks, run, self._on_callback_error)
+        return self._callbacks
+
+    def _on_saved(self, step: int, path: Path) -> None:
+        if self._callbacks is not None:
+            self._callbacks.checkpoint(step, path)
+
+    def _stop_is_asked(self) -> bool:
+        return self._callbacks is not None and self._callbacks.stop_requested
+
+    def _on_callback_error(self, name: str, error: Exception) -> None:
+        if self._unwritten.add(name, error):
+            self.display.warn(f"{name} failed, training continues: {type(error).__name__}: {error}")
 
     def _write_config(self) -> None:
         """Writes the file that resuming needs: a new run does not begin before it is on disk."""
@@ -275,7 +298,7 @@ class Trainer:
             folder=str(self.folder),
             model=type(config.model).__name__,
             num_parameters=self.parallel.num_parameters,
-            num_tokens=self._corpus.num_tokens,
+            num_tokens=self._data.num_tokens,
             mode=config.sharding.mode,
             precision=config.sharding.precision,
             device=self.device.type.upper(),
@@ -298,7 +321,9 @@ class Trainer:
         stepped = self._stepper.step(progress)
         if stepped is None:
             raise self._save_and_explain_bad_gradients()
-        sum_of_losses, num_asked = self.team.sum(stepped.loss, float(interrupt.requested))
+        sum_of_losses, num_asked = self.team.sum(
+            stepped.loss, float(interrupt.requested or self._stop_is_asked())
+        )
         progress.losses.append(sum_of_losses / self.team.world_size)
         progress.stop_requested = num_asked > 0
         is_last = progress.step == config.train.steps
@@ -319,6 +344,7 @@ class Trainer:
             mfu=None if peak is None else speed * facts.flops_of_token / (peak * self.team.world_size),
             saving=self._checkpoints.is_busy,
             eval_loss=eval_loss,
+            time=round(time.time(), 3),
         )
 
     def _save_and_explain_bad_gradients(self) -> StateError:
@@ -332,38 +358,6 @@ class Trainer:
             fix="lower optimizer.lr or look at the data, and continue with --resume "
             f"{self.folder}: the weights before this step are saved",
         )
-
-
-# --- figures of the hardware -------------------------------------------------------------------------------------
-
-_TERA = 1e12
-_PEAK_BF16 = {
-    "H200": 989 * _TERA,
-    "H100": 989 * _TERA,
-    "B200": 2250 * _TERA,
-    "A100": 312 * _TERA,
-    "L40": 181 * _TERA,
-    "L4": 121 * _TERA,
-    "4090": 165 * _TERA,
-    "3090": 71 * _TERA,
-}
-"""Dense bf16 FLOPs per second, from vendors' data sheets, by a word in the device's name; the longest match wins."""
-
-
-def peak_flops(device: torch.device, precision: str) -> float | None:
-    """Returns the peak FLOPs per second of a GPU in bf16; None if unknown, or in another precision."""
-    if device.type != "cuda" or precision != "bf16":
-        return None
-    name = torch.cuda.get_device_name(device)
-    fitting = [word for word in _PEAK_BF16 if word in name]
-    return _PEAK_BF16[max(fitting, key=len)] if fitting else None
-
-
-def memory_bytes(device: torch.device) -> int:
-    """Returns the peak memory of this rank so far: of its GPU, or else of the host."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_reserved(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 # --- stopping ----------------------------------------------------------------------------------------------------

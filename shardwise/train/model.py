@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,15 @@ from torch import Tensor, nn
 from shardwise.errors import ConfigError
 from shardwise.train.optional_packages import require
 
-__all__ = ["HuggingFaceModel", "Llama", "LlamaBlock", "LlamaModel", "ModelSource", "OwnModel"]
+__all__ = [
+    "HuggingFaceModel",
+    "KeyValueCache",
+    "Llama",
+    "LlamaBlock",
+    "LlamaModel",
+    "ModelSource",
+    "OwnModel",
+]
 
 
 class ModelSource(ABC):
@@ -55,6 +63,22 @@ class ModelSource(ABC):
         """Returns the logits from the module's output."""
         logits: Tensor = output
         return logits
+
+    def extend(self, module: nn.Module, tokens: Tensor, cache: Any) -> tuple[Tensor, Any]:
+        """Returns the logits after the last of ``tokens``, which follow those of ``cache``, and the new cache.
+
+        For a model that keeps no keys and values, the cache is all tokens so far, and all of them run again.
+        """
+        tokens = tokens if cache is None else torch.cat((cache, tokens), dim=1)
+        return self.logits(module(tokens))[:, -1], tokens
+
+    def segment_arguments(self, segments: Tensor) -> dict[str, Any]:
+        """Returns the arguments that make the module keep the segments of packed sequences apart."""
+        raise ConfigError(
+            f"{type(self).__name__} does not keep packed conversations apart",
+            where="data.packing",
+            fix="use data.packing=false, which pads instead, or override segment_arguments",
+        )
 
     def flops_of_token(self, module: nn.Module) -> float:
         """Returns the FLOPs of forward and backward for one token: six per parameter."""
@@ -123,6 +147,14 @@ class HuggingFaceModel(ModelSource):
         logits: Tensor = output.logits
         return logits
 
+    def extend(self, module: nn.Module, tokens: Tensor, cache: Any) -> tuple[Tensor, Any]:
+        output = module(tokens, past_key_values=cache, use_cache=True)
+        return self.logits(output)[:, -1], output.past_key_values
+
+    def segment_arguments(self, segments: Tensor) -> dict[str, Any]:
+        mask = segment_mask(segments)
+        return {"position_ids": segment_positions(segments), "attention_mask": mask}
+
     def hugging_face_config(self) -> dict[str, Any] | None:
         own = Path(self.path).expanduser() / "config.json"
         config: dict[str, Any] | None = json.loads(own.read_text()) if own.exists() else None
@@ -148,6 +180,38 @@ class Llama(ModelSource):
     """The epsilon of the norms."""
 
     builds_on_meta = True
+
+    @staticmethod
+    def of_hugging_face(config: Mapping[str, Any]) -> Llama | None:
+        """Returns the Llama that a ``config.json`` describes; None if it is another model, or has what ours has not."""
+        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        unlike = (
+            config.get("model_type") != "llama"
+            or rope.get("rope_type", rope.get("type", "default")) != "default"
+            or config.get("attention_bias")
+            or config.get("mlp_bias")
+            or config.get("hidden_act", "silu") != "silu"
+        )
+        if unlike:
+            return None
+        try:
+            width, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+            if config.get("head_dim", width // heads) != width // heads:
+                return None
+            return Llama(
+                layers=int(config["num_hidden_layers"]),
+                width=width,
+                heads=heads,
+                kv_heads=int(config.get("num_key_value_heads") or heads),
+                hidden=int(config["intermediate_size"]),
+                vocabulary=int(config["vocab_size"]),
+                context=int(config["max_position_embeddings"]),
+                tied=bool(config.get("tie_word_embeddings", False)),
+                theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
+                eps=float(config.get("rms_norm_eps", 1e-6)),
+            )
+        except (KeyError, TypeError, ValueError, ZeroDivisionError):
+            return None
 
     def check(self) -> None:
         super().check()
@@ -178,6 +242,13 @@ class Llama(ModelSource):
         std = 0.02 / math.sqrt(2 * self.layers) if into_stream else 0.02
         values.normal_(0.0, std, generator=generator)
 
+    def extend(self, module: nn.Module, tokens: Tensor, cache: Any) -> tuple[Tensor, Any]:
+        cache = KeyValueCache(self.layers) if cache is None else cache
+        return module(tokens, cache)[:, -1], cache
+
+    def segment_arguments(self, segments: Tensor) -> dict[str, Any]:
+        return {"segments": segments}
+
     def flops_of_token(self, module: nn.Module) -> float:
         embedding = 0 if self.tied else self.vocabulary * self.width
         multiplied = sum(param.numel() for param in module.parameters()) - embedding
@@ -203,11 +274,58 @@ class Llama(ModelSource):
         }
 
 
+# --- packed sequences ---------------------------------------------------------------------------------------------
+
+
+def segment_positions(segments: Tensor) -> Tensor:
+    """Returns the position of each token in its segment; segments are numbers that do not repeat along a row."""
+    places = torch.arange(segments.size(1), device=segments.device).expand_as(segments)
+    is_first = torch.ones_like(segments, dtype=torch.bool)
+    is_first[:, 1:] = segments[:, 1:] != segments[:, :-1]
+    return places - places.where(is_first, 0).cummax(dim=1).values
+
+
+def segment_mask(segments: Tensor) -> Tensor:
+    """Returns which tokens each token sees, for all heads: itself, and those before it in its segment."""
+    same = segments[:, None, :, None] == segments[:, None, None, :]
+    return same.tril()
+
+
 # --- the Llama ------------------------------------------------------------------------------------------------------
 
 
 def _linear(inputs: int, outputs: int) -> nn.Linear:
     return nn.Linear(inputs, outputs, bias=False)
+
+
+class LayerCache:
+    """The keys and values that one layer has computed, for the tokens after them."""
+
+    def __init__(self) -> None:
+        self._keys_and_values: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def length(self) -> int:
+        return 0 if self._keys_and_values is None else self._keys_and_values[0].size(2)
+
+    def extend(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Adds the keys and values of new tokens, and returns those of all tokens."""
+        if self._keys_and_values is not None:
+            keys, values = self._keys_and_values
+            key, value = torch.cat((keys, key), dim=2), torch.cat((values, value), dim=2)
+        self._keys_and_values = key, value
+        return key, value
+
+
+class KeyValueCache:
+    """The keys and values of all layers, so that generation computes each token once."""
+
+    def __init__(self, num_layers: int) -> None:
+        self.layers = [LayerCache() for _ in range(num_layers)]
+
+    @property
+    def length(self) -> int:
+        return self.layers[0].length
 
 
 class _Attention(nn.Module):
@@ -221,16 +339,34 @@ class _Attention(nn.Module):
         self.v_proj = _linear(config.width, kv_width)
         self.o_proj = _linear(config.width, config.width)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cache: LayerCache | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
         batch, length, width = x.shape
         query = self.q_proj(x).view(batch, length, self.heads, self.head_width).transpose(1, 2)
         key = self.k_proj(x).view(batch, length, self.kv_heads, self.head_width).transpose(1, 2)
         value = self.v_proj(x).view(batch, length, self.kv_heads, self.head_width).transpose(1, 2)
         query, key = _rotated(query, cos, sin), _rotated(key, cos, sin)
+        if cache is not None and cache.length:
+            mask = _causal_mask(length, cache.length, x.device)
+        if cache is not None:
+            key, value = cache.extend(key, value)
         shares_keys = self.heads != self.kv_heads
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=shares_keys)
+        mixed = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=shares_keys
+        )
         joined: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(batch, length, width))
         return joined
+
+
+def _causal_mask(length: int, before: int, device: torch.device) -> Tensor:
+    """Returns which of ``before + length`` tokens each of the last ``length`` sees: itself and all before it."""
+    return torch.ones(length, before + length, dtype=torch.bool, device=device).tril(before)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -258,8 +394,15 @@ class LlamaBlock(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(config.width, config.eps)
         self.mlp = _FeedForward(config)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cache: LayerCache | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, cache, mask)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
 
@@ -272,24 +415,31 @@ class _Trunk(nn.Module):
         self.norm = nn.RMSNorm(config.width, config.eps)
         self.head_width, self.theta = config.width // config.heads, config.theta
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(
+        self, tokens: Tensor, cache: KeyValueCache | None = None, segments: Tensor | None = None
+    ) -> Tensor:
         x = self.embed_tokens(tokens)
-        cos, sin = self._rotations(tokens.size(1), x)
-        for layer in self.layers:
-            x = layer(x, cos, sin)
+        start, mask = 0 if cache is None else cache.length, None
+        positions = torch.arange(start, start + tokens.size(1), device=tokens.device)
+        if segments is not None:
+            # With one axis for the heads.
+            positions, mask = segment_positions(segments)[:, None], segment_mask(segments)
+        cos, sin = self._rotations(positions, x)
+        for number, layer in enumerate(self.layers):
+            x = layer(x, cos, sin, None if cache is None else cache.layers[number], mask)
         out: Tensor = self.norm(x)
         return out
 
-    def _rotations(self, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    def _rotations(self, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
         half = torch.arange(0, self.head_width, 2, device=like.device, dtype=torch.float32)
         speeds = 1.0 / self.theta ** (half / self.head_width)
-        angles = torch.outer(torch.arange(length, device=like.device, dtype=torch.float32), speeds)
+        angles = positions.to(torch.float32)[..., None] * speeds
         angles = torch.cat((angles, angles), dim=-1)
         return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
 
 
 class LlamaModel(nn.Module):
-    """Tokens in, logits out."""
+    """Tokens in, logits out: of all tokens, or with a cache of keys and values only of the last one."""
 
     def __init__(self, config: Llama) -> None:
         super().__init__()
@@ -298,6 +448,10 @@ class LlamaModel(nn.Module):
         if config.tied:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        logits: Tensor = self.lm_head(self.model(tokens))
+    def forward(
+        self, tokens: Tensor, cache: KeyValueCache | None = None, segments: Tensor | None = None
+    ) -> Tensor:
+        """Computes logits; ``segments`` are the numbers of packed texts, which do not see one another."""
+        x = self.model(tokens, cache, segments)
+        logits: Tensor = self.lm_head(x if cache is None else x[:, -1:])
         return logits

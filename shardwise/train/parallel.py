@@ -31,24 +31,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.checkpoint.parts import part_of
 from shardwise.composable.fsdp_module import FSDPModule
 from shardwise.composable.fully_shard import fully_shard
 from shardwise.errors import ConfigError, StateError
-from shardwise.optim import flat, mixed, whole
 from shardwise.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from shardwise.train.config import Optimization, Sharding
+from shardwise.train.config import Mode, Sharding
 from shardwise.train.model import ModelSource
 from shardwise.training_step.clip_grad_norm import clip_grad_norm_
 from shardwise.wrapper.options import MixedPrecision, ShardingStrategy
 from shardwise.wrapper.wrap_policies import ModuleWrapPolicy
 from shardwise.wrapper.wrapper import FullyShardedDataParallel
-from shardwise.zero import ZeroRedundancyOptimizer
 
-__all__ = ["Parallel", "learning_rate", "num_replicas"]
+__all__ = ["Parallel", "num_replicas"]
 
 
 class Parallel:
@@ -71,7 +68,8 @@ class Parallel:
         exact: bool = False,
     ) -> None:
         self._source, self._sharding, self._device, self._is_exact = source, sharding, device, exact
-        self._home = torch.device("cpu") if sharding.offload else device
+        self.home = torch.device("cpu") if sharding.offload else device
+        """The device of the parameters between steps."""
         torch.manual_seed(seed)
         with torch.device("meta") if source.builds_on_meta else contextlib.nullcontext():
             self.module = source.build()
@@ -128,7 +126,7 @@ class Parallel:
         """Initializes parameters one by one, each from its own seed: if sharded, no rank ever holds the whole model."""
         if not self._source.builds_on_meta:
             return
-        self.module.to_empty(device=self._home)
+        self.module.to_empty(device=self.home)
         for name, param in self.module.named_parameters():
             generator = torch.Generator(self._device).manual_seed(
                 seed * 0x9E3779B1 + zlib.crc32(name.encode())
@@ -162,52 +160,26 @@ class Parallel:
             exact=True,
         )
 
-    def make_optimizer(self, choice: Optimization) -> Optimizer:
-        """Creates the optimizer, with weight decay only for parameters of two or more dimensions."""
-        params = [param for param in self.module.parameters() if param.requires_grad]
-        options: dict[str, Any] = {"lr": choice.lr, "betas": (choice.beta1, choice.beta2)}
-        if self._home.type == "cuda":
-            options["fused"] = True
-        if choice.name == "muon":
-            return self._muon(params, choice, options)
-        kind: type[Optimizer] = torch.optim.AdamW
-        if choice.name == "sgd":
-            kind, options = torch.optim.SGD, {"lr": choice.lr, "momentum": choice.beta1}
-        groups = _decayed_groups(params, choice.weight_decay)
-        if self._sharding.mode == "optimizer":
-            return ZeroRedundancyOptimizer(groups, kind, **options)
-        return kind(groups, **options)
-
-    def _muon(
-        self, params: list[nn.Parameter], choice: Optimization, adamw_options: dict[str, Any]
-    ) -> Optimizer:
-        """Muon for the matrices of the units; AdamW for the embedding, the head, and what is no matrix."""
-        of_units = {param for unit in self.units.values() for param in unit.parameters()}
-        matrices = [param for param in params if param in of_units and param.dim() == 2]
-        others = set(params).difference(matrices)
-        rest = _decayed_groups([param for param in params if param in others], choice.weight_decay)
-        # Muon's updates are then as large as AdamW's, and one learning rate fits both.
-        muon_options: dict[str, Any] = {"adjust_lr_fn": "match_rms_adamw", "momentum": 0.95}
-        muon_options |= {"lr": choice.lr, "weight_decay": choice.weight_decay}
-        if self._sharding.mode == "none":
-            parts = [torch.optim.Muon(matrices, **muon_options), torch.optim.AdamW(rest, **adamw_options)]
-        elif self._sharding.mode == "optimizer":
-            parts = [
-                whole(torch.optim.Muon, matrices, **muon_options),
-                whole(torch.optim.AdamW, rest, **adamw_options),
-            ]
-        else:
-            parts = [
-                whole(torch.optim.Muon, matrices, **muon_options),
-                flat(rest, torch.optim.AdamW, **adamw_options),
-            ]
-        return mixed(parts)
+    @property
+    def mode(self) -> Mode:
+        return self._sharding.mode
 
     # --- in a step ----------------------------------------------------------------------------------------------
 
-    def logits(self, tokens: Tensor) -> Tensor:
+    def logits(self, tokens: Tensor, segments: Tensor | None = None) -> Tensor:
+        """Returns the logits after each token, which sees only tokens of its own segment, if there are any."""
         with self._autocast():
-            return self._source.logits(self._forward_module(tokens)).float()
+            if segments is None:
+                output = self._forward_module(tokens)
+            else:
+                output = self._forward_module(tokens, **self._source.segment_arguments(segments))
+            return self._source.logits(output).float()
+
+    def extend(self, tokens: Tensor, cache: Any) -> tuple[Tensor, Any]:
+        """Returns the logits after the last of ``tokens``, which follow those of ``cache``, and the new cache."""
+        with self._autocast():
+            logits, cache = self._source.extend(self.module, tokens, cache)
+        return logits.float(), cache
 
     def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
         """Returns the context for forward and backward of a micro-batch, which defers what can wait for the last one.
@@ -269,20 +241,3 @@ def num_replicas(wanted: int, world_size: int, local_world_size: int) -> int:
             fix=f"use a divisor of {world_size}, or sharding.mode=full",
         )
     return replicas
-
-
-def _decayed_groups(params: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    groups = [
-        {"params": [param for param in params if param.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [param for param in params if param.dim() < 2], "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
-
-
-def learning_rate(choice: Optimization, step: int, num_steps: int) -> float:
-    """Returns the learning rate of a step, counted from 0: linear warmup, then cosine decay."""
-    if step < choice.warmup:
-        return choice.lr * (step + 1) / choice.warmup
-    progress = (step - choice.warmup) / max(1, num_steps - choice.warmup)
-    lowest = choice.lr * choice.min_lr
-    return lowest + (choice.lr - lowest) * 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from shardwise.train.run_files import replace_file
 __all__ = [
     "CONFIG",
     "CURVE",
+    "LOGGED_RUNS",
     "METRICS",
     "SUMMARY",
     "TENSORBOARD",
@@ -26,6 +28,7 @@ __all__ = [
     "headline",
     "keep_metrics_up_to",
     "read_metrics",
+    "smoothed",
     "sparkline",
     "summary_rows",
 ]
@@ -35,6 +38,7 @@ METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
 CURVE = "loss.png"
 TENSORBOARD = "tensorboard"
+LOGGED_RUNS = "loggers.json"
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,8 @@ class StepRecord:
     saving: bool = False
     """Whether a checkpoint was being written at the time."""
     eval_loss: float | None = None
+    time: float | None = None
+    """When the step ended, in seconds since 1970."""
 
     def to_json(self) -> str:
         values = {key: value for key, value in dataclasses.asdict(self).items() if value is not None}
@@ -194,14 +200,35 @@ def format_duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
 
 
-def sparkline(values: list[float], width: int) -> str:
-    """Returns a curve as one line of text, in which each bar is the mean of several consecutive values."""
+def smoothed(values: list[float]) -> list[float]:
+    """Returns running means, each over a twentieth of all values; values that are not finite are left out."""
+    width = max(1, len(values) // 20)
+    finite = [value if math.isfinite(value) else None for value in values]
+    found: list[float] = []
+    total, num_values = 0.0, 0
+    for number, value in enumerate(finite):
+        old = finite[number - width] if number >= width else None
+        total += (value or 0.0) - (old or 0.0)
+        num_values += (value is not None) - (old is not None)
+        if num_values:
+            found.append(total / num_values)
+    return found
+
+
+def sparkline(
+    values: list[float], width: int, lowest: float | None = None, highest: float | None = None
+) -> str:
+    """Returns a curve as one line of text, in which each bar is the mean of several consecutive values.
+
+    The lowest and highest bar stand for the lowest and highest mean, or for the values given.
+    """
     finite = [value for value in values if value == value and abs(value) != float("inf")]
     if not finite:
         return ""
     count = min(width, len(finite))
     edges = [len(finite) * number // count for number in range(count + 1)]
     means = [sum(finite[low:high]) / (high - low) for low, high in itertools.pairwise(edges) if high > low]
-    low, high = min(means), max(means)
+    low = min(means) if lowest is None else lowest
+    high = max(means) if highest is None else highest
     scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_BARS[round((mean - low) * scale)] for mean in means)
+    return "".join(_BARS[min(len(_BARS) - 1, max(0, round((mean - low) * scale)))] for mean in means)

@@ -1,4 +1,4 @@
-"""Writes what a run keeps besides checkpoints: metrics, a summary, a plot of the loss, TensorBoard events.
+"""Writes what a run keeps besides checkpoints: metrics, a summary, a plot of the loss.
 
 A file that cannot be written does not stop a run: it causes one warning at once, and an error when the run has ended.
 """
@@ -11,15 +11,13 @@ import io
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from shardwise.train.display import Display
-from shardwise.train.optional_packages import optional, require
+from shardwise.train.optional_packages import optional
 from shardwise.train.records import (
     CURVE,
     METRICS,
     SUMMARY,
-    TENSORBOARD,
     StepRecord,
     Summary,
     keep_metrics_up_to,
@@ -36,10 +34,11 @@ class Unwritten:
     def __init__(self) -> None:
         self._problems: dict[str, tuple[int, str]] = {}
 
-    def add(self, name: str, error: OSError) -> bool:
+    def add(self, name: str, error: Exception) -> bool:
         """Adds a problem with ``name``, and returns whether it is the first one."""
         times, _ = self._problems.get(name, (0, ""))
-        self._problems[name] = (times + 1, error.strerror or str(error))
+        reason = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        self._problems[name] = (times + 1, reason or str(error))
         return times == 0
 
     def lines(self) -> tuple[str, ...]:
@@ -56,10 +55,8 @@ class Report:
         folder: the run's folder.
         display: shows warnings about what cannot be written.
         unwritten: collects what cannot be written.
-        other_run_in_folder: returns the other run that has begun in the folder, if any; then only TensorBoard
-            events are written.
+        other_run_in_folder: returns the other run that has begun in the folder, if any; then nothing is written.
         from_step: the step that the run continues from; the metrics of later steps are dropped.
-        tensorboard: whether to write TensorBoard events.
     """
 
     def __init__(
@@ -70,31 +67,17 @@ class Report:
         other_run_in_folder: Callable[[], str | None],
         *,
         from_step: int,
-        tensorboard: bool,
     ) -> None:
         self._folder, self._display, self._unwritten = folder, display, unwritten
         self._other_run_in_folder = other_run_in_folder
         self._metrics = LineFile(folder / METRICS)
         with self._warn_if_unwritable(METRICS):
             keep_metrics_up_to(folder, from_step)
-        self._events: Any = None
-        if tensorboard:
-            require("tensorboard", "output.tensorboard")
-            from torch.utils.tensorboard import SummaryWriter
-
-            with self._warn_if_unwritable(TENSORBOARD):
-                self._events = SummaryWriter(str(folder / TENSORBOARD))
 
     def step(self, record: StepRecord) -> None:
         with self._warn_if_unwritable(METRICS):
             self._check_folder()
             self._metrics.write(record.to_json())
-        if self._events is not None:
-            with self._warn_if_unwritable(TENSORBOARD):
-                for name in ("loss", "lr", "grad_norm", "tokens_per_second", "eval_loss"):
-                    value = getattr(record, name)
-                    if value is not None:
-                        self._events.add_scalar(name, value, record.step)
 
     def draw_curve(self) -> str | None:
         """Plots the loss of the whole run, before and after resumes, and returns the PNG's path, if it was written."""
@@ -113,9 +96,6 @@ class Report:
 
     def close(self) -> None:
         self._metrics.close()
-        if self._events is not None:
-            with self._warn_if_unwritable(TENSORBOARD):
-                self._events.close()
 
     def _check_folder(self) -> None:
         if other := self._other_run_in_folder():

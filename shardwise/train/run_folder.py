@@ -20,8 +20,9 @@ from pathlib import Path
 
 from shardwise.checkpoint.disk import open_file
 from shardwise.checkpoint.store import Store
+from shardwise.checkpoint.weights import TOKENIZER
 from shardwise.errors import ConfigError
-from shardwise.train.records import CONFIG, CURVE, METRICS, SUMMARY, TENSORBOARD
+from shardwise.train.records import CONFIG, CURVE, LOGGED_RUNS, METRICS, SUMMARY, TENSORBOARD
 from shardwise.train.run_files import refuse_links
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "LOCK",
     "LOGS",
     "FolderLock",
+    "is_locked",
     "lock_holder",
     "new_folder",
     "newest_folder",
@@ -112,10 +114,8 @@ def newest_folder(name: str) -> Path:
 
 def refuse_links_in(folder: Path) -> None:
     """Raises ConfigError if a file or folder that a run writes to is a link."""
-    paths = [
-        folder / name for name in (CONFIG, METRICS, SUMMARY, CURVE, TENSORBOARD, CHECKPOINTS, LOGS, LOCK)
-    ]
-    refuse_links(paths)
+    files = (CONFIG, METRICS, SUMMARY, CURVE, TENSORBOARD, TOKENIZER, LOGGED_RUNS, "wandb", "mlruns")
+    refuse_links(folder / name for name in (*files, CHECKPOINTS, LOGS, LOCK))
     for inner in (folder / CHECKPOINTS, folder / LOGS):
         refuse_links(sorted(inner.iterdir()) if inner.is_dir() else ())
 
@@ -193,6 +193,19 @@ def lock_holder(folder: Path) -> str:
     with contextlib.suppress(OSError), open_file(folder / LOCK, follow_links=False) as file:
         return _read_lock(file.fileno())
     return ""
+
+
+def is_locked(folder: Path) -> bool:
+    """Returns whether a run is active in a folder; the folder is not changed."""
+    with contextlib.suppress(FileNotFoundError), open_file(folder / LOCK, follow_links=False) as file:
+        try:
+            # Shared: several readers may ask at once. Dropped with the file.
+            fcntl.flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+    return False
 
 
 def _read_lock(descriptor: int) -> str:

@@ -8,6 +8,7 @@ the exact sample, the order does not depend on the number of ranks, and a billio
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from shardwise.errors import ConfigError
 from shardwise.plan.sums import is_power_of_two
 from shardwise.train.config import Training
 
-__all__ = ["SampleOrder", "plan_order", "shuffled"]
+__all__ = ["Mix", "SampleOrder", "plan_order", "shuffled"]
 
 _MASK = (1 << 64) - 1
 
@@ -45,6 +46,54 @@ def shuffled(index: int, length: int, key: int) -> int:
             return index
 
 
+_BLOCK = 4096
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Draws from several sources by weight: every block of 4096 draws has each source's exact part, in shuffled order.
+
+    Which source a draw is from, and which of that source's draws it is, follows from its position alone.
+
+    Args:
+        sizes: the number of training samples of each source.
+        counts: the draws of each source in a block.
+    """
+
+    sizes: tuple[int, ...]
+    counts: tuple[int, ...]
+
+    @staticmethod
+    def of(sizes: Sequence[int], weights: Sequence[float]) -> Mix:
+        """Returns the mix whose counts are nearest to the weights.
+
+        Raises:
+            ConfigError: a weight is so small that its source would never be drawn from.
+        """
+        exact = [weight / sum(weights) * _BLOCK for weight in weights]
+        counts = [math.floor(part) for part in exact]
+        largest_remainders = sorted(range(len(exact)), key=lambda number: counts[number] - exact[number])
+        for number in largest_remainders[: _BLOCK - sum(counts)]:
+            counts[number] += 1
+        if 0 in counts:
+            raise ConfigError(
+                f"source {counts.index(0) + 1} has less than 1/{_BLOCK} of the weight",
+                where="data.sources",
+                fix="raise its weight, or leave it out",
+            )
+        return Mix(tuple(sizes), tuple(counts))
+
+    def draw(self, position: int, seed: int) -> tuple[int, int]:
+        """Returns the source of a draw, and which of its draws it is."""
+        block, offset = divmod(position, _BLOCK)
+        place = shuffled(offset, _BLOCK, _hash64(seed * 0x20003 + block))
+        for source, count in enumerate(self.counts):
+            if place < count:
+                return source, block * count + place
+            place -= count
+        raise AssertionError("counts sum to the block's length")
+
+
 @dataclass(frozen=True)
 class SampleOrder:
     """The samples of each micro-batch on each rank.
@@ -56,6 +105,7 @@ class SampleOrder:
         accumulate: micro-batches per rank and step.
         seed: the seed of the shuffle; None keeps the order of the data.
         is_round_robin: ranks take micro-batches in turn, as exact sums need; otherwise each takes consecutive ones.
+        mix: how to draw from several sources, whose samples are numbered one after the other.
     """
 
     num_samples: int
@@ -64,6 +114,7 @@ class SampleOrder:
     accumulate: int = 1
     seed: int | None = 0
     is_round_robin: bool = False
+    mix: Mix | None = None
 
     def __post_init__(self) -> None:
         pieces = self.world_size * self.accumulate
@@ -92,17 +143,26 @@ class SampleOrder:
         return [self.sample(position) for position in range(start, start + self.micro_batch_size)]
 
     def sample(self, position: int) -> int:
-        epoch, index = divmod(position, self.num_samples)
+        """Returns the sample at a position of the run."""
+        if self.mix is None:
+            return self._shuffled(position, self.num_samples, 0)
+        source, number = self.mix.draw(position, self.seed or 0)
+        return sum(self.mix.sizes[:source]) + self._shuffled(number, self.mix.sizes[source], source)
+
+    def _shuffled(self, position: int, num_samples: int, source: int) -> int:
+        epoch, index = divmod(position, num_samples)
         if self.seed is None:
             return index
-        return shuffled(index, self.num_samples, _hash64(self.seed * 0x10001 + epoch))
+        return shuffled(index, num_samples, _hash64(self.seed * 0x10001 + epoch + (source << 32)))
 
 
-def plan_order(num_samples: int, train: Training, world_size: int, seed: int | None) -> SampleOrder:
+def plan_order(
+    num_samples: int, train: Training, world_size: int, seed: int | None, mix: Mix | None = None
+) -> SampleOrder:
     """Returns the sample order of a run; with exact sums, ranks divide a fixed number of micro-batches."""
     exact = train.exact_micro_batches
     if not exact:
-        return SampleOrder(num_samples, train.batch_size, world_size, train.accumulate, seed)
+        return SampleOrder(num_samples, train.batch_size, world_size, train.accumulate, seed, mix=mix)
     if not is_power_of_two(world_size) or exact % world_size:
         raise ConfigError(
             f"{exact} micro-batches cannot be summed exactly on {world_size} ranks",
@@ -110,5 +170,5 @@ def plan_order(num_samples: int, train: Training, world_size: int, seed: int | N
             fix="use 1, 2, 4, 8, ... ranks, and a number of micro-batches that they divide",
         )
     return SampleOrder(
-        num_samples, train.batch_size, world_size, exact // world_size, seed, is_round_robin=True
+        num_samples, train.batch_size, world_size, exact // world_size, seed, is_round_robin=True, mix=mix
     )

@@ -6,23 +6,24 @@ checkpoint has to restore only two numbers and the tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812  the name everyone knows
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.checkpoint.parts import part_of
 from shardwise.train.config import Config
-from shardwise.train.data import Samples
-from shardwise.train.parallel import Parallel, learning_rate
-from shardwise.train.sample_order import SampleOrder
+from shardwise.train.losses import count_targets, mean_loss
+from shardwise.train.parallel import Parallel
+from shardwise.train.samples import Batch, Samples
+from shardwise.train.schedules import learning_rate
+from shardwise.train.sources import RunData
 from shardwise.train.team import Team
 
-__all__ = ["Progress", "StepResult", "Stepper"]
+__all__ = ["Progress", "StepResult", "Stepper", "sum_losses"]
 
 
 @dataclass
@@ -43,7 +44,7 @@ class StepResult:
     """The outcome of a step."""
 
     loss: float
-    """The mean over this rank's samples."""
+    """This rank's part: the mean over all ranks is the mean over all targets."""
     lr: float
     grad_norm: float
 
@@ -55,8 +56,7 @@ class Stepper:
         config: the settings of the run.
         parallel: the model on all ranks.
         optimizer: the optimizer of its parameters.
-        samples: the data.
-        order: the samples of each micro-batch.
+        data: the samples, and which of them each micro-batch has.
         team: all ranks of the run.
         device: the device of this rank.
     """
@@ -66,13 +66,12 @@ class Stepper:
         config: Config,
         parallel: Parallel,
         optimizer: Optimizer,
-        samples: Samples,
-        order: SampleOrder,
+        data: RunData,
         team: Team,
         device: torch.device,
     ) -> None:
         self._config, self._parallel, self._optimizer = config, parallel, optimizer
-        self._samples, self._order, self._team, self._device = samples, order, team, device
+        self._samples, self._order, self._team, self._device = data.samples, data.order, team, device
 
     def step(self, progress: Progress) -> StepResult | None:
         """Runs the next step; returns None, with the weights unchanged, if its gradients are not finite."""
@@ -98,63 +97,96 @@ class Stepper:
         if not samples.num_held_out or not num_batches:
             return None
         self._parallel.module.eval()
-        total = 0.0
+        batches = []
+        for number in range(num_batches):
+            start = (number * self._team.world_size + self._team.rank) * order.micro_batch_size
+            batches.append(
+                [
+                    samples.num_training + (start + offset) % samples.num_held_out
+                    for offset in range(order.micro_batch_size)
+                ]
+            )
         try:
             with torch.no_grad():
-                for number in range(num_batches):
-                    start = (number * self._team.world_size + self._team.rank) * order.micro_batch_size
-                    chosen = [
-                        samples.num_training + (start + offset) % samples.num_held_out
-                        for offset in range(order.micro_batch_size)
-                    ]
-                    inputs, targets = samples.batch(chosen)
-                    total += float(self._loss(inputs.to(self._device), targets.to(self._device)))
+                total, num_targets = sum_losses(samples, batches, self._loss, self._device)
         finally:
             self._parallel.module.train()
-        return self._team.sum(total)[0] / (self._team.world_size * num_batches)
+        total, all_targets = self._team.sum(total, num_targets)
+        return total / max(1.0, all_targets)
 
     def explain_bad_gradients(self, progress: Progress) -> str:
         """Says which unit the bad gradients come from, then clears them; the weights have not changed."""
 
         def forward() -> None:
-            for inputs, _ in self._micro_batches(progress):
-                self._parallel.logits(inputs)
+            for number, batch in enumerate(self._micro_batches(progress)):
+                self._seed_micro_batch(progress.step, number)
+                inputs, _, segments = batch.to(self._device)
+                self._parallel.logits(inputs, segments)
 
         where = first_bad_unit(self._parallel.module, self._parallel.units, forward, self._team)
         self._optimizer.zero_grad(set_to_none=True)
         return where
 
     def _forward_backward(self, progress: Progress) -> Tensor:
-        """Runs all micro-batches of a step, and returns the mean loss of this rank."""
-        accumulate = self._order.accumulate
+        """Runs all micro-batches of a step, and returns this rank's part of the loss."""
+        order = self._order
+        batches = list(self._micro_batches(progress))
+        counts = [count_targets(batch.targets) for batch in batches]
+        num_targets = self._num_targets(sum(counts))
         # In double precision, so that the reported loss does not depend on how a batch is cut.
         total = torch.zeros((), dtype=torch.float64, device=self._device)
-        for number, (inputs, targets) in enumerate(self._micro_batches(progress)):
-            with self._parallel.micro_batch(is_last=number == accumulate - 1):
-                loss = self._loss(inputs, targets) / accumulate
+        for number, (batch, count) in enumerate(zip(batches, counts, strict=True)):
+            self._seed_micro_batch(progress.step, number)
+            with self._parallel.micro_batch(is_last=number == order.accumulate - 1):
+                loss = self._loss(batch.to(self._device), count)
+                # Ranks' gradients are averaged: the number of ranks turns that into the sum of their parts.
+                loss = loss * (count * order.world_size / num_targets)
                 loss.backward()
             total += loss.detach()
         return total
 
-    def _micro_batches(self, progress: Progress) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields inputs and targets of this rank's micro-batches of a step, and seeds the random numbers for them."""
+    def _num_targets(self, own_targets: int) -> float:
+        """Returns the number of targets of a step over all ranks, given those of this rank."""
+        if self._samples.targets_of_sample is not None:
+            return self._samples.targets_of_sample * self._config.train.batch_size
+        return max(1.0, self._team.sum(own_targets)[0])
+
+    def _micro_batches(self, progress: Progress) -> Iterator[Batch]:
+        """Yields this rank's micro-batches of a step."""
         order, rank = self._order, self._team.rank
         for number in range(order.accumulate):
-            # Dropout and the like depend only on the step and the rank, so there is no random state to save. With
-            # exact sums they depend on the step and the micro-batch instead.
-            if number == 0 or order.is_round_robin:
-                self._seed(
-                    progress.step, order.micro_batch_index(rank, number) if order.is_round_robin else rank
-                )
-            inputs, targets = self._samples.batch(order.samples(progress.samples, rank, number))
-            yield inputs.to(self._device), targets.to(self._device)
+            yield self._samples.batch(order.samples(progress.samples, rank, number))
 
-    def _seed(self, step: int, number: int) -> None:
-        torch.manual_seed((self._config.train.seed * 1_000_003 + step) * 4099 + number)
+    def _seed_micro_batch(self, step: int, number: int) -> None:
+        """Seeds dropout and the like by the step and the rank, so that there is no random state to save.
 
-    def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        logits = self._parallel.logits(inputs)
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        With exact sums, by the step and the micro-batch instead.
+        """
+        order, rank = self._order, self._team.rank
+        if number == 0 or order.is_round_robin:
+            seed = order.micro_batch_index(rank, number) if order.is_round_robin else rank
+            torch.manual_seed((self._config.train.seed * 1_000_003 + step) * 4099 + seed)
+
+    def _loss(self, batch: Batch, num_targets: int) -> Tensor:
+        logits = self._parallel.logits(batch.inputs, batch.segments)
+        return mean_loss(logits, batch.targets, self._config.loss, num_targets)
+
+
+def sum_losses(
+    samples: Samples,
+    batches: Iterable[Sequence[int]],
+    loss: Callable[[Batch, int], Tensor],
+    device: torch.device,
+) -> tuple[float, int]:
+    """Returns the sum of the losses of all targets, and their number; a batch without samples counts nothing."""
+    # In double precision, where products and sums of a few numbers in single precision are exact.
+    total, num_targets = 0.0, 0
+    for chosen in batches:
+        batch = samples.batch(chosen or [0])
+        count = count_targets(batch.targets) if chosen else 0
+        total += float(loss(batch.to(device), count)) * count
+        num_targets += count
+    return total, num_targets
 
 
 # --- gradients that are not finite ----------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from shardwise.errors import ConfigError, StateError
 from shardwise.policies import set_trust, trust
 from shardwise.testing import run_ranks
-from shardwise.train import data, loop, run_files
+from shardwise.train import loop, run_files, tokenizers
 from shardwise.train.model import OwnModel
 from shardwise.train.optional_packages import require
 from tests.ranks.tables import slow
@@ -335,14 +335,17 @@ class Twice:
     def encode(self, text, add_special_tokens):
         return [byte for byte in text.encode() for _ in range(2)]
 
+    def save_pretrained(self, folder):
+        Path(folder).mkdir()
+
 
 def with_tokenizer(function, *args):
     found = SimpleNamespace(AutoTokenizer=SimpleNamespace(from_pretrained=lambda name: Twice()))
-    data.require = lambda name, purpose: found
+    tokenizers.require = lambda name, purpose: found
     try:
         return function(*args)
     finally:
-        data.require = require
+        tokenizers.require = require
 
 
 def test_a_run_is_never_trained_on_tokens_of_other_data(tmp_path):

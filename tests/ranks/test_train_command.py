@@ -17,9 +17,7 @@ import pytest
 import torch.distributed as dist
 from rich.console import Console
 
-from shardwise import torch_internals
 from shardwise.cli import main
-from shardwise.comm.mesh import forget_meshes
 from shardwise.errors import ConfigError
 from shardwise.testing import run_ranks
 from shardwise.train.display import Lines
@@ -135,20 +133,6 @@ def test_the_console_script_is_the_command():
 
 
 # --- refusals -----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def given_one_rank(monkeypatch):
-    """This process is what a launcher of one rank would start, at a port that is free."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
-        monkeypatch.setenv(name, str(value))
-    yield port
-    # What a process of its own would have taken along.
-    forget_meshes()
-    torch_internals.forget_meshes()
 
 
 def test_data_that_is_missing_is_reported_once(tmp_path, given_one_rank, capsys):

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from shardwise.errors import ConfigError
-from shardwise.train import data
+from shardwise.train import data, documents, tokenizers, tokenizing
+from shardwise.train import samples as samples_of
 from shardwise.train.config import Data
 
 
@@ -61,9 +62,9 @@ def test_a_binary_is_mapped_in_its_dtype(tmp_path, dtype):
 
 def test_samples_are_sequences_with_the_token_after_and_the_end_is_held_out():
     corpus = data.Corpus([torch.arange(100), torch.arange(100, 201)])
-    samples = data.Samples(corpus, context=10, vocabulary=300, held_out=0.1)
+    samples = samples_of.Texts(corpus, context=10, vocabulary=300, held_out=0.1)
     assert (samples.num_training, samples.num_held_out) == (18, 2)
-    inputs, targets = samples.batch([0, 9, 19])
+    inputs, targets, _ = samples.batch([0, 9, 19])
     assert inputs[1].tolist() == list(range(90, 100))
     assert torch.equal(targets, inputs + 1)
     assert int(targets[2, -1]) == 200
@@ -92,11 +93,11 @@ def test_a_folder_without_text_is_reported(tmp_path):
 
 def test_too_little_data_and_tokens_beyond_the_vocabulary_are_reported():
     with pytest.raises(ConfigError, match="5 tokens, too few for sequences of 10"):
-        data.Samples(data.Corpus([torch.arange(5)]), 10, 256, 0.1)
+        samples_of.Texts(data.Corpus([torch.arange(5)]), 10, 256, 0.1)
     with pytest.raises(ConfigError, match="too few"):
-        data.Samples(data.Corpus([torch.arange(11)]), 10, 256, 0.1)  # one sample, and one to hold out
-    assert data.Samples(data.Corpus([torch.arange(11)]), 10, 256, 0.0).num_training == 1
-    samples = data.Samples(data.Corpus([torch.arange(50)]), 10, 20, 0.0)
+        samples_of.Texts(data.Corpus([torch.arange(11)]), 10, 256, 0.1)  # one sample, and one to hold out
+    assert samples_of.Texts(data.Corpus([torch.arange(11)]), 10, 256, 0.0).num_training == 1
+    samples = samples_of.Texts(data.Corpus([torch.arange(50)]), 10, 20, 0.0)
     samples.batch([0])
     with pytest.raises(ConfigError, match=r"token 30, but the model's vocabulary is 20"):
         samples.batch([0, 2])
@@ -107,7 +108,8 @@ class Rows(list):
 
 
 def packages(monkeypatch, **packages):
-    monkeypatch.setattr(data, "require", lambda name, purpose: packages[name])
+    for module in (documents, tokenizers):
+        monkeypatch.setattr(module, "require", lambda name, purpose: packages[name])
 
 
 def test_a_data_set_goes_through_its_tokenizer_into_a_file(tmp_path, monkeypatch):
@@ -126,13 +128,13 @@ def test_a_data_set_goes_through_its_tokenizer_into_a_file(tmp_path, monkeypatch
         transformers=SimpleNamespace(AutoTokenizer=SimpleNamespace(from_pretrained=lambda name: tokenizer)),
     )
     choice = Data(path="hf:corpus:subset", tokenizer="some-tokenizer", split="validation")
-    assert data.needs_tokenizing(choice)
-    data.tokenize(choice, tmp_path / "tokens.bin")
+    assert tokenizing.needs_tokenizing(choice)
+    tokenizing.tokenize(choice, tmp_path / "tokens.bin")
     corpus = data.open_corpus(choice, tmp_path / "tokens.bin")
     assert corpus.read(0, corpus.num_tokens).tolist() == [291, 294, 500, 297, 500]
     assert asked == [(("corpus", "subset"), {"split": "validation"})]
     with pytest.raises(ConfigError, match="use one of text, id"):
-        data.tokenize(Data(path="hf:corpus", column="body"), tmp_path / "other.bin")
+        tokenizing.tokenize(Data(path="hf:corpus", column="body"), tmp_path / "other.bin")
 
 
 def test_a_data_set_that_cannot_be_loaded_is_reported_and_leaves_no_tokens(tmp_path, monkeypatch):
@@ -141,7 +143,7 @@ def test_a_data_set_that_cannot_be_loaded_is_reported_and_leaves_no_tokens(tmp_p
 
     packages(monkeypatch, datasets=SimpleNamespace(load_dataset=load_dataset))
     with pytest.raises(ConfigError, match="no network"):
-        data.tokenize(Data(path="hf:corpus"), tmp_path / "tokens.bin")
+        tokenizing.tokenize(Data(path="hf:corpus"), tmp_path / "tokens.bin")
     assert not (tmp_path / "tokens.bin").exists()
 
 
@@ -173,7 +175,7 @@ def write_binary(path, tokens, dtype):
 def read_or_refuse(path, asked, vocabulary):
     """What a run would train on, or the setting that it is told to use."""
     corpus = data.open_corpus(Data(path=str(path), token_dtype=asked), vocabulary=vocabulary)
-    samples = data.Samples(corpus, 8, vocabulary, 0.0)
+    samples = samples_of.Texts(corpus, 8, vocabulary, 0.0)
     samples.batch(range(min(samples.num_training, 100)))
     return corpus
 
@@ -242,25 +244,25 @@ def test_tokens_are_recomputed_when_the_data_the_tokenizer_or_the_file_changes(t
     text.write_text("abc")
     other.write_text("xyz")
     choice = Data(path=str(text), tokenizer="t1")
-    assert data.tokens_state(choice, target) == "missing"
-    data.tokenize(choice, target)
-    assert data.tokens_state(choice, target) == "good"
-    assert data.tokens_state(Data(path=str(other), tokenizer="t1"), target) == "stale"
-    assert data.tokens_state(Data(path=str(text), tokenizer="t22"), target) == "stale"
-    assert data.tokens_state(Data(path=str(text), tokenizer="t1", column="body"), target) == "stale"
+    assert tokenizing.tokens_state(choice, target) == "missing"
+    tokenizing.tokenize(choice, target)
+    assert tokenizing.tokens_state(choice, target) == "good"
+    assert tokenizing.tokens_state(Data(path=str(other), tokenizer="t1"), target) == "stale"
+    assert tokenizing.tokens_state(Data(path=str(text), tokenizer="t22"), target) == "stale"
+    assert tokenizing.tokens_state(Data(path=str(text), tokenizer="t1", column="body"), target) == "stale"
     text.write_text("abcd")
-    assert data.tokens_state(choice, target) == "stale"
-    data.tokenize(choice, target)
+    assert tokenizing.tokens_state(choice, target) == "stale"
+    tokenizing.tokenize(choice, target)
     assert tokens_in(target).read(0, 4).tolist() == [2 * ord(letter) for letter in "abcd"]
     text.write_text("efgh")  # of the same length
     os.utime(text, (1, 1))
-    assert data.tokens_state(choice, target) == "stale"
-    data.tokenize(choice, target)
+    assert tokenizing.tokens_state(choice, target) == "stale"
+    tokenizing.tokenize(choice, target)
     target.write_bytes(target.read_bytes()[:-4])
-    assert data.tokens_state(choice, target) == "stale"
-    data.tokenize(choice, target)
+    assert tokenizing.tokens_state(choice, target) == "stale"
+    tokenizing.tokenize(choice, target)
     (target.parent / "tokens.json").unlink()
-    assert data.tokens_state(choice, target) == "stale"
+    assert tokenizing.tokens_state(choice, target) == "stale"
 
 
 def test_changed_files_of_a_tokenizer_or_of_a_text_folder_are_noticed(tmp_path):
@@ -269,13 +271,13 @@ def test_changed_files_of_a_tokenizer_or_of_a_text_folder_are_noticed(tmp_path):
         made.mkdir()
         (made / "one").write_text("1")
     choice = Data(path=str(texts), tokenizer=str(tokenizer))
-    before = data._origin_of(choice)
-    assert data._origin_of(choice) == before
+    before = tokenizing._origin_of(choice)
+    assert tokenizing._origin_of(choice) == before
     (tokenizer / "vocab.json").write_text("{}")
-    assert data._origin_of(choice) != before
-    before = data._origin_of(choice)
+    assert tokenizing._origin_of(choice) != before
+    before = tokenizing._origin_of(choice)
     (texts / "two").write_text("2")
-    assert data._origin_of(choice) != before
+    assert tokenizing._origin_of(choice) != before
 
 
 def test_a_crash_while_tokenizing_leaves_no_tokens_that_are_used(tmp_path, monkeypatch):
@@ -285,13 +287,13 @@ def test_a_crash_while_tokenizing_leaves_no_tokens_that_are_used(tmp_path, monke
     loaded = SimpleNamespace(AutoTokenizer=SimpleNamespace(from_pretrained=lambda name: Letters(2)))
     packages(monkeypatch, transformers=loaded)
     choice = Data(path=str(text), tokenizer="t1")
-    data.tokenize(choice, target)
+    tokenizing.tokenize(choice, target)
     text.write_text("other")
 
     def crash(*_args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(data, "replace_file", crash)
+    monkeypatch.setattr(tokenizing, "replace_file", crash)
     with pytest.raises(KeyboardInterrupt):
-        data.tokenize(choice, target)
-    assert data.tokens_state(choice, target) == "stale"
+        tokenizing.tokenize(choice, target)
+    assert tokenizing.tokens_state(choice, target) == "stale"

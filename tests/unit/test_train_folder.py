@@ -181,6 +181,9 @@ def test_a_line_that_could_not_be_written_does_not_spoil_the_next(tmp_path, monk
         "summary.json",
         "loss.png",
         "tensorboard",
+        "loggers.json",
+        "wandb",
+        "mlruns",
         "checkpoints",
         "logs",
         ".lock",
@@ -242,7 +245,7 @@ def test_metrics_that_cannot_be_written_are_reported_once_and_counted(tmp_path, 
     def full(*_args):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    report = Report(tmp_path, display, unwritten, lambda: None, from_step=0, tensorboard=False)
+    report = Report(tmp_path, display, unwritten, lambda: None, from_step=0)
     report.step(record(1))
     monkeypatch.setattr(run_files.os, "write", full)
     report.step(record(2))
@@ -261,7 +264,7 @@ def test_metrics_continue_if_their_file_was_removed_and_are_reported_if_their_fo
     display, unwritten = Warned(), Unwritten()
     folder = tmp_path / "run"
     folder.mkdir()
-    report = Report(folder, display, unwritten, lambda: None, from_step=0, tensorboard=False)
+    report = Report(folder, display, unwritten, lambda: None, from_step=0)
     report.step(record(1))
     (folder / records.METRICS).unlink()
     report.step(record(2))
@@ -281,9 +284,7 @@ def test_metrics_continue_if_their_file_was_removed_and_are_reported_if_their_fo
 
 def test_nothing_is_written_to_a_folder_that_another_run_uses(tmp_path):
     display, unwritten, others = Warned(), Unwritten(), []
-    report = Report(
-        tmp_path, display, unwritten, lambda: others[0] if others else None, from_step=0, tensorboard=False
-    )
+    report = Report(tmp_path, display, unwritten, lambda: others[0] if others else None, from_step=0)
     report.step(record(1))
     before = (tmp_path / records.METRICS).read_bytes()
     others.append("process 7")
@@ -299,7 +300,7 @@ def test_nothing_is_written_to_a_folder_that_another_run_uses(tmp_path):
 
 def test_a_curve_and_a_summary_that_cannot_be_written_are_reported(tmp_path, monkeypatch):
     display, unwritten = Warned(), Unwritten()
-    report = Report(tmp_path, display, unwritten, lambda: None, from_step=0, tensorboard=False)
+    report = Report(tmp_path, display, unwritten, lambda: None, from_step=0)
     report.step(record(1))
 
     def full(*_args):

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from shardwise.errors import ConfigError
 from shardwise.train.config import Config, Optimization, Sharding, Training, settings_of, with_settings
 from shardwise.train.launch import given_ranks, plan_ranks
-from shardwise.train.parallel import learning_rate, num_replicas
+from shardwise.train.parallel import num_replicas
 from shardwise.train.recipes import RECIPES, load_recipe
 from shardwise.train.records import sparkline
 from shardwise.train.sample_order import SampleOrder, plan_order, shuffled
+from shardwise.train.schedules import learning_rate
 
 # --- settings -----------------------------------------------------------------------------------------------------
 
@@ -196,6 +197,37 @@ def test_the_learning_rate_warms_up_linearly_and_decays_to_its_minimum():
     assert 0.1 < rates[-1] < 0.13
     assert learning_rate(choice, 10**9, 20) == pytest.approx(0.1)
     assert learning_rate(dataclasses.replace(choice, warmup=0), 0, 20) == 1.0
+
+
+def test_schedules_hold_fall_or_decay_at_the_end():
+    def rates(schedule, **choices):
+        choice = Optimization(lr=2.0, min_lr=0.0, warmup=2, schedule=schedule, **choices)
+        return [learning_rate(choice, step, 12) for step in range(12)]
+
+    assert rates("constant") == [1.0] + [2.0] * 11
+    assert rates("linear")[1:] == pytest.approx([2.0 * (1 - step / 10) for step in (0, *range(10))])
+    decayed = [2.0] * 8 + [1.5, 1.0, 0.5]
+    assert rates("wsd", decay=0.4)[1:] == pytest.approx(decayed)
+    assert rates(lambda step, num_steps: step / num_steps) == [2.0 * step / 12 for step in range(12)]
+
+
+def test_a_schedule_is_chosen_by_name_also_over_a_function():
+    config = Config(optimizer=Optimization(schedule=lambda step, num_steps: 1.0))
+    assert with_settings(config, ["optimizer.schedule=wsd"]).optimizer.schedule == "wsd"
+    with pytest.raises(ConfigError, match="did you mean 'cosine'"):
+        with_settings(config, ["optimizer.schedule=cosin"])
+    with pytest.raises(ConfigError, match=r"optimizer\.decay is 0"):
+        with_settings(config, ["optimizer.schedule=wsd", "optimizer.decay=0"])
+
+
+def test_arguments_of_an_optimizer_are_set_one_by_one():
+    chosen = ["optimizer=torch.optim.NAdam", "optimizer.arguments.betas=(0.8, 0.9)"]
+    chosen += ["optimizer.arguments.decoupled_weight_decay=true", "optimizer.arguments.word=some"]
+    optimizer = with_settings(Config(), chosen).optimizer
+    assert optimizer.name == "torch.optim.NAdam"
+    assert optimizer.arguments == {"betas": (0.8, 0.9), "decoupled_weight_decay": True, "word": "some"}
+    with pytest.raises(ConfigError, match="did you mean 'muon'"):
+        with_settings(Config(), ["optimizer=moun"])
 
 
 def test_ranks_default_to_gpus_or_two_on_the_cpu():

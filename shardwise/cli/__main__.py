@@ -1,0 +1,8 @@
+"""``python -m shardwise.cli`` is the command ``shardwise``."""
+
+import sys
+
+from shardwise.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""The commands about this machine and its programs: ``shardwise doctor | run | trace``."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import runpy
+import sys
+
+from shardwise.cli.wording import describe
+
+__all__ = ["add_doctor", "add_run", "add_trace"]
+
+
+# --- run ----------------------------------------------------------------------------------------------------------
+
+
+def add_run(parser: argparse.ArgumentParser) -> None:
+    describe(
+        parser,
+        "Run a Python script with shardwise in place of torch's FSDP and ZeRO, for libraries that import those from "
+        "torch: shardwise.install(), then the script.",
+        "shardwise run script.py --epochs 3",
+        "torchrun --nproc-per-node 2 -m shardwise run script.py",
+    )
+    parser.add_argument(
+        "-m", dest="is_module", action="store_true", help="SCRIPT is a module, as in python -m"
+    )
+    parser.add_argument("script", help="a Python file")
+    parser.add_argument(
+        "arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments"
+    )
+    parser.set_defaults(run=_run, shows_tracebacks=True)
+
+
+def _run(options: argparse.Namespace) -> int:
+    from shardwise.compat import install
+
+    if not options.is_module and not os.path.exists(options.script):
+        print(f"error: there is no file '{options.script}'", file=sys.stderr)
+        return 2
+    installation = install()
+    if os.environ.get("RANK", "0") == "0":
+        print(installation, file=sys.stderr, flush=True)
+    sys.argv[:] = [options.script, *options.arguments]
+    if options.is_module:
+        sys.path[0] = os.getcwd()
+        runpy.run_module(options.script, run_name="__main__", alter_sys=True)
+    else:
+        # As python does: the script finds what lies beside it, wherever it goes.
+        script = os.path.abspath(options.script)
+        sys.path[0] = os.path.dirname(script)
+        runpy.run_path(script, run_name="__main__")
+    return 0
+
+
+# --- doctor -------------------------------------------------------------------------------------------------------
+
+
+def add_doctor(parser: argparse.ArgumentParser) -> None:
+    describe(
+        parser,
+        "Check this machine: versions, devices, disk, and whether ranks can communicate.",
+        "shardwise doctor",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
+    parser.set_defaults(run=_doctor)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from shardwise.train.doctor import examine
+
+    marks = {True: "ok", False: "NO", None: "--"}
+    bad = 0
+    for finding in examine():
+        bad += finding.good is False
+        if options.json:
+            print(json.dumps(dataclasses.asdict(finding)), flush=True)
+            continue
+        print(f"  {marks[finding.good]}  {finding.name:<13} {finding.text}", flush=True)
+        if finding.fix:
+            print(f"      {'':<13} fix: {finding.fix}", flush=True)
+    if not options.json:
+        print(
+            "everything that training needs is available" if not bad else f"{bad} to fix before training",
+            flush=True,
+        )
+    return 1 if bad else 0
+
+
+# --- trace --------------------------------------------------------------------------------------------------------
+
+
+def add_trace(parser: argparse.ArgumentParser) -> None:
+    describe(
+        parser,
+        "Show what ranks did last, from the files that they left when they failed.",
+        "shardwise trace shardwise-failure-rank0-1234.json",
+    )
+    parser.add_argument(
+        "files", nargs="+", metavar="file", help="shardwise-failure-rank0-….json, as the error named it"
+    )
+    parser.set_defaults(run=_trace)
+
+
+def _trace(options: argparse.Namespace) -> int:
+    from shardwise.trace import read_failure
+
+    print("\n\n".join(read_failure(file).text() for file in options.files))
+    return 0

@@ -1,0 +1,191 @@
+"""Reads text and rows from files and data sets, one after the other, without holding a file in memory.
+
+.jsonl             a JSON object per line
+.parquet           rows, a few hundred at a time
+hf:NAME            rows of a Hugging Face data set
+any other file     one text
+a folder           all of its files, sorted by path
+"""
+
+from __future__ import annotations
+
+import json
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import ConfigError
+from shardwise.train.config import Data
+from shardwise.train.optional_packages import require
+
+__all__ = ["embedded_text", "existing_path", "has_rows", "read_rows", "read_texts", "text_files"]
+
+_EMBEDDED_BYTES = 4 << 20
+_ROWS_AT_ONCE = 512
+_ROW_SUFFIXES = (".jsonl", ".parquet")
+_WHERE = "data.path"
+
+Row = tuple[str, dict[str, Any]]
+"""Where a row was found, and its values."""
+
+
+def has_rows(data: Data) -> bool:
+    """Returns whether the data consists of rows, not of plain text or tokens."""
+    if data.path.startswith("hf:"):
+        return True
+    path = Path(data.path).expanduser()
+    if data.path and path.is_dir():
+        return any(file.suffix in _ROW_SUFFIXES for file in text_files(path))
+    return path.suffix in _ROW_SUFFIXES
+
+
+def read_texts(data: Data) -> Iterator[str]:
+    """Yields the texts of the data, one after the other."""
+    if not data.path:
+        yield embedded_text().decode(errors="replace")
+        return
+    if data.path.startswith("hf:"):
+        yield from (_text_in(row, data, where) for where, row in _read_hugging_face(data))
+        return
+    for path in text_files(existing_path(data.path)):
+        if path.suffix in _ROW_SUFFIXES:
+            # A line between rows, so that the bytes of one are told from those of the next.
+            end = "\n" if data.tokenizer == "bytes" else ""
+            yield from (_text_in(row, data, where) + end for where, row in _read_file(path))
+        else:
+            yield path.read_text(errors="replace")
+
+
+def read_rows(data: Data) -> Iterator[Row]:
+    """Yields the rows of the data, each with where it was found.
+
+    Raises:
+        ConfigError: a file has no rows, or is damaged.
+    """
+    if data.path.startswith("hf:"):
+        yield from _read_hugging_face(data)
+        return
+    for path in text_files(existing_path(data.path)):
+        if path.suffix not in _ROW_SUFFIXES:
+            raise ConfigError(
+                f"{path} has no rows",
+                where=f"{_WHERE}={data.path}",
+                fix="pass .jsonl or .parquet files, or a data set hf:NAME",
+            )
+        yield from _read_file(path)
+
+
+def existing_path(path: str) -> Path:
+    found = Path(path).expanduser()
+    if not found.exists():
+        raise ConfigError(
+            f"there is no file or folder '{path}'",
+            where=_WHERE,
+            fix="check the path; it is the same on every rank",
+        )
+    return found
+
+
+def text_files(path: Path) -> list[Path]:
+    """Returns the file itself, or a folder's files sorted by path, without hidden, empty and binary files."""
+    if path.is_file():
+        return [path]
+    found = []
+    for file in sorted(path.rglob("*")):
+        hidden = any(part.startswith(".") for part in file.relative_to(path).parts)
+        if not hidden and file.is_file() and file.stat().st_size:
+            with file.open("rb") as opened:
+                if file.suffix == ".parquet" or b"\0" not in opened.read(4096):
+                    found.append(file)
+    return found
+
+
+def embedded_text() -> bytes:
+    """Returns sources of Python's standard library, in a fixed order: text that needs no download."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    text = bytearray()
+    for path in sorted(folder.glob("*.py")):
+        text += path.read_bytes()
+        if len(text) >= _EMBEDDED_BYTES:
+            break
+    return bytes(text[:_EMBEDDED_BYTES])
+
+
+# --- rows -----------------------------------------------------------------------------------------------------------
+
+
+def _text_in(row: dict[str, Any], data: Data, where: str) -> str:
+    text = row.get(data.column)
+    if not isinstance(text, str):
+        raise ConfigError(
+            f"there is no text in '{data.column}'" if text is None else f"'{data.column}' is no text",
+            where=where,
+            fix=f"set data.column to one of: {', '.join(map(str, row))}",
+        )
+    return text
+
+
+def _read_file(path: Path) -> Iterator[Row]:
+    yield from _read_parquet(path) if path.suffix == ".parquet" else _read_json_lines(path)
+
+
+def _read_json_lines(path: Path) -> Iterator[Row]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            where = f"{path}, line {number}"
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise ConfigError(
+                    f"it is no JSON: {error}", where=where, fix="write one JSON object per line"
+                ) from None
+            if not isinstance(row, dict):
+                raise ConfigError(
+                    f"it is a {type(row).__name__}", where=where, fix="write one JSON object per line"
+                )
+            yield where, row
+
+
+def _read_parquet(path: Path) -> Iterator[Row]:
+    require("pyarrow", f"reading {path}")
+    from pyarrow import ArrowInvalid
+    from pyarrow.parquet import ParquetFile
+
+    number = 0
+    try:
+        with ParquetFile(str(path)) as file:
+            for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{path}, row {number}", row
+    except ArrowInvalid as error:
+        raise ConfigError(f"{path} cannot be read: {error}", where=_WHERE, fix="check the file") from None
+
+
+def _read_hugging_face(data: Data) -> Iterator[Row]:
+    datasets = require("datasets", f"the data set '{data.path}'")
+    name, _, subset = data.path.removeprefix("hf:").partition(":")
+    folder = Path(name).expanduser()
+    try:
+        if (folder / "dataset_info.json").exists() or (folder / "dataset_dict.json").exists():
+            loaded = datasets.load_from_disk(str(folder))
+            rows = loaded[data.split] if isinstance(loaded, dict) else loaded
+        else:
+            rows = datasets.load_dataset(name, subset or None, split=data.split)
+    except Exception as error:  # noqa: BLE001  many kinds: no network, no such name, no such split
+        raise ConfigError(
+            f"the data set cannot be loaded: {error}",
+            where=f"{_WHERE}={data.path}, data.split={data.split}",
+            fix="check the name, the split and the network; a folder saved by save_to_disk needs none",
+        ) from None
+    if data.format == "text" and data.column not in rows.column_names:
+        raise ConfigError(
+            f"the data set has no column '{data.column}'",
+            where="data.column",
+            fix=f"use one of {', '.join(rows.column_names)}",
+        )
+    for number, row in enumerate(rows, start=1):
+        yield f"{data.path}, row {number}", row

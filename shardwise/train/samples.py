@@ -1,0 +1,194 @@
+"""Cuts sequences from tokens: of one length from texts, or conversations, padded or packed; and mixes several sources.
+
+    texts      │ context tokens │ context tokens │ …        every token but the first is a target
+    padded     │ conversation ░░│ conversation ░░░░░░│ …
+    packed     │ conversation ▏ another ▏ a third ░░│ …     none sees the others
+
+Samples for training come first, held-out ones after them. Any sample can be read at any time, so a run resumes at the
+exact sample.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwise.errors import ConfigError
+from shardwise.train.data import Corpus
+from shardwise.train.losses import IGNORED
+
+__all__ = ["Batch", "Conversations", "Mixture", "Samples", "Texts"]
+
+_PADDING = 0
+
+
+class Batch(NamedTuple):
+    """Sequences, one in each row. Of one sequence, too, in which the tensors have one dimension less."""
+
+    inputs: Tensor
+    targets: Tensor
+    """The token after each input, or ``IGNORED``."""
+    segments: Tensor | None = None
+    """The number of each token's conversation in its row, if rows have several."""
+
+    def to(self, device: torch.device) -> Batch:
+        segments = None if self.segments is None else self.segments.to(device)
+        return Batch(self.inputs.to(device), self.targets.to(device), segments)
+
+
+class Samples(ABC):
+    """Numbered samples of one data source, or several.
+
+    Args:
+        num_samples: the number of all samples.
+        held_out: the fraction of them, at the end, that is held out.
+        targets_of_sample: the number of targets in every sample; None if samples differ.
+        size: what the data has, for errors.
+
+    Raises:
+        ConfigError: there is not one sample to train on and, if some are to be held out, one of those.
+    """
+
+    def __init__(self, num_samples: int, held_out: float, targets_of_sample: int | None, size: str) -> None:
+        self.num_held_out = min(num_samples - 1, max(1, round(num_samples * held_out))) if held_out else 0
+        self.num_training = num_samples - self.num_held_out
+        self.targets_of_sample = targets_of_sample
+        if self.num_training < 1 or (held_out and self.num_held_out < 1):
+            raise ConfigError(
+                f"the data has {size}",
+                where="data.path",
+                fix="use more data, a smaller model.context, or data.held_out=0",
+            )
+
+    @abstractmethod
+    def read(self, sample: int) -> Batch:
+        """Returns one sequence."""
+
+    def batch(self, samples: Sequence[int]) -> Batch:
+        """Returns a row for each sample, padded to the longest; held-out samples are numbered after the others."""
+        return _stacked([self.read(sample) for sample in samples])
+
+
+class Texts(Samples):
+    """Sequences of one length from texts that follow one another without a gap."""
+
+    def __init__(self, corpus: Corpus, context: int, vocabulary: int, held_out: float) -> None:
+        self._corpus, self._context, self._vocabulary = corpus, context, vocabulary
+        size = f"{corpus.num_tokens} tokens, too few for sequences of {context}"
+        super().__init__(max(0, corpus.num_tokens - 1) // context, held_out, context, size)
+
+    def read(self, sample: int) -> Batch:
+        start = sample * self._context
+        tokens = self._corpus.read(start, start + self._context + 1)
+        _check_tokens(tokens, self._vocabulary, sample)
+        return Batch(tokens[:-1], tokens[1:])
+
+
+class Conversations(Samples):
+    """Conversations, each cut to the context.
+
+    Args:
+        corpus: their tokens; those that are not to be learnt as their complement.
+        ends: where each of them ends in the corpus.
+        context: the most tokens of a sequence.
+        vocabulary: the number of different tokens.
+        held_out: the fraction of samples that is held out.
+        packing: put as many neighbours as fit into a sequence.
+    """
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        ends: Tensor,
+        context: int,
+        vocabulary: int,
+        held_out: float,
+        *,
+        packing: bool,
+    ) -> None:
+        self._corpus, self._ends, self._context, self._vocabulary = corpus, ends, context, vocabulary
+        self._packing = packing
+        self._firsts = _packs(ends, context) if packing else torch.arange(ends.numel() + 1)
+        num_samples = self._firsts.numel() - 1
+        size = f"{ends.numel()} conversations, which make {num_samples} sequences of up to {context} tokens"
+        super().__init__(num_samples, held_out, None, size)
+
+    def read(self, sample: int) -> Batch:
+        first, last = self._firsts[sample : sample + 2].tolist()
+        inputs, targets, segments = [], [], []
+        for number in range(first, last):
+            tokens = self._conversation(number)
+            is_learnt = tokens >= 0
+            tokens = torch.where(is_learnt, tokens, ~tokens)
+            _check_tokens(tokens, self._vocabulary, sample)
+            inputs.append(tokens[:-1])
+            targets.append(tokens[1:].where(is_learnt[1:], IGNORED))
+            segments.append(torch.full_like(tokens[:-1], number - first))
+        packed = torch.cat(segments) if self._packing else None
+        return Batch(torch.cat(inputs), torch.cat(targets), packed)
+
+    def _conversation(self, number: int) -> Tensor:
+        start = 0 if number == 0 else int(self._ends[number - 1])
+        return self._corpus.read(start, min(int(self._ends[number]), start + self._context + 1))
+
+
+class Mixture(Samples):
+    """Several sources as one: all training samples, source by source, then all held-out ones."""
+
+    def __init__(self, parts: Sequence[Samples]) -> None:
+        self._parts = parts
+        self._training = [0, *accumulate(part.num_training for part in parts)]
+        self._held_out = [0, *accumulate(part.num_held_out for part in parts)]
+        same = {part.targets_of_sample for part in parts}
+        self.targets_of_sample = same.pop() if len(same) == 1 else None
+        self.num_training, self.num_held_out = self._training[-1], self._held_out[-1]
+
+    def read(self, sample: int) -> Batch:
+        if sample < self.num_training:
+            part = bisect_right(self._training, sample) - 1
+            return self._parts[part].read(sample - self._training[part])
+        sample -= self.num_training
+        part = bisect_right(self._held_out, sample) - 1
+        return self._parts[part].read(self._parts[part].num_training + sample - self._held_out[part])
+
+
+def _packs(ends: Tensor, context: int) -> Tensor:
+    """Returns the first conversation of each pack, and the end: each takes the next ones for as long as they fit."""
+    starts = torch.cat((torch.zeros(1, dtype=torch.int64), ends[:-1]))
+    # A conversation of n tokens has n - 1 inputs.
+    sums = (ends - starts - 1).clamp(max=context).cumsum(0)
+    firsts, number, done = [0], 0, 0
+    while number < ends.numel():
+        number = int(torch.searchsorted(sums, done + context, right=True))
+        done = int(sums[number - 1])
+        firsts.append(number)
+    return torch.tensor(firsts)
+
+
+def _check_tokens(tokens: Tensor, vocabulary: int, sample: int) -> None:
+    lowest, highest = int(tokens.min()), int(tokens.max())
+    if highest >= vocabulary or lowest < 0:
+        raise ConfigError(
+            f"the data contains token {lowest if lowest < 0 else highest}, but the model's vocabulary is {vocabulary}",
+            where=f"data.path, sample {sample}",
+            fix="check data.token_dtype and data.tokenizer, or raise model.vocabulary",
+        )
+
+
+def _stacked(rows: Sequence[Batch]) -> Batch:
+    def stacked(tensors: Sequence[Tensor], padding: int) -> Tensor:
+        return torch.nn.utils.rnn.pad_sequence(list(tensors), batch_first=True, padding_value=padding)
+
+    segments = [row.segments for row in rows if row.segments is not None]
+    return Batch(
+        stacked([row.inputs for row in rows], _PADDING),
+        stacked([row.targets for row in rows], IGNORED),
+        # Padding is a segment of its own: it sees itself and no conversation.
+        stacked(segments, -1) if segments else None,
+    )
