@@ -238,7 +238,8 @@ WRAPPER = (
         }.items()
     ),
     _same(
-        "FullyShardedDataParallel.module", "test_wrapper.py::test_names_are_clean_and_attributes_fall_through"
+        "FullyShardedDataParallel.module",
+        "test_wrapper.py::test_names_are_clean_but_for_flat_parameters_and_attributes_fall_through",
     ),
     _same("FullyShardedDataParallel.forward", "test_wrapper.py::test_two_ranks_match_the_oracle_bit_for_bit"),
     _same("FullyShardedDataParallel.check_is_root", "test_wrapper.py::test_options_can_be_read"),
@@ -265,11 +266,11 @@ WRAPPER = (
     ),
     _same(
         "FullyShardedDataParallel.named_parameters",
-        "test_wrapper.py::test_names_are_clean_and_attributes_fall_through",
+        "test_wrapper.py::test_names_are_clean_but_for_flat_parameters_and_attributes_fall_through",
     ),
     _same(
         "FullyShardedDataParallel.named_buffers",
-        "test_wrapper.py::test_names_are_clean_and_attributes_fall_through",
+        "test_wrapper.py::test_names_are_clean_but_for_flat_parameters_and_attributes_fall_through",
     ),
     _same(
         "FullyShardedDataParallel.no_sync",
@@ -310,6 +311,77 @@ WRAPPER = (
         "parameters of several dtypes in one flat parameter",
         "torch refuses them",
         "test_wrapper_combined.py::test_scalars_empty_integers_and_several_dtypes_in_one_unit",
+    ),
+    _better(
+        "FullyShardedDataParallel",
+        "trainable and frozen parameters in one wrapper without `use_orig_params`",
+        "torch refuses them; here they get two flat parameters",
+        "test_wrapper_combined.py::test_scalars_empty_integers_and_several_dtypes_in_one_unit",
+    ),
+    _better(
+        "FullyShardedDataParallel",
+        "an inner wrapper that runs before the outermost one has",
+        "torch refuses the first forward of the outermost one then",
+        "test_wrapper_like_torch.py::test_what_torch_refuses_and_shardwise_does",
+    ),
+    _better(
+        "FullyShardedDataParallel(sync_module_states)",
+        "a module on the CPU, with gloo",
+        "torch refuses it",
+        "test_wrapper.py::test_first_values_come_from_the_first_rank_or_from_an_init_function",
+    ),
+    _better(
+        "FullyShardedDataParallel(use_orig_params)",
+        "parameters that a forward did not use",
+        "they have no gradient, as without wrappers; torch gives them zeros if any of their flat parameter was used, "
+        "and optimizers then decay them",
+        "test_wrapper_like_torch.py::test_what_torch_refuses_and_shardwise_does",
+    ),
+    _better(
+        "FullyShardedDataParallel.named_parameters",
+        "with `use_orig_params`",
+        "always the names of the unwrapped model; torch's have `_fsdp_wrapped_module.` in them outside "
+        "`summon_full_params`. Flat parameters are named as in torch",
+        "test_wrapper.py::test_names_are_clean_but_for_flat_parameters_and_attributes_fall_through",
+    ),
+    _better(
+        "FullyShardedDataParallel.named_buffers",
+        "with `use_orig_params`",
+        "as for parameters",
+        "test_wrapper_like_torch.py::test_what_torch_refuses_and_shardwise_does",
+    ),
+    _differs(
+        "FullyShardedDataParallel",
+        "the size of flat parameters",
+        "shards are padded so that every parameter begins at an address that kernels are fast with, and sums are those "
+        "of the unsharded model; torch does so with `use_orig_params` only",
+        "test_wrapper.py::test_names_are_clean_but_for_flat_parameters_and_attributes_fall_through",
+    ),
+    _differs(
+        "FullyShardedDataParallel",
+        "what modules have between a forward and its backward",
+        "`parameters()` always gives shards; the modules of the outermost wrapper, and of every one with "
+        "SHARD_GRAD_OP, go on to have the full parameters that backward uses. torch's show shards with FULL_SHARD and "
+        "full parameters with SHARD_GRAD_OP, in `parameters()`, too",
+        "test_wrapper.py::test_names_are_clean_but_for_flat_parameters_and_attributes_fall_through",
+    ),
+    _differs(
+        "ShardingStrategy",
+        "`NO_SHARD`",
+        "is not deprecated here, so nothing warns of it",
+        "test_wrapper.py::test_each_strategy_gathers_reduces_and_frees_as_it_says",
+    ),
+    _better(
+        "enable_wrap",
+        "one inside another",
+        "the inner one counts; torch refuses it",
+        "test_wrapper_like_torch.py::test_what_torch_refuses_and_shardwise_does",
+    ),
+    _better(
+        "FullyShardedDataParallel.summon_full_params",
+        "a forward inside; `with_grads` with `offload_to_cpu`",
+        "torch refuses both, or breaks",
+        "test_wrapper_like_torch.py::test_what_torch_refuses_and_shardwise_does",
     ),
     _better(
         "FullyShardedDataParallel",
@@ -435,6 +507,21 @@ OWN_ARGUMENTS = {
     "ZeroRedundancyOptimizer": ("balanced",),
 }
 ROWS = tuple(row for rows in SECTIONS.values() for row in rows)
+# Environment variables that torch's three APIs read; ``detail`` says what each does.
+ENVIRONMENT = (
+    Row(
+        "FSDP_USE_FULL_PREC_IN_EVAL",
+        "same",
+        f"{_RANKS}test_wrapper_like_torch.py::test_the_wrapper_does_what_torchs_does[dtypes_in_eval]",
+        detail="`1`: wrapped modules in eval mode compute in full precision",
+    ),
+    Row(
+        "TORCH_DISTRIBUTED_DEBUG",
+        "better",
+        f"{_RANKS}test_wrapper_order.py::test_ranks_that_differ_in_the_first_iteration_all_raise",
+        detail="`DETAIL`: ranks compare the order in which they run wrapped modules",
+    ),
+)
 
 
 def torch_names() -> Iterator[tuple[str, Any]]:
@@ -506,6 +593,10 @@ def page() -> str:
             for row in rows
             if row.detail
         )
+    parts.append("\n## Environment variables\n\n| name | what it does | | test |\n|---|---|---|---|\n")
+    parts.extend(
+        f"| `{row.name}` | {row.detail} | {row.verdict} | {_described(row.test)} |\n" for row in ENVIRONMENT
+    )
     return "".join(parts)
 
 

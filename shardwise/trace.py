@@ -30,11 +30,12 @@ __all__ = ["KINDS", "Event", "Failure", "Recorder", "read_failure", "record"]
 UNSHARD = "unshard"
 RESHARD = "reshard"
 REDUCE = "reduce"
+SEND = "send"
 PRE_FORWARD = "pre_forward"
 POST_FORWARD = "post_forward"
 PRE_BACKWARD = "pre_backward"
 POST_BACKWARD = "post_backward"
-KINDS = (UNSHARD, RESHARD, REDUCE, PRE_FORWARD, POST_FORWARD, PRE_BACKWARD, POST_BACKWARD)
+KINDS = (UNSHARD, RESHARD, REDUCE, SEND, PRE_FORWARD, POST_FORWARD, PRE_BACKWARD, POST_BACKWARD)
 
 IN_FORWARD = "forward"
 IN_PRE_BACKWARD = "pre_backward"

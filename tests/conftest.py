@@ -9,17 +9,25 @@ import pytest
 import torch
 
 from shardwise.testing import close_pools
+from tests.processor import avoid_instructions_that_do_not_run
 from tests.why import pytest_terminal_summary
 
 __all__ = ["pytest_terminal_summary"]
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
     # Ranks are the parallelism here; with more threads each, they only get in one another's way.
     parser.addoption("--compute-threads", type=int, default=1, help="threads that every rank computes with")
+    if not pluginmanager.hasplugin("timeout"):
+        # A machine that brings its own torch may have pytest alone: tests run there without limits.
+        for name in ("timeout", "timeout_method"):
+            parser.addini(name, help="of pytest-timeout, which is not installed")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if not config.pluginmanager.hasplugin("timeout"):
+        config.addinivalue_line("markers", "timeout: of pytest-timeout, which is not installed")
+    avoid_instructions_that_do_not_run()
     num_threads = config.getoption("--compute-threads")
     torch.set_num_threads(num_threads)
     # For rank processes and commands, which start after this.
@@ -27,7 +35,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    return f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, threads {torch.get_num_threads()}"
+    avoided = ", oneDNN up to " + limit if (limit := os.environ.get("ONEDNN_MAX_CPU_ISA")) else ""
+    capability = torch.backends.cpu.get_cpu_capability() + avoided
+    return f"torch {torch.__version__}, {capability}, threads {torch.get_num_threads()}"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -196,7 +196,7 @@ class _PointToPoint:
         small = self._small[peer]
         if len(small) < 2:
             return small + self._large[peer]
-        pack = torch.empty(sum(view.numel() for view in small), dtype=torch.uint8)
+        pack = torch.empty(sum(view.numel() for view in small), dtype=torch.uint8, device="cpu")
         packs.append((pack, small))
         return [pack, *self._large[peer]]
 

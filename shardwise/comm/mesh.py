@@ -223,7 +223,10 @@ def mesh_of_groups(shard: dist.ProcessGroup, replicate: dist.ProcessGroup, devic
         own = json.dumps(dist.get_process_group_ranks(shard)).encode()
         rows = [json.loads(row) for row in all_gather_bytes(own, replicate)]
         return DeviceMesh.from_group(
-            [replicate, shard], device_type, mesh=torch.tensor(rows), mesh_dim_names=_HYBRID_AXES
+            [replicate, shard],
+            device_type,
+            mesh=torch.tensor(rows, device="cpu"),
+            mesh_dim_names=_HYBRID_AXES,
         )
 
     return _shared((id(shard), id(replicate), device_type), make)

@@ -71,7 +71,7 @@ class _StateHooks:
                 state_dict[prefix + name] = sharded if value is slot.unsharded else sharded.detach()
 
     def __call__(self, module: nn.Module, state_dict: Any, prefix: str, *_: Any) -> None:
-        """Before a load: reshards the units, and replaces full tensors by this rank's shards of them."""
+        """Before a load: reshards the units, and brings the values to the placements of the parameters."""
         for name, (unit, slot) in _slots_of(module).items():
             if unit.holders and unit.root.in_backward and not inside_backward():
                 # That backward raised: its step is over.
@@ -84,8 +84,7 @@ class _StateHooks:
                 )
             unit.reshard(trace.IDLE)
             value = state_dict.get(prefix + name)
-            is_full = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
-            if is_full and value.shape == slot.sharded.shape:
+            if isinstance(value, torch.Tensor) and value.shape == slot.sharded.shape:
                 state_dict[prefix + name] = _shard_of(value, slot)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
@@ -96,9 +95,12 @@ class _StateHooks:
 
 
 def _shard_of(value: torch.Tensor, slot: Slot) -> torch.Tensor:
-    """This rank's shard of a full tensor, as a DTensor. No communication: every rank has the full tensor."""
+    """This rank's shard of a tensor, as a DTensor. Communicates only if the tensor is sharded in another way."""
     spec = spec_of(slot.sharded)
     with torch.no_grad():
+        if isinstance(value, DTensor):
+            is_placed = value.device_mesh != spec.mesh or tuple(value.placements) == tuple(spec.placements)
+            return value if is_placed else value.redistribute(spec.mesh, spec.placements)
         return distribute_tensor(value.detach(), spec.mesh, spec.placements, src_data_rank=None)
 
 
@@ -118,10 +120,10 @@ def check_fits(module: nn.Module, state_dict: Any, strict: bool, assign: bool) -
             is_unsharded = name in slots and value is slots[name][1].unsharded
             entries[f"{path}.{name}" if path else name] = slots[name][1].sharded if is_unsharded else value
     arguments = f"strict={strict}, assign={assign}"
-    check_state_dict(module, state_dict, entries, partial(_problem_with, assign), strict, arguments)
+    check_state_dict(module, state_dict, entries, _problem_with, strict, arguments)
 
 
-def _problem_with(assign: bool, key: str, own: torch.Tensor | None, value: Any) -> str | None:
+def _problem_with(key: str, own: torch.Tensor | None, value: Any) -> str | None:
     if own is None:
         return None
     if not isinstance(value, torch.Tensor):
@@ -134,6 +136,4 @@ def _problem_with(assign: bool, key: str, own: torch.Tensor | None, value: Any) 
         return None
     if value.device_mesh != own.device_mesh:
         return f"{key} is on {value.device_mesh}, in the model on {own.device_mesh}."
-    if assign and tuple(value.placements) != tuple(own.placements):
-        return f"{key} has placements {tuple(value.placements)}, in the model {tuple(own.placements)}."
     return None

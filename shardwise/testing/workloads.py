@@ -47,7 +47,7 @@ def seeded(module: nn.Module, seed: int = 0) -> nn.Module:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, param in module.named_parameters():
-            values = torch.randn(param.shape, generator=generator)
+            values = torch.randn(param.shape, generator=generator, device="cpu")
             if param.dim() > 1:
                 values /= (param.numel() / param.shape[0]) ** 0.5
             else:

@@ -66,7 +66,7 @@ class _Follower(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
-        return torch.empty(())
+        return torch.empty((), device="cpu")
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:

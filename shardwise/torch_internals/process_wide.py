@@ -1,20 +1,21 @@
-"""The three changes that shardwise makes to torch for the whole process, each in a function that is called once.
+"""The five changes that shardwise makes to torch for the whole process, each in a function that is called once.
 
-In-place foreach kernels increment the versions of DTensors; ``param.data = value`` writes to shards; and ``zero_grad``
-calls back.
+In-place foreach kernels increment the versions of DTensors; ``param.data = value`` writes to shards; ``zero_grad``
+calls back; ``functional_call`` asks first; and a tensor whose memory was freed can be printed.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any
 
 import torch
-from torch import nn
+from torch import _tensor_str, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.utils import stateless
 from torch.utils._pytree import tree_map_only
 
 from shardwise.errors import ConfigError
@@ -146,3 +147,49 @@ def _call_after(cls: Any, heard: Callable[[Any, bool], None]) -> None:
         heard(self, set_to_none)
 
     cls.zero_grad = zero_grad_and_tell
+
+
+def before_functional_call(check: Callable[[nn.Module, Iterable[str]], None]) -> None:
+    """Calls ``check(module, names)`` before ``torch.func.functional_call`` swaps values. Called once per process."""
+    functions: Any = stateless
+    functional_call = functions._functional_call
+
+    @wraps(functional_call)
+    def checked(module: nn.Module, values: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            check(module, values)
+        return functional_call(module, values, *args, **kwargs)
+
+    functions._functional_call = checked
+
+
+def make_freed_tensors_printable() -> None:
+    """Lets tensors without memory, as freed parameters are, be printed without their values. Called once per process.
+
+    Reading them ends the process on a CPU, and the CUDA context on a GPU; debuggers and test reports print what they
+    find.
+    """
+    functions: Any = _tensor_str
+    text_of = functions._str
+
+    @wraps(text_of)
+    def text_of_any(self: Any, *, tensor_contents: str | None = None) -> str:
+        if tensor_contents is None and _is_freed(self):
+            tensor_contents = f"<freed>, size={tuple(self.shape)}, dtype={self.dtype}"
+        text: str = text_of(self, tensor_contents=tensor_contents)
+        return text
+
+    functions._str = text_of_any
+
+
+def _is_freed(tensor: torch.Tensor) -> bool:
+    if (
+        type(tensor) not in (torch.Tensor, nn.Parameter)
+        or tensor.layout is not torch.strided
+        or tensor.is_meta
+    ):
+        return False
+    try:
+        return tensor.untyped_storage().nbytes() == 0 and tensor.numel() > 0
+    except (NotImplementedError, RuntimeError):  # without a storage, as inside of torch.func's transforms
+        return False

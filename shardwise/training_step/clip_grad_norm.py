@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -96,6 +97,7 @@ def clip_grad_norm_(
             else:
                 for tensor in tensors:
                     tensor.mul_(scale.to(tensor.dtype))
+        increment_version(found.written)
     return total
 
 
@@ -132,6 +134,8 @@ class _Gradients:
         self.by_mesh: dict[DeviceMesh, list[_Placed]] = {}
         self.by_group: dict[GroupCollectives, list[torch.Tensor]] = {}
         self.to_scale: list[torch.Tensor] = []
+        # Gradients whose versions do not rise when the above are scaled.
+        self.written: list[torch.Tensor] = []
         # Whether the norm must not depend on how gradients are sharded.
         self.is_exact = False
 
@@ -153,6 +157,9 @@ def _find_gradients(params: list[torch.Tensor], order: float) -> _Gradients:
                 found.by_mesh.setdefault(spec_of(param).mesh, []).append(placed)
                 # Padding is not scaled: a scale of nan or inf would stay there.
                 found.to_scale += [buffer.row] if buffer.is_full else buffer.locals
+                if buffer.is_full:
+                    # The row is another tensor over their memory.
+                    found.written += buffer.locals
                 rows[unit] = None
             continue
         gradient = param.grad

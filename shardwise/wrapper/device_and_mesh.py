@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -65,6 +66,13 @@ def chosen_mesh(
                 fix="pass a process group; only hybrid strategies need a pair of groups",
             )
         mesh = mesh_of_group(process_group, device.type)
+    if mesh.ndim == 2 and strategy.num_axes == 1:
+        warnings.warn(
+            f"the device mesh has 2 axes: parameters are sharded over the first one, of {mesh.size(0)} ranks, and the "
+            f"other one is not used; HYBRID_SHARD uses both",
+            stacklevel=6,
+        )
+        mesh = mesh_of_group(mesh.get_group(0), device.type)
     if mesh.ndim != strategy.num_axes:
         raise ConfigError(
             f"the device mesh has {mesh.ndim} axes, but the sharding strategy needs {strategy.num_axes}",

@@ -149,7 +149,7 @@ def _slots_by_local_key(
     needed = _units_to_summon(unit)
     if unit in needed:
         for line in flat_lines(unit):
-            yield prefix + line.name, (unit, line.slots)
+            yield f"{prefix}{WRAPPED_NAME}.{line.name}", (unit, line.slots)
     unit_of = {slot: each for each in needed for slot in flat_slots(each)}
     for path, slot, place in own_places(wrapper, unit):
         if slot.is_shown and slot in unit_of:
@@ -255,12 +255,11 @@ class LoadHooks:
     def before(self, wrapper: nn.Module, state: State, prefix: str, *_: Any) -> None:
         (unit,) = units_of(wrapper)
         is_local = _kind_of(unit) is LOCAL
-        flats = {prefix + line.name for line in flat_lines(unit)}
         own_shards = own_shard_ids([unit])
         for key in [key for key in state if key.startswith(prefix)]:
             if id(state[key]) in own_shards:
                 del state[key]
-            elif not (is_local and key in flats):
+            else:
                 state[f"{prefix}{WRAPPED_NAME}.{key[len(prefix) :]}"] = state.pop(key)
         for needed in dict.fromkeys((unit, *unit.needs)):
             check_idle(needed, "load_state_dict")

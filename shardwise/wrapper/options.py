@@ -68,14 +68,14 @@ class BackwardPrefetch(Enum):
     BACKWARD_POST = auto()
 
 
-@dataclass(frozen=True)
+@dataclass
 class CPUOffload:
     """``offload_params`` keeps shards and their gradients, hence also the optimizer state, in host memory."""
 
     offload_params: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass
 class MixedPrecision:
     """The dtypes of a unit.
 

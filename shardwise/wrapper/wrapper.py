@@ -340,7 +340,14 @@ class FullyShardedDataParallel(ModelMethods):
             observer.begin_forward()
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As ``nn.Module.named_parameters``: always shards, under names without the wrappers'."""
+        """As ``nn.Module.named_parameters``, but always shards.
+
+        Names are those of the unwrapped model, unless there are flat parameters: these have no names there.
+        """
+        for unit in self._units:
+            # What a user froze or thawed as gathered comes before what happens to the shards from now on.
+            if unit.gathered.kept_version is not None:
+                unit.gathered.move_freezing_to_shards()
         shown = {
             id(slot.unsharded): slot.sharded if slot.is_shown else None
             for unit in self._units
@@ -349,11 +356,15 @@ class FullyShardedDataParallel(ModelMethods):
         for name, param in super().named_parameters(*args, **kwargs):
             sharded = shown.get(id(param), param)
             if sharded is not None:
-                yield clean_name(name), sharded
+                yield self._shown_name(name), sharded
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """As ``nn.Module.named_buffers``, under names like those of parameters."""
         for name, buffer in super().named_buffers(*args, **kwargs):
-            yield clean_name(name), buffer
+            yield self._shown_name(name), buffer
+
+    def _shown_name(self, name: str) -> str:
+        return clean_name(name) if self._use_orig_params or is_summoned(self._unit) else name
 
     def _fqn_modifiers(self) -> dict[str, str]:
         return names_for_torch(self)

@@ -81,7 +81,7 @@ class WrapperPlan:
             self.mesh,
             options.strategy.after_forward,
             FlatForm(
-                None if options.use_orig_params else wrapper,
+                None if options.use_orig_params else self.module,
                 self.full_precision_modules,
                 precision.keep_low_precision_grads,
             ),
@@ -184,9 +184,14 @@ def _ignored(
         raise ConfigError(
             "both ignored_modules and ignored_states were given", where=where, fix="pass only ignored_states"
         )
+    given = modules if states is None else states
+    if given is not None and not isinstance(given, Iterable):
+        raise ConfigTypeError(
+            f"a {type(given).__name__} is not a list of what to ignore", where=where, fix="pass a list of it"
+        )
     tops: list[nn.Module] = []
     params: set[nn.Parameter] = set()
-    for state in (*(modules or ()), *(states or ())):
+    for state in given or ():
         if isinstance(state, nn.Parameter) and modules is None:
             params.add(state)
         elif isinstance(state, nn.Module) and is_wrapper(state):
@@ -201,6 +206,12 @@ def _ignored(
             raise ConfigTypeError(
                 f"a {type(state).__name__} cannot be ignored", where=where, fix="pass modules or parameters"
             )
+    if tops and params:
+        raise ConfigError(
+            f"ignored_states has {len(tops)} modules and {len(params)} parameters",
+            where=where,
+            fix="pass modules or parameters: the parameters of a module are module.parameters()",
+        )
     ignored = {inner for top in tops for inner in top.modules()}
     return ignored, params | {param for top in tops for param in top.parameters()}
 

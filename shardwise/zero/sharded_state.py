@@ -114,7 +114,7 @@ def load_templates(
                 is_span = path[-1] != _NO_SPAN
                 empty = _template(saved, pieces[index], partition, element_wise=element_wise, is_span=is_span)
         elif isinstance(saved, TensorStorageMetadata):
-            empty = torch.empty(saved.size, dtype=saved.properties.dtype)
+            empty = torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
         _insert(entries, path, empty)
     return entries
 
@@ -177,7 +177,7 @@ def _template(
             where=f"ZeroRedundancyOptimizer.sharded_state_dict(like=…), rank {partition.rank}",
             fix="load a checkpoint of the same model with the same parameter groups",
         )
-    return torch.empty(saved.size, dtype=dtype)
+    return torch.empty(saved.size, dtype=dtype, device="cpu")
 
 
 def state_of_own_pieces(partition: Partition, entries: Mapping[str, Any]) -> dict[OwnedPiece, State]:

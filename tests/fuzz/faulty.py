@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from shardwise.train import Checkpoints, Config, Data, Evaluation, OwnModel, Training, data, loop
+from shardwise.train import Checkpoints, Config, Data, Evaluation, OwnModel, Training, samples, sources
 
 WORDS = "this is the fault that was planned"
 STEPS, EVERY = 8, 2
@@ -109,7 +109,7 @@ class Model(torch.nn.Module):
         return self.head(self.blocks(self.embed(tokens)))
 
 
-class Samples(data.Samples):
+class Texts(samples.Texts):
     """The data of a run, in which the fault may be."""
 
     _num_batches = 0
@@ -120,7 +120,7 @@ class Samples(data.Samples):
         return super().batch(samples)
 
 
-loop.Samples = Samples
+sources.Texts = Texts
 
 
 def recipe() -> Config:

@@ -27,6 +27,7 @@ from typing import Any
 from tests.fuzz.programs import Program, draw
 from tests.fuzz.shrink import shape, shrunk
 from tests.fuzz.trial import TIMEOUT_SECONDS, Outcome, as_test, run
+from tests.processor import avoid_instructions_that_do_not_run
 
 # Classes that programs define are never freed in the process that ran them.
 _PROGRAMS_A_WORKER = 400
@@ -38,14 +39,15 @@ class Worker:
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["tests.fuzz.trial"])
-        self._folder = tempfile.TemporaryDirectory()
+        # Failures leave traces in the folder for temporary files: every worker has its own, which ends with it.
+        self._folder = tempfile.TemporaryDirectory(prefix="shardwise-fuzz-", ignore_cleanup_errors=True)
         self._process: Any = None
         self._connection: Connection | None = None
         self._count = 0
 
     def run(self, program: Program, side: str = "shardwise") -> Outcome:
         if self._process is None or self._count >= _PROGRAMS_A_WORKER:
-            self.close()
+            self._stop()
             self._start()
         assert self._connection is not None
         self._count += 1
@@ -53,16 +55,16 @@ class Worker:
             self._connection.send((program, side))
             if not self._connection.poll(TIMEOUT_SECONDS + 120):
                 where = self._stacks()
-                self.close()
+                self._stop()
                 return Outcome("hangs", f"the worker did not answer:\n{where}")
             outcome: Outcome = self._connection.recv()
         except (EOFError, OSError):
             self._process.join(5)
             code = self._process.exitcode
-            self.close()
+            self._stop()
             return Outcome(f"dies: exit code {code}", f"the worker process ended with exit code {code}")
         if outcome.how.startswith(("hangs", "dies")):
-            self.close()  # threads may still run in it
+            self._stop()  # threads may still run in it
         return outcome
 
     def _stacks(self) -> str:
@@ -73,12 +75,17 @@ class Worker:
 
     def _start(self) -> None:
         self._connection, theirs = self._context.Pipe()
-        self._process = self._context.Process(target=_serve, args=(theirs, f"{self._folder.name}/stacks"))
+        self._process = self._context.Process(target=_serve, args=(theirs, self._folder.name))
         self._process.start()
         theirs.close()
         self._count = 0
 
     def close(self) -> None:
+        """Ends the process and removes what it left in its folder."""
+        self._stop()
+        self._folder.cleanup()
+
+    def _stop(self) -> None:
         if self._process is None:
             return
         assert self._connection is not None
@@ -90,12 +97,13 @@ class Worker:
         self._process = None
 
 
-def _serve(connection: Connection, stacks: str) -> None:
+def _serve(connection: Connection, folder: str) -> None:
     import torch
 
     from shardwise.testing import close_pools
 
-    faulthandler.register(signal.SIGUSR2, open(stacks, "w"))  # noqa: SIM115  stays open until the process exits
+    tempfile.tempdir = os.environ["TMPDIR"] = folder  # rank processes read the variable
+    faulthandler.register(signal.SIGUSR2, open(f"{folder}/stacks", "w"))  # noqa: SIM115  stays open until the process exits
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     while True:
@@ -137,6 +145,8 @@ class Report:
             "refused": dict(sorted(self.refused.items())),
             "failed": len(self.failures),
             "failures": [{"seed": each.seed, "how": each.how} for each in self.failures],
+            "workers": arguments.workers,
+            "cores": os.cpu_count(),
             "torch": torch.__version__,
             "python": platform.python_version(),
             "cpu_capability": torch.backends.cpu.get_cpu_capability(),
@@ -253,6 +263,7 @@ def parsed(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parsed(argv)
+    avoid_instructions_that_do_not_run()
     if arguments.once:
         print(as_test(draw(arguments.seed, arguments.without)))
     report = run_many(arguments)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from shardwise.testing import run_ranks
 from tests.fuzz import trial
 from tests.fuzz.actions import Action, Step
 from tests.fuzz.models import Block
-from tests.fuzz.oracle import Comparison, Plain, Sharded, Tolerance, compared
+from tests.fuzz.oracle import Comparison, Plain, Sharded, Tolerance, compared, differences
 from tests.fuzz.programs import Program, draw, source
 from tests.fuzz.run import Worker, parsed, run_many
 from tests.fuzz.settings import Settings, UnitCall
@@ -182,6 +183,34 @@ def test_a_refusal_counts_as_right_only_if_it_is_listed():
         run_ranks(compared, 1, refuses, Sharded, {}, Tolerance(), ())
 
 
+def test_a_refusal_that_the_program_catches_ends_the_comparison():
+    def program(side: Any) -> None:
+        side.note("first", 1)
+        with side.catch("second"):
+            if isinstance(side, Sharded):
+                from shardwise.errors import StateError
+
+                raise StateError("this is not done")
+            raise KeyError
+        side.note("third", isinstance(side, Sharded))
+
+    assert run_ranks(compared, 1, program, Sharded, {}, Tolerance(), (("known", "is not done"),)) == [
+        Comparison(refused="known")
+    ]
+    (comparison,) = run_ranks(compared, 1, program, Sharded, {}, Tolerance(), ())
+    assert comparison.how == "differs: raised"
+
+
+@pytest.mark.parametrize("kind", ["parameter", "gradient"])
+def test_a_value_near_zero_has_the_rounding_errors_of_what_it_was(kind):
+    def notes(*values: float) -> Any:
+        return [(f"step {number}: {kind} p", torch.tensor([value])) for number, value in enumerate(values)]
+
+    assert not list(differences(notes(1.0, 0.01), notes(1.0, 0.02), Tolerance(0.1)))
+    assert list(differences(notes(1.0, 0.01), notes(1.0, 0.2), Tolerance(0.1)))
+    assert list(differences(notes(0.01), notes(0.02), Tolerance(0.1)))
+
+
 def test_an_error_that_plain_code_raises_too_must_be_of_its_type():
     def program(side: Any) -> None:
         raise ValueError if isinstance(side, Plain) else TypeError
@@ -194,6 +223,21 @@ def test_every_smaller_program_can_be_written():
     for seed in range(0, 40, 4):
         for candidate in list(smaller(draw(seed)))[::3]:
             compile(source(candidate), "candidate", "exec")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_temporary_files_of_programs_are_removed_with_their_worker():
+    worker = Worker()
+    try:
+        # A pool of rank processes makes a folder where failing ranks leave their traces.
+        gloo = a_program(settings=Settings(world=2, width=5, optimizer="adam", kind="gloo"))
+        assert worker.run(gloo).how == ""
+        folder = Path(worker._folder.name)
+        assert list(folder.glob("shardwise-ranks-*"))
+    finally:
+        worker.close()
+    assert not folder.exists()
 
 
 @pytest.mark.timeout(120)

@@ -16,6 +16,7 @@ from torch.nn.functional import relu
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.testing import run_ranks
+from tests.ranks.side_by_side import device
 from tests.ranks.subject import FSDPModule, fully_shard
 
 
@@ -31,7 +32,8 @@ def assert_trains_as_plain(run, model, plain):
     rank, world = dist.get_rank(), dist.get_world_size()
     optimizers = [torch.optim.Adam(m.parameters(), lr=1e-2, foreach=False) for m in (model, plain)]
     for step in range(3):
-        rows = torch.randn(2 * world, 4, generator=torch.Generator().manual_seed(step))
+        generator = torch.Generator().manual_seed(step)
+        rows = torch.randn(2 * world, 4, generator=generator, device="cpu").to(device())
         run(rows[2 * rank : 2 * rank + 2].clone()).square().mean().backward()
         plain(rows).square().mean().backward()
         for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
@@ -143,14 +145,14 @@ class GathersAhead(nn.Module):
 
 
 def trained_with_gathers_ahead():
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(device().type, (dist.get_world_size(),))
     torch.manual_seed(42)
     model = GathersAhead(8, mesh)
     plain = replicate(copy.deepcopy(model))
     for mlp in model.mlps.all:
         fully_shard(mlp, mesh=mesh, reshard_after_forward=False)
     fully_shard(model.mlps, mesh=mesh)
-    replicate(model.to("cpu"))
+    replicate(model.to(device()))
     optimizers = [
         torch.optim.Adam(model.parameters(), lr=1e-2, foreach=True),
         torch.optim.Adam(plain.parameters(), lr=1e-2),

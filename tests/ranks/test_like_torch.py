@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 
 import shardwise
 from shardwise.testing import run_ranks
+from tests.ranks.side_by_side import device
 
 NAMES = (
     "CPUOffloadPolicy",
@@ -42,7 +43,7 @@ def api_of(library: Any, mesh_of_dp_and_tp: Any) -> Any:
     """The names of an API; torch's default mesh would be one of accelerators wherever there are some."""
     api = SimpleNamespace(**{name: getattr(library, name, None) for name in NAMES})
     api.mesh_of_dp_and_tp = mesh_of_dp_and_tp
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(device().type, (dist.get_world_size(),))
     shard = api.fully_shard
 
     def fully_shard(module, **options):
@@ -61,9 +62,13 @@ def outcome(program, api):
         return error
 
 
-def both(program):
-    # One object for both: DTensor's caches keep the first of equal meshes, and torch wants the very one it was given.
-    spmd = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+def shared_mesh():
+    """One object for all: DTensor keeps the first of equal meshes, and torch wants the very one it was given."""
+    return init_device_mesh(device().type, (2, 1), mesh_dim_names=("dp", "tp"))
+
+
+def both(program, spmd=None):
+    spmd = spmd or shared_mesh()
     ours, theirs = (outcome(program, api_of(library, spmd)) for library in (shardwise, torch_fsdp))
     for found in (ours, theirs):
         if isinstance(found, Exception):
@@ -71,8 +76,8 @@ def both(program):
     assert_same(ours, theirs, "")
 
 
-def both_raise(program):
-    spmd = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+def both_raise(program, spmd=None):
+    spmd = spmd or shared_mesh()
     ours, theirs = (outcome(program, api_of(library, spmd)) for library in (shardwise, torch_fsdp))
     assert isinstance(theirs, Exception), f"torch returns {theirs!r}"
     if not isinstance(theirs, AttributeError):
@@ -133,7 +138,8 @@ def shard(api, model=None, **options):
 
 
 def rows(step, width=4):
-    return torch.randn(3, width, generator=torch.Generator().manual_seed(100 * step + dist.get_rank()))
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    return torch.randn(3, width, generator=generator, device="cpu").to(device())
 
 
 def gradients(model):
@@ -220,7 +226,7 @@ def torchs_offload_policies(api):
 
 
 def mesh_of_two_axes(api):
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(device().type, (2, 1), mesh_dim_names=("replicate", "shard"))
     model = shard(api, mesh=mesh)
     return [tuple(map(str, p.placements)) for p in model.parameters()], train(model)
 
@@ -378,7 +384,7 @@ def set_requires_gradient_sync(api):
 
 
 def set_requires_all_reduce(api):
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(device().type, (2, 1), mesh_dim_names=("replicate", "shard"))
     model = shard(api, mesh=mesh)
     model.set_requires_all_reduce(False, recurse=True)
     model(rows(0)).sum().backward()
@@ -673,7 +679,7 @@ PROGRAMS = [
 ]
 
 
-@pytest.mark.parametrize("program", where_torch_has_it(PROGRAMS, USES))
+@pytest.mark.parametrize("program", [*where_torch_has_it(PROGRAMS, USES)])
 def test_a_program_gives_what_it_gives_with_torch(program):
     run_ranks(both, 2, program, kind="gloo")
 
@@ -704,7 +710,7 @@ def no_module(api):
 
 
 def mesh_of_three_axes(api):
-    api.fully_shard(Block(), mesh=init_device_mesh("cpu", (2, 1, 1)))
+    api.fully_shard(Block(), mesh=init_device_mesh(device().type, (2, 1, 1)))
 
 
 def reshards_to_a_number_that_does_not_divide(api):
@@ -814,7 +820,7 @@ def names_an_unknown_axis(api):
 
 def names_an_axis_of_a_mesh_without_names(api):
     api.fully_shard(
-        Block(), mesh=init_device_mesh("cpu", (2,)), dp_mesh_dims=api.DataParallelMeshDims(shard="dp")
+        Block(), mesh=init_device_mesh(device().type, (2,)), dp_mesh_dims=api.DataParallelMeshDims(shard="dp")
     )
 
 
@@ -825,7 +831,7 @@ def placed_on_the_axis_that_shards(api):
 
 
 def hook_stream_with_replicas(api):
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(device().type, (2, 1), mesh_dim_names=("replicate", "shard"))
     api.fully_shard(Block(), mesh=mesh).set_all_reduce_hook(lambda reduced: None, stream=object())
 
 
@@ -933,6 +939,6 @@ MISUSES = [
 ]
 
 
-@pytest.mark.parametrize("program", where_torch_has_it(MISUSES, MISUSES_USE))
+@pytest.mark.parametrize("program", [*where_torch_has_it(MISUSES, MISUSES_USE)])
 def test_a_misuse_raises_an_error_of_the_kind_that_torch_raises(program):
     run_ranks(both_raise, 2, program, kind="gloo")

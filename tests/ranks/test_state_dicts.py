@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from shardwise import CheckpointError, StateError
 from shardwise.testing import run_ranks
@@ -226,17 +226,19 @@ def halves(state):
     return {name: value.detach() * 0.5 for name, value in state.items()}
 
 
+def placed_values(placement):
+    values = plain_values(0.5).items()
+    return {name: distribute_tensor(value, world_mesh(), [placement]) for name, value in values}
+
+
 LOADS = {
     "shards": lambda model: model.load_state_dict(halves(model.state_dict())),
     "shards, assigned": lambda model: model.load_state_dict(halves(model.state_dict()), assign=True),
     "whole tensors": lambda model: model.load_state_dict(plain_values(0.5)),
     "whole tensors, assigned": lambda model: model.load_state_dict(plain_values(0.5), assign=True),
-    "replicated": lambda model: model.load_state_dict(
-        {
-            name: distribute_tensor(value, world_mesh(), [Replicate()])
-            for name, value in plain_values(0.5).items()
-        }
-    ),
+    "replicated": lambda model: model.load_state_dict(placed_values(Replicate())),
+    "replicated, assigned": lambda model: model.load_state_dict(placed_values(Replicate()), assign=True),
+    "cut elsewhere, assigned": lambda model: model.load_state_dict(placed_values(Shard(-1)), assign=True),
     "in two parts": lambda model: [
         model.load_state_dict(
             {name: value for name, value in plain_values(0.5).items() if ("layers" in name) is in_layers},
@@ -301,9 +303,6 @@ def misfits(model):
     missing = {key: value for key, value in state.items() if key != name}
     wrong_shape = {**state, name: torch.zeros(3, 3)}
     on_other_mesh = distribute_tensor(torch.zeros(4 * WIDTH, WIDTH), other_mesh, [Replicate(), Replicate()])
-    replicated = distribute_tensor(
-        torch.zeros(4 * WIDTH, WIDTH), world_mesh(), [Replicate()], src_data_rank=None
-    )
     return [
         ("missing", missing, {}, [name, "Missing"]),
         ("extra", {**state, "layers.7.odd": torch.zeros(2)}, {}, ["layers.7.odd", "Unexpected"]),
@@ -312,7 +311,6 @@ def misfits(model):
         ("wrong shape, assigned", wrong_shape, {"assign": True}, [name, "size mismatch"]),
         ("no tensor", {**state, name: 7}, {}, [name, "int"]),
         ("another mesh", {**state, name: on_other_mesh}, {}, [name, "DeviceMesh"]),
-        ("placed otherwise", {**state, name: replicated}, {"assign": True}, [name, "Replicate"]),
         ("all at once", {**missing, "odd": 1, "first.bias": torch.zeros(9)}, {}, [name, "odd", "first.bias"]),
     ]
 

@@ -1384,3 +1384,63 @@ def test_a_recursive_module_of_a_unit_of_several_trains_on_fresh_weights():
         return gradients_and_losses(model)
 
     twice(program, shard_both)
+
+
+def test_a_gathered_parameter_that_was_freed_can_be_printed():
+    def on_a_rank():
+        model = fully_shard(nn.Linear(WIDTH, WIDTH))
+        model(inputs())
+        model.unshard()
+        kept = [model.weight, model.weight.data, model.weight[0]]
+        assert "<freed>" not in repr(kept)
+        model.reshard()
+        for freed in kept:  # reading one would end the process
+            assert f"<freed>, size={tuple(freed.shape)}" in repr(freed)
+        assert (
+            "<freed>"
+            not in f"{torch.zeros(2)} {torch.zeros(0)} {torch.zeros(2, device='meta')} {model.weight}"
+        )
+
+    run_ranks(on_a_rank, 2)
+
+
+@pytest.mark.parametrize("sharding", [fully_shard, FullyShardedDataParallel, wrapped])
+@pytest.mark.parametrize("names", ["of the model", "of the plain model"])
+def test_functional_call_on_a_sharded_model_is_refused_and_changes_nothing(sharding, names):
+    def on_a_rank():
+        plain = seeded(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)))
+        values = {name: value.detach() * 2 for name, value in plain.named_parameters()}
+        expected = gradients_and_losses(plain)
+        model = sharding(seeded(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))))
+        if names == "of the model":
+            values = {name: value.detach() * 2 for name, value in model.named_parameters()}
+        with pytest.raises(StateError, match="functional_call cannot give parameter"):
+            torch.func.functional_call(model, values, (inputs(),))
+        losses = [loss for loss in gradients_and_losses(model) if loss.dim() == 0]
+        assert losses == [loss for loss in expected if loss.dim() == 0]
+
+    run_ranks(on_a_rank, 2)
+
+
+def test_functional_call_may_swap_what_is_not_sharded():
+    def on_a_rank():
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False))
+        fully_shard(model[0])
+        swapped = {"1.weight": torch.zeros(WIDTH, WIDTH)}
+        assert not torch.func.functional_call(model, swapped, (inputs(),)).any()
+        assert model(inputs()).any()
+
+    run_ranks(on_a_rank, 1)
+
+
+def test_freezing_a_gathered_parameter_and_thawing_its_shard_happen_in_their_order():
+    def program(sharding):
+        model = seeded(Pair())
+        model = sharding(model) if sharding else model
+        optimizer = sgd_of(model)
+        model(inputs())  # no backward: modules of the outermost wrapper show gathered parameters
+        model.first.weight.requires_grad_(False)
+        model.requires_grad_(True)  # the wrapper's parameters are always shards
+        return gradients_and_losses(model, optimizer)
+
+    twice(program, wrapped, fully_shard)

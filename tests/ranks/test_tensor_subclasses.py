@@ -459,3 +459,62 @@ def viewless_layers():
 
 def test_a_subclass_without_views_trains():
     run_ranks(viewless_layers, 2, kind="gloo")
+
+
+class Scaled(nn.Parameter):
+    """A parameter that says how its numbers are scaled, as libraries for quantized weights do."""
+
+    scale: float
+
+    def __new__(cls, data, scale):
+        scaled = torch.Tensor._make_subclass(cls, data, False)
+        scaled.scale = scale
+        return scaled
+
+
+class ScaledLinear(nn.Module):
+    """Makes its weight a scaled one again in every forward, because a gathered weight is a plain parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = Scaled(torch.randn(4, 4), 0.5)
+        self.adapter = nn.Linear(4, 4)
+
+    def forward(self, x):
+        if not isinstance(self.weight, Scaled):
+            self.weight = Scaled(self.weight, 0.5)
+        return x @ (self.weight * self.weight.scale) + self.adapter(x)
+
+
+def scaled_layers(keeps):
+    torch.manual_seed(0)
+    plain = nn.Sequential(ScaledLinear(), ScaledLinear())
+    model = copy.deepcopy(plain)
+    for layer in model:
+        fully_shard(layer, reshard_after_forward=not keeps)
+    fully_shard(model)
+    assert not hasattr(model[0].weight, "scale"), "a shard is not scaled"
+    for _ in range(2):
+        for layers in (plain, model):
+            layers(torch.ones(2, 4)).square().sum().backward()
+    for layer, expected in zip(model, plain, strict=True):
+        assert torch.equal(layer.weight.full_tensor(), expected.weight)
+        assert torch.equal(layer.adapter.weight.grad.full_tensor(), expected.adapter.weight.grad)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_module_may_put_its_frozen_gathered_weight_into_another_class(keeps):
+    run_ranks(scaled_layers, 2, keeps, kind="gloo")
+
+
+def trained_weight_in_another_class():
+    layer = nn.Linear(4, 4)
+    fully_shard(layer)
+    layer.unshard()
+    layer.weight = nn.Parameter(layer.weight.detach())
+    with pytest.raises(shardwise.StateError, match="'weight' was replaced by a plain tensor"):
+        layer.reshard()
+
+
+def test_a_trained_weight_in_another_object_is_refused_as_its_gradient_would_be_lost():
+    run_ranks(trained_weight_in_another_class, 2, kind="threads")

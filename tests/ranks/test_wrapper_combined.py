@@ -18,7 +18,14 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from shardwise import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, StateDictType
+from shardwise import (
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardingStrategy,
+    StateDictType,
+    ZeroRedundancyOptimizer,
+    fully_shard,
+)
 from shardwise.errors import CheckpointError
 from shardwise.testing import run_ranks
 from shardwise.testing.workloads import seeded
@@ -343,3 +350,31 @@ def goes():
 
 def test_a_dropped_model_goes_and_units_share_their_mesh():
     assert run_ranks(goes, 2, kind="gloo") == [(False, True), (True, True)]
+
+
+def with_a_default_device():
+    """Of tensors without memory, so that any that shardwise makes for itself there would fail."""
+    model, plain = seeded(nn.Linear(4, 4)), seeded(nn.Linear(4, 4))
+    x = torch.ones(2, 4)
+    torch.set_default_device("meta")
+    try:
+        model = FSDP(model, device_id=torch.device("cpu"))
+        composed = fully_shard(plain)
+        optimizers = [torch.optim.Adam(each.parameters()) for each in (model, composed)]
+        zero = ZeroRedundancyOptimizer([nn.Parameter(torch.ones(4, device="cpu"))], torch.optim.SGD, lr=0.1)
+        zero.step()
+        for _ in range(2):
+            for each, optimizer in zip((model, composed), optimizers, strict=True):
+                each(x).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        state = FSDP.optim_state_dict(model, optimizers[0])
+        FSDP.optim_state_dict_to_load(model, optimizers[0], state, load_directly=True)
+        model.load_state_dict(model.state_dict())
+        return {value.device.type for value in model.state_dict().values()}
+    finally:
+        torch.set_default_device(None)
+
+
+def test_the_programs_default_device_is_for_the_programs_tensors_only():
+    assert run_ranks(with_a_default_device, 2, kind="gloo") == [{"cpu"}] * 2

@@ -20,8 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise
 from shardwise.testing import run_ranks
-
-CPU = torch.device("cpu")
+from tests.ranks.side_by_side import device, same
 
 
 def library(source, *more):
@@ -34,16 +33,17 @@ def library(source, *more):
     fsdp = source.FullyShardedDataParallel
 
     def make(module, **options):
-        return fsdp(module, **{"device_id": CPU, **options})
+        return fsdp(module, **{"device_id": device(), **options})
 
     return SimpleNamespace(**{**names, "FSDP": fsdp, "make": make})
 
 
 def libraries():
     import torch.distributed.fsdp as torch_fsdp
+    from torch.distributed.fsdp import sharded_grad_scaler as torch_scaler
     from torch.distributed.fsdp import wrap as torch_wrap
 
-    return library(torch_fsdp, torch_wrap), library(shardwise)
+    return library(torch_fsdp, torch_wrap, torch_scaler), library(shardwise)
 
 
 # --- models ---------------------------------------------------------------------------------------------------------
@@ -103,6 +103,41 @@ def an_ignored_wrapper(lib):
     lib.make(model, ignored_modules=[model[2]])
 
 
+def ignored_modules_and_parameters(lib):
+    model = net()
+    lib.make(model, ignored_states=[model[0], model[3].weight])
+
+
+def an_ignored_number(lib):
+    lib.make(net(), ignored_states=3)
+
+
+def a_mesh_of_two_axes(lib):
+    model = lib.make(net(), device_mesh=init_device_mesh(device().type, (2, 1)))
+    step(model)
+    return model.sharding_strategy.name, model.world_size, round(float(model.clip_grad_norm_(1e9)), 4)
+
+
+def names_of_flat_parameters(lib):
+    model = nested(lib)
+    inside = [name for name, _ in model.module.named_parameters()]
+    with lib.FSDP.summon_full_params(model):
+        summoned = [name for name, _ in model.named_parameters()]
+    return [name for name, _ in model.named_parameters()], inside, summoned
+
+
+def names_of_buffers(lib):
+    return [
+        name for name, _ in lib.make(nn.Sequential(normed()), auto_wrap_policy=on_linear(lib)).named_buffers()
+    ]
+
+
+def options_that_are_changed(lib):
+    precision, offload = lib.MixedPrecision(), lib.CPUOffload()
+    precision.param_dtype, offload.offload_params = torch.bfloat16, False
+    return step(lib.make(net(), mixed_precision=precision, cpu_offload=offload)).dtype
+
+
 def a_list(lib):
     return type(lib.make(nn.ModuleList([nn.Linear(4, 4)]))[0]).__name__
 
@@ -158,7 +193,7 @@ def the_modules_that_param_init_fn_gets(lib):
 
     def init(module):
         seen.append(type(module).__name__)
-        module.to_empty(device="cpu", recurse=False)
+        module.to_empty(device=device(), recurse=False)
         for param in module.parameters(recurse=False):
             nn.init.ones_(param)
 
@@ -291,7 +326,7 @@ def a_hook_that_is_no_function(lib):
 
 
 def a_hook_with_a_hybrid_strategy(lib):
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(device().type, (1, 2), mesh_dim_names=("replicate", "shard"))
     model = lib.make(net(), sharding_strategy=lib.ShardingStrategy.HYBRID_SHARD, device_mesh=mesh)
     model.register_comm_hook(2, average)
 
@@ -495,6 +530,12 @@ def batch_norm_with_a_policy(lib):
 CHECKS = [
     an_ignored_module,
     an_ignored_wrapper,
+    ignored_modules_and_parameters,
+    a_mesh_of_two_axes,
+    an_ignored_number,
+    names_of_flat_parameters,
+    names_of_buffers,
+    options_that_are_changed,
     a_list,
     a_dict,
     a_list_that_a_policy_chooses,
@@ -555,15 +596,15 @@ def outcome(check, lib):
     return found, any(not issubclass(each.category, DeprecationWarning) for each in caught)
 
 
-def beside_torch():
+def beside_torch(checks):
     theirs_lib, ours_lib = libraries()
     differences = []
-    for check in CHECKS:
+    for check in checks:
         (theirs, they_warned), (ours, we_warned) = outcome(check, theirs_lib), outcome(check, ours_lib)
         if theirs[0] == "raised" == ours[0]:
             is_same = bool(theirs[1] & ours[1]) and "fix:" in str(ours[2])
         else:
-            is_same = theirs[:2] == ours[:2]
+            is_same = same(ours[:2], theirs[:2])
         if not is_same or (they_warned and not we_warned):
             differences.append(
                 f"{check.__name__}: torch {theirs}, warned {they_warned}; ours {ours}, {we_warned}"
@@ -572,5 +613,45 @@ def beside_torch():
 
 
 def test_the_wrapper_does_what_torchs_does():
-    for differences in run_ranks(beside_torch, 2, kind="gloo"):
+    for differences in run_ranks(beside_torch, 2, CHECKS, kind="gloo"):
         assert not differences, "\n".join(differences)
+
+
+# --- more than torch ------------------------------------------------------------------------------------------------
+
+
+class UsesOne(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+def beyond_torch():
+    _, lib = libraries()
+    fsdp = lib.FSDP
+    model = nested(lib)
+    step(model.module[2], torch.ones(2, 8))
+    step(model)
+    model = lib.make(UsesOne(), use_orig_params=True)
+    step(model)
+    assert all(param.grad is None for param in model.unused.parameters())
+    with lib.enable_wrap(wrapper_cls=fsdp, sharding_strategy=lib.ShardingStrategy.NO_SHARD):
+        with lib.enable_wrap(wrapper_cls=fsdp):
+            assert lib.wrap(nn.Linear(2, 2)).sharding_strategy is lib.ShardingStrategy.FULL_SHARD
+        assert lib.wrap(nn.Linear(2, 2)).sharding_strategy is lib.ShardingStrategy.NO_SHARD
+    model = nested(lib, use_orig_params=True)
+    want = step(model)
+    options = {"writeback": False, "with_grads": True, "offload_to_cpu": True, "rank0_only": True}
+    with fsdp.summon_full_params(model, **options):
+        assert all(param.grad is not None for param in model.parameters()) or dist.get_rank()
+    with fsdp.summon_full_params(model), torch.no_grad():
+        assert torch.equal(model(torch.ones(2, 4)), want)
+    buffers = lib.make(nn.Sequential(normed()), use_orig_params=True).named_buffers()
+    assert [name for name, _ in buffers] == ["0.1.running_mean", "0.1.running_var", "0.1.num_batches_tracked"]
+
+
+def test_what_torch_refuses_and_shardwise_does():
+    run_ranks(beyond_torch, 2)

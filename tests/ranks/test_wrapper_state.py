@@ -260,7 +260,9 @@ def kinds():
         with FSDP.state_dict_type(model, LOCAL):
             local = {name: value.clone() for name, value in model.state_dict().items()}
         if is_sharded:
-            shown = dict(model.named_parameters())
+            shown = {
+                name.replace("_fsdp_wrapped_module.", ""): param for name, param in model.named_parameters()
+            }
             assert set(shown) <= set(local)
             for name, param in shown.items():
                 same(local[name].cpu(), param.detach().cpu(), name)

@@ -24,16 +24,17 @@ import shardwise
 from shardwise.testing import run_ranks
 from shardwise.testing.workloads import seeded
 from shardwise.torch_internals import ShardedTensor
+from tests.ranks.side_by_side import device, same
 from tests.ranks.tables import cases_of, slow
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-class OnCPU:
+class OnDevice:
     """torch's class needs to be told that it is on a CPU."""
 
     def __call__(self, module, **options):
-        return torchs.FullyShardedDataParallel(module, device_id=torch.device("cpu"), **options)
+        return torchs.FullyShardedDataParallel(module, device_id=device(), **options)
 
     def __getattr__(self, name):
         return getattr(torchs.FullyShardedDataParallel, name)
@@ -46,12 +47,12 @@ def library(package, wrapper, **more):
         FULL=kinds.FULL_STATE_DICT,
         SHARDED=kinds.SHARDED_STATE_DICT,
         LOCAL=kinds.LOCAL_STATE_DICT,
-        **{name: value for name, value in vars(package).items() if name.endswith(("Config", "Strategy"))},
+        **{name: getattr(package, name) for name in dir(package) if name.endswith(("Config", "Strategy"))},
         **more,
     )
 
 
-TORCHS = library(torchs, OnCPU(), OptimStateKeyType=OptimStateKeyType)
+TORCHS = library(torchs, OnDevice(), OptimStateKeyType=OptimStateKeyType)
 OURS = library(shardwise, shardwise.FullyShardedDataParallel, OptimStateKeyType=shardwise.OptimStateKeyType)
 
 
@@ -284,7 +285,7 @@ def of_every_kind(lib, use_orig_params):
 
 
 def with_a_mesh(lib):
-    model = nested(lib, is_wrapped=True, device_mesh=init_device_mesh("cpu", (2,)))
+    model = nested(lib, is_wrapped=True, device_mesh=init_device_mesh(device().type, (2,)))
     lib.FSDP.set_state_dict_type(model, lib.SHARDED)
     state, settings = model.state_dict(), lib.FSDP.get_state_dict_type(model)
     uses = settings.state_dict_config._use_dtensor, settings.optim_state_dict_config._use_dtensor
@@ -423,7 +424,7 @@ def beside_torch(tables):
     for case, all_options in tables:
         for options in all_options:
             want, got = described(case(TORCHS, **options)), described(case(OURS, **options))
-            assert got == want, f"{case.__name__} {options}"
+            assert same(got, want), f"{case.__name__} {options}: {got} instead of {want}"
 
 
 @pytest.mark.parametrize("tables", [OPTIMIZERS, MODELS, FUNCTIONS], ids=["optimizers", "models", "functions"])
@@ -437,7 +438,7 @@ def test_states_have_torchs_keys_shapes_and_values(tables):
 def from_first_rank(use_orig_params, is_hybrid):
     options = {"use_orig_params": use_orig_params}
     if is_hybrid:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("replicate", "shard"))
         options |= {"device_mesh": mesh, "sharding_strategy": OURS.ShardingStrategy.HYBRID_SHARD}
     model = nested(OURS, is_wrapped=True, **options)
     optim = torch.optim.AdamW(model.parameters(), lr=0.01)

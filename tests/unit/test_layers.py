@@ -26,7 +26,7 @@ LAYERS = [
     ("forward_methods",),
     ("checkpoint",),
     ("train", "forecast", "testing", "compat"),
-    ("cli",),
+    ("api", "cli"),
 ]
 # Imported only where what it is made with, rich, is there.
 IS_OPTIONAL = "shardwise.train.live"

@@ -53,7 +53,8 @@ def modules():
 def test_the_wheel_has_the_library_and_nothing_else(built):
     with zipfile.ZipFile(built[0]) as wheel:
         names = set(wheel.namelist())
-    assert {name for name in names if ".dist-info/" not in name} == modules() | {"shardwise/py.typed"}
+    data = {"shardwise/py.typed", "shardwise/train/watch.html"}
+    assert {name for name in names if ".dist-info/" not in name} == modules() | data
     inside = {name.partition(".dist-info/")[2] for name in names}
     assert {"entry_points.txt", "licenses/LICENSE"} <= inside
 

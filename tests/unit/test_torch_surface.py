@@ -102,10 +102,14 @@ def test_no_row_is_there_twice():
     assert len(set(seen)) == len(seen)
 
 
-@pytest.mark.parametrize("path", sorted({row.test.partition("::")[0] for row in surface().ROWS}))
+def all_rows():
+    return (*surface().ROWS, *surface().ENVIRONMENT)
+
+
+@pytest.mark.parametrize("path", sorted({row.test.partition("::")[0] for row in all_rows()}))
 def test_the_tests_that_rows_name_exist(path):
     here, anywhere = functions_in(path)
-    for row in surface().ROWS:
+    for row in all_rows():
         if row.test.partition("::")[0] != path:
             continue
         test, _, case = row.test.partition("::")[2].partition("[")

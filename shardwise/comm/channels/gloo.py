@@ -93,8 +93,11 @@ class GlooChannel(WatchedChannel):
         # An event of its own: a rank in it is not yet waiting in the collective that follows.
         code = collective_code(f"find the ranks of this host, to {collective_name(code)}")
         posted = GlooWork(self, code, _message_digest(self.log.record(code), size), size)
-        received = {peer: torch.empty(size, dtype=torch.uint8) for peer in messages}
-        sent = {peer: torch.tensor([*message], dtype=torch.uint8) for peer, message in messages.items()}
+        received = {peer: torch.empty(size, dtype=torch.uint8, device="cpu") for peer in messages}
+        sent = {
+            peer: torch.tensor([*message], dtype=torch.uint8, device="cpu")
+            for peer, message in messages.items()
+        }
         posted.alive = (*received.values(), *sent.values())
         self._post(posted, received, sent, messages)
         posted.wait()
@@ -174,12 +177,12 @@ class GlooChannel(WatchedChannel):
                 if after in local.peers:
                     local.notify(after, digest, distance)
                 else:
-                    posted.alive = (torch.zeros(1, dtype=torch.uint8),)
+                    posted.alive = (torch.zeros(1, dtype=torch.uint8, device="cpu"),)
                     posted.works.append(self._send([posted.alive[0]], after, posted.tag))
                 if before in local.peers:
                     posted.awaited = (before,)
                 else:
-                    posted.alive = (*posted.alive, torch.empty(1, dtype=torch.uint8))
+                    posted.alive = (*posted.alive, torch.empty(1, dtype=torch.uint8, device="cpu"))
                     posted.works.append(self._receive([posted.alive[-1]], before, posted.tag))
             except Exception as error:  # noqa: BLE001  raised again, once peers know
                 self.fail(error)
@@ -272,7 +275,7 @@ class GlooChannel(WatchedChannel):
             if (peer, asked["tag"]) in self._served:
                 continue
             self._served.add((peer, asked["tag"]))
-            unread = [torch.zeros(asked["bytes"], dtype=torch.uint8) for _ in range(2)]
+            unread = [torch.zeros(asked["bytes"], dtype=torch.uint8, device="cpu") for _ in range(2)]
             works = [
                 self._receive([unread[0]], peer, asked["tag"]),
                 self._send([unread[1]], peer, asked["tag"]),
@@ -284,7 +287,9 @@ class GlooChannel(WatchedChannel):
         for peer in self._peers:
             # A connection that its peer has closed raises at once; one to a stopped process is still open.
             with contextlib.suppress(RuntimeError):
-                self._receive([torch.empty(1, dtype=torch.uint8)], peer, 0).wait(timedelta(milliseconds=1))
+                self._receive([torch.empty(1, dtype=torch.uint8, device="cpu")], peer, 0).wait(
+                    timedelta(milliseconds=1)
+                )
 
 
 # --- collectives in flight -----------------------------------------------------------------------------------

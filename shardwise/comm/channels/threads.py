@@ -132,7 +132,7 @@ class ThreadChannel(WatchedChannel):
         return True
 
 
-_NOTHING = (torch.empty(0), torch.empty(0))
+_NOTHING = (torch.empty(0, device="cpu"), torch.empty(0, device="cpu"))
 
 
 def _gather(arrived: list[Pair]) -> None:

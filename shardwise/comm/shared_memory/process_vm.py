@@ -115,8 +115,8 @@ def find_process_vm_peers(
 
 def _read_magic(pid: int, address: int) -> bytes:
     found = ctypes.create_string_buffer(_MAGIC_BYTES)
-    here = torch.tensor([[ctypes.addressof(found), _MAGIC_BYTES]])
-    there = torch.tensor([[address, _MAGIC_BYTES]])
+    here = torch.tensor([[ctypes.addressof(found), _MAGIC_BYTES]], device="cpu")
+    there = torch.tensor([[address, _MAGIC_BYTES]], device="cpu")
     return found.raw if _read(pid, here, there) == _MAGIC_BYTES else b""
 
 
@@ -158,8 +158,8 @@ def zeros_in_huge_pages(num_bytes: int) -> Tensor:
     To read a peer's memory the kernel looks up every page: with larger pages a read takes less time.
     """
     if num_bytes < _HUGE_PAGE_BYTES:
-        return torch.zeros(num_bytes, dtype=torch.uint8)
-    padded = torch.empty(num_bytes + _HUGE_PAGE_BYTES, dtype=torch.uint8)
+        return torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
+    padded = torch.empty(num_bytes + _HUGE_PAGE_BYTES, dtype=torch.uint8, device="cpu")
     start = -padded.data_ptr() % _HUGE_PAGE_BYTES
     buffer = padded[start : start + num_bytes]
     whole_pages_bytes = num_bytes // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
@@ -229,7 +229,9 @@ class DirectReads:
     def _table_at(self, peer: int, address: int) -> Tensor:
         here = self._tables[peer]
         there = torch.empty_like(here)
-        self._copy(peer, _table_of_one(there), torch.tensor([[address, there.nbytes]]), there.nbytes)
+        self._copy(
+            peer, _table_of_one(there), torch.tensor([[address, there.nbytes]], device="cpu"), there.nbytes
+        )
         if not torch.equal(here[:, 1], there[:, 1]):
             raise RankDisagreement(
                 f"rank {peer} has pieces of other sizes than this rank expects",
@@ -256,7 +258,7 @@ class DirectReads:
 
 
 def _table_of_one(tensor: Tensor) -> Tensor:
-    return torch.tensor([[tensor.data_ptr(), tensor.nbytes]])
+    return torch.tensor([[tensor.data_ptr(), tensor.nbytes]], device="cpu")
 
 
 def _address_table(section: Sequence[Tensor]) -> Tensor:
@@ -266,7 +268,7 @@ def _address_table(section: Sequence[Tensor]) -> Tensor:
         for view in section
         for offset in range(0, view.numel(), _MAX_BYTES)
     ]
-    return torch.tensor(rows, dtype=torch.int64).reshape(-1, 2)
+    return torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, 2)
 
 
 def _split_into_calls(lengths: Sequence[int]) -> list[tuple[int, int, int]]:

@@ -5,7 +5,7 @@ How rows are laid out, summed and divided is planned in ``reduce_plan``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -165,9 +165,9 @@ class ReduceInFlight:
             self.advance()
         return self._assign_gradients()
 
-    def listener(self) -> Callable[[Callable[[], None]], None] | None:
+    def listeners(self) -> Collection[Callable[[Callable[[], None], bool], None]]:
         """What to call when gradients have been assigned, if any are."""
-        return self._settings.listener if self._received else None
+        return self._settings.listeners.values() if self._received else ()
 
     def abandon(self) -> bool:
         """Drops the reduce once its collective has ended; False if its buffers may still be written to."""

@@ -18,7 +18,7 @@ through the memory of one slice. All of this is planned here, once per set of tr
 from __future__ import annotations
 
 from collections.abc import Callable, Container
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -50,8 +50,9 @@ class ReduceSettings:
     replicate_calls: GroupCollectives | None = None
     hook: AllReduceHook | None = None
     hook_stream: torch.cuda.Stream | None = None
-    # Called when a unit's gradients have been assigned, with a function that waits until the host may read them.
-    listener: Callable[[Callable[[], None]], None] | None = None
+    # Called when a unit's gradients have been assigned, with a function that waits until the host may read them, and
+    # whether this is the last backward of the step.
+    listeners: dict[int, Callable[[Callable[[], None], bool], None]] = field(default_factory=dict)
     # A user's function that reduces, with its state.
     comm_hook: tuple[Callable[..., object], object] | None = None
 

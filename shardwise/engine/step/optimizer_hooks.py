@@ -19,11 +19,13 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardwise.engine.reduce.gradient_buffer import make_traceable
-from shardwise.engine.unit.membership import is_member, membership, units_of
+from shardwise.engine.unit.membership import check_not_sharded, is_member, membership, units_of
 from shardwise.errors import StateError
 from shardwise.torch_internals import (
+    before_functional_call,
     count_foreach_writes,
     is_within_compiled,
+    make_freed_tensors_printable,
     on_zero_grad,
     parameters_of,
     redirect_data_writes,
@@ -57,6 +59,8 @@ class OptimizerHooks:
                 count_foreach_writes(is_member)
                 redirect_data_writes(is_member)
                 on_zero_grad(optimizer_zeroed, _module_zeroed)
+                before_functional_call(check_not_sharded)
+                make_freed_tensors_printable()
 
     @contextmanager
     def without_agreement(self) -> Iterator[None]:

@@ -324,8 +324,9 @@ class Root:
         hooked = reduction.finish()
         if hooked:
             self._run_hooks(reduction, hooked)
-        if self.is_last_backward and (listener := reduction.listener()) is not None:
-            listener(partial(self.streams.host_waits_for, self.streams.reduce.record_event()))
+        for listener in reduction.listeners():
+            wait = partial(self.streams.host_waits_for, self.streams.reduce.record_event())
+            listener(wait, self.is_last_backward)
 
     def _run_hooks(self, reduction: ReduceInFlight, hooked: list[Slot]) -> None:
         stream = self.streams.reduce

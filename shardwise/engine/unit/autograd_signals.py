@@ -238,7 +238,7 @@ class _Tied(torch.autograd.Function):
 
 def with_backward(output: Any) -> Any:
     """Returns ``output`` with a graph, so that ``backward()`` can be called though nothing trainable ran."""
-    end = torch.zeros((), requires_grad=True)
+    end = torch.zeros((), requires_grad=True, device="cpu")
 
     def tie(tensor: Tensor) -> Tensor:
         tied: Tensor = _Tied.apply(end, tensor) if tensor.is_floating_point() else tensor

@@ -207,10 +207,8 @@ def _make_slot(
         local = local.clone() if local.storage_offset() else local
         local = local.contiguous()
     sharded = dtensor_parameter(local, spec, param.requires_grad)
-    for key, value in param.__dict__.items():
-        # What users set, not the inner tensors of a subclass.
-        if key not in full.__dict__:
-            sharded.__dict__.setdefault(key, value)
+    for key, value in _attributes_of_users(param, full):
+        sharded.__dict__.setdefault(key, value)
     return Slot(
         found.name,
         found.places,
@@ -223,6 +221,18 @@ def _make_slot(
         data_axes,
         casts,
     )
+
+
+def _attributes_of_users(param: nn.Parameter, full: torch.Tensor) -> list[tuple[str, object]]:
+    """Returns what users have set on a parameter, not the inner tensors of a tensor subclass.
+
+    A subclass of ``nn.Parameter`` describes itself with its attributes (bitsandbytes: how it was quantized), and the
+    shard is not of that class.
+    """
+    # Not isinstance: parameters of every tensor class claim to be instances of nn.Parameter.
+    if type(param) is not nn.Parameter and nn.Parameter in type(param).__mro__:
+        return []
+    return [(key, value) for key, value in param.__dict__.items() if key not in full.__dict__]
 
 
 def placed_on_both(

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.engine.unit.binding import Place, Shown, Slot
 from shardwise.engine.unit.sharded_placeholder import ShardedPlaceholder
 from shardwise.errors import StateError
+from shardwise.torch_internals import parameters_of
 
 if TYPE_CHECKING:
     from shardwise.engine.unit.unit import Unit
@@ -152,6 +153,17 @@ def _tied_to(shown: torch.Tensor | None, slot: Slot) -> tuple[Unit, Slot] | None
     return found
 
 
+def _wraps_frozen(shown: torch.Tensor | None, slot: Slot) -> bool:
+    """Returns whether ``shown`` is the gathered memory of a frozen parameter in an object of another class.
+
+    bitsandbytes puts a weight into such an object in every forward. Nothing is lost with it: it holds the same values,
+    and has no gradient.
+    """
+    if shown is None or slot.unsharded is None or shown.requires_grad or slot.sharded.requires_grad:
+        return False
+    return isinstance(shown, nn.Parameter) and shown.is_set_to(slot.unsharded)
+
+
 def ties_while_gathered(slots: list[Slot], unit: str, rank: int) -> dict[Place, Slot]:
     """Returns places of gathered parameters that now show another sharded parameter, with its slot.
 
@@ -161,7 +173,7 @@ def ties_while_gathered(slots: list[Slot], unit: str, rank: int) -> dict[Place, 
     for slot in slots:
         for place in slot.places:
             shown = place.params.get(place.name)
-            if shown is slot.unsharded or shown is slot.sharded:
+            if shown is slot.unsharded or shown is slot.sharded or _wraps_frozen(shown, slot):
                 continue
             if (found := _tied_to(shown, slot)) is None:
                 raise StateError(
@@ -214,6 +226,30 @@ def check_are_home(slots: list[Slot], home: torch.device, is_offloaded: bool, un
             fix=f"move the model back with .to('{home.type}')"
             + (": with CPUOffloadPolicy shards stay on the host" if is_offloaded else ""),
         )
+
+
+def check_not_sharded(model: nn.Module, names: Iterable[str]) -> None:
+    """Raises if one of the names is a parameter of a unit: ``functional_call`` would put other values in its place.
+
+    A gather in the call would overwrite them or take them for the new shards, and backward would not know them.
+    """
+    for name in names:
+        path, _, own = name.rpartition(".")
+        try:
+            module = model.get_submodule(path)
+        except AttributeError:
+            continue  # functional_call says what is wrong
+        param = parameters_of(module).get(own)
+        found = hidden(module, own) if param is None else membership(param)
+        if found is not None:
+            unit, slot = found
+            raise StateError(
+                f"functional_call cannot give parameter '{name}' other values: it is sharded, and the unit's gather "
+                "would lose them",
+                where=f"unit '{unit.name}', parameter '{slot.name}', rank {unit.rank}",
+                fix="call functional_call on a model that is not sharded, or write the values to the sharded "
+                "parameters with copy_() or load_state_dict()",
+            )
 
 
 def _described(param: object) -> str:
