@@ -39,7 +39,7 @@ SECTIONS = {
     "shardwise.train": shardwise.train,
     "shardwise.testing": shardwise.testing,
 }
-COMMANDS = ("train", "convert", "doctor", "trace")
+COMMANDS = ("train", "generate", "eval", "runs", "watch", "convert", "doctor", "trace")
 
 
 def public_names() -> Iterator[tuple[str, Any]]:
