@@ -20,7 +20,7 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parents[1]
 PACKAGE = REPOSITORY / "shardwise"
 # The part that does the job of torch's FSDP1, FSDP2 and ZeRO; those build on torch's collectives, this on ``comm``.
-SAME_JOB = ("plan", "engine", "training_step", "composable", "wrapper", "zero", "forward_methods.py")
+SAME_JOB = ("planning", "engine", "training_step", "composable", "wrapper", "zero", "forward_methods.py")
 CENTRAL_CLASS = ("engine/unit/unit.py", "Unit")
 # The names that variables for units have.
 CALLED = {"unit", "needed", "owner", "chosen", "top", "each", "gone", "following", "used"}

@@ -33,7 +33,7 @@ from torch import nn
 from torch.optim import Muon
 
 from shardwise.optim import whole
-from shardwise.plan.matrix_owners import matrix_work
+from shardwise.planning.matrix_owners import matrix_work
 from shardwise.testing import run_ranks
 
 OPTIONS = {"lr": 0.02, "weight_decay": 0.1}

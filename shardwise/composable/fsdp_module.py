@@ -31,8 +31,8 @@ from shardwise.engine.unit.binding import not_copied
 from shardwise.engine.unit.membership import UNITS_ATTRIBUTE, units_of
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import ConfigAssertionError, ConfigError, ConfigTypeError
-from shardwise.plan.schedule import FREE, KEEP
-from shardwise.plan.sums import is_power_of_two
+from shardwise.planning.schedule import FREE, KEEP
+from shardwise.planning.sums import is_power_of_two
 from shardwise.torch_internals import untraced_itself
 
 if TYPE_CHECKING:

@@ -1,1 +1,1 @@
-"""The engine: shards, gathers and reduces units, as ``plan`` lays them out."""
+"""The engine: shards, gathers and reduces units, as ``planning`` lays them out."""

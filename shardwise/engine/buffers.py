@@ -17,7 +17,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from shardwise.errors import ConfigError
-from shardwise.plan.layout import Layout
+from shardwise.planning.layout import Layout
 from shardwise.torch_internals import storage_use_count, tensor_over
 
 

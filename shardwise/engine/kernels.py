@@ -2,7 +2,7 @@
 
 torch's operations on lists of tensors send the device a table of addresses before each kernel. That takes the host
 longer than everything else it does for a unit, and costs a captured step one more copy each time. Here the table is
-passed as launch arguments: it is planned at set-up (``plan/column_blocks``), and a step only fills in addresses.
+passed as launch arguments: it is planned at set-up (``planning/column_blocks``), and a step only fills in addresses.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 
 from shardwise.cuda_driver import Kernel, compile_kernels, pointers_to
 from shardwise.engine.buffers import ElasticBuffer
-from shardwise.plan.column_blocks import ColumnBlock
-from shardwise.plan.layout import ceil_div
+from shardwise.planning.column_blocks import ColumnBlock
+from shardwise.planning.layout import ceil_div
 
 # As many as fit into a launch's arguments, which are limited to 4096 bytes.
 _MOST_COLUMN_BLOCKS = 48

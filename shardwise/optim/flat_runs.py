@@ -26,7 +26,7 @@ from shardwise.engine.unit.membership import membership
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import StateError
 from shardwise.optim.joined_step import State, have_same_history
-from shardwise.plan.layout import ceil_div
+from shardwise.planning.layout import ceil_div
 from shardwise.torch_internals import copy_all, dtensor, dtensor_spec, leaves_of, local_of, spec_of
 
 States = dict[torch.Tensor, State]

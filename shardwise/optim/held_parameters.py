@@ -24,8 +24,8 @@ from shardwise.engine.unit.flat_form import FlatSlot
 from shardwise.engine.unit.membership import membership
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import ConfigError, RankDisagreement
-from shardwise.plan.layout import cut_evenly
-from shardwise.plan.matrix_owners import Held, HeldBlock, is_complete
+from shardwise.planning.layout import cut_evenly
+from shardwise.planning.matrix_owners import Held, HeldBlock, is_complete
 from shardwise.torch_internals import local_of
 
 WHERE = "shardwise.optim.whole"

@@ -18,7 +18,7 @@ import torch
 from shardwise.comm.channels.collective_log import collective_code
 from shardwise.comm.collectives.agreement import gather_bytes
 from shardwise.comm.collectives.group import GroupCollectives, drain
-from shardwise.plan.matrix_owners import Held, HeldBlock, RowsPlan, Shape, plan_messages, senders
+from shardwise.planning.matrix_owners import Held, HeldBlock, RowsPlan, Shape, plan_messages, senders
 from shardwise.torch_internals import copy_all, unseen_by_modes
 
 # Which parameters have gradients may differ from step to step.

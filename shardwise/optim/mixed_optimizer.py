@@ -19,7 +19,7 @@ from shardwise.errors import ConfigError, ConfigTypeError
 from shardwise.optim.elementwise_classes import is_elementwise, rows_together
 from shardwise.optim.flat_optimizer import banded, flat
 from shardwise.optim.whole_optimizer import WholeOptimizer, check_class, whole
-from shardwise.plan.matrix_owners import rows_fit
+from shardwise.planning.matrix_owners import rows_fit
 from shardwise.torch_internals import (
     run_after_load_state_dict,
     run_after_state_dict,

@@ -33,7 +33,7 @@ from shardwise.errors import RankDisagreement
 from shardwise.optim.held_parameters import HeldParameter
 from shardwise.optim.matrix_moves import MatrixMoves, Movement, Route
 from shardwise.optim.owned_matrices import OwnedMatrices
-from shardwise.plan.matrix_owners import padding, plan_rounds
+from shardwise.planning.matrix_owners import padding, plan_rounds
 from shardwise.torch_internals import unseen_by_modes, without_torch_function
 
 _AGREE = collective_code("agree on the gradients of whole matrices")

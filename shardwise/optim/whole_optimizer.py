@@ -30,7 +30,7 @@ from shardwise.optim.matrix_moves import MatrixMoves, Movement, Route, route
 from shardwise.optim.owned_matrices import OwnedMatrices, group_options
 from shardwise.optim.step_gradients import Agreed, StepGradients
 from shardwise.optim.whole_state import WholeState
-from shardwise.plan.matrix_owners import Held, matrix_work, plan_owners
+from shardwise.planning.matrix_owners import Held, matrix_work, plan_owners
 from shardwise.torch_internals import (
     run_after_load_state_dict,
     run_after_state_dict,

@@ -23,8 +23,8 @@ from shardwise.comm.collectives.group import GroupCollectives
 from shardwise.optim.held_parameters import HeldParameter, block_of, ranks_of
 from shardwise.optim.matrix_moves import MatrixMoves, Route, route
 from shardwise.optim.owned_matrices import OwnedMatrices, State
-from shardwise.plan.layout import cut_evenly
-from shardwise.plan.matrix_owners import Held, HeldBlock
+from shardwise.planning.layout import cut_evenly
+from shardwise.planning.matrix_owners import Held, HeldBlock
 from shardwise.torch_internals import dtensor, dtensor_spec, leaves_of, spec_of, with_leaves
 
 

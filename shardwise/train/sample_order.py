@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardwise.errors import ConfigError
-from shardwise.plan.sums import is_power_of_two
+from shardwise.planning.sums import is_power_of_two
 from shardwise.train.config import Training
 
 __all__ = ["Mix", "SampleOrder", "plan_order", "shuffled"]

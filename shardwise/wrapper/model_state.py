@@ -38,7 +38,7 @@ from shardwise.engine.unit.flat_form import FlatSlot, part_of
 from shardwise.engine.unit.membership import units_of
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import CheckpointError, UnsupportedError
-from shardwise.plan.layout import cut_evenly
+from shardwise.planning.layout import cut_evenly
 from shardwise.torch_internals import (
     buffers_of,
     dtensor,

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import ConfigError
-from shardwise.plan.ownership import OwnedPiece
+from shardwise.planning.ownership import OwnedPiece
 from shardwise.torch_internals import join_trees, map_tree
 from shardwise.zero.partition import Partition, in_memory_order
 

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from shardwise.engine.step.optimizer_hooks import OPTIMIZER_HOOKS
 from shardwise.optim.elementwise_classes import is_torchs_own
 from shardwise.optim.joined_step import JoinedStep
-from shardwise.plan.ownership import OwnedPiece
+from shardwise.planning.ownership import OwnedPiece
 from shardwise.torch_internals import step_hooks
 from shardwise.zero.consolidated_state import PieceState, owned_state
 from shardwise.zero.partition import Partition

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from shardwise.comm.channels.collective_log import collective_code
 from shardwise.errors import ConfigError, StateError
 from shardwise.optim.elementwise_classes import is_elementwise
-from shardwise.plan.ownership import OwnedPiece
+from shardwise.planning.ownership import OwnedPiece
 from shardwise.torch_internals import (
     is_inside_join,
     run_after_load_state_dict,

@@ -34,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shardwise.comm.exchange import Exchange, Pending, all_gather_bytes, transport_device
 from shardwise.comm.streams import StreamEvent, side_streams_for
 from shardwise.errors import ConfigError
-from shardwise.plan.ownership import OwnedPiece
+from shardwise.planning.ownership import OwnedPiece
 from shardwise.torch_internals import mark_stepped
 from shardwise.zero.optimizer import ZeroRedundancyOptimizer
 from shardwise.zero.partition import Partition

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import StateError
-from shardwise.plan.ownership import (
+from shardwise.planning.ownership import (
     BufferLayout,
     OwnedPiece,
     ParamSize,

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from shardwise.engine.checkpoint_span import CheckpointSpan
 from shardwise.errors import CheckpointError
-from shardwise.plan.ownership import OwnedPiece
+from shardwise.planning.ownership import OwnedPiece
 from shardwise.torch_internals import map_tree
 from shardwise.zero.consolidated_state import is_per_element
 from shardwise.zero.partition import Partition, in_memory_order

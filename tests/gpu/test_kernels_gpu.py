@@ -11,15 +11,15 @@ from shardwise.engine.buffers import ElasticBuffer
 from shardwise.engine.gather.unit_gather import CopyBlocks
 from shardwise.engine.kernels import CopyOutKernel, PackKernel, plan_copy_out_kernel, plan_pack_kernel
 from shardwise.engine.reduce.pack import BlockwisePack, ContiguousPack
-from shardwise.plan.column_blocks import (
+from shardwise.planning.column_blocks import (
     column_blocks_of_flat_packing,
     column_blocks_of_layout,
     column_blocks_of_packing,
 )
-from shardwise.plan.flat import FlatPacking, plan_flat
-from shardwise.plan.layout import RowParam
-from shardwise.plan.rows import RowsPacking, plan_rows
-from shardwise.plan.slices import cut_into_slices
+from shardwise.planning.flat import FlatPacking, plan_flat
+from shardwise.planning.layout import RowParam
+from shardwise.planning.rows import RowsPacking, plan_rows
+from shardwise.planning.slices import cut_into_slices
 from shardwise.train import doctor
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(60)]

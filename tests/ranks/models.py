@@ -14,7 +14,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.engine.unit.membership import membership
-from shardwise.plan.lifecycle import UNSHARDED
+from shardwise.planning.lifecycle import UNSHARDED
 from shardwise.testing.workloads import seeded
 
 

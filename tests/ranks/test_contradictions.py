@@ -9,7 +9,7 @@ from torch import nn
 
 from shardwise import ConfigError, MixedPrecisionPolicy, fully_shard
 from shardwise.engine.buffers import allocate_shards
-from shardwise.plan.rows import RowParam, plan_rows
+from shardwise.planning.rows import RowParam, plan_rows
 from shardwise.testing import run_ranks
 from shardwise.testing.workloads import seeded
 from tests.ranks.models import Layers, TwoLayers, data, match_plain

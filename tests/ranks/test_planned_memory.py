@@ -14,7 +14,7 @@ from shardwise import ConfigError, FullyShardedDataParallel, MixedPrecisionPolic
 from shardwise.comm.streams import HostStreams
 from shardwise.engine.buffers import ElasticBuffer
 from shardwise.engine.unit.membership import units_of
-from shardwise.plan import memory
+from shardwise.planning import memory
 from shardwise.testing import run_ranks
 from shardwise.training_step.planned_memory import _unit_bytes
 

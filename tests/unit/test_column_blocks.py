@@ -8,15 +8,15 @@ import torch
 from shardwise.engine.buffers import ElasticBuffer
 from shardwise.engine.gather.unit_gather import CopyBlocks
 from shardwise.engine.reduce.pack import BlockwisePack, ContiguousPack
-from shardwise.plan.column_blocks import (
+from shardwise.planning.column_blocks import (
     column_blocks_of_flat_packing,
     column_blocks_of_layout,
     column_blocks_of_packing,
 )
-from shardwise.plan.flat import FlatPacking, plan_flat
-from shardwise.plan.layout import RowParam
-from shardwise.plan.rows import RowsPacking, plan_rows
-from shardwise.plan.slices import cut_into_slices
+from shardwise.planning.flat import FlatPacking, plan_flat
+from shardwise.planning.layout import RowParam
+from shardwise.planning.rows import RowsPacking, plan_rows
+from shardwise.planning.slices import cut_into_slices
 
 CPU = torch.device("cpu")
 SHAPES = [(7, 3), (1,), (8, 2), (0, 4), (5,), (16,), (2, 3)]

@@ -9,8 +9,8 @@ import torch
 
 from shardwise.engine.buffers import ElasticBuffer
 from shardwise.engine.reduce.pack import plan_pack
-from shardwise.plan.flat import FlatPacking, plan_flat
-from shardwise.plan.layout import RowParam
+from shardwise.planning.flat import FlatPacking, plan_flat
+from shardwise.planning.layout import RowParam
 
 SHAPES = [(3, 5), (0, 2), (), (40,), (2, 2, 2)]
 CPU = torch.device("cpu")

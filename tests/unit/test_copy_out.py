@@ -7,9 +7,9 @@ import torch
 
 from shardwise.engine.buffers import ElasticBuffer
 from shardwise.engine.gather.unit_gather import CopyBlocks, CopySharedRows, SplitRows
-from shardwise.plan.flat import plan_flat
-from shardwise.plan.layout import RowParam
-from shardwise.plan.rows import plan_rows
+from shardwise.planning.flat import plan_flat
+from shardwise.planning.layout import RowParam
+from shardwise.planning.rows import plan_rows
 
 CPU = torch.device("cpu")
 WORLD = 4

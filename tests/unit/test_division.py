@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.plan.sums import Division, plan_division
+from shardwise.planning.sums import Division, plan_division
 
 
 @given(world=st.integers(1, 4096), narrow=st.booleans(), averages=st.booleans())

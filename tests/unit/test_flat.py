@@ -7,8 +7,8 @@ from math import prod
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.plan.flat import GRID, FlatPacking, plan_flat
-from shardwise.plan.layout import ALIGNMENT_BYTES, RowParam
+from shardwise.planning.flat import GRID, FlatPacking, plan_flat
+from shardwise.planning.layout import ALIGNMENT_BYTES, RowParam
 
 WORLDS = st.integers(1, 1024)
 SHAPES = st.lists(st.integers(0, 40), max_size=3).map(tuple)

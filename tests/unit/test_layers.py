@@ -18,14 +18,14 @@ LAYERS = [
     ("errors", "version"),
     ("policies", "trace", "torch_internals", "torch_threads"),
     ("cuda_driver",),
-    ("plan", "comm"),
+    ("planning", "comm"),
     ("engine",),
     ("optim",),
     ("training_step",),
     ("composable", "wrapper", "zero"),
     ("forward_methods",),
-    ("checkpoint",),
-    ("train", "forecast", "testing", "compat"),
+    ("checkpoint", "forecast"),
+    ("train", "testing", "compat"),
     ("api", "cli"),
 ]
 # Imported only where what it is made with, rich, is there.
@@ -99,12 +99,12 @@ def climbs(source: str, module: str) -> list[str]:
 
 
 def impurities_of_plan(source: str, module: str) -> list[str]:
-    """``plan`` decides with integers: no torch, and of shardwise only errors and itself."""
+    """``planning`` decides with integers: no torch, and of shardwise only errors and itself."""
     found = []
     for name in imported_names(source, module):
         root, *rest = name.split(".")
         package = rest[0] if rest else ""
-        if root == "torch" or (root == "shardwise" and package not in ("errors", "plan")):
+        if root == "torch" or (root == "shardwise" and package not in ("errors", "planning")):
             found.append(name)
     return found
 
@@ -165,7 +165,7 @@ def test_no_file_has_a_name_that_says_nothing():
 
 
 def test_plan_imports_no_torch_and_of_shardwise_only_errors():
-    assert found_in((PACKAGE / "plan").rglob("*.py"), impurities_of_plan) == {}
+    assert found_in((PACKAGE / "planning").rglob("*.py"), impurities_of_plan) == {}
 
 
 def test_to_import_the_library_takes_torch_alone():
@@ -186,9 +186,9 @@ def test_torchs_underscore_names_are_used_behind_the_doors_alone():
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("shardwise.plan.rows", "from shardwise.engine import unit"),
-        ("shardwise.plan.rows", "from ..engine.unit import Unit"),
-        ("shardwise.plan.rows", "import shardwise.comm.mesh"),
+        ("shardwise.planning.rows", "from shardwise.engine import unit"),
+        ("shardwise.planning.rows", "from ..engine.unit import Unit"),
+        ("shardwise.planning.rows", "import shardwise.comm.mesh"),
         ("shardwise.comm.mesh", "def late():\n    from shardwise.composable import fully_shard"),
         ("shardwise.errors", "import shardwise.policies"),
         ("shardwise.engine.unit.unit", "from shardwise import testing"),
@@ -203,7 +203,7 @@ def test_an_import_that_climbs_is_caught(module, source):
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("shardwise.engine.unit.unit", "from shardwise.plan.rows import plan_rows"),
+        ("shardwise.engine.unit.unit", "from shardwise.planning.rows import plan_rows"),
         ("shardwise.engine.unit.unit", "from shardwise import torch_internals, trace"),
         ("shardwise.engine.unit.unit", "from .storage import Storage\nfrom ..errors import StateError"),
         ("shardwise.policies", "from shardwise.errors import ConfigError"),
@@ -220,7 +220,7 @@ def test_an_import_that_goes_down_is_let_through(module, source):
     ["import torch", "from torch import nn", "from shardwise.policies import X", "import shardwise.trace"],
 )
 def test_an_impure_plan_is_caught(source):
-    assert impurities_of_plan(source, "shardwise.plan.rows")
+    assert impurities_of_plan(source, "shardwise.planning.rows")
 
 
 def test_a_package_that_not_everybody_has_is_caught():

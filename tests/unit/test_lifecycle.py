@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardwise.errors import StateError
-from shardwise.plan.lifecycle import TRANSITIONS, State, Step
+from shardwise.planning.lifecycle import TRANSITIONS, State, Step
 
 
 def test_a_training_step_with_parts_walks_the_whole_table() -> None:

@@ -6,8 +6,8 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.plan.layout import cut_evenly
-from shardwise.plan.matrix_owners import (
+from shardwise.planning.layout import cut_evenly
+from shardwise.planning.matrix_owners import (
     HeldBlock,
     is_complete,
     matrix_work,

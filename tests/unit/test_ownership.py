@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.plan.ownership import (
+from shardwise.planning.ownership import (
     BufferLayout,
     OwnedPiece,
     ParamSize,

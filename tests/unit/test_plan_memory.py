@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.plan.memory import UnitBytes, step_memory
+from shardwise.planning.memory import UnitBytes, step_memory
 
 BLOCK = 1024
 NOTHING = UnitBytes("", 0, 0, 0, 0, 0, 0, 0)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.plan.layout import SHARD_ALIGNMENT_BYTES, cut_evenly
-from shardwise.plan.rows import (
+from shardwise.planning.layout import SHARD_ALIGNMENT_BYTES, cut_evenly
+from shardwise.planning.rows import (
     ALIGNMENT_BYTES,
     RowCut,
     RowParam,

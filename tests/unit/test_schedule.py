@@ -8,7 +8,7 @@ import weakref
 import pytest
 
 from shardwise.errors import ConfigError
-from shardwise.plan.schedule import FREE, KEEP, AfterForward, Window, plan_after_forward
+from shardwise.planning.schedule import FREE, KEEP, AfterForward, Window, plan_after_forward
 
 
 def planned(requested: object, world: int = 8) -> AfterForward:

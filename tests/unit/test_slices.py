@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.plan.layout import RowParam
-from shardwise.plan.rows import RowsPacking, plan_rows
-from shardwise.plan.slices import cut_into_slices
+from shardwise.planning.layout import RowParam
+from shardwise.planning.rows import RowsPacking, plan_rows
+from shardwise.planning.slices import cut_into_slices
 from tests.unit.test_rows import offsets_in
 
 

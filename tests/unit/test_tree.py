@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.plan.sums import is_power_of_two, total, tree_sum, with_term
+from shardwise.planning.sums import is_power_of_two, total, tree_sum, with_term
 
 # A sum is written down as the pair of what was added, so that two sums are equal only if made in the same order.
 Sum = int | tuple["Sum", "Sum"]

@@ -3,7 +3,7 @@
     rows of all ranks ──one all-to-all, in the dtype they are in──▶ terms of the own row ──tree over ranks──▶ own row
 
 The order in which a group's own reduce adds depends on the number of ranks and on the network. Here the terms are sent
-unsummed, and the rank that owns an element adds its terms in the order of ``plan/sums``.
+unsummed, and the rank that owns an element adds its terms in the order of ``planning/sums``.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import torch
 
 from shardwise.comm.channels.channel import UNNAMED
 from shardwise.comm.collectives.group import DONE, GroupCollectives, Work
-from shardwise.plan.layout import ceil_div
-from shardwise.plan.sums import tree_sum
+from shardwise.planning.layout import ceil_div
+from shardwise.planning.sums import tree_sum
 
 
 class ExactCollectives(GroupCollectives):

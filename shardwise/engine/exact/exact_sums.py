@@ -7,7 +7,7 @@
                               └───────┬───────┘
 
 Each backward is one micro-batch of every rank. Its gradients are sent in the dtype they were computed in and added in
-float32: first over ranks, then over replicas, then over backwards, always in the order of ``plan/sums``.
+float32: first over ranks, then over replicas, then over backwards, always in the order of ``planning/sums``.
 
 A gradient always is the sum of the backwards up to now. The subtrees of that sum, needed to add the next micro-batch in
 the right order, are attached to the gradients and dropped with them, so accumulation needs no explicit begin or end. If
@@ -32,7 +32,7 @@ from shardwise.engine.reduce.reduce_plan import ReducePlan, ReduceSettings, Summ
 from shardwise.engine.unit.binding import Slot
 from shardwise.engine.unit.dtensor_form import ShardedForm
 from shardwise.errors import ConfigError, StateError
-from shardwise.plan.sums import is_power_of_two, total, with_term
+from shardwise.planning.sums import is_power_of_two, total, with_term
 from shardwise.policies import MixedPrecisionPolicy
 from shardwise.torch_internals import local_of, post_accumulate_hooks
 

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.engine.buffers import contiguous_strides
 from shardwise.engine.unit.binding import Slot
 from shardwise.errors import ConfigAssertionError, ConfigError
-from shardwise.plan.layout import RowParam, ceil_div
+from shardwise.planning.layout import RowParam, ceil_div
 from shardwise.policies import MixedPrecisionPolicy
 from shardwise.torch_internals import copy_all, preserved_version
 

@@ -20,9 +20,9 @@ import torch
 from shardwise.comm.collectives.group import GroupCollectives, LentRows, Work, drain
 from shardwise.engine.buffers import ElasticBuffer
 from shardwise.engine.kernels import plan_copy_out_kernel
-from shardwise.plan.column_blocks import column_blocks_of_layout
-from shardwise.plan.layout import Block, EvenShard, Layout, blocks_by_rank
-from shardwise.plan.rows import RowsLayout
+from shardwise.planning.column_blocks import column_blocks_of_layout
+from shardwise.planning.layout import Block, EvenShard, Layout, blocks_by_rank
+from shardwise.planning.rows import RowsLayout
 from shardwise.torch_internals import copy_all
 
 # From this size on a copy-out takes longer than gathering the parameters one by one.

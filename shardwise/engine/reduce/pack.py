@@ -11,11 +11,15 @@ import torch
 
 from shardwise.engine.buffers import ElasticBuffer, RelocatableBuffer
 from shardwise.engine.kernels import plan_pack_kernel
-from shardwise.plan.column_blocks import ColumnBlock, column_blocks_of_flat_packing, column_blocks_of_packing
-from shardwise.plan.flat import FlatPacking
-from shardwise.plan.layout import Block, Packing, PaddingBlock, Span
-from shardwise.plan.rows import RowsPacking
-from shardwise.plan.slices import RowsSlice, cut_into_slices
+from shardwise.planning.column_blocks import (
+    ColumnBlock,
+    column_blocks_of_flat_packing,
+    column_blocks_of_packing,
+)
+from shardwise.planning.flat import FlatPacking
+from shardwise.planning.layout import Block, Packing, PaddingBlock, Span
+from shardwise.planning.rows import RowsPacking
+from shardwise.planning.slices import RowsSlice, cut_into_slices
 from shardwise.torch_internals import chunk_cat, copy_all, zero_all
 
 # Larger rows are packed and reduced slice by slice, so that each slice fits into the memory of freed activations, which

@@ -32,8 +32,8 @@ from shardwise.engine.reduce.pack import plan_slices
 from shardwise.engine.reduce.reduce_in_flight import PartialSum, ReduceInFlight
 from shardwise.engine.unit.binding import Slot
 from shardwise.engine.unit.dtensor_form import ShardedForm
-from shardwise.plan.layout import Packing
-from shardwise.plan.sums import Division, plan_division
+from shardwise.planning.layout import Packing
+from shardwise.planning.sums import Division, plan_division
 from shardwise.policies import MixedPrecisionPolicy
 
 

@@ -16,7 +16,7 @@ import torch
 
 from shardwise import trace
 from shardwise.engine.unit.collective_names import REPLAY
-from shardwise.plan.lifecycle import SHARDED
+from shardwise.planning.lifecycle import SHARDED
 
 if TYPE_CHECKING:
     from shardwise.engine.step.root import Root

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 
 from shardwise import trace
 from shardwise.errors import StateError
-from shardwise.plan.lifecycle import UNSHARDED
-from shardwise.plan.schedule import KEEP
+from shardwise.planning.lifecycle import UNSHARDED
+from shardwise.planning.schedule import KEEP
 
 if TYPE_CHECKING:
     from shardwise.engine.unit.unit import Unit

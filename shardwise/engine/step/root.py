@@ -32,8 +32,8 @@ from shardwise.engine.step.joint_units import JointUnits
 from shardwise.engine.unit.binding import Slot, clean_name
 from shardwise.engine.unit.membership import units_of
 from shardwise.errors import StateError
-from shardwise.plan.lifecycle import SHARDED, UNSHARDED
-from shardwise.plan.schedule import Window
+from shardwise.planning.lifecycle import SHARDED, UNSHARDED
+from shardwise.planning.schedule import Window
 from shardwise.torch_internals import backward_executes, do_aside, inside_backward, queue_end_of_backward
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from torch import Tensor, is_grad_enabled
 from torch.autograd.graph import register_multi_grad_hook
 
 from shardwise.engine.tensor_trees import InputSwaps, map_tensors, tensors_in
-from shardwise.plan.schedule import Window
+from shardwise.planning.schedule import Window
 from shardwise.torch_internals import (
     current_backward,
     do_aside,

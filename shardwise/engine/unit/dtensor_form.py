@@ -21,8 +21,8 @@ from shardwise.engine.gather.tensor_extensions import cut_extension, is_tensor_e
 from shardwise.engine.reduce.gradient_buffer import GradientView
 from shardwise.engine.unit.binding import FoundParameter, Slot
 from shardwise.errors import ConfigError
-from shardwise.plan.layout import Layout, Packing, RowParam, cut_evenly
-from shardwise.plan.rows import RowsPacking, plan_rows
+from shardwise.planning.layout import Layout, Packing, RowParam, cut_evenly
+from shardwise.planning.rows import RowsPacking, plan_rows
 from shardwise.policies import MixedPrecisionPolicy, ShardPlacementResult, is_record_named
 from shardwise.torch_internals import (
     all_show,

@@ -20,8 +20,8 @@ from shardwise.engine.unit.hooks import UnitHooks
 from shardwise.engine.unit.membership import UNITS_ATTRIBUTE, hidden, membership, tag, tag_hidden, units_of
 from shardwise.engine.unit.unit import Unit, UnitSettings, shard_device
 from shardwise.errors import ConfigAssertionError, ConfigError
-from shardwise.plan.layout import ceil_div
-from shardwise.plan.schedule import AfterForward
+from shardwise.planning.layout import ceil_div
+from shardwise.planning.schedule import AfterForward
 from shardwise.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardwise.torch_internals import (
     buffers_of,

@@ -23,8 +23,8 @@ from shardwise.engine.buffers import alias, contiguous_strides
 from shardwise.engine.reduce.gradient_buffer import GradientView
 from shardwise.engine.unit.binding import FoundParameter, Slot
 from shardwise.engine.unit.dtensor_form import gradient_views_by_slot, placed_on_both
-from shardwise.plan.flat import FlatLayout, FlatPacking, grid_of, plan_flat
-from shardwise.plan.layout import Layout, Packing, RowParam, Span
+from shardwise.planning.flat import FlatLayout, FlatPacking, grid_of, plan_flat
+from shardwise.planning.layout import Layout, Packing, RowParam, Span
 from shardwise.policies import MixedPrecisionPolicy
 from shardwise.torch_internals import Spec, dtensor_spec, local_of, parameters_of, spec_of
 

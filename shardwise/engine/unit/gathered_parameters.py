@@ -20,7 +20,7 @@ from shardwise.engine.unit.binding import ShownForms, Slot, is_showing, show
 from shardwise.engine.unit.dtensor_form import ShardedForm
 from shardwise.engine.unit.interfaces import NamedUnit
 from shardwise.errors import StateError
-from shardwise.plan.lifecycle import UNSHARDED, State
+from shardwise.planning.lifecycle import UNSHARDED, State
 
 
 class _Trained(Protocol):

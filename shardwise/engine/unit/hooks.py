@@ -20,8 +20,8 @@ from shardwise.engine.unit.autograd_signals import Visit
 from shardwise.engine.unit.side_outputs import GraphAttributes
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import StateError
-from shardwise.plan.lifecycle import GATHERING, SHARDED, UNSHARDED
-from shardwise.plan.schedule import KEEP
+from shardwise.planning.lifecycle import GATHERING, SHARDED, UNSHARDED
+from shardwise.planning.schedule import KEEP
 from shardwise.torch_internals import current_backward, do_aside, inside_backward, untraced
 
 

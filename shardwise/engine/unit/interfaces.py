@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from shardwise.engine.reduce.gradient_buffer import Presence
     from shardwise.engine.reduce.reduce_plan import ReducePlan, ReduceSettings
     from shardwise.engine.step.non_finite import NonFiniteGuard
-    from shardwise.plan.schedule import Window
+    from shardwise.planning.schedule import Window
 
 
 class NamedUnit(Protocol):

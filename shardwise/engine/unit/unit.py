@@ -1,6 +1,6 @@
 """A unit: parameters that are gathered, freed and reduced together.
 
-The unit owns its memory and its gather, and moves through the states of ``plan/lifecycle``. Its gradients are in
+The unit owns its memory and its gather, and moves through the states of ``planning/lifecycle``. Its gradients are in
 ``unit_gradients``; what users do to parameters that stay gathered is in ``gathered_parameters``. *When* the unit is
 gathered or freed is not decided here: forward and backward reach it through ``hooks``, order and prefetch through
 ``engine/step/root``.
@@ -34,7 +34,7 @@ from shardwise.engine.unit.membership import (
 )
 from shardwise.engine.unit.unit_buffers import UnitBuffers
 from shardwise.engine.unit.unit_gradients import UnitGradients
-from shardwise.plan.lifecycle import (
+from shardwise.planning.lifecycle import (
     ABANDON,
     ARRIVE,
     GATHER,
@@ -46,7 +46,7 @@ from shardwise.plan.lifecycle import (
     TRANSITIONS,
     UNSHARDED,
 )
-from shardwise.plan.schedule import KEEP, AfterForward
+from shardwise.planning.schedule import KEEP, AfterForward
 from shardwise.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 

@@ -15,7 +15,7 @@ from shardwise.engine.gather.tensor_extensions import TensorExtension, is_tensor
 from shardwise.engine.gather.unit_gather import UnitGather
 from shardwise.engine.unit.binding import Slot
 from shardwise.engine.unit.dtensor_form import ShardedForm
-from shardwise.plan.layout import RowParam
+from shardwise.planning.layout import RowParam
 from shardwise.policies import MixedPrecisionPolicy
 from shardwise.torch_internals import dtensor
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardwise.plan.layout import Block, PaddingBlock, Span
-from shardwise.plan.rows import RowsPacking
+from shardwise.planning.layout import Block, PaddingBlock, Span
+from shardwise.planning.rows import RowsPacking
 
 # Slices begin at multiples of this many columns, so that kernels can use vector loads.
 _COLUMNS = 32

@@ -5,7 +5,7 @@
     row       all shards of a unit on one rank, end to end, padded to the same length on every rank
     segment   neighbours in a row that have one dtype
     block     a strided rectangle of elements, in a full tensor and in the packed rows of all ranks
-    slice     the same columns of all rows (``plan/slices``)
+    slice     the same columns of all rows (``planning/slices``)
 
 A *layout* places the parameters of a unit, for its gather; a *packing* places their gradients, for a reduce.
 """

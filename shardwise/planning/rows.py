@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from shardwise.plan.layout import (
+from shardwise.planning.layout import (
     ALIGNMENT_BYTES,
     SHARD_ALIGNMENT_BYTES,
     Block,

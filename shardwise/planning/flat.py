@@ -20,7 +20,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from shardwise.plan.layout import (
+from shardwise.planning.layout import (
     ALIGNMENT_BYTES,
     Block,
     GradientSegment,

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from shardwise.plan.layout import ALIGNMENT_BYTES, Span, aligned, ceil_div
+from shardwise.planning.layout import ALIGNMENT_BYTES, Span, aligned, ceil_div
 
 # Vectorized kernels process up to 128 bytes at a time, and the remainder one by one. Every rank's span starts at a
 # multiple of that, and so does every parameter that may be cut: its pieces are then stepped by the same instructions

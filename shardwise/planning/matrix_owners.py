@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from shardwise.plan.layout import SHARD_ALIGNMENT_BYTES, aligned, ceil_div
+from shardwise.planning.layout import SHARD_ALIGNMENT_BYTES, aligned, ceil_div
 
 Shape = tuple[int, ...]
 

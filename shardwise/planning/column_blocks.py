@@ -5,7 +5,7 @@ Only for parameters cut along dim 0, whose shards are contiguous. '.' is padding
     rank 0   | a0 a1 | b0 . |        A: start 0, length 2, filled 2, shard 2, numel 4
     rank 1   | a2 a3 | b1 . |        B: start 2, length 2, filled 1, shard 1, numel 2
 
-In a slice (``plan/slices``) the first ``skip`` elements of each shard lie in earlier columns.
+In a slice (``planning/slices``) the first ``skip`` elements of each shard lie in earlier columns.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from shardwise.plan.flat import FlatPacking
-from shardwise.plan.layout import Span
-from shardwise.plan.rows import RowCut, RowsLayout, RowsPacking
+from shardwise.planning.flat import FlatPacking
+from shardwise.planning.layout import Span
+from shardwise.planning.rows import RowCut, RowsLayout, RowsPacking
 
 
 @dataclasses.dataclass(frozen=True)

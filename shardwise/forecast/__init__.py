@@ -1,0 +1,1 @@
+"""Predicts a training step without a device: its memory, its time, and which settings are best."""
