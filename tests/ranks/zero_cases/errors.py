@@ -65,11 +65,15 @@ def _sharded() -> torch.Tensor:
 
 def finds_ranks_with_other_parameters() -> None:
     rank = dist.get_rank()
+    others = "rank 0 has" if dist.get_world_size() == 2 else "ranks 0, 2 have"
     for params, says in (
-        ([torch.zeros(3 + (rank == 1))], r"ranks 0, 2 have parameter 0: float32 \(3,\).*rank 1 has .*\(4,\)"),
+        (
+            [torch.zeros(3 + (rank == 1))],
+            rf"{others} parameter 0: float32 \(3,\).*rank 1 has .*\(4,\)",
+        ),
         ([torch.zeros(3)] * 1 + [torch.zeros(2)] * (rank == 1), "rank 1 has group 0 of 2 parameters"),
         ([torch.zeros(3, dtype=torch.bfloat16 if rank == 1 else torch.float32)], "rank 1 has .*bfloat16"),
-        ([torch.zeros(3, requires_grad=rank == 1)], "ranks 0, 2 have .*frozen"),
+        ([torch.zeros(3, requires_grad=rank == 1)], f"{others} .*frozen"),
         ([torch.zeros(3).to_sparse() if rank == 1 else torch.zeros(3)], "rank 1 has .*sparse"),
     ):
         leaves = [tensor.detach().to(device()).requires_grad_(tensor.requires_grad) for tensor in params]

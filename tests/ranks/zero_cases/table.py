@@ -157,7 +157,7 @@ STATE = (
 
 ERRORS = (
     Claim(errors.refuses_bad_parameters, nccl=(2,), threads=(2,)),
-    Claim(errors.finds_ranks_with_other_parameters, gloo=(3,), nccl=(2,), threads=(3,)),
+    Claim(errors.finds_ranks_with_other_parameters, gloo=(3,), nccl=(2,), threads=(2, 3)),
     Claim(
         errors.finds_ranks_that_list_the_same_parameters_in_other_orders, gloo=(3,), nccl=(2,), threads=(2,)
     ),
