@@ -104,7 +104,10 @@ def assert_same(ours, theirs, where):
 
 
 def full(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    # NCCL cannot gather what is offloaded to the host.
+    return tensor.to(tensor.device_mesh.device_type).full_tensor()
 
 
 class Block(nn.Module):
