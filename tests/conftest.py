@@ -1,8 +1,11 @@
-"""What every test gets: its number of compute threads, and no rank process left behind."""
+"""What every test gets: its number of compute threads, a folder for temporary files, and no rank process left behind."""
 
 import gc
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 import pytest
@@ -27,11 +30,25 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 def pytest_configure(config: pytest.Config) -> None:
     if not config.pluginmanager.hasplugin("timeout"):
         config.addinivalue_line("markers", "timeout: of pytest-timeout, which is not installed")
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        _have_a_temporary_folder()
     avoid_instructions_that_do_not_run()
     num_threads = config.getoption("--compute-threads")
     torch.set_num_threads(num_threads)
     # For rank processes and commands, which start after this.
     os.environ["OMP_NUM_THREADS"] = str(num_threads)
+
+
+def _have_a_temporary_folder() -> None:
+    """Gives this process, and every process it starts, a temporary folder of its own: failing ranks leave traces there.
+
+    It goes away with the process; ``tmp_path`` stays where pytest keeps it.
+    """
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+    # Short: the names of sockets in it may not exceed 100 characters.
+    folder = tempfile.tempdir = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="sw-")
+    # After multiprocessing has removed its own, whose priority is -100.
+    Finalize(None, shutil.rmtree, args=(folder,), kwargs={"ignore_errors": True}, exitpriority=-200)
 
 
 def pytest_report_header(config: pytest.Config) -> str:
