@@ -1,4 +1,4 @@
-"""What every test gets: its number of compute threads, a folder for temporary files, and no rank process left behind."""
+"""What every test gets: compute threads, a temporary folder, and no rank process left behind."""
 
 import gc
 import os
