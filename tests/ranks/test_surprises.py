@@ -1245,6 +1245,26 @@ def test_a_tie_leaves_what_was_replaced_in_the_unit_it_is_tied_to():
     twice(program, shard_first)
 
 
+@pytest.mark.parametrize("how", ["one of them", "all of them"])
+def test_weights_that_are_untied_after_sharding_are_refused(how):
+    def on_a_rank():
+        model = fully_shard(seeded(Tied()))
+        saved = {name: value.clone() for name, value in model.state_dict().items()}
+        model.head.weight = model.emb.weight
+        before = model(torch.arange(4)).detach()
+        model.reshard()
+        if how == "one of them":
+            model.head.weight = nn.Parameter(model.emb.weight.detach() * 2)
+        else:
+            model.load_state_dict(saved, assign=True)
+        with pytest.raises(StateError, match="several names, and they were given different parameters"):
+            model(torch.arange(4))
+        model.head.weight = model.emb.weight
+        assert torch.equal(model(torch.arange(4)), before)
+
+    run_ranks(on_a_rank, 2)
+
+
 @pytest.mark.parametrize("change", ["write", "data", "freeze"])
 @pytest.mark.parametrize("with_grad", [False, True])
 def test_what_was_done_to_gathered_weights_stays_when_a_step_keeps_them(change, with_grad):

@@ -193,9 +193,10 @@ def adopt_found(slots: list[Slot], unit: str, rank: int) -> None:
     for slot, param in zip(slots, found, strict=True):
         if slot.is_shown and any(place.params.get(place.name) is not param for place in slot.places):
             raise StateError(
-                f"parameter '{slot.name}' has several names, and only some of them were given a new parameter",
+                f"parameter '{slot.name}' has several names, and they were given different parameters",
                 where=f"unit '{unit}', rank {rank}",
-                fix="give all of them the new parameter, or untie them before the model is sharded",
+                fix="give all of them the same one, write values with copy_() or load_state_dict(assign=False), or untie "
+                "them before the model is sharded",
             )
         if param is None or not slot.fits(param):
             raise StateError(
