@@ -31,6 +31,8 @@ from tests.processor import avoid_instructions_that_do_not_run
 
 # Classes that programs define are never freed in the process that ran them.
 _PROGRAMS_A_WORKER = 400
+# How long a worker and its rank processes may take to start, each importing torch on a machine that is busy.
+_START_SECONDS = 600.0
 
 
 class Worker:
@@ -53,7 +55,7 @@ class Worker:
         self._count += 1
         try:
             self._connection.send((program, side))
-            if not self._connection.poll(TIMEOUT_SECONDS + 120):
+            if not self._connection.poll(TIMEOUT_SECONDS + _START_SECONDS):
                 where = self._stacks()
                 self._stop()
                 return Outcome("hangs", f"the worker did not answer:\n{where}")
