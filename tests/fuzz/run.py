@@ -166,7 +166,12 @@ class Session:
         self._next = arguments.seed
         self._kinds: Counter[str] = Counter()
         self._shapes: Counter[str] = Counter()
+        self._is_stopped = False
         self.report = Report()
+
+    def stop(self, *_: Any) -> None:
+        """Ends the run when the programs that run now have ended; as a handler of signals, too."""
+        self._is_stopped = True
 
     def run(self) -> Report:
         threads = [threading.Thread(target=self._serve) for _ in range(self._arguments.workers)]
@@ -197,7 +202,7 @@ class Session:
         with self._lock:
             arguments, taken = self._arguments, self._next - self._arguments.seed
             elapsed = time.monotonic() - self._start
-            if taken >= (1 if arguments.once else arguments.count or sys.maxsize):
+            if self._is_stopped or taken >= (1 if arguments.once else arguments.count or sys.maxsize):
                 return None
             if arguments.seconds and elapsed > arguments.seconds:
                 return None
@@ -268,7 +273,9 @@ def main(argv: list[str] | None = None) -> int:
     avoid_instructions_that_do_not_run()
     if arguments.once:
         print(as_test(draw(arguments.seed, arguments.without)))
-    report = run_many(arguments)
+    session = Session(arguments)
+    signal.signal(signal.SIGTERM, session.stop)
+    report = session.run()
     kinds = Counter(f"{failure.how}; {failure.shape}" for failure in report.failures)
     print(f"{report.programs} programs in {report.seconds:.0f} s, {len(report.failures)} failed")
     for how, count in kinds.most_common():

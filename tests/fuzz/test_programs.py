@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from tests.fuzz.actions import Action, Step
 from tests.fuzz.models import Block
 from tests.fuzz.oracle import Comparison, Plain, Sharded, Tolerance, compared, differences
 from tests.fuzz.programs import Program, draw, source
-from tests.fuzz.run import Worker, parsed, run_many
+from tests.fuzz.run import Session, Worker, parsed, run_many
 from tests.fuzz.settings import Settings, UnitCall
 from tests.fuzz.shrink import shrunk, smaller
 
@@ -223,6 +224,14 @@ def test_every_smaller_program_can_be_written():
     for seed in range(0, 40, 4):
         for candidate in list(smaller(draw(seed)))[::3]:
             compile(source(candidate), "candidate", "exec")
+
+
+def test_a_run_that_is_told_to_stop_reports_what_it_ran_and_leaves_no_folder(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    session = Session(parsed(["--count", "1000"]))
+    session.stop()
+    assert session.run().programs == 0
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
