@@ -189,6 +189,11 @@ class Session:
             while (seed := self._take()) is not None:
                 program = draw(seed, self._arguments.without)
                 outcome = worker.run(program, self._side)
+                if outcome.how and self._is_stopped:
+                    # The signal may have reached the worker, too.
+                    with self._lock:
+                        self.report.programs -= 1
+                    break
                 if outcome.refused:
                     with self._lock:
                         self.report.refused[outcome.refused] += 1
