@@ -53,7 +53,7 @@ def open_data(config: Config, folder: Path, world_size: int) -> RunData:
     sources = sources_of(config.data)
     opened = [_open_source(source, folder, number, config.model) for number, source in enumerate(sources)]
     parts, corpora = [samples for samples, _ in opened], [corpus for _, corpus in opened]
-    samples = _together(parts)
+    samples = _together(parts, config.data)
     seed = config.train.seed if config.data.shuffle else None
     order = plan_order(samples.num_training, config.train, world_size, seed, _mix(config.data, parts))
     num_tokens = sum(corpus.num_tokens for corpus in corpora)
@@ -64,22 +64,22 @@ def open_samples(data: Data, folder: Path, model: ModelSource) -> Samples:
     """Opens all sources, whose tokens are in ``folder`` if they had to be tokenized."""
     sources = sources_of(data)
     return _together(
-        [_open_source(source, folder, number, model)[0] for number, source in enumerate(sources)]
+        [_open_source(source, folder, number, model)[0] for number, source in enumerate(sources)], data
     )
 
 
 def _open_source(source: Data, folder: Path, number: int, model: ModelSource) -> tuple[Samples, Corpus]:
     tokens = _tokens_path(folder, number)
     corpus = open_corpus(source, tokens, model.vocabulary)
-    limits = model.context, model.vocabulary, source.held_out
+    limits = model.context, model.vocabulary, source.held_out, source.held_out_from
     if source.format == "chat":
         _check_chat(source, model)
         return Conversations(corpus, open_ends(tokens), *limits, packing=source.packing), corpus
     return Texts(corpus, *limits), corpus
 
 
-def _together(parts: list[Samples]) -> Samples:
-    return parts[0] if len(parts) == 1 else Mixture(parts)
+def _together(parts: list[Samples], data: Data) -> Samples:
+    return parts[0] if len(parts) == 1 else Mixture(parts, data.held_out_from)
 
 
 def _mix(data: Data, parts: list[Samples]) -> Mix | None:

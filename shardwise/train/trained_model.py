@@ -189,6 +189,9 @@ def _data_of_run(settings: Mapping[str, Any]) -> Data | None:
     """Returns the data that a run names; None if it names none. Settings that came later are at their defaults."""
     known = {entry.name: entry.default for entry in dataclasses.fields(Data)}
     named = {name: settings[f"data.{name}"] for name in known if f"data.{name}" in settings}
+    if named:
+        # Before there was this setting, it was the end.
+        named.setdefault("held_out_from", "end")
     sources = named.pop("sources", "")
     is_sound = isinstance(sources, str) and all(
         type(value) is type(known[name]) for name, value in named.items()

@@ -60,9 +60,9 @@ def test_a_binary_is_mapped_in_its_dtype(tmp_path, dtype):
     assert corpus.read(0, 4).tolist() == values
 
 
-def test_samples_are_sequences_with_the_token_after_and_the_end_is_held_out():
+def test_samples_are_sequences_with_the_token_after_and_the_end_is_held_out_if_asked_for():
     corpus = data.Corpus([torch.arange(100), torch.arange(100, 201)])
-    samples = samples_of.Texts(corpus, context=10, vocabulary=300, held_out=0.1)
+    samples = samples_of.Texts(corpus, context=10, vocabulary=300, held_out=0.1, place="end")
     assert (samples.num_training, samples.num_held_out) == (18, 2)
     inputs, targets, _ = samples.batch([0, 9, 19])
     assert inputs[1].tolist() == list(range(90, 100))
