@@ -10,6 +10,7 @@ Any sample can be read at any time, so a run resumes at the exact sample.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -26,10 +27,12 @@ from shardwise.train.held_out import HeldOut
 from shardwise.train.losses import IGNORED
 from shardwise.train.sample_order import shuffled
 
-__all__ = ["Batch", "Conversations", "Mixture", "Samples", "Texts"]
+__all__ = ["Batch", "Conversations", "Mixture", "Samples", "Texts", "check_vocabulary"]
 
 _PADDING = 0
 _MIXTURE_KEY = 0x3175
+_BLOCK = 1 << 20
+_MOST_BLOCKS = 32
 
 
 class Batch(NamedTuple):
@@ -114,7 +117,7 @@ class Texts(_SourceSamples):
     def read_at(self, place: int) -> Batch:
         start = place * self._context
         tokens = self._corpus.read(start, start + self._context + 1)
-        _check_tokens(tokens, self._vocabulary, place)
+        _check_tokens(tokens, self._vocabulary)
         return Batch(tokens[:-1], tokens[1:])
 
 
@@ -156,7 +159,7 @@ class Conversations(_SourceSamples):
             tokens = self._conversation(number)
             is_learnt = tokens >= 0
             tokens = torch.where(is_learnt, tokens, ~tokens)
-            _check_tokens(tokens, self._vocabulary, place)
+            _check_tokens(tokens, self._vocabulary)
             inputs.append(tokens[:-1])
             targets.append(tokens[1:].where(is_learnt[1:], IGNORED))
             segments.append(torch.full_like(tokens[:-1], number - first))
@@ -206,13 +209,27 @@ def _packs(ends: Tensor, context: int) -> Tensor:
     return torch.tensor(firsts)
 
 
-def _check_tokens(tokens: Tensor, vocabulary: int, place: int) -> None:
+def check_vocabulary(corpus: Corpus, vocabulary: int) -> None:
+    """Raises ConfigError if tokens are beyond the vocabulary: of a large corpus, some from all over it are read.
+
+    The others are checked as they are used.
+    """
+    if corpus.highest_possible < vocabulary:
+        return
+    num_blocks = math.ceil(corpus.num_tokens / _BLOCK)
+    for number in range(0, num_blocks, math.ceil(num_blocks / _MOST_BLOCKS)):
+        tokens = corpus.read(number * _BLOCK, min(corpus.num_tokens, (number + 1) * _BLOCK))
+        # Tokens of chats that are not to be learnt are kept as their complement.
+        _check_tokens(tokens.where(tokens >= 0, ~tokens), vocabulary)
+
+
+def _check_tokens(tokens: Tensor, vocabulary: int) -> None:
     lowest, highest = int(tokens.min()), int(tokens.max())
     if highest >= vocabulary or lowest < 0:
         raise ConfigError(
             f"the data contains token {lowest if lowest < 0 else highest}, but the model's vocabulary is {vocabulary}",
-            where=f"data.path, sequence {place}",
-            fix="check data.token_dtype and data.tokenizer, or raise model.vocabulary",
+            where="data.path",
+            fix="use the model's own tokenizer (data.tokenizer), check data.token_dtype, or raise model.vocabulary",
         )
 
 
