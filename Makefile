@@ -7,37 +7,47 @@ PYTHON ?= python3
 VENV   := .venv
 PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
+DEV    := $(VENV)/.installed-dev
 # Ranks wait for one another much of the time: two test files at once keep two cores busy. In the order of their names,
 # which has the short ones last, so that both end at the same time.
 PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test test-all test-slow test-arithmetic test-ecosystem test-ecosystem-short ecosystem-venv test-gpu fuzz demo lint format typecheck bench bench-gpu reference docs shape dist clean
+.PHONY: help venv dev test test-all test-slow test-arithmetic test-ecosystem test-ecosystem-short ecosystem-venv test-gpu fuzz demo lint format typecheck bench bench-gpu reference docs shape dist clean
 
 help:
 	@sed -n '1,4s/^# \{0,1\}//p' Makefile
-	@echo "also: venv test-all test-slow test-arithmetic test-ecosystem test-gpu fuzz lint format typecheck bench bench-gpu reference docs shape dist clean"
+	@echo "also: venv dev test-all test-slow test-arithmetic test-ecosystem test-gpu fuzz lint format typecheck bench bench-gpu reference docs shape dist clean"
 
 venv: $(STAMP)
 
-# The stamp is older than its prerequisites only when they change, so a second make installs nothing.
+dev: $(DEV)
+
+# What `shardwise train` needs, and no more. The stamp is older than its prerequisites only when they change, so a second
+# make installs nothing.
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 		{ echo "shardwise needs Python 3.10 or newer; try: make PYTHON=python3.12 venv" >&2; exit 1; }
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	@echo "installing torch and the rest into $(VENV); this happens once"
-	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,train]'
+	@echo "installing into $(VENV), once: torch, numpy, rich, matplotlib, safetensors, what they need, and shardwise itself"
+	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train]'
 	@touch $@
 
-test: $(STAMP)
+# Tests, linters and types, in the same environment.
+$(DEV): $(STAMP)
+	@echo "installing into $(VENV), once, what development needs: pytest, hypothesis, ruff, mypy, pre-commit"
+	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,train]'
+	@touch $@
+
+test: $(DEV)
 	$(PY) -m pytest -m "not slow" $(PYTEST_ARGS)
 
 # The long tail: combinations, long runs and whole programs, of which `make test` has each behaviour by itself.
-test-slow: $(STAMP)
+test-slow: $(DEV)
 	$(PY) -m pytest -m slow $(PYTEST_ARGS)
 
 # Bits that depend on the processor, with the instructions of smaller ones and with more threads.
-test-arithmetic: $(STAMP)
+test-arithmetic: $(DEV)
 	$(PY) -m tests.arithmetic
 
 # What continuous integration runs. Try it with make -k, so that one failure does not hide the next.
@@ -68,21 +78,21 @@ test-gpu:
 # Random programs, sharded beside plain: make fuzz SECONDS=600 SEED=1000
 SECONDS ?= 60
 SEED    ?= 0
-fuzz: $(STAMP)
+fuzz: $(DEV)
 	$(PY) -m tests.fuzz.run --seconds $(SECONDS) --seed $(SEED)
 
 demo: $(STAMP)
 	@$(PY) examples/demo.py
 
-lint: $(STAMP)
+lint: $(DEV)
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 
-format: $(STAMP)
+format: $(DEV)
 	$(PY) -m ruff format .
 	$(PY) -m ruff check --fix .
 
-typecheck: $(STAMP)
+typecheck: $(DEV)
 	$(PY) -m mypy
 
 BENCH     = PYTHONPATH=. $(PY) benchmarks

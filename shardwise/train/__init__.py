@@ -17,7 +17,8 @@ from shardwise.train.config import (
     Training,
 )
 from shardwise.train.loggers import MLflow, TensorBoard, WandB
-from shardwise.train.model import HuggingFaceModel, Llama, OwnModel
+from shardwise.train.hugging_face import HuggingFaceModel
+from shardwise.train.model import Llama, OwnModel
 
 __all__ = [
     "Callback",

@@ -128,9 +128,27 @@ class RunCheckpoints:
             self._display.note("the checkpoint contains only weights: the optimizer starts from scratch")
         if run.get("corpus") not in (None, self._manifest_entries.get("corpus")):
             self._display.warn("the data differs from what the checkpoint was trained on")
+        if changes := _changes_of_split(run.get("config"), self._manifest_entries["config"]):
+            self._display.warn(
+                f"{', '.join(changes)}: samples that are held out now may have been trained on before"
+            )
         self._display.note(
             f"resumed {found.path.name}, saved on {run.get('world_size', '?')} ranks in mode {run.get('mode', '?')}"
         )
+
+
+def _changes_of_split(before: Any, now: dict[str, Any]) -> list[str]:
+    """Returns how the settings that decide which samples are held out differ from those of a checkpoint."""
+    if not isinstance(before, dict) or "data.held_out" not in before:
+        return []
+    # Before there was this setting, it was the end.
+    before = {"data.held_out_from": "end", **before}
+    names = ("data.held_out", "data.held_out_from", "model.context")
+    return [
+        f"{name} was {before[name]} and is {now[name]}"
+        for name in names
+        if name in before and name in now and before[name] != now[name]
+    ]
 
 
 @dataclass(frozen=True)

@@ -191,7 +191,9 @@ def resolve(request: Request) -> tuple[Config, dict[str, Any]]:
         path = Path(request.resume) / CONFIG
         try:
             before = json.loads(path.read_text())
-        except (OSError, ValueError):
+            if not isinstance(before, dict):
+                raise ValueError("not an object")
+        except (OSError, ValueError, RecursionError):
             before = {}
             if recipe is None:
                 raise ConfigError(
@@ -212,11 +214,20 @@ def resolve(request: Request) -> tuple[Config, dict[str, Any]]:
             kept = before.get("settings", [])
             _refuse_code_named_by(kept, settings, request)
             settings = [*kept, *settings]
+        settings = [*_settings_of_earlier_versions(before), *settings]
     recipe = recipe or "tiny"
     config = with_settings(load_recipe(recipe), settings)
     if request.resume:
         config = replace(config, output=replace(config.output, folder=request.resume))
     return config, {"recipe": recipe, "settings": settings}
+
+
+def _settings_of_earlier_versions(before: dict[str, Any]) -> list[str]:
+    """Returns the settings that keep a run as it was begun, where defaults have changed since."""
+    config = before.get("config")
+    if isinstance(config, dict) and "data.held_out" in config and "data.held_out_from" not in config:
+        return ["data.held_out_from=end"]
+    return []
 
 
 def _refuse_code_named_by(kept: list[str], settings: list[str], request: Request) -> None:

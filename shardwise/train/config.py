@@ -33,6 +33,7 @@ __all__ = [
     "Mode",
     "Optimization",
     "Output",
+    "Place",
     "Sharding",
     "Source",
     "Training",
@@ -44,6 +45,7 @@ __all__ = [
 ]
 
 Mode = Literal["none", "optimizer", "gradients", "full", "hybrid"]
+Place = Literal["everywhere", "end"]
 Record = TypeVar("Record")
 _UNION = type(typing.Optional[int])  # noqa: UP045  the type of unions made by typing, which differs from that of |
 
@@ -81,7 +83,9 @@ class Data:
     column: str = "text"
     """The column, or the key of JSON lines, that holds the text."""
     held_out: float = 0.05
-    """The fraction of the data, at its end, that is used only for evaluation."""
+    """The fraction of the data that is used only for evaluation."""
+    held_out_from: Place = "everywhere"
+    """everywhere: blocks all over the data; end: its last part, as in runs of versions before this setting."""
     shuffle: bool = True
 
 

@@ -37,6 +37,11 @@ class Corpus:
     def num_tokens(self) -> int:
         return self._starts[-1]
 
+    @property
+    def highest_possible(self) -> int:
+        """Returns the largest number that the files' dtypes can hold."""
+        return max((torch.iinfo(piece.dtype).max for piece in self._pieces), default=0)
+
     def read(self, start: int, stop: int) -> Tensor:
         found = []
         number = bisect_right(self._starts, start) - 1

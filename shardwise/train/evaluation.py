@@ -125,7 +125,7 @@ def _loss(parallel: Parallel, batch: Batch, num_targets: int) -> Tensor:
 
 def _open(data: Data, model: TrainedModel, folder: Path, holds_out: bool) -> Samples:
     data = data if holds_out else replace(data, held_out=0.0)
-    tokenize_sources(data, folder, lambda text: None)
+    tokenize_sources(data, folder, lambda text: None, model.source.vocabulary)
     return open_samples(data, folder, model.source)
 
 

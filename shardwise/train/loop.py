@@ -17,6 +17,7 @@ import signal
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -69,6 +70,8 @@ class Trainer:
         display: Display | None = None,
         origin: dict[str, Any] | None = None,
     ) -> None:
+        # Before anything is read or written: the model's files say how long sequences and tokens may be.
+        config = replace(config, model=team.together(config.model.resolved))
         self.config, self.folder, self.team, self.device = config, folder, team, device
         self._unwritten = Unwritten()
         self.display: Display = FaultTolerantDisplay(
@@ -78,7 +81,8 @@ class Trainer:
         torch.set_num_threads(config.train.threads)
         if config.train.late_seconds:
             set_trust(late_seconds=config.train.late_seconds)
-        team.from_first(lambda: tokenize_sources(config.data, folder, self.display.note))
+        vocabulary = config.model.vocabulary
+        team.from_first(lambda: tokenize_sources(config.data, folder, self.display.note, vocabulary))
         self._data = team.together(lambda: open_data(config, folder, team.world_size))
         team.from_first(self._keep_tokenizer)
         is_exact = config.train.exact_micro_batches > 0

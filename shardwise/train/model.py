@@ -1,4 +1,4 @@
-"""The models that a recipe can use: our own Llama, a Hugging Face model, or a module of your own.
+"""The models that a recipe can use: our own Llama, or a module of your own; `hugging_face` has the third kind.
 
 A model source builds an unsharded module and knows nothing about ranks. The Llama's modules have the names of
 Hugging Face's Llama, so that exported checkpoints load there.
@@ -6,12 +6,10 @@ Hugging Face's Llama, so that exported checkpoints load there.
 
 from __future__ import annotations
 
-import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,16 +17,16 @@ import torch.nn.functional as F  # noqa: N812  the name everyone knows
 from torch import Tensor, nn
 
 from shardwise.errors import ConfigError
-from shardwise.train.optional_packages import require
 
 __all__ = [
-    "HuggingFaceModel",
     "KeyValueCache",
     "Llama",
     "LlamaBlock",
     "LlamaModel",
     "ModelSource",
     "OwnModel",
+    "segment_mask",
+    "segment_positions",
 ]
 
 
@@ -55,14 +53,48 @@ class ModelSource(ABC):
                     f"model.{name} is {getattr(self, name)}", where="the model", fix="use 1 or more"
                 )
 
+    def resolved(self) -> ModelSource:
+        """Returns the source with everything that its files say filled in.
+
+        Raises:
+            ConfigError: there are no such files, or they contradict the settings.
+        """
+        return self
+
     def fill(self, name: str, values: Tensor, generator: torch.Generator) -> None:
         """Writes the initial values of a whole parameter."""
         raise NotImplementedError
 
     def logits(self, output: Any) -> Tensor:
-        """Returns the logits from the module's output."""
-        logits: Tensor = output
-        return logits
+        """Returns the logits from the module's output: a tensor, a tuple that has them, or what has ``.logits``.
+
+        Raises:
+            ConfigError: it is none of these.
+        """
+        found = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+        if found is None and isinstance(output, Mapping):
+            found = output.get("logits")
+        if found is None and isinstance(output, tuple | list):
+            # (logits, loss), or (loss, logits, ...)
+            found = next((each for each in output if isinstance(each, Tensor) and each.dim() == 3), None)
+        if not isinstance(found, Tensor):
+            raise ConfigError(
+                f"the model returned {_described(output)}, which has no logits",
+                where=type(self).__name__,
+                fix="return the logits of every token, or an object whose attribute 'logits' has them",
+            )
+        return found
+
+    def check_logits(self, logits: Tensor, tokens: Tensor) -> None:
+        """Raises ConfigError if these are not the logits of every one of ``tokens``."""
+        if logits.shape[:-1] != tokens.shape or logits.size(-1) < self.vocabulary:
+            raise ConfigError(
+                f"the model returned logits of shape {tuple(logits.shape)} for tokens of shape {tuple(tokens.shape)} "
+                f"and a vocabulary of {self.vocabulary}",
+                where=type(self).__name__,
+                fix="return one logit per token of the vocabulary, at every position; if the vocabulary is another, "
+                "set model.vocabulary",
+            )
 
     def extend(self, module: nn.Module, tokens: Tensor, cache: Any) -> tuple[Tensor, Any]:
         """Returns the logits after the last of ``tokens``, which follow those of ``cache``, and the new cache.
@@ -110,55 +142,6 @@ class OwnModel(ModelSource):
 
     def units(self, module: nn.Module) -> tuple[type[nn.Module], ...]:
         return self.unit if isinstance(self.unit, tuple) else (self.unit,)
-
-
-@dataclass(frozen=True)
-class HuggingFaceModel(ModelSource):
-    """A causal language model of ``transformers``, by folder or name, with its weights or only its config."""
-
-    path: str = ""
-    pretrained: bool = True
-    context: int = 1024
-    vocabulary: int = 1 << 31
-
-    def build(self) -> nn.Module:
-        transformers = require("transformers", "a Hugging Face model")
-        source = transformers.AutoModelForCausalLM
-        if self.pretrained:
-            module: nn.Module = source.from_pretrained(self.path, dtype=torch.float32)
-        else:
-            module = source.from_config(transformers.AutoConfig.from_pretrained(self.path)).float()
-        # The key-value cache is for generation; in training it only takes memory.
-        module.config.use_cache = False  # type: ignore[union-attr]
-        return module.train()
-
-    def units(self, module: nn.Module) -> tuple[type[nn.Module], ...]:
-        names = set(getattr(module, "_no_split_modules", None) or ())
-        found = {type(member) for member in module.modules() if type(member).__name__ in names}
-        if not found:
-            raise ConfigError(
-                f"{type(module).__name__} does not say which of its modules are blocks",
-                where=f"HuggingFaceModel({self.path!r})",
-                fix="write a recipe with OwnModel(make=..., unit=ItsBlock)",
-            )
-        return tuple(found)
-
-    def logits(self, output: Any) -> Tensor:
-        logits: Tensor = output.logits
-        return logits
-
-    def extend(self, module: nn.Module, tokens: Tensor, cache: Any) -> tuple[Tensor, Any]:
-        output = module(tokens, past_key_values=cache, use_cache=True)
-        return self.logits(output)[:, -1], output.past_key_values
-
-    def segment_arguments(self, segments: Tensor) -> dict[str, Any]:
-        mask = segment_mask(segments)
-        return {"position_ids": segment_positions(segments), "attention_mask": mask}
-
-    def hugging_face_config(self) -> dict[str, Any] | None:
-        own = Path(self.path).expanduser() / "config.json"
-        config: dict[str, Any] | None = json.loads(own.read_text()) if own.exists() else None
-        return config
 
 
 @dataclass(frozen=True)
@@ -272,6 +255,17 @@ class Llama(ModelSource):
             "tie_word_embeddings": self.tied,
             "vocab_size": self.vocabulary,
         }
+
+
+def _described(output: Any) -> str:
+    """Returns what an output is, in words: its type, and what it contains."""
+    if isinstance(output, Mapping):
+        return f"a {type(output).__name__} of {', '.join(map(str, output)) or 'nothing'}"
+    if isinstance(output, tuple | list):
+        return f"a {type(output).__name__} of {', '.join(map(_described, output)) or 'nothing'}"
+    if isinstance(output, Tensor):
+        return f"a tensor of shape {tuple(output.shape)}"
+    return "None" if output is None else f"a {type(output).__name__}"
 
 
 # --- packed sequences ---------------------------------------------------------------------------------------------

@@ -173,7 +173,9 @@ class Parallel:
                 output = self._forward_module(tokens)
             else:
                 output = self._forward_module(tokens, **self._source.segment_arguments(segments))
-            return self._source.logits(output).float()
+            logits = self._source.logits(output)
+        self._source.check_logits(logits, tokens)
+        return logits.float()
 
     def extend(self, tokens: Tensor, cache: Any) -> tuple[Tensor, Any]:
         """Returns the logits after the last of ``tokens``, which follow those of ``cache``, and the new cache."""

@@ -4,12 +4,13 @@
     padded     │ conversation ░░│ conversation ░░░░░░│ …
     packed     │ conversation ▏ another ▏ a third ░░│ …     none sees the others
 
-Samples for training come first, held-out ones after them. Any sample can be read at any time, so a run resumes at the
-exact sample.
+Samples are numbered: those to train on come first, held-out ones after them; `held_out` says where both lie in the data.
+Any sample can be read at any time, so a run resumes at the exact sample.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -20,12 +21,18 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import ConfigError
+from shardwise.train.config import Place
 from shardwise.train.data import Corpus
+from shardwise.train.held_out import HeldOut
 from shardwise.train.losses import IGNORED
+from shardwise.train.sample_order import shuffled
 
-__all__ = ["Batch", "Conversations", "Mixture", "Samples", "Texts"]
+__all__ = ["Batch", "Conversations", "Mixture", "Samples", "Texts", "check_vocabulary"]
 
 _PADDING = 0
+_MIXTURE_KEY = 0x3175
+_BLOCK = 1 << 20
+_MOST_BLOCKS = 32
 
 
 class Batch(NamedTuple):
@@ -43,11 +50,29 @@ class Batch(NamedTuple):
 
 
 class Samples(ABC):
-    """Numbered samples of one data source, or several.
+    """Numbered samples of one data source, or several: those to train on, then those held out."""
+
+    num_training: int
+    num_held_out: int
+    targets_of_sample: int | None
+    """The number of targets in every sample; None if samples differ."""
+
+    @abstractmethod
+    def read(self, sample: int) -> Batch:
+        """Returns one sequence."""
+
+    def batch(self, samples: Sequence[int]) -> Batch:
+        """Returns a row for each sample, padded to the longest."""
+        return _stacked([self.read(sample) for sample in samples])
+
+
+class _SourceSamples(Samples):
+    """The samples of one source.
 
     Args:
         num_samples: the number of all samples.
-        held_out: the fraction of them, at the end, that is held out.
+        held_out: the fraction of them that is held out.
+        place: where they are held out.
         targets_of_sample: the number of targets in every sample; None if samples differ.
         size: what the data has, for errors.
 
@@ -55,7 +80,9 @@ class Samples(ABC):
         ConfigError: there is not one sample to train on and, if some are to be held out, one of those.
     """
 
-    def __init__(self, num_samples: int, held_out: float, targets_of_sample: int | None, size: str) -> None:
+    def __init__(
+        self, num_samples: int, held_out: float, place: Place, targets_of_sample: int | None, size: str
+    ) -> None:
         self.num_held_out = min(num_samples - 1, max(1, round(num_samples * held_out))) if held_out else 0
         self.num_training = num_samples - self.num_held_out
         self.targets_of_sample = targets_of_sample
@@ -65,32 +92,36 @@ class Samples(ABC):
                 where="data.path",
                 fix="use more data, a smaller model.context, or data.held_out=0",
             )
+        self._held_out = HeldOut(num_samples, self.num_held_out, place)
+
+    def read(self, sample: int) -> Batch:
+        if sample < self.num_training:
+            return self.read_at(self._held_out.training_place(sample))
+        return self.read_at(self._held_out.held_out_place(sample - self.num_training))
 
     @abstractmethod
-    def read(self, sample: int) -> Batch:
-        """Returns one sequence."""
-
-    def batch(self, samples: Sequence[int]) -> Batch:
-        """Returns a row for each sample, padded to the longest; held-out samples are numbered after the others."""
-        return _stacked([self.read(sample) for sample in samples])
+    def read_at(self, place: int) -> Batch:
+        """Returns the sequence at a place in the data."""
 
 
-class Texts(Samples):
+class Texts(_SourceSamples):
     """Sequences of one length from texts that follow one another without a gap."""
 
-    def __init__(self, corpus: Corpus, context: int, vocabulary: int, held_out: float) -> None:
+    def __init__(
+        self, corpus: Corpus, context: int, vocabulary: int, held_out: float, place: Place = "everywhere"
+    ) -> None:
         self._corpus, self._context, self._vocabulary = corpus, context, vocabulary
         size = f"{corpus.num_tokens} tokens, too few for sequences of {context}"
-        super().__init__(max(0, corpus.num_tokens - 1) // context, held_out, context, size)
+        super().__init__(max(0, corpus.num_tokens - 1) // context, held_out, place, context, size)
 
-    def read(self, sample: int) -> Batch:
-        start = sample * self._context
+    def read_at(self, place: int) -> Batch:
+        start = place * self._context
         tokens = self._corpus.read(start, start + self._context + 1)
-        _check_tokens(tokens, self._vocabulary, sample)
+        _check_tokens(tokens, self._vocabulary)
         return Batch(tokens[:-1], tokens[1:])
 
 
-class Conversations(Samples):
+class Conversations(_SourceSamples):
     """Conversations, each cut to the context.
 
     Args:
@@ -99,6 +130,7 @@ class Conversations(Samples):
         context: the most tokens of a sequence.
         vocabulary: the number of different tokens.
         held_out: the fraction of samples that is held out.
+        place: where they are held out.
         packing: put as many neighbours as fit into a sequence.
     """
 
@@ -109,6 +141,7 @@ class Conversations(Samples):
         context: int,
         vocabulary: int,
         held_out: float,
+        place: Place = "everywhere",
         *,
         packing: bool,
     ) -> None:
@@ -117,16 +150,16 @@ class Conversations(Samples):
         self._firsts = _packs(ends, context) if packing else torch.arange(ends.numel() + 1)
         num_samples = self._firsts.numel() - 1
         size = f"{ends.numel()} conversations, which make {num_samples} sequences of up to {context} tokens"
-        super().__init__(num_samples, held_out, None, size)
+        super().__init__(num_samples, held_out, place, None, size)
 
-    def read(self, sample: int) -> Batch:
-        first, last = self._firsts[sample : sample + 2].tolist()
+    def read_at(self, place: int) -> Batch:
+        first, last = self._firsts[place : place + 2].tolist()
         inputs, targets, segments = [], [], []
         for number in range(first, last):
             tokens = self._conversation(number)
             is_learnt = tokens >= 0
             tokens = torch.where(is_learnt, tokens, ~tokens)
-            _check_tokens(tokens, self._vocabulary, sample)
+            _check_tokens(tokens, self._vocabulary)
             inputs.append(tokens[:-1])
             targets.append(tokens[1:].where(is_learnt[1:], IGNORED))
             segments.append(torch.full_like(tokens[:-1], number - first))
@@ -139,10 +172,13 @@ class Conversations(Samples):
 
 
 class Mixture(Samples):
-    """Several sources as one: all training samples, source by source, then all held-out ones."""
+    """Several sources as one: all training samples, source by source, then all held-out ones.
 
-    def __init__(self, parts: Sequence[Samples]) -> None:
-        self._parts = parts
+    Held-out samples of all sources are shuffled if they are from everywhere: an evaluation may read only the first.
+    """
+
+    def __init__(self, parts: Sequence[Samples], place: Place = "everywhere") -> None:
+        self._parts, self._is_spread = parts, place == "everywhere"
         self._training = [0, *accumulate(part.num_training for part in parts)]
         self._held_out = [0, *accumulate(part.num_held_out for part in parts)]
         same = {part.targets_of_sample for part in parts}
@@ -154,6 +190,8 @@ class Mixture(Samples):
             part = bisect_right(self._training, sample) - 1
             return self._parts[part].read(sample - self._training[part])
         sample -= self.num_training
+        if self._is_spread:
+            sample = shuffled(sample, self.num_held_out, _MIXTURE_KEY)
         part = bisect_right(self._held_out, sample) - 1
         return self._parts[part].read(self._parts[part].num_training + sample - self._held_out[part])
 
@@ -171,13 +209,27 @@ def _packs(ends: Tensor, context: int) -> Tensor:
     return torch.tensor(firsts)
 
 
-def _check_tokens(tokens: Tensor, vocabulary: int, sample: int) -> None:
+def check_vocabulary(corpus: Corpus, vocabulary: int) -> None:
+    """Raises ConfigError if tokens are beyond the vocabulary: of a large corpus, some from all over it are read.
+
+    The others are checked as they are used.
+    """
+    if corpus.highest_possible < vocabulary:
+        return
+    num_blocks = math.ceil(corpus.num_tokens / _BLOCK)
+    for number in range(0, num_blocks, math.ceil(num_blocks / _MOST_BLOCKS)):
+        tokens = corpus.read(number * _BLOCK, min(corpus.num_tokens, (number + 1) * _BLOCK))
+        # Tokens of chats that are not to be learnt are kept as their complement.
+        _check_tokens(tokens.where(tokens >= 0, ~tokens), vocabulary)
+
+
+def _check_tokens(tokens: Tensor, vocabulary: int) -> None:
     lowest, highest = int(tokens.min()), int(tokens.max())
     if highest >= vocabulary or lowest < 0:
         raise ConfigError(
             f"the data contains token {lowest if lowest < 0 else highest}, but the model's vocabulary is {vocabulary}",
-            where=f"data.path, sample {sample}",
-            fix="check data.token_dtype and data.tokenizer, or raise model.vocabulary",
+            where="data.path",
+            fix="use the model's own tokenizer (data.tokenizer), check data.token_dtype, or raise model.vocabulary",
         )
 
 

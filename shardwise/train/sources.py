@@ -13,7 +13,8 @@ from shardwise.train.config import Config, Data
 from shardwise.train.data import Corpus, open_corpus, open_ends
 from shardwise.train.model import ModelSource
 from shardwise.train.sample_order import Mix, SampleOrder, plan_order
-from shardwise.train.samples import Conversations, Mixture, Samples, Texts
+from shardwise.train.samples import Conversations, Mixture, Samples, Texts, check_vocabulary
+from shardwise.train.tokenizers import BYTES, check_tokenizer
 from shardwise.train.tokenizing import needs_tokenizing, tokenize, tokens_state
 
 __all__ = ["RunData", "open_data", "open_samples", "sources_of", "tokenize_sources"]
@@ -35,8 +36,16 @@ def sources_of(data: Data) -> list[Data]:
     return [replace(data, path=source.path, sources=()) for source in data.sources] or [data]
 
 
-def tokenize_sources(data: Data, folder: Path, note: Callable[[str], None]) -> None:
-    """Writes the tokens of all sources that need it to a run's folder, unless they are there; on one rank."""
+def tokenize_sources(
+    data: Data, folder: Path, note: Callable[[str], None], vocabulary: int | None = None
+) -> None:
+    """Writes the tokens of all sources that need it to a run's folder, unless they are there; on one rank.
+
+    Raises:
+        ConfigError: the data cannot be read, or its tokenizer has tokens beyond ``vocabulary``.
+    """
+    if vocabulary is not None and data.tokenizer != BYTES and any(map(needs_tokenizing, sources_of(data))):
+        check_tokenizer(data.tokenizer, vocabulary)
     for number, source in enumerate(sources_of(data)):
         if not needs_tokenizing(source):
             continue
@@ -53,7 +62,7 @@ def open_data(config: Config, folder: Path, world_size: int) -> RunData:
     sources = sources_of(config.data)
     opened = [_open_source(source, folder, number, config.model) for number, source in enumerate(sources)]
     parts, corpora = [samples for samples, _ in opened], [corpus for _, corpus in opened]
-    samples = _together(parts)
+    samples = _together(parts, config.data)
     seed = config.train.seed if config.data.shuffle else None
     order = plan_order(samples.num_training, config.train, world_size, seed, _mix(config.data, parts))
     num_tokens = sum(corpus.num_tokens for corpus in corpora)
@@ -64,22 +73,23 @@ def open_samples(data: Data, folder: Path, model: ModelSource) -> Samples:
     """Opens all sources, whose tokens are in ``folder`` if they had to be tokenized."""
     sources = sources_of(data)
     return _together(
-        [_open_source(source, folder, number, model)[0] for number, source in enumerate(sources)]
+        [_open_source(source, folder, number, model)[0] for number, source in enumerate(sources)], data
     )
 
 
 def _open_source(source: Data, folder: Path, number: int, model: ModelSource) -> tuple[Samples, Corpus]:
     tokens = _tokens_path(folder, number)
     corpus = open_corpus(source, tokens, model.vocabulary)
-    limits = model.context, model.vocabulary, source.held_out
+    check_vocabulary(corpus, model.vocabulary)
+    limits = model.context, model.vocabulary, source.held_out, source.held_out_from
     if source.format == "chat":
         _check_chat(source, model)
         return Conversations(corpus, open_ends(tokens), *limits, packing=source.packing), corpus
     return Texts(corpus, *limits), corpus
 
 
-def _together(parts: list[Samples]) -> Samples:
-    return parts[0] if len(parts) == 1 else Mixture(parts)
+def _together(parts: list[Samples], data: Data) -> Samples:
+    return parts[0] if len(parts) == 1 else Mixture(parts, data.held_out_from)
 
 
 def _mix(data: Data, parts: list[Samples]) -> Mix | None:

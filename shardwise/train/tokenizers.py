@@ -14,14 +14,17 @@ from typing import Any, Protocol
 
 from shardwise.errors import ConfigError
 from shardwise.train.config import Data
+from shardwise.train.hub import load_from_hub
 from shardwise.train.optional_packages import require
 from shardwise.train.run_files import replace_file
 
 __all__ = [
+    "BYTES",
     "Bytes",
     "Ids",
     "TextStream",
     "Tokenizer",
+    "check_tokenizer",
     "load_hugging_face_tokenizer",
     "load_tokenizer",
     "save_tokenizer",
@@ -169,14 +172,18 @@ def load_tokenizer(name: str) -> Tokenizer:
 def load_hugging_face_tokenizer(name: str) -> Any:
     """Loads a tokenizer of ``transformers`` by folder or name; raises ConfigError if there is none."""
     transformers = require("transformers", f"the tokenizer '{name}'")
-    try:
-        return transformers.AutoTokenizer.from_pretrained(name)
-    except Exception as error:  # noqa: BLE001  many kinds: no such folder, no such name, no network
+    return load_from_hub(transformers.AutoTokenizer, name, "tokenizer")
+
+
+def check_tokenizer(name: str, vocabulary: int) -> None:
+    """Raises ConfigError if a Hugging Face tokenizer has tokens beyond a model's vocabulary."""
+    highest = max(load_hugging_face_tokenizer(name).get_vocab().values(), default=0)
+    if highest >= vocabulary:
         raise ConfigError(
-            f"there is no tokenizer '{name}': {_first_line(error)}",
-            where="the tokenizer",
-            fix="pass the folder of a tokenizer; a name is looked up on Hugging Face's hub, which needs the internet",
-        ) from None
+            f"the tokenizer '{name}' has {highest + 1} tokens, but the model's vocabulary is {vocabulary}",
+            where="data.tokenizer",
+            fix=f"use the model's own tokenizer, or in a model that starts from nothing model.vocabulary={highest + 1}",
+        )
 
 
 def save_tokenizer(name: str, folder: Path) -> None:
@@ -234,7 +241,3 @@ def _byte_characters() -> Sequence[str]:
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__

@@ -24,7 +24,8 @@ from shardwise.checkpoint.weights import TOKENIZER, Weights, open_weights
 from shardwise.engine.unit.binding import clean_name
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.train.config import Data, Sharding, parse_sources, with_settings
-from shardwise.train.model import HuggingFaceModel, Llama, ModelSource
+from shardwise.train.hugging_face import HuggingFaceModel
+from shardwise.train.model import Llama, ModelSource
 from shardwise.train.optional_packages import require
 from shardwise.train.parallel import Parallel
 from shardwise.train.recipes import load_recipe
@@ -120,7 +121,7 @@ def _model_of_checkpoint(checkpoint: Path, recipe: str | None, tokenizer: str | 
 
 def _source_of_recipe(recipe: str, settings: Any = None) -> ModelSource:
     texts = [text for text in settings if isinstance(text, str)] if isinstance(settings, list) else []
-    return with_settings(load_recipe(recipe), texts).model
+    return with_settings(load_recipe(recipe), texts).model.resolved()
 
 
 def _source_of_run(run: Mapping[str, Any], settings: Mapping[str, Any], checkpoint: Path) -> ModelSource:
@@ -189,6 +190,9 @@ def _data_of_run(settings: Mapping[str, Any]) -> Data | None:
     """Returns the data that a run names; None if it names none. Settings that came later are at their defaults."""
     known = {entry.name: entry.default for entry in dataclasses.fields(Data)}
     named = {name: settings[f"data.{name}"] for name in known if f"data.{name}" in settings}
+    if named:
+        # Before there was this setting, it was the end.
+        named.setdefault("held_out_from", "end")
     sources = named.pop("sources", "")
     is_sound = isinstance(sources, str) and all(
         type(value) is type(known[name]) for name, value in named.items()

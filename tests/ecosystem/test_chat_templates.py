@@ -7,7 +7,7 @@ import torch
 
 from shardwise.errors import ConfigError
 from shardwise.train.chat import conversation_reader
-from shardwise.train.model import HuggingFaceModel
+from shardwise.train.hugging_face import HuggingFaceModel
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|> {{ m['content'] }} <|end|> {% endfor %}"

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from shardwise.testing import run_ranks
+from shardwise.train.config import with_settings
 from tests.ranks.tables import slow
 from tests.ranks.training import assert_same, checkpoint_at, run_part, small_config, whole_tensors, write_text
 
@@ -56,6 +57,20 @@ def test_a_run_on_any_source_resumes_at_the_exact_sample(tmp_path):
         assert not any("differs" in line or "again" in line for line in lines)
         assert_same(*(whole_tensors(checkpoint_at(tmp_path / f"{name}{end}", 4)) for end in ("", "-whole")))
     assert len({tuple(whole) for whole, _, _ in found.values()}) == len(names)
+
+
+def change_split(folder, text):
+    config = small_config(text, "train.steps=3", "data.held_out_from=end")
+    run_part(config, folder, stop_after=2)
+    return run_part(with_settings(config, ["data.held_out_from=everywhere"]), folder, resume=True)[1]
+
+
+def test_a_resumed_run_that_holds_out_other_samples_says_so(tmp_path):
+    lines = run_ranks(change_split, 1, str(tmp_path / "run"), str(write_text(tmp_path)), kind="gloo")[0]
+    assert (
+        "warning: data.held_out_from was end and is everywhere: samples that are held out now may have been trained "
+        "on before" in lines
+    )
 
 
 def run_all(configs, folder):

@@ -107,3 +107,15 @@ def test_the_source_distribution_can_be_tested_and_read(built):
         wanted |= {str(path.relative_to(REPOSITORY)) for path in REPOSITORY.glob(place)}
     assert wanted <= names, wanted - names
     assert not [name for name in names if "__pycache__" in name]
+
+
+@pytest.mark.parametrize(("target", "extras"), [("demo", ["train"]), ("test", ["train", "dev,train"])])
+def test_the_demo_installs_no_developers_tools_and_the_tests_add_them(tmp_path, target, extras):
+    command = ["make", "--dry-run", f"VENV={tmp_path / 'venv'}", target]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"-e '\.\[([\w,]+)\]'", done.stdout) == extras
+    # It says what it installs: all that is named for training, at least.
+    (wanted,) = re.findall(r"^train = \[(.*)\]$", (REPOSITORY / "pyproject.toml").read_text(), re.MULTILINE)
+    (said,) = re.findall(r"once: (torch, .*)\"$", done.stdout, re.MULTILINE)
+    assert set(re.findall(r'"(\w+)', wanted)) <= set(re.findall(r"\w+", said))

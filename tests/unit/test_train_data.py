@@ -60,9 +60,9 @@ def test_a_binary_is_mapped_in_its_dtype(tmp_path, dtype):
     assert corpus.read(0, 4).tolist() == values
 
 
-def test_samples_are_sequences_with_the_token_after_and_the_end_is_held_out():
+def test_samples_are_sequences_with_the_token_after_and_the_end_is_held_out_if_asked_for():
     corpus = data.Corpus([torch.arange(100), torch.arange(100, 201)])
-    samples = samples_of.Texts(corpus, context=10, vocabulary=300, held_out=0.1)
+    samples = samples_of.Texts(corpus, context=10, vocabulary=300, held_out=0.1, place="end")
     assert (samples.num_training, samples.num_held_out) == (18, 2)
     inputs, targets, _ = samples.batch([0, 9, 19])
     assert inputs[1].tolist() == list(range(90, 100))
@@ -125,7 +125,7 @@ def test_a_data_set_goes_through_its_tokenizer_into_a_file(tmp_path, monkeypatch
     packages(
         monkeypatch,
         datasets=SimpleNamespace(load_dataset=load_dataset),
-        transformers=SimpleNamespace(AutoTokenizer=SimpleNamespace(from_pretrained=lambda name: tokenizer)),
+        transformers=SimpleNamespace(AutoTokenizer=SimpleNamespace(from_pretrained=lambda name, **_: tokenizer)),
     )
     choice = Data(path="hf:corpus:subset", tokenizer="some-tokenizer", split="validation")
     assert tokenizing.needs_tokenizing(choice)
@@ -237,7 +237,7 @@ def tokens_in(path):
 
 
 def test_tokens_are_recomputed_when_the_data_the_tokenizer_or_the_file_changes(tmp_path, monkeypatch):
-    loaded = SimpleNamespace(AutoTokenizer=SimpleNamespace(from_pretrained=lambda name: Letters(len(name))))
+    loaded = SimpleNamespace(AutoTokenizer=SimpleNamespace(from_pretrained=lambda name, **_: Letters(len(name))))
     packages(monkeypatch, transformers=loaded)
     text, other, target = tmp_path / "text.txt", tmp_path / "other.txt", tmp_path / "run" / "tokens.bin"
     target.parent.mkdir()
@@ -284,7 +284,7 @@ def test_a_crash_while_tokenizing_leaves_no_tokens_that_are_used(tmp_path, monke
     text, target = tmp_path / "text.txt", tmp_path / "run" / "tokens.bin"
     target.parent.mkdir()
     text.write_text("abc")
-    loaded = SimpleNamespace(AutoTokenizer=SimpleNamespace(from_pretrained=lambda name: Letters(2)))
+    loaded = SimpleNamespace(AutoTokenizer=SimpleNamespace(from_pretrained=lambda name, **_: Letters(2)))
     packages(monkeypatch, transformers=loaded)
     choice = Data(path=str(text), tokenizer="t1")
     tokenizing.tokenize(choice, target)

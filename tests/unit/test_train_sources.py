@@ -116,8 +116,8 @@ def test_a_source_that_would_never_be_drawn_from_is_refused():
 
 def test_a_mixture_reads_each_sample_from_its_source_and_holds_out_a_part_of_each():
     first, second = Corpus([torch.arange(41)]), Corpus([torch.arange(100, 181)])
-    parts = [Texts(corpus, 10, 256, 0.25) for corpus in (first, second)]
-    mixture = Mixture(parts)
+    parts = [Texts(corpus, 10, 256, 0.25, "end") for corpus in (first, second)]
+    mixture = Mixture(parts, "end")
     assert (mixture.num_training, mixture.num_held_out) == (9, 3)
     starts = [int(mixture.read(sample).inputs[0]) for sample in range(12)]
     assert starts == [0, 10, 20, 100, 110, 120, 130, 140, 150, 30, 160, 170]
