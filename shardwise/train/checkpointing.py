@@ -131,7 +131,7 @@ class RunCheckpoints:
         progress.step = progress.saved_step = int(run["step"])
         progress.samples = int(run["samples"])
         if self._scaling is not None and isinstance(saved := run.get("loss_scaling"), dict):
-            self._scaling.load(saved)
+            self._scaling.load(saved, str(found.path))
         if not had_state:
             self._display.note("the checkpoint contains only weights: the optimizer starts from scratch")
         if run.get("corpus") not in (None, self._manifest_entries.get("corpus")):

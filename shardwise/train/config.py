@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from shardwise.errors import ConfigError
 from shardwise.train.callbacks import Callback
+from shardwise.train.combinations import check_combinations
 from shardwise.train.model import Llama, ModelSource
 
 __all__ = [
@@ -426,6 +427,7 @@ def check(config: Config) -> None:
             fix="use train.accumulate=1, or train.exact_micro_batches=0",
         )
     config.model.check()
+    check_combinations(config)
 
 
 def _check_choice(value: str, choices: tuple[str, ...], where: str, others: str) -> None:

@@ -7,7 +7,7 @@ scale for each. Checkpoints are those of the same model without float8.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Literal
 
 import torch
@@ -34,7 +34,7 @@ def check_float8(choice: Float8) -> None:
         )
 
 
-def multiply_in_float8(units: Iterable[nn.Module], choice: Float8, device: torch.device) -> None:
+def multiply_in_float8(units: Collection[nn.Module], choice: Float8, device: torch.device) -> None:
     """Converts the linear layers of all units in place, before they are sharded.
 
     Raises:
@@ -44,18 +44,16 @@ def multiply_in_float8(units: Iterable[nn.Module], choice: Float8, device: torch
         return
     if choice == "on":
         _check_device(device)
-    torchao = require("torchao.float8", "sharding.float8")
-    config = torchao.Float8LinearConfig(emulate=choice == "emulated")
-    num_converted = 0
-    for unit in units:
-        torchao.convert_to_float8_training(unit, config=config, module_filter_fn=_is_convertible)
-        num_converted += sum(isinstance(module, torchao.Float8Linear) for module in unit.modules())
-    if not num_converted:
+    if not any(_is_convertible(module, "") for unit in units for module in unit.modules()):
         raise ConfigError(
             f"no linear layer of the model's units has sizes that are multiples of {_MULTIPLE}",
             where=f"sharding.float8={choice}",
             fix="use such sizes, or sharding.float8=off",
         )
+    torchao = require("torchao.float8", "sharding.float8")
+    config = torchao.Float8LinearConfig(emulate=choice == "emulated")
+    for unit in units:
+        torchao.convert_to_float8_training(unit, config=config, module_filter_fn=_is_convertible)
 
 
 def _is_convertible(module: nn.Module, _name: str) -> bool:

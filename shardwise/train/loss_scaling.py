@@ -5,6 +5,7 @@ The scale halves after a step that was skipped and doubles after 2000 that were 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shardwise.errors import CheckpointError
 from shardwise.training_step.grad_scaler import ShardedGradScaler
 
 __all__ = ["LossScaling"]
@@ -24,7 +26,7 @@ class LossScaling:
 
     def __init__(self, device: torch.device) -> None:
         self._scaler = ShardedGradScaler(device.type)
-        # The scaler makes its tensors when it is first used, and forgets a state loaded before.
+        # The scaler makes its tensors when it first scales, and not all ranks of a pipeline have a loss to scale.
         self._scaler.scale(torch.zeros((), device=device))
         self.skipped = 0
 
@@ -52,8 +54,22 @@ class LossScaling:
         state = self._scaler.state_dict()
         return {"scale": state["scale"], "good_steps": state["_growth_tracker"], "skipped": self.skipped}
 
-    def load(self, saved: Mapping[str, Any]) -> None:
-        state = self._scaler.state_dict()
-        state["scale"], state["_growth_tracker"] = float(saved["scale"]), int(saved["good_steps"])
+    def load(self, saved: Mapping[str, Any], where: str) -> None:
+        """Restores a state; raises CheckpointError if it is none."""
+        try:
+            scale, good_steps, skipped = (
+                float(saved["scale"]),
+                int(saved["good_steps"]),
+                int(saved["skipped"]),
+            )
+            if not 0 < scale < math.inf:
+                raise ValueError(f"the scale is {scale}")
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise CheckpointError(
+                f"its loss scaling cannot be read: {type(error).__name__}: {error}",
+                where=where,
+                fix="resume from another checkpoint",
+            ) from None
+        state = {**self._scaler.state_dict(), "scale": scale, "_growth_tracker": good_steps}
         self._scaler.load_state_dict(state)
-        self.skipped = int(saved["skipped"])
+        self.skipped = skipped

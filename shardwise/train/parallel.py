@@ -23,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -110,7 +110,8 @@ class Parallel:
         """The shape and dtype of each parameter that is only in other ranks' stages."""
         stages = self._cut() if self.grid.stages > 1 else []
         if self.is_sharded:
-            for root in stages or [self.module]:
+            roots: Sequence[nn.Module] = stages or [self.module]
+            for root in roots:
                 self._shard(root, classes)
         self._initialize_parameters(seed)
         if not self.is_sharded and exact:

@@ -82,7 +82,8 @@ def cut_into_stages(
     own = [range(edges[number], edges[number + 1]) for number in range(rank, num_stages, num_ranks)]
     stages = [LlamaStage(model, blocks, parts) for blocks in own]
     # By name instead of position: block 3 is still layers.3.
-    trunk.layers = nn.ModuleDict({str(number): trunk.layers[number] for blocks in own for number in blocks})
+    kept = {str(number): trunk.layers[number] for blocks in own for number in blocks}
+    trunk.add_module("layers", nn.ModuleDict(kept))
     if not any(each.is_first for each in stages):
         del trunk.embed_tokens
     if not any(each.is_last for each in stages):
@@ -190,7 +191,7 @@ class Pipeline:
         # Micro-batches reach the end of the pipeline in their order.
         number, self._next_loss = self._next_loss, self._next_loss + 1
         assert self._loss is not None
-        return self._loss(logits, targets, number)
+        return self._loss(logits.float(), targets, number)
 
     # --- forward only -------------------------------------------------------------------------------------------
 
@@ -206,7 +207,8 @@ class Pipeline:
                 dist.recv(x, self._peers[(self._rank - 1) % self._num_ranks], group=self.group)
             x = stage(x, segments)
             if stage.is_last:
-                return x[:, :length]
+                logits: Tensor = x[:, :length]
+                return logits
             dist.send(x.contiguous(), self._peers[(self._rank + 1) % self._num_ranks], group=self.group)
         return None
 
