@@ -9,7 +9,7 @@ configuration and the step (learning rates, the order of the data, random seeds)
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +45,15 @@ class TrainingState:
         module: with or without ``fully_shard``; wrapped by FullyShardedDataParallel only if that does not shard, and
             not by DistributedDataParallel.
         optimizer: any optimizer of its parameters; a ZeroRedundancyOptimizer must not be ``balanced``.
+        elsewhere: the shape and dtype of each parameter of the model that is only on other ranks, by name.
     """
 
-    def __init__(self, module: nn.Module, optimizer: Optimizer | None = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer | None = None,
+        elsewhere: Mapping[str, tuple[tuple[int, ...], torch.dtype]] | None = None,
+    ) -> None:
         for unit in (unit for child in module.modules() for unit in units_of(child)):
             if isinstance(unit.form, FlatForm) and unit.mesh.shard.world > 1:
                 raise ConfigError(
@@ -56,7 +62,7 @@ class TrainingState:
                     where=f"TrainingState({type(module).__name__}), rank {unit.rank}",
                     fix="save its sharded state dict with torch.distributed.checkpoint, or shard with fully_shard",
                 )
-        self._module, self._optimizer = module, optimizer
+        self._module, self._optimizer, self._elsewhere = module, optimizer, elsewhere or {}
         self._offsets: Offsets = {}
         self._names: dict[torch.Tensor, str] = {
             param: clean_name(name) for name, param in module.named_parameters()
@@ -114,12 +120,13 @@ class TrainingState:
             MODEL + name: (tuple(value.shape), dtype_name(value.dtype))
             for name, value in self._model_entries()
         }
+        ours |= {MODEL + name: (shape, dtype_name(dtype)) for name, (shape, dtype) in self._elsewhere.items()}
         theirs = {
             name: (record.shape, record.dtype)
             for name, record in manifest.tensors.items()
             if name.startswith(MODEL)
         }
-        names = set(self._names.values())
+        names = {*self._names.values(), *self._elsewhere}
         unknown = [
             name for name in manifest.tensors if name.startswith(OPTIMIZER) and _split(name)[0] not in names
         ]

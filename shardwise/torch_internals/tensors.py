@@ -47,6 +47,11 @@ def multiply_all(targets: list[torch.Tensor], factor: torch.Tensor) -> None:
     torch._foreach_mul_(targets, factor)
 
 
+def unscale_all(tensors: list[torch.Tensor], found_inf: torch.Tensor, inverse: torch.Tensor) -> None:
+    """Multiplies tensors of one device and dtype by ``inverse``; sets ``found_inf`` to 1 if any is not finite."""
+    torch._amp_foreach_non_finite_check_and_unscale_(tensors, found_inf, inverse)
+
+
 def norms_of(tensors: list[torch.Tensor], order: float, together: bool) -> list[torch.Tensor]:
     """Returns the norm of each tensor in float32 or wider; all have one device and dtype, and none is empty."""
     dtype = torch.promote_types(tensors[0].dtype, torch.float32)

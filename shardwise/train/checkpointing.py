@@ -17,6 +17,8 @@ from shardwise.checkpoint.training_state import TrainingState
 from shardwise.errors import CheckpointError
 from shardwise.train.config import Config, as_json
 from shardwise.train.display import Display
+from shardwise.train.loss_scaling import LossScaling
+from shardwise.train.rank_grid import described
 from shardwise.train.step import Progress
 from shardwise.train.team import Team
 
@@ -35,6 +37,7 @@ class RunCheckpoints:
         manifest_entries: more entries for the manifest of each checkpoint.
         ensure_folder: called on rank 0 before a save; returns the other run that is using the folder, if any.
         on_saved: called with the step and the path of each checkpoint that is on disk.
+        scaling: the loss scaling of a run in fp16.
     """
 
     def __init__(
@@ -47,9 +50,10 @@ class RunCheckpoints:
         manifest_entries: dict[str, Any],
         ensure_folder: Callable[[], str | None],
         on_saved: Callable[[int, Path], None],
+        scaling: LossScaling | None = None,
     ) -> None:
         self._store, self._state, self._team, self._display = store, state, team, display
-        self._ensure_folder, self._on_saved = ensure_folder, on_saved
+        self._ensure_folder, self._on_saved, self._scaling = ensure_folder, on_saved, scaling
         self._saver = Saver(
             store,
             team.new_group(),
@@ -58,7 +62,7 @@ class RunCheckpoints:
         )
         self._manifest_entries = {
             "world_size": team.world_size,
-            "mode": config.sharding.mode,
+            "mode": described(config.sharding),
             "config": as_json(config),
             "hugging_face": config.model.hugging_face_config(),
             "versions": {"torch": torch.__version__, "python": platform.python_version()},
@@ -81,6 +85,8 @@ class RunCheckpoints:
             return problem
         progress.saved_step = progress.step
         entries = {"step": progress.step, "samples": progress.samples, **self._manifest_entries}
+        if self._scaling is not None:
+            entries["loss_scaling"] = self._scaling.state()
         self._saver.save(progress.step, self._state.parts(), entries)
         return None
 
@@ -124,6 +130,8 @@ class RunCheckpoints:
         run = found.manifest.run
         progress.step = progress.saved_step = int(run["step"])
         progress.samples = int(run["samples"])
+        if self._scaling is not None and isinstance(saved := run.get("loss_scaling"), dict):
+            self._scaling.load(saved, str(found.path))
         if not had_state:
             self._display.note("the checkpoint contains only weights: the optimizer starts from scratch")
         if run.get("corpus") not in (None, self._manifest_entries.get("corpus")):

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from shardwise.errors import ConfigError
 from shardwise.train.callbacks import Callback
+from shardwise.train.combinations import check_combinations
 from shardwise.train.model import Llama, ModelSource
 
 __all__ = [
@@ -135,13 +136,22 @@ class Sharding:
     """none: replicas; optimizer: ZeRO-1; gradients: ZeRO-2; full: ZeRO-3; hybrid: sharded within replicas."""
     replicas: int = 0
     """Replicas in mode hybrid; 0: one per host, or two on a single host."""
-    precision: Literal["fp32", "bf16"] = "fp32"
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """The dtype of gathered parameters and of activations; fp16: with loss scaling, for GPUs without bf16."""
+    float8: Literal["off", "on", "emulated"] = "off"
+    """Multiply the units' matrices in float8, with torchao; emulated: the same roundings, slowly, on any device."""
     offload: bool = False
     """Keep shards and optimizer state in host memory."""
     recompute: bool = False
     """Activation checkpointing: run each unit again in backward instead of keeping its activations."""
     compile: bool = False
     """Compile each unit with torch.compile."""
+    tensor_parallel: int = 1
+    """Ranks that divide each matrix of the built-in Llama; they read the same data."""
+    pipeline: int = 1
+    """Stages of blocks of the built-in Llama, one after the other; train.accumulate micro-batches fill them."""
+    schedule: Literal["1f1b", "gpipe", "interleaved"] = "1f1b"
+    """The pipeline's order of micro-batches; interleaved: two stages per rank, which wait less and send more."""
 
 
 @dataclass(frozen=True)
@@ -368,6 +378,8 @@ def check(config: Config) -> None:
         ("train.batch_size", train.batch_size),
         ("train.accumulate", train.accumulate),
         ("train.threads", train.threads),
+        ("sharding.tensor_parallel", sharding.tensor_parallel),
+        ("sharding.pipeline", sharding.pipeline),
         ("output.every", config.output.every),
     ):
         need(value >= 1, name, value, "use 1 or more")
@@ -419,6 +431,7 @@ def check(config: Config) -> None:
             fix="use train.accumulate=1, or train.exact_micro_batches=0",
         )
     config.model.check()
+    check_combinations(config)
 
 
 def _check_choice(value: str, choices: tuple[str, ...], where: str, others: str) -> None:

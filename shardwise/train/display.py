@@ -172,7 +172,7 @@ class Lines:
             f"loss {record.loss:.4f}",
             f"{format_count(record.tokens_per_second)} tok/s",
             *([f"mfu {record.mfu:.1%}"] if record.mfu is not None else []),
-            f"norm {record.grad_norm:.2f}",
+            f"norm {record.grad_norm:.2f}" if record.grad_norm is not None else "skipped",
             f"lr {record.lr:.1e}",
             f"mem {format_bytes(record.memory_bytes)}",
             f"left {format_duration(left)}",

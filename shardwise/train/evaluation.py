@@ -120,7 +120,9 @@ def _total(
 
 
 def _loss(parallel: Parallel, batch: Batch, num_targets: int) -> Tensor:
-    return mean_loss(parallel.logits(batch.inputs, batch.segments), batch.targets, None, num_targets)
+    logits = parallel.logits(batch.inputs, batch.segments)
+    assert logits is not None
+    return mean_loss(logits, batch.targets, None, num_targets)
 
 
 def _open(data: Data, model: TrainedModel, folder: Path, holds_out: bool) -> Samples:

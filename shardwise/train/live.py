@@ -90,7 +90,7 @@ class Live:
             ("eval", "–" if self._eval_loss is None else f"{self._eval_loss:.4f}"),
             ("tokens/s", format_count(last.tokens_per_second)),
             *([("mfu", f"{last.mfu:.1%}")] if last.mfu is not None else []),
-            ("norm", f"{last.grad_norm:.2f}"),
+            ("norm", f"{last.grad_norm:.2f}" if last.grad_norm is not None else "skipped"),
             ("lr", f"{last.lr:.1e}"),
             ("memory", format_bytes(last.memory_bytes)),
             ("checkpoint", "writing" if last.saving else "–"),

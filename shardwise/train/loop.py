@@ -37,6 +37,7 @@ from shardwise.train.hardware import memory_bytes, peak_flops
 from shardwise.train.loggers import chosen_loggers
 from shardwise.train.optimizers import make_optimizer
 from shardwise.train.parallel import Parallel
+from shardwise.train.rank_grid import described, own_grid
 from shardwise.train.records import CONFIG, RunFacts, StepRecord, Summary, read_metrics
 from shardwise.train.report import Report, Unwritten
 from shardwise.train.run_files import replace_file
@@ -83,18 +84,27 @@ class Trainer:
             set_trust(late_seconds=config.train.late_seconds)
         vocabulary = config.model.vocabulary
         team.from_first(lambda: tokenize_sources(config.data, folder, self.display.note, vocabulary))
-        self._data = team.together(lambda: open_data(config, folder, team.world_size))
+        grid = team.together(lambda: own_grid(config.sharding))
+        self._data = team.together(lambda: open_data(config, folder, grid.data_world_size))
         team.from_first(self._keep_tokenizer)
         is_exact = config.train.exact_micro_batches > 0
         self.parallel = Parallel(config.model, config.sharding, device, config.train.seed, is_exact)
         self.optimizer = make_optimizer(self.parallel, config.optimizer)
-        self.state = TrainingState(self.parallel.module, self.optimizer)
+        self.state = TrainingState(self.parallel.module, self.optimizer, self.parallel.elsewhere)
         self._stepper = Stepper(config, self.parallel, self.optimizer, self._data, team, device)
         self._store = Store(folder / CHECKPOINTS)
         entries = {"corpus": self._data.fingerprint, **self._origin}
         self._holder = lock_holder(folder)
         self._checkpoints = RunCheckpoints(
-            self._store, self.state, config, team, self.display, entries, self._ensure_folder, self._on_saved
+            self._store,
+            self.state,
+            config,
+            team,
+            self.display,
+            entries,
+            self._ensure_folder,
+            self._on_saved,
+            self._stepper.scaling,
         )
         self.progress = Progress()
         self._callbacks: CallbackList | None = None
@@ -224,6 +234,7 @@ class Trainer:
             checkpoint=str(latest) if latest else None,
             curve=report.draw_curve() if report is not None and progress.step > facts.first_step else None,
             unwritten=self._unwritten.lines(),
+            skipped=0 if self._stepper.scaling is None else self._stepper.scaling.skipped,
         )
 
     def _begin_report(self, facts: RunFacts) -> Report | None:
@@ -303,7 +314,7 @@ class Trainer:
             model=type(config.model).__name__,
             num_parameters=self.parallel.num_parameters,
             num_tokens=self._data.num_tokens,
-            mode=config.sharding.mode,
+            mode=described(config.sharding),
             precision=config.sharding.precision,
             device=self.device.type.upper(),
             world_size=self.team.world_size,
@@ -325,10 +336,13 @@ class Trainer:
         stepped = self._stepper.step(progress)
         if stepped is None:
             raise self._save_and_explain_bad_gradients()
+        if stepped.grad_norm is None and self._stepper.scaling is not None:
+            scale = f"the loss scale is now {self._stepper.scaling.scale:g}"
+            self.display.note(f"step {progress.step} was skipped: its gradients overflowed in fp16; {scale}")
         sum_of_losses, num_asked = self.team.sum(
             stepped.loss, float(interrupt.requested or self._stop_is_asked())
         )
-        progress.losses.append(sum_of_losses / self.team.world_size)
+        progress.losses.append(sum_of_losses / self.parallel.grid.data_world_size)
         progress.stop_requested = num_asked > 0
         is_last = progress.step == config.train.steps
         seconds = time.perf_counter() - begun
@@ -348,6 +362,7 @@ class Trainer:
             mfu=None if peak is None else speed * facts.flops_of_token / (peak * self.team.world_size),
             saving=self._checkpoints.is_busy,
             eval_loss=eval_loss,
+            loss_scale=None if self._stepper.scaling is None else self._stepper.scaling.scale,
             time=round(time.time(), 3),
         )
 

@@ -341,10 +341,11 @@ class _Attention(nn.Module):
         cache: LayerCache | None = None,
         mask: Tensor | None = None,
     ) -> Tensor:
-        batch, length, width = x.shape
-        query = self.q_proj(x).view(batch, length, self.heads, self.head_width).transpose(1, 2)
-        key = self.k_proj(x).view(batch, length, self.kv_heads, self.head_width).transpose(1, 2)
-        value = self.v_proj(x).view(batch, length, self.kv_heads, self.head_width).transpose(1, 2)
+        batch, length, _ = x.shape
+        # With tensor parallelism, each rank has some of the heads.
+        query = self.q_proj(x).view(batch, length, -1, self.head_width).transpose(1, 2)
+        key = self.k_proj(x).view(batch, length, -1, self.head_width).transpose(1, 2)
+        value = self.v_proj(x).view(batch, length, -1, self.head_width).transpose(1, 2)
         query, key = _rotated(query, cos, sin), _rotated(key, cos, sin)
         if cache is not None and cache.length:
             mask = _causal_mask(length, cache.length, x.device)
@@ -354,7 +355,7 @@ class _Attention(nn.Module):
         mixed = F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=shares_keys
         )
-        joined: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(batch, length, width))
+        joined: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1))
         return joined
 
 
@@ -418,13 +419,14 @@ class _Trunk(nn.Module):
         if segments is not None:
             # With one axis for the heads.
             positions, mask = segment_positions(segments)[:, None], segment_mask(segments)
-        cos, sin = self._rotations(positions, x)
+        cos, sin = self.rotations(positions, x)
         for number, layer in enumerate(self.layers):
             x = layer(x, cos, sin, None if cache is None else cache.layers[number], mask)
         out: Tensor = self.norm(x)
         return out
 
-    def _rotations(self, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+    def rotations(self, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the cosines and sines that turn queries and keys at these positions."""
         half = torch.arange(0, self.head_width, 2, device=like.device, dtype=torch.float32)
         speeds = 1.0 / self.theta ** (half / self.head_width)
         angles = positions.to(torch.float32)[..., None] * speeds

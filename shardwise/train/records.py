@@ -70,14 +70,17 @@ class StepRecord:
     step: int
     loss: float
     lr: float
-    grad_norm: float
     seconds: float
     tokens_per_second: float
     memory_bytes: int
+    grad_norm: float | None = None
+    """None if the step was skipped, because its gradients overflowed in fp16."""
     mfu: float | None = None
     saving: bool = False
     """Whether a checkpoint was being written at the time."""
     eval_loss: float | None = None
+    loss_scale: float | None = None
+    """In fp16, what the next step's loss is multiplied by."""
     time: float | None = None
     """When the step ended, in seconds since 1970."""
 
@@ -106,6 +109,8 @@ class Summary:
     curve: str | None = None
     unwritten: tuple[str, ...] = ()
     """What could not be written, and why; checkpoints are reported elsewhere."""
+    skipped: int = 0
+    """Steps of the whole run whose gradients overflowed in fp16."""
 
     def as_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -168,12 +173,17 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
         ("loss", _loss_change(summary.first_loss, summary.last_loss)),
         ("eval loss", "" if summary.eval_loss is None else f"{summary.eval_loss:.4f}"),
         ("speed", speed),
+        ("skipped", _skipped_steps(summary.skipped)),
         ("memory", f"{format_bytes(summary.memory_bytes)} peak per rank"),
         ("checkpoint", summary.checkpoint or "none"),
         ("curve", summary.curve or ""),
         ("not written", "; ".join(summary.unwritten)),
     ]
     return [(key, value) for key, value in rows if value]
+
+
+def _skipped_steps(count: int) -> str:
+    return f"{count} step{'' if count == 1 else 's'}, whose gradients overflowed in fp16" if count else ""
 
 
 def _loss_change(first: float | None, last: float | None) -> str:

@@ -16,12 +16,14 @@ from torch.optim import Optimizer
 
 from shardwise.checkpoint.parts import part_of
 from shardwise.train.config import Config
+from shardwise.train.loss_scaling import LossScaling
 from shardwise.train.losses import count_targets, mean_loss
 from shardwise.train.parallel import Parallel
 from shardwise.train.samples import Batch, Samples
 from shardwise.train.schedules import learning_rate
 from shardwise.train.sources import RunData
 from shardwise.train.team import Team
+from shardwise.train.tensor_parallel import whole
 
 __all__ = ["Progress", "StepResult", "Stepper", "sum_losses"]
 
@@ -44,9 +46,10 @@ class StepResult:
     """The outcome of a step."""
 
     loss: float
-    """This rank's part: the mean over all ranks is the mean over all targets."""
+    """This rank's part: their sum, divided by the number of ranks with different data, is the mean over all targets."""
     lr: float
-    grad_norm: float
+    grad_norm: float | None
+    """None: the gradients overflowed in fp16, and the step was skipped."""
 
 
 class Stepper:
@@ -72,6 +75,8 @@ class Stepper:
     ) -> None:
         self._config, self._parallel, self._optimizer = config, parallel, optimizer
         self._samples, self._order, self._team, self._device = data.samples, data.order, team, device
+        self._grid = parallel.grid
+        self.scaling = LossScaling(device) if config.sharding.precision == "fp16" else None
 
     def step(self, progress: Progress) -> StepResult | None:
         """Runs the next step; returns None, with the weights unchanged, if its gradients are not finite."""
@@ -80,14 +85,18 @@ class Stepper:
         for group in optimizer.param_groups:
             group["lr"] = rate
         loss = self._forward_backward(progress)
+        if self.scaling is not None:
+            self.scaling.unscale(optimizer)
         norm = self._parallel.clip(config.optimizer.clip)
-        if norm is None:
+        is_skipped = self.scaling is not None and self._overflowed(loss)
+        if norm is None and not is_skipped:
             return None
-        optimizer.step()
+        if norm is not None:
+            optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         progress.step += 1
         progress.samples += config.train.batch_size
-        return StepResult(float(loss), rate, norm)
+        return StepResult(float(loss) if self._grid.has_loss else 0.0, rate, norm)
 
     def evaluate(self) -> float | None:
         """Returns the mean loss of held-out samples over all ranks; None if there is nothing to evaluate."""
@@ -99,7 +108,7 @@ class Stepper:
         self._parallel.module.eval()
         batches = []
         for number in range(num_batches):
-            start = (number * self._team.world_size + self._team.rank) * order.micro_batch_size
+            start = (number * order.world_size + self._grid.data_rank) * order.micro_batch_size
             batches.append(
                 [
                     samples.num_training + (start + offset) % samples.num_held_out
@@ -107,11 +116,12 @@ class Stepper:
                 ]
             )
         try:
-            with torch.no_grad():
-                total, num_targets = sum_losses(samples, batches, self._loss, self._device)
+            with torch.no_grad(), self._parallel.with_divided_logits():
+                total, num_targets = sum_losses(samples, batches, self._eval_loss, self._device)
         finally:
             self._parallel.module.train()
-        total, all_targets = self._team.sum(total, num_targets)
+        counts = self._grid.has_loss
+        total, all_targets = self._team.sum(total * counts, num_targets * counts)
         return total / max(1.0, all_targets)
 
     def explain_bad_gradients(self, progress: Progress) -> str:
@@ -123,7 +133,8 @@ class Stepper:
                 inputs, _, segments = batch.to(self._device)
                 self._parallel.logits(inputs, segments)
 
-        where = first_bad_unit(self._parallel.module, self._parallel.units, forward, self._team)
+        parallel = self._parallel
+        where = first_bad_unit(parallel.module, parallel.units, forward, self._team, parallel.unit_names)
         self._optimizer.zero_grad(set_to_none=True)
         return where
 
@@ -135,25 +146,42 @@ class Stepper:
         num_targets = self._num_targets(sum(counts))
         # In double precision, so that the reported loss does not depend on how a batch is cut.
         total = torch.zeros((), dtype=torch.float64, device=self._device)
-        for number, (batch, count) in enumerate(zip(batches, counts, strict=True)):
+
+        def part(logits: Tensor, targets: Tensor, number: int) -> Tensor:
+            # Ranks' gradients are averaged: the number of ranks turns that into the sum of their parts.
+            loss = self._mean_loss(logits, targets, counts[number])
+            loss = loss * (counts[number] * order.world_size / num_targets)
+            total.add_(loss.detach())
+            return loss if self.scaling is None else self.scaling.scaled(loss)
+
+        if self._parallel.pipeline is not None:
+            self._seed_micro_batch(progress.step, 0)
+            self._parallel.pipeline.train(batches, part)
+            return total
+        for number, batch in enumerate(batches):
             self._seed_micro_batch(progress.step, number)
             with self._parallel.micro_batch(is_last=number == order.accumulate - 1):
-                loss = self._loss(batch.to(self._device), count)
-                # Ranks' gradients are averaged: the number of ranks turns that into the sum of their parts.
-                loss = loss * (count * order.world_size / num_targets)
-                loss.backward()
-            total += loss.detach()
+                inputs, targets, segments = batch.to(self._device)
+                logits = self._parallel.logits(inputs, segments)
+                assert logits is not None
+                part(logits, targets, number).backward()
         return total
+
+    def _overflowed(self, loss: Tensor) -> bool:
+        """Sets the scale of the next step, on all ranks; returns whether to skip this one, and not to end the run."""
+        assert self.scaling is not None
+        # A smaller scale does not help if the loss itself is not finite.
+        return self.scaling.update() and all(self._team.collect(bool(loss.isfinite())))
 
     def _num_targets(self, own_targets: int) -> float:
         """Returns the number of targets of a step over all ranks, given those of this rank."""
         if self._samples.targets_of_sample is not None:
             return self._samples.targets_of_sample * self._config.train.batch_size
-        return max(1.0, self._team.sum(own_targets)[0])
+        return max(1.0, self._team.sum(own_targets * self._grid.has_loss)[0])
 
     def _micro_batches(self, progress: Progress) -> Iterator[Batch]:
         """Yields this rank's micro-batches of a step."""
-        order, rank = self._order, self._team.rank
+        order, rank = self._order, self._grid.data_rank
         for number in range(order.accumulate):
             yield self._samples.batch(order.samples(progress.samples, rank, number))
 
@@ -162,14 +190,18 @@ class Stepper:
 
         With exact sums, by the step and the micro-batch instead.
         """
-        order, rank = self._order, self._team.rank
+        order, rank = self._order, self._grid.data_rank
         if number == 0 or order.is_round_robin:
             seed = order.micro_batch_index(rank, number) if order.is_round_robin else rank
             torch.manual_seed((self._config.train.seed * 1_000_003 + step) * 4099 + seed)
 
-    def _loss(self, batch: Batch, num_targets: int) -> Tensor:
+    def _eval_loss(self, batch: Batch, num_targets: int) -> Tensor:
         logits = self._parallel.logits(batch.inputs, batch.segments)
-        return mean_loss(logits, batch.targets, self._config.loss, num_targets)
+        return torch.zeros(()) if logits is None else self._mean_loss(logits, batch.targets, num_targets)
+
+    def _mean_loss(self, logits: Tensor, targets: Tensor, num_targets: int) -> Tensor:
+        own = self._config.loss
+        return whole(mean_loss(logits if own is None else whole(logits), targets, own, num_targets))
 
 
 def sum_losses(
@@ -193,9 +225,15 @@ def sum_losses(
 
 
 def first_bad_unit(
-    module: nn.Module, units: Mapping[str, nn.Module], forward: Callable[[], Any], team: Team
+    module: nn.Module,
+    units: Mapping[str, nn.Module],
+    forward: Callable[[], Any],
+    team: Team,
+    order: Sequence[str],
 ) -> str:
     """Says which unit produced the first value that is not finite. Called on every rank, before gradients are cleared.
+
+    ``units`` are those of this rank, ``order`` the names of all.
 
     The forward runs again with a hook on every unit's output; if all outputs are finite, gradients are searched.
     """
@@ -216,7 +254,6 @@ def first_bad_unit(
     finally:
         for hook in hooks:
             hook.remove()
-    order = list(units)
     # Ranks see different data: the first unit that any rank has found counts.
     found = [name for of_rank in team.collect(seen[:1]) for name in of_rank]
     if found:

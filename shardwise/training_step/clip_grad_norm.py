@@ -43,6 +43,7 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
+    stages: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
     """Scales gradients in place so that their total norm is at most ``max_norm``.
 
@@ -56,6 +57,8 @@ def clip_grad_norm_(
         norm_type: the order of the norm, ``float("inf")`` for the largest element.
         error_if_nonfinite: raise on every rank, before anything is scaled, if the total is nan or infinite.
         foreach: ``False`` computes tensor by tensor; otherwise all tensors of one device and dtype together.
+        stages: the ranks of a pipeline, each of which passes its own stage's parameters; their gradients are clipped
+            by their common norm.
 
     Returns:
         The norm of the unsharded model's gradients before clipping: a plain tensor, the same on every rank.
@@ -81,7 +84,7 @@ def clip_grad_norm_(
     with torch.no_grad():
         found = _find_gradients(params, float(norm_type))
         dtype = torch.promote_types(torch.float32, dtype_of_gradients(params) or torch.float32)
-        total = _total_norm(found, float(norm_type), together).to(dtype)
+        total = _total_norm(found, float(norm_type), together, stages).to(dtype)
         if error_if_nonfinite and not bool(total.isfinite()):
             raise StateError(
                 f"the total norm of order {norm_type} of the gradients is {total.item()}: they cannot be clipped",
@@ -247,15 +250,27 @@ def _complete_buffers(
     return rows
 
 
-def _total_norm(found: _Gradients, order: float, together: bool) -> torch.Tensor:
+def _total_norm(
+    found: _Gradients, order: float, together: bool, stages: dist.ProcessGroup | None
+) -> torch.Tensor:
     present = found.to_scale
     device = present[0].device if present else torch.device("cpu")
     if found.is_exact and not math.isinf(order):
+        if stages is not None:
+            raise ConfigError(
+                "a norm cannot be exact over the stages of a pipeline",
+                where=f"{_CALL}(stages=...)",
+                fix="shard with exact=False, or clip by an infinite norm",
+            )
         return _exact_norm(found, order, device)
     values = _measured(
         found, lambda tensors, at: _value(tensors, order, at, together), _operation(order), device
     )
-    return _root(values[0] if len(values) == 1 else _sum(torch.stack(values), order), order)
+    value = values[0] if len(values) == 1 else _sum(torch.stack(values), order)
+    if stages is not None:
+        value = value.clone()
+        dist.all_reduce(value, _operation(order), group=stages)
+    return _root(value, order)
 
 
 def _exact_norm(found: _Gradients, order: float, device: torch.device) -> torch.Tensor:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from shardwise.torch_internals import local_of, unscale_all
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
@@ -34,8 +37,17 @@ class ShardedGradScaler(torch.amp.GradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool = True,
     ) -> dict[torch.device, torch.Tensor]:
-        # Shards of fp16 parameters have fp16 gradients.
-        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
+        # Shards of fp16 parameters have fp16 gradients, which torch's scaler refuses.
+        by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    values = _values_of(param)
+                    by_kind.setdefault((values.device, values.dtype), []).append(values)
+        found = {device: torch.zeros_like(found_inf, device=device) for device, _ in by_kind}
+        with torch.no_grad():
+            for (device, _), gradients in by_kind.items():
+                unscale_all(gradients, found[device], inv_scale.to(device))
         anywhere = torch.zeros_like(found_inf)
         for flag in found.values():
             anywhere = torch.maximum(anywhere, flag.to(anywhere.device))
@@ -43,3 +55,13 @@ class ShardedGradScaler(torch.amp.GradScaler):
         for flag in found.values():
             flag.copy_(anywhere)
         return found or {anywhere.device: anywhere}
+
+
+def _values_of(param: torch.Tensor) -> torch.Tensor:
+    """Returns the values of a gradient that this rank has: of a DTensor the local ones, on whatever mesh it is."""
+    gradient = param.grad
+    assert gradient is not None
+    if gradient.is_sparse:
+        param.grad = gradient = gradient.coalesce()
+        return gradient.values()
+    return local_of(gradient) if isinstance(gradient, DTensor) else gradient
