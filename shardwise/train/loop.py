@@ -13,10 +13,12 @@ import contextlib
 import errno
 import json
 import os
+import queue
 import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -36,7 +38,15 @@ from shardwise.train.hardware import memory_bytes, peak_flops
 from shardwise.train.loggers import chosen_loggers
 from shardwise.train.optimizers import make_optimizer
 from shardwise.train.parallel import Parallel
-from shardwise.train.records import CONFIG, RunFacts, StepRecord, Summary, read_metrics
+from shardwise.train.records import (
+    CONFIG,
+    RunFacts,
+    StepRecord,
+    Summary,
+    command_to_go_on,
+    read_metrics,
+    recent_loss,
+)
 from shardwise.train.report import Report, Unwritten
 from shardwise.train.run_files import replace_file
 from shardwise.train.run_folder import CHECKPOINTS, lock_holder
@@ -131,8 +141,16 @@ class Trainer:
         return self._other_run_in_folder()
 
     def resume(self) -> None:
-        """Loads the newest good checkpoint, to continue from it."""
-        self._checkpoints.resume(self.progress)
+        """Loads the newest good checkpoint, to continue from it.
+
+        Raises:
+            ConfigError: it has more steps than the run is to have.
+        """
+        progress = self.progress
+        self._checkpoints.resume(progress)
+        for record in read_metrics(self.folder):
+            if record.eval_loss is not None and record.step <= progress.step:
+                progress.eval_loss, progress.eval_step = record.eval_loss, record.step
 
     # --- the run ------------------------------------------------------------------------------------------------
 
@@ -171,7 +189,7 @@ class Trainer:
         """Runs the steps, saves the last checkpoint, and returns how the run ended."""
         config, progress = self.config, self.progress
         ended = "finished"
-        with Interrupt() as interrupt:
+        with Interrupt(self._on_stop_request) as interrupt:
             while progress.step < config.train.steps:
                 if progress.stop_requested or progress.step == stop_after:
                     ended = "stopped"
@@ -205,13 +223,14 @@ class Trainer:
         progress = self.progress
         tokens = (progress.samples - first_samples) * self.config.model.context
         latest = self._store.latest()
+        losses = [*facts.losses_before, *progress.losses]
         return Summary(
             ended=ended,
             folder=str(self.folder),
             step=progress.step,
             num_steps=self.config.train.steps,
-            first_loss=next(iter((*facts.losses_before, *progress.losses)), None),
-            last_loss=progress.losses[-1] if progress.losses else None,
+            first_loss=losses[0] if losses else None,
+            last_loss=recent_loss(losses),
             eval_loss=progress.eval_loss,
             seconds=seconds,
             tokens=tokens,
@@ -220,6 +239,12 @@ class Trainer:
             checkpoint=str(latest) if latest else None,
             curve=report.draw_curve() if report is not None and progress.step > facts.first_step else None,
             unwritten=self._unwritten.lines(),
+            eval_step=progress.eval_step,
+            go_on_with=command_to_go_on(
+                str(self._origin.get("recipe", "")), self.folder, progress.step, self.config.train.steps
+            )
+            if latest
+            else "",
         )
 
     def _begin_report(self, facts: RunFacts) -> Report | None:
@@ -246,6 +271,10 @@ class Trainer:
     def _on_saved(self, step: int, path: Path) -> None:
         if self._callbacks is not None:
             self._callbacks.checkpoint(step, path)
+
+    def _on_stop_request(self) -> None:
+        what = "the checkpoint is written" if self.progress.step == self.config.train.steps else "this step"
+        self.display.note(f"stopping after {what} …  (Ctrl-C again: at once, without saving)")
 
     def _stop_is_asked(self) -> bool:
         return self._callbacks is not None and self._callbacks.stop_requested
@@ -331,6 +360,7 @@ class Trainer:
         eval_loss = None
         if is_last or (config.evaluate.every and progress.step % config.evaluate.every == 0):
             eval_loss = progress.eval_loss = self._stepper.evaluate()
+            progress.eval_step = progress.step
         speed = facts.tokens_of_step / seconds
         peak = facts.peak_flops
         return StepRecord(
@@ -370,15 +400,24 @@ class Interrupt:
 
     SIGTERM may arrive many times, from a scheduler and from processes that forward it; a second Ctrl-C goes to the
     previous handler.
+
+    Args:
+        on_request: called once, when the first signal arrives, by a thread: a signal handler must not print.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_request: Callable[[], None] = lambda: None) -> None:
         self.requested = False
         self._before: dict[int, Any] = {}
+        self._on_request = on_request
+        # A handler may put into it at any time, even while it puts.
+        self._requests: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._teller: threading.Thread | None = None
 
     def __enter__(self) -> Interrupt:
         # Only the main thread may set handlers; ranks that are threads are stopped by their caller.
         if threading.current_thread() is threading.main_thread():
+            self._teller = threading.Thread(target=self._tell, name="stop requests", daemon=True)
+            self._teller.start()
             for number in _SIGNALS:
                 self._before[number] = signal.signal(number, self._request_stop)
         return self
@@ -387,8 +426,17 @@ class Interrupt:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
+        if self._teller is not None:
+            self._requests.put(False)
+            self._teller.join()
+
+    def _tell(self) -> None:
+        if self._requests.get():
+            self._on_request()
 
     def _request_stop(self, number: int, _frame: FrameType | None) -> None:
-        self.requested = True
+        if not self.requested:
+            self.requested = True
+            self._requests.put(True)
         if number == signal.SIGINT:
             signal.signal(number, self._before.pop(number, signal.SIG_DFL))

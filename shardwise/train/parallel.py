@@ -40,6 +40,7 @@ from shardwise.errors import ConfigError, StateError
 from shardwise.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardwise.train.config import Mode, Sharding
 from shardwise.train.model import ModelSource
+from shardwise.train.records import counted
 from shardwise.training_step.clip_grad_norm import clip_grad_norm_
 from shardwise.wrapper.options import MixedPrecision, ShardingStrategy
 from shardwise.wrapper.wrap_policies import ModuleWrapPolicy
@@ -236,7 +237,7 @@ def num_replicas(wanted: int, world_size: int, local_world_size: int) -> int:
         replicas = hosts if hosts > 1 else min(2, world_size)
     if world_size % replicas:
         raise ConfigError(
-            f"{world_size} ranks cannot be divided into {replicas} replicas",
+            f"{counted(world_size, 'rank')} cannot be divided into {counted(replicas, 'replica')}",
             where="sharding.replicas",
             fix=f"use a divisor of {world_size}, or sharding.mode=full",
         )

@@ -22,7 +22,7 @@ from shardwise.checkpoint.disk import open_file
 from shardwise.checkpoint.store import Store
 from shardwise.checkpoint.weights import TOKENIZER
 from shardwise.errors import ConfigError
-from shardwise.train.records import CONFIG, CURVE, LOGGED_RUNS, METRICS, SUMMARY, TENSORBOARD
+from shardwise.train.records import CONFIG, CONFIG_FILE, CURVE, LOGGED_RUNS, METRICS, SUMMARY, TENSORBOARD
 from shardwise.train.run_files import refuse_links
 
 __all__ = [
@@ -114,7 +114,18 @@ def newest_folder(name: str) -> Path:
 
 def refuse_links_in(folder: Path) -> None:
     """Raises ConfigError if a file or folder that a run writes to is a link."""
-    files = (CONFIG, METRICS, SUMMARY, CURVE, TENSORBOARD, TOKENIZER, LOGGED_RUNS, "wandb", "mlruns")
+    files = (
+        CONFIG,
+        CONFIG_FILE,
+        METRICS,
+        SUMMARY,
+        CURVE,
+        TENSORBOARD,
+        TOKENIZER,
+        LOGGED_RUNS,
+        "wandb",
+        "mlruns",
+    )
     refuse_links(folder / name for name in (*files, CHECKPOINTS, LOGS, LOCK))
     for inner in (folder / CHECKPOINTS, folder / LOGS):
         refuse_links(sorted(inner.iterdir()) if inner.is_dir() else ())
