@@ -148,7 +148,7 @@ def train_on_rank(request: Request, folder: Path, device: torch.device, team: Te
             _tell_what_is_kept(resolved, trainer.display)
         if team.rank == 0:
             _write_config_file(folder, resolved, trainer.display)
-        trainer.run(request.stop_after)
+        trainer.run(request.stop_after, request.profile)
     finally:
         set_trust(trace_dir=before.trace_dir)
 

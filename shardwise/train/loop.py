@@ -38,18 +38,22 @@ from shardwise.train.hardware import memory_bytes, peak_flops
 from shardwise.train.loggers import chosen_loggers
 from shardwise.train.optimizers import make_optimizer
 from shardwise.train.parallel import Parallel
+from shardwise.train.profiling import StepProfiler
 from shardwise.train.records import (
     CONFIG,
     RunFacts,
     StepRecord,
     Summary,
     command_to_go_on,
+    counted,
+    format_count,
     read_metrics,
     recent_loss,
+    short_path,
 )
 from shardwise.train.report import Report, Unwritten
 from shardwise.train.run_files import replace_file
-from shardwise.train.run_folder import CHECKPOINTS, lock_holder
+from shardwise.train.run_folder import CHECKPOINTS, PROFILE, lock_holder
 from shardwise.train.sources import open_data, tokenize_sources
 from shardwise.train.step import Progress, Stepper
 from shardwise.train.team import Team
@@ -103,6 +107,7 @@ class Trainer:
             self._store, self.state, config, team, self.display, entries, self._ensure_folder, self._on_saved
         )
         self.progress = Progress()
+        self._profiler: StepProfiler | None = None
         self._callbacks: CallbackList | None = None
 
     # --- set-up -------------------------------------------------------------------------------------------------
@@ -154,11 +159,12 @@ class Trainer:
 
     # --- the run ------------------------------------------------------------------------------------------------
 
-    def run(self, stop_after: int | None = None) -> Summary:
+    def run(self, stop_after: int | None = None, profile: int = 0) -> Summary:
         """Trains to the last step, or until asked to stop, and saves a checkpoint of the step it has reached.
 
         Args:
             stop_after: the step to stop after, as after a signal.
+            profile: how many steps to profile.
 
         Raises:
             StateError: gradients are not finite, and the weights before that step are saved; or, on rank 0 at the
@@ -170,6 +176,7 @@ class Trainer:
         facts = self._facts()
         report = self._begin_report(facts)
         callbacks, summary = self._begin_callbacks(facts), None
+        self._profiler = self._make_profiler(profile, facts) if profile else None
         try:
             self.team.together(callbacks.start)
             ended = self._train(facts, report, stop_after)
@@ -194,7 +201,8 @@ class Trainer:
                 if progress.stop_requested or progress.step == stop_after:
                     ended = "stopped"
                     break
-                record = self._step(facts, interrupt)
+                with self._profiler.step(progress.step + 1) if self._profiler else contextlib.nullcontext():
+                    record = self._step(facts, interrupt)
                 if report is not None:
                     report.step(record)
                 self.display.step(record)
@@ -203,6 +211,9 @@ class Trainer:
                 if config.checkpoint.every and progress.step % config.checkpoint.every == 0:
                     self._checkpoints.save(progress)
                 self._checkpoints.report_outcomes(progress)
+                if self._profiler is not None and self._profiler.is_done:
+                    self._write_profile()
+            self._write_profile()
             problem = self._checkpoints.save_and_wait(progress)
         if problem is None:
             return ended
@@ -267,6 +278,32 @@ class Trainer:
         callbacks = (*chosen_loggers(self.config.output), *self.config.callbacks)
         self._callbacks = CallbackList(callbacks, run, self._on_callback_error)
         return self._callbacks
+
+    def _make_profiler(self, num_steps: int, facts: RunFacts) -> StepProfiler:
+        told = {
+            "model": f"{facts.model}, {format_count(facts.num_parameters)} parameters",
+            "ranks": f"{counted(facts.world_size, facts.device + ' rank')}, sharding {facts.mode}",
+            "tokens": f"{format_count(facts.tokens_of_step)} per step",
+        }
+        module = self.parallel.module
+        return StepProfiler(module, self.optimizer, num_steps, self.folder, self.team, told)
+
+    def _write_profile(self) -> None:
+        """Writes what was profiled, once; a disk that is full does not end the run."""
+        profiler, self._profiler = self._profiler, None
+        if profiler is None:
+            return
+        try:
+            written = profiler.write()
+        except OSError as error:
+            self._unwritten.add(PROFILE, error)
+            self.display.warn(f"the profile cannot be written, training continues: {error.strerror or error}")
+        else:
+            self.display.note(
+                "the run was too short to profile a step"
+                if written is None
+                else f"profile: {short_path(written)}"
+            )
 
     def _on_saved(self, step: int, path: Path) -> None:
         if self._callbacks is not None:

@@ -29,6 +29,7 @@ __all__ = [
     "CHECKPOINTS",
     "LOCK",
     "LOGS",
+    "PROFILE",
     "FolderLock",
     "is_locked",
     "lock_holder",
@@ -40,6 +41,7 @@ __all__ = [
 
 CHECKPOINTS = "checkpoints"
 LOGS = "logs"
+PROFILE = "profile"
 LOCK = ".lock"
 _ENDING_SECONDS = 30.0
 # On file systems that cannot lock, a run continues without a lock.
@@ -126,8 +128,8 @@ def refuse_links_in(folder: Path) -> None:
         "wandb",
         "mlruns",
     )
-    refuse_links(folder / name for name in (*files, CHECKPOINTS, LOGS, LOCK))
-    for inner in (folder / CHECKPOINTS, folder / LOGS):
+    refuse_links(folder / name for name in (*files, CHECKPOINTS, LOGS, PROFILE, LOCK))
+    for inner in (folder / CHECKPOINTS, folder / LOGS, folder / PROFILE):
         refuse_links(sorted(inner.iterdir()) if inner.is_dir() else ())
 
 
