@@ -26,8 +26,8 @@ import shardwise.optim
 import shardwise.testing
 import shardwise.train
 import shardwise.train.config
-import shardwise.train.model
 from shardwise.cli import main as command
+from shardwise.cli.settings import explanations
 
 DOCS = Path(__file__).resolve().parent
 PACKAGE = DOCS.parent / "shardwise"
@@ -170,7 +170,7 @@ def _code(text: str) -> str:
 def _settings() -> str:
     """A table for each record of a config, with the text that follows each field in the source."""
     config = shardwise.train.config
-    explained = {**_explanations(config), **_explanations(shardwise.train.model)}
+    explained = explanations()
     parts = []
     for field in dataclasses.fields(config.Config):
         value = getattr(config.Config(), field.name)
@@ -181,23 +181,12 @@ def _settings() -> str:
         for entry in dataclasses.fields(value):
             default = getattr(value, entry.name)
             shown = "" if default == "" else f"`{default}`"
-            text = explained.get((kind, entry.name), "")
-            if str(entry.type).startswith("Literal"):
-                choices = str(entry.type).removeprefix("Literal[").removesuffix("]").replace('"', "")
-                text = f"{text} One of {choices}." if text else f"One of {choices}."
+            found = explained[kind, entry.name]
+            choices = [choice for choice in found.choices if choice not in ("true", "false")]
+            told = [found.text, f"One of {', '.join(choices)}." if choices else ""]
+            text = " ".join(filter(None, told))
             parts.append(f"| `{field.name}.{entry.name}` | {shown} | {_code(text)} |\n")
     return "".join(parts)
-
-
-def _explanations(module: ModuleType) -> dict[tuple[str, str], str]:
-    found = {}
-    for node in ast.parse(Path(module.__file__ or "").read_text()).body:
-        if isinstance(node, ast.ClassDef):
-            for entry, after in zip(node.body, node.body[1:], strict=False):
-                is_text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
-                if isinstance(entry, ast.AnnAssign) and isinstance(entry.target, ast.Name) and is_text:
-                    found[node.name, entry.target.id] = " ".join(str(after.value.value).split())  # type: ignore[attr-defined]
-    return found
 
 
 def _help(name: str) -> str:

@@ -3,6 +3,7 @@
 training     train, generate, eval
 folders      runs, watch, convert
 machine      doctor, run, trace
+completion   of all of them, by the shell
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from shardwise.cli.completion import add_completion
 from shardwise.cli.folders import add_convert, add_runs, add_watch
 from shardwise.cli.machine import add_doctor, add_run, add_trace
 from shardwise.cli.training import add_eval, add_generate, add_train, request_of
@@ -30,6 +32,11 @@ _COMMANDS = (
     ("doctor", "check what this machine has and what is missing", add_doctor),
     ("run", "run a script with shardwise in place of torch's FSDP and ZeRO", add_run),
     ("trace", "show what a rank did last before it failed", add_trace),
+    (
+        "completion",
+        "complete commands and settings in bash, zsh or fish",
+        lambda each: add_completion(each, parser),
+    ),
 )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,18 +29,25 @@ def add_train(parser: argparse.ArgumentParser) -> None:
         "shardwise train tiny",
         "shardwise train tiny --set data.path=my_texts/ --set train.steps=500 --out runs/mine",
         "shardwise train --resume runs/mine --set train.steps=1000",
-        "shardwise train tiny --settings",
+        "shardwise train tiny --settings > my.toml",
+        "shardwise train my.toml --set train.steps=1000 --dry-run",
     )
     parser.add_argument(
         "recipe",
         nargs="?",
-        help="tiny, small, llama-125m, llama-1b, llama-8b, or file.py:function (default: tiny)",
+        help="tiny, small, llama-125m, llama-1b, llama-8b, file.py:function, or file.toml (default: tiny)",
+    )
+    parser.add_argument(
+        "--config", metavar="FILE", help="settings in TOML; with a recipe of your own, beside its name"
     )
     parser.add_argument(
         "--set", dest="settings", metavar="NAME=VALUE", action="append", default=[], help="change a setting"
     )
     parser.add_argument(
-        "--settings", dest="lists", action="store_true", help="list all settings of the recipe"
+        "--settings", dest="lists", action="store_true", help="explain all settings of the recipe, as TOML"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="say what would run, check what can be checked, train nothing"
     )
     parser.add_argument(
         "--ranks", type=int, help="ranks to start here (default: one per GPU, else 2 on the CPU)"
@@ -50,6 +59,14 @@ def add_train(parser: argparse.ArgumentParser) -> None:
         const="",
         metavar="FOLDER",
         help="continue a run (default: the recipe's newest)",
+    )
+    parser.add_argument(
+        "--profile",
+        type=int,
+        nargs="?",
+        const=3,
+        metavar="N",
+        help="profile N steps (default: 3), and write their trace and its picture",
     )
     parser.add_argument("--stop-after", type=int, metavar="STEP", help="save and stop there, as SIGTERM does")
     parser.add_argument(
@@ -68,28 +85,47 @@ def request_of(options: argparse.Namespace) -> Request:
     settings = list(options.settings)
     if options.out is not None:
         settings.append(f"output.folder={options.out}")
+    recipe, config = options.recipe, options.config
+    if recipe is not None and recipe.endswith(".toml") and config is None:
+        recipe, config = None, recipe
     return Request(
-        recipe=options.recipe,
+        recipe=recipe,
         settings=tuple(settings),
         ranks=options.ranks,
         device=options.device,
         resume=options.resume,
         stop_after=options.stop_after,
         show="quiet" if options.quiet else "json" if options.json else None,
+        config=config,
+        profile=options.profile or 0,
     )
 
 
 def _train(options: argparse.Namespace) -> int:
-    from shardwise.train.command import resolve, train
-    from shardwise.train.config import settings_of
+    if not (options.quiet or options.json or options.lists):
+        _say_loading()
+    from shardwise.train.command import train
 
     request = request_of(options)
-    if not options.lists:
-        return train(request)
-    config, _ = resolve(request)
-    for name, _, value in settings_of(config):
-        print(f"{name} = {value}")
-    return 0
+    if options.lists:
+        from shardwise.cli.settings import settings_as_toml
+
+        width = shutil.get_terminal_size().columns
+        for line in settings_as_toml(request, min(width, 100)):
+            print(line)
+        return 0
+    if options.dry_run:
+        from shardwise.train.dry_run import dry_run
+
+        return dry_run(request, as_json=options.json)
+    return train(request)
+
+
+def _say_loading() -> None:
+    """Says at once why nothing happens yet: to import torch takes seconds."""
+    if "torch" not in sys.modules:
+        with contextlib.suppress(OSError):
+            print("loading torch …", file=sys.stderr, flush=True)
 
 
 # --- generate -----------------------------------------------------------------------------------------------------

@@ -14,15 +14,16 @@ from shardwise.checkpoint.manifest import Manifest, first_damage, read_manifest
 from shardwise.checkpoint.saver import Saver
 from shardwise.checkpoint.store import Store
 from shardwise.checkpoint.training_state import TrainingState
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, ConfigError
 from shardwise.train.config import Config, as_json
 from shardwise.train.display import Display
 from shardwise.train.loss_scaling import LossScaling
 from shardwise.train.rank_grid import described
+from shardwise.train.records import counted
 from shardwise.train.step import Progress
 from shardwise.train.team import Team
 
-__all__ = ["GoodCheckpoint", "RunCheckpoints", "find_good_checkpoint"]
+__all__ = ["GoodCheckpoint", "RunCheckpoints", "find_good_checkpoint", "refuse_fewer_steps"]
 
 
 class RunCheckpoints:
@@ -54,6 +55,7 @@ class RunCheckpoints:
     ) -> None:
         self._store, self._state, self._team, self._display = store, state, team, display
         self._ensure_folder, self._on_saved, self._scaling = ensure_folder, on_saved, scaling
+        self._num_steps = config.train.steps
         self._saver = Saver(
             store,
             team.new_group(),
@@ -126,6 +128,8 @@ class RunCheckpoints:
         found = find_good_checkpoint(self._store, self._team)
         for warning in found.warnings:
             self._display.warn(warning)
+        step = int(found.manifest.run["step"])
+        self._team.together(lambda: refuse_fewer_steps(self._num_steps, step, "train.steps"))
         had_state = self._state.load(found.path, found.manifest, self._team.group, verify=False)
         run = found.manifest.run
         progress.step = progress.saved_step = int(run["step"])
@@ -140,8 +144,19 @@ class RunCheckpoints:
             self._display.warn(
                 f"{', '.join(changes)}: samples that are held out now may have been trained on before"
             )
-        self._display.note(
-            f"resumed {found.path.name}, saved on {run.get('world_size', '?')} ranks in mode {run.get('mode', '?')}"
+        # Weights that were imported do not say who saved them.
+        on = f", saved on {counted(run['world_size'], 'rank')}" if "world_size" in run else ""
+        mode = f" in mode {run['mode']}" if "mode" in run else ""
+        self._display.note(f"resumed {found.path.name}{on}{mode}")
+
+
+def refuse_fewer_steps(wanted: int, done: int, name: str) -> None:
+    """Raises ConfigError if a run that has done more steps is to end after ``wanted``."""
+    if wanted < done:
+        raise ConfigError(
+            f"the run has done {counted(done, 'step')}, and {name} is {wanted}",
+            where="--resume",
+            fix=f"use {name} of {done} or more, or start a new run; nothing was changed",
         )
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import shlex
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -16,11 +14,12 @@ from typing import Any
 
 import torch
 
-from shardwise.errors import ConfigError, ShardwiseError
+from shardwise.errors import ShardwiseError
 from shardwise.policies import set_trust, trust
 from shardwise.torch_internals import store_of
-from shardwise.train.config import Config, with_settings
-from shardwise.train.display import Quiet, make_display
+from shardwise.train.checkpointing import refuse_fewer_steps
+from shardwise.train.config_file import config_text
+from shardwise.train.display import Display, Quiet, make_display
 from shardwise.train.failures import RankLog, failure_of, remove_empty_logs
 from shardwise.train.launch import (
     AssignedRank,
@@ -32,39 +31,23 @@ from shardwise.train.launch import (
 )
 from shardwise.train.loop import Trainer
 from shardwise.train.optional_packages import require
-from shardwise.train.recipes import RECIPES, load_recipe
-from shardwise.train.records import CONFIG
-from shardwise.train.run_files import fill_standard_streams
+from shardwise.train.records import CONFIG_FILE, counted, short_path
+from shardwise.train.request import Request, Resolved, find_run_to_resume, resolve
+from shardwise.train.run_files import fill_standard_streams, replace_file
 from shardwise.train.run_folder import (
     LOCK,
     LOGS,
     FolderLock,
     new_folder,
-    newest_folder,
     refuse_checkpoints_in,
     refuse_links_in,
 )
 from shardwise.train.team import Team
 
-__all__ = ["Request", "train"]
+__all__ = ["Request", "resolve", "train"]
 
 _PEER_SECONDS = 5.0
 _HAS_REPORTED = "has told"
-
-
-@dataclass(frozen=True)
-class Request:
-    """The arguments of ``shardwise train``."""
-
-    recipe: str | None = None
-    settings: tuple[str, ...] = ()
-    ranks: int | None = None
-    device: str = "auto"
-    resume: str | None = None
-    """A run's folder; empty: the newest run of the recipe's name; None: a new run."""
-    stop_after: int | None = None
-    show: str | None = None
-    """Replaces ``output.show`` this time only; it is not saved with the run."""
 
 
 def train(request: Request) -> int:
@@ -78,12 +61,26 @@ def train(request: Request) -> int:
             require("numpy", "shardwise train")
             num_ranks, kind = plan_ranks(request.ranks, request.device, num_gpus)
             with opened_run_folder(request) as (request, folder):
+                devices = counted(num_ranks, f"{kind.upper()} rank")
+                say(f"starting {devices} in {short_path(folder)} …", request)
                 work = partial(train_on_rank, request, folder)
                 return run_local_ranks(work, num_ranks, kind, logs=folder / LOGS)
         except ShardwiseError as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
+    if assigned.rank == 0:
+        ranks = counted(assigned.world_size, "rank")
+        say(f"waiting for {ranks} at {assigned.address}:{assigned.port} …", request)
     return _train_as_assigned_rank(assigned, request, num_gpus)
+
+
+def say(text: str, request: Request) -> None:
+    """Shows what the command waits for before a display exists, beside the output proper."""
+    asked = [setting.partition("=") for setting in request.settings]
+    shown = [value.strip() for name, _, value in asked if name.strip() == "output.show"]
+    if (request.show or (shown[-1] if shown else "auto")) not in ("quiet", "json"):
+        with contextlib.suppress(OSError):
+            print(text, file=sys.stderr, flush=True)
 
 
 def _train_as_assigned_rank(assigned: AssignedRank, request: Request, num_gpus: int) -> int:
@@ -136,17 +133,42 @@ def _train_as_assigned_rank(assigned: AssignedRank, request: Request, num_gpus: 
 def train_on_rank(request: Request, folder: Path, device: torch.device, team: Team | None = None) -> None:
     """Trains on one rank, in an existing process group and a folder that is already locked."""
     team = Team() if team is None else team
-    config, origin = team.together(partial(resolve, request))
+    resolved = team.together(partial(resolve, request))
+    config = resolved.config
     output = config.output if request.show is None else replace(config.output, show=request.show)  # type: ignore[arg-type]
     display = make_display(output) if team.rank == 0 else Quiet()
     before = set_trust(trace_dir=trust().trace_dir or str(folder / LOGS))
     try:
-        trainer = Trainer(config, folder, team, device, display, origin)
+        trainer = Trainer(config, folder, team, device, display, resolved.origin)
         if request.resume is not None:
             trainer.resume()
-        trainer.run(request.stop_after)
+            if request.stop_after is not None:
+                done, last = trainer.progress.step, request.stop_after
+                team.together(lambda: refuse_fewer_steps(last, done, "--stop-after"))
+            _tell_what_is_kept(resolved, trainer.display)
+        if team.rank == 0:
+            _write_config_file(folder, resolved, trainer.display)
+        trainer.run(request.stop_after, request.profile)
     finally:
         set_trust(trace_dir=before.trace_dir)
+
+
+def _tell_what_is_kept(resolved: Resolved, display: Display) -> None:
+    kept = [setting for setting in resolved.kept if not setting.startswith("output.")]
+    if kept:
+        display.note(f"kept from before: {', '.join(kept)}")
+    if resolved.recipe_before:
+        display.note(f"the recipe was '{resolved.recipe_before}' before: settings given then are not kept")
+
+
+def _write_config_file(folder: Path, resolved: Resolved, display: Display) -> None:
+    """Writes the settings so that they can be read and used again; resuming does without."""
+    path = folder / CONFIG_FILE
+    try:
+        text = config_text(resolved.config, resolved.base, resolved.recipe, short_path(path))
+        replace_file(path, text.encode(errors="replace"))
+    except OSError as error:
+        display.warn(f"{CONFIG_FILE} cannot be written, training continues: {error.strerror}")
 
 
 @contextlib.contextmanager
@@ -156,10 +178,8 @@ def opened_run_folder(request: Request) -> Iterator[tuple[Request, Path]]:
     Raises:
         ConfigError: the request is invalid, the folder belongs to another run, or has links where runs write.
     """
-    if request.resume == "":
-        named = with_settings(load_recipe(request.recipe or "tiny"), request.settings)
-        request = replace(request, resume=str(newest_folder(named.name)))
-    config, _ = resolve(request)
+    request = find_run_to_resume(request)
+    config = resolve(request).config
     is_new = request.resume is None
     if request.resume is None:
         folder = new_folder(config.output.folder, config.name)
@@ -182,69 +202,3 @@ def opened_run_folder(request: Request) -> Iterator[tuple[Request, Path]]:
         if is_empty:
             with contextlib.suppress(OSError):
                 folder.rmdir()
-
-
-def resolve(request: Request) -> tuple[Config, dict[str, Any]]:
-    """Returns the config of a request, and its recipe and settings; a resumed run keeps those that it had."""
-    recipe, settings = request.recipe, list(request.settings)
-    if request.resume:
-        path = Path(request.resume) / CONFIG
-        try:
-            before = json.loads(path.read_text())
-            if not isinstance(before, dict):
-                raise ValueError("not an object")
-        except (OSError, ValueError, RecursionError):
-            before = {}
-            if recipe is None:
-                raise ConfigError(
-                    f"there is no run in '{request.resume}' to continue",
-                    where=f"--resume {request.resume}",
-                    fix="pass the folder of a run, the one that holds config.json",
-                ) from None
-        known = before.get("recipe")
-        if recipe is None and known is not None and known not in RECIPES:
-            # A run's folder may come from anywhere: code must not run only because the folder names it.
-            raise ConfigError(
-                f"the run uses a recipe of your own, '{known}'",
-                where=f"--resume {request.resume}",
-                fix=f"name it again: shardwise train {shlex.quote(str(known))} --resume {request.resume}",
-            )
-        if recipe is None or recipe == known:
-            recipe = known
-            kept = before.get("settings", [])
-            _refuse_code_named_by(kept, settings, request)
-            settings = [*kept, *settings]
-        settings = [*_settings_of_earlier_versions(before), *settings]
-    recipe = recipe or "tiny"
-    config = with_settings(load_recipe(recipe), settings)
-    if request.resume:
-        config = replace(config, output=replace(config.output, folder=request.resume))
-    return config, {"recipe": recipe, "settings": settings}
-
-
-def _settings_of_earlier_versions(before: dict[str, Any]) -> list[str]:
-    """Returns the settings that keep a run as it was begun, where defaults have changed since."""
-    config = before.get("config")
-    if isinstance(config, dict) and "data.held_out" in config and "data.held_out_from" not in config:
-        return ["data.held_out_from=end"]
-    return []
-
-
-def _refuse_code_named_by(kept: list[str], settings: list[str], request: Request) -> None:
-    """Raises ConfigError if a run's folder names a class to import, and the request does not name it itself."""
-
-    def named(assignments: list[str]) -> str | None:
-        texts = [text.partition("=") for text in assignments]
-        values = [
-            value.strip() for name, _, value in texts if name.strip() in ("optimizer", "optimizer.name")
-        ]
-        return values[-1] if values else None
-
-    optimizer = named(kept)
-    is_known = optimizer is None or "." not in optimizer or optimizer.startswith("torch.optim.")
-    if not is_known and named(settings) is None:
-        raise ConfigError(
-            f"the run uses an optimizer of your own, '{optimizer}'",
-            where=f"--resume {request.resume}",
-            fix=f"name it again: --set optimizer.name={optimizer}",
-        )

@@ -88,6 +88,7 @@ class Data:
     held_out_from: Place = "everywhere"
     """everywhere: blocks all over the data; end: its last part, as in runs of versions before this setting."""
     shuffle: bool = True
+    """Whether samples are used in a random order, which the seed decides, or in that of the data."""
 
 
 @dataclass(frozen=True)
@@ -99,17 +100,21 @@ class Optimization:
     whole: bool = False
     """Whether the optimizer needs whole matrices, as Shampoo does; others work element by element."""
     lr: float = 3e-4
+    """The learning rate after warmup."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] | Callable[[int, int], float] = "cosine"
     """After warmup; wsd: stable, then decay. Or a function from step and number of steps to a fraction of ``lr``."""
     min_lr: float = 0.1
-    """Where the schedule ends, as a fraction of ``lr``."""
+    """Where the schedule ends, as a ratio: 0.1 is a tenth of ``lr``, not a learning rate of 0.1."""
     decay: float = 0.2
     """The part of the steps after warmup in which wsd decays."""
     warmup: int = 10
     """Steps in which the learning rate rises from 0 to ``lr``."""
     weight_decay: float = 0.1
+    """For parameters of two or more dimensions, not for norms and biases."""
     beta1: float = 0.9
+    """Of Adam's mean of gradients; the momentum of sgd."""
     beta2: float = 0.95
+    """Of Adam's mean of squared gradients."""
     clip: float = 1.0
     """The gradient norm to clip to; 0: no clipping."""
 
@@ -117,6 +122,7 @@ class Optimization:
 @dataclass(frozen=True)
 class Training:
     steps: int = 100
+    """Steps of the whole run, those before a resume included."""
     batch_size: int = 16
     """Sequences per step, over all ranks: the run is the same on any number of ranks."""
     accumulate: int = 1
@@ -124,6 +130,7 @@ class Training:
     exact_micro_batches: int = 0
     """Micro-batches per step, over all ranks, summed in one order: same bits on 1, 2, 4, ... ranks, in every mode."""
     seed: int = 0
+    """Decides the first weights, the order of samples and dropout."""
     threads: int = 1
     """CPU threads per rank."""
     late_seconds: float = 0.0
@@ -137,7 +144,7 @@ class Sharding:
     replicas: int = 0
     """Replicas in mode hybrid; 0: one per host, or two on a single host."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """The dtype of gathered parameters and of activations; fp16: with loss scaling, for GPUs without bf16."""
+    """What forward and backward compute in; weights and optimizer state stay fp32. fp16: with loss scaling."""
     float8: Literal["off", "on", "emulated"] = "off"
     """Multiply the units' matrices in float8, with torchao; emulated: the same roundings, slowly, on any device."""
     offload: bool = False
@@ -161,6 +168,7 @@ class Checkpoints:
     keep: int = 3
     """How many of the newest checkpoints to keep; 0: all."""
     asynchronous: bool = True
+    """Whether training goes on while a checkpoint is written."""
 
 
 @dataclass(frozen=True)
@@ -168,6 +176,7 @@ class Evaluation:
     every: int = 0
     """Steps between evaluations; 0: only at the end."""
     batches: int = 4
+    """Micro-batches per rank and evaluation."""
 
 
 @dataclass(frozen=True)
@@ -191,6 +200,7 @@ class Config:
     """All settings of a run."""
 
     name: str = "run"
+    """Names the folder of the run."""
     model: ModelSource = field(default_factory=Llama)
     data: Data = field(default_factory=Data)
     optimizer: Optimization = field(default_factory=Optimization)
@@ -228,13 +238,18 @@ def settings_of(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]
             yield prefix + entry.name, kind, value
 
 
-def with_settings(config: Config, assignments: Iterable[str]) -> Config:
-    """Returns the config with ``name=value`` assignments, checked; the last assignment to a name wins."""
+def with_settings(
+    config: Config, assignments: Iterable[str], origins: Mapping[str, str] | None = None
+) -> Config:
+    """Returns the config with ``name=value`` assignments, checked; the last assignment to a name wins.
+
+    ``origins`` says where an assignment is written, if not on the command line.
+    """
     known = {name: kind for name, kind, _ in settings_of(config)}
     for assignment in assignments:
         name, equals, text = assignment.partition("=")
         name = name.strip()
-        where = f"--set {assignment}"
+        where = (origins or {}).get(assignment, f"--set {assignment}")
         if not equals:
             raise ConfigError(f"'{assignment}' sets nothing", where=where, fix="write --set name=value")
         if f"{name}.name" in known:

@@ -21,6 +21,7 @@ from shardwise.train.records import (
     format_count,
     format_duration,
     headline,
+    recent_loss,
     sparkline,
     summary_rows,
 )
@@ -120,7 +121,9 @@ class JsonLines(Quiet):
         self._stream = stream
 
     def _print_object(self, kind: str, values: dict[str, Any]) -> None:
-        print(json.dumps({"kind": kind, **values}), file=self._stream, flush=True)
+        # At once: a note may come from another thread.
+        self._stream.write(json.dumps({"kind": kind, **values}) + "\n")
+        self._stream.flush()
 
     def begin(self, facts: RunFacts) -> None:
         self._print_object(
@@ -141,7 +144,7 @@ class JsonLines(Quiet):
 
 
 class Lines:
-    """Prints a line per step, or per ``every`` steps, for logs and pipes."""
+    """Prints a line per step, or per ``every`` steps, for logs and pipes; the loss is ``recent_loss``."""
 
     def __init__(self, stream: TextIO, every: int) -> None:
         self._stream, self._every = stream, every
@@ -150,7 +153,9 @@ class Lines:
         self._losses: list[float] = []
 
     def _print(self, text: str) -> None:
-        print(text, file=self._stream, flush=True)
+        # At once: a note may come from another thread.
+        self._stream.write(text + "\n")
+        self._stream.flush()
 
     def begin(self, facts: RunFacts) -> None:
         self._facts = facts
@@ -169,7 +174,7 @@ class Lines:
         left = (time.monotonic() - self._begun) / max(1, done) * (facts.num_steps - record.step)
         columns = [
             f"step {record.step:>{len(str(facts.num_steps))}}/{facts.num_steps}",
-            f"loss {record.loss:.4f}",
+            f"loss {recent_loss(self._losses):.4f}",
             f"{format_count(record.tokens_per_second)} tok/s",
             *([f"mfu {record.mfu:.1%}"] if record.mfu is not None else []),
             f"norm {record.grad_norm:.2f}" if record.grad_norm is not None else "skipped",
@@ -190,6 +195,7 @@ class Lines:
     def end(self, summary: Summary) -> None:
         for key, value in summary_rows(summary):
             self._print(f"  {key:<12} {value}")
-        self._print(f"  {'':<12} {sparkline(self._losses, 64)}")
+            if key == "loss":
+                self._print(f"  {'':<12} {sparkline(self._losses, 44)}")
 
     def close(self) -> None: ...

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from shardwise.engine.kernels import can_compile
 from shardwise.train.launch import run_local_ranks
-from shardwise.train.records import format_bytes
+from shardwise.train.records import counted, format_bytes
 
 __all__ = ["Finding", "examine"]
 
@@ -140,7 +140,7 @@ def _all_reduce_on_rank(device: torch.device) -> None:
 
 
 def _check_ranks(ranks: int, kind: str, timeout_seconds: float) -> Finding:
-    name = f"{ranks} {kind.upper()} ranks"
+    name = counted(ranks, f"{kind.upper()} rank")
     begun = time.monotonic()
     said = io.StringIO()
     with contextlib.redirect_stderr(said):

@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardwise.errors import ShardwiseError, follows_from_a_peer, text_of
+from shardwise.train.records import counted
 from shardwise.train.run_files import open_for_append
 
 __all__ = [
@@ -209,7 +210,7 @@ def describe_failures(
         checkpoints: the folder in which the run may have saved checkpoints.
     """
     if not failures:
-        return f"error: {num_ranks} ranks did not finish in time and were killed"
+        return f"error: {counted(num_ranks, 'rank')} did not finish in time and were killed"
     failures = sorted(
         failures,
         key=lambda failure: (

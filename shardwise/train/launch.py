@@ -44,6 +44,7 @@ from shardwise.train.failures import (
     unreported_failure,
     with_crash_stack,
 )
+from shardwise.train.records import counted
 from shardwise.train.run_folder import CHECKPOINTS, LOGS
 
 __all__ = [
@@ -72,7 +73,9 @@ def plan_ranks(ranks: int | None, device: str, num_gpus: int) -> tuple[int, str]
     """
     where = f"--ranks {ranks} --device {device}"
     if ranks is not None and ranks < 1:
-        raise ConfigError(f"{ranks} ranks were requested", where=where, fix="use --ranks 1 or more")
+        raise ConfigError(
+            f"a run on {counted(ranks, 'rank')} was requested", where=where, fix="use --ranks 1 or more"
+        )
     kind = device
     if kind == "auto":
         kind = "cuda" if num_gpus else "cpu"
@@ -84,7 +87,7 @@ def plan_ranks(ranks: int | None, device: str, num_gpus: int) -> tuple[int, str]
         )
     if ranks is not None and ranks > num_gpus:
         raise ConfigError(
-            f"{ranks} ranks were requested, but this machine has {num_gpus} GPU{'s' if num_gpus > 1 else ''}",
+            f"{counted(ranks, 'rank')} were requested, but this machine has {counted(num_gpus, 'GPU')}",
             where=where,
             fix=f"use --ranks {num_gpus}, or --device cpu",
         )
@@ -153,9 +156,10 @@ def joined_process_group(
         num_gpus = torch.cuda.device_count()
         if assigned.local_rank >= num_gpus:
             raise ConfigError(
-                f"{assigned.local_world_size} ranks run on this host, but it has {num_gpus} GPUs",
+                f"the host is to run {counted(assigned.local_world_size, 'rank')}, but it has "
+                f"{counted(num_gpus, 'GPU')}",
                 where=f"rank {assigned.rank}",
-                fix=f"start {num_gpus} ranks per host, or use --device cpu",
+                fix=f"start {counted(num_gpus, 'rank')} per host, or use --device cpu",
             )
         device = torch.device("cuda", assigned.local_rank)
         torch.cuda.set_device(device)

@@ -13,10 +13,12 @@ import contextlib
 import errno
 import json
 import os
+import queue
 import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -37,11 +39,23 @@ from shardwise.train.hardware import memory_bytes, peak_flops
 from shardwise.train.loggers import chosen_loggers
 from shardwise.train.optimizers import make_optimizer
 from shardwise.train.parallel import Parallel
+from shardwise.train.profiling import StepProfiler
 from shardwise.train.rank_grid import described, own_grid
-from shardwise.train.records import CONFIG, RunFacts, StepRecord, Summary, read_metrics
+from shardwise.train.records import (
+    CONFIG,
+    RunFacts,
+    StepRecord,
+    Summary,
+    command_to_go_on,
+    counted,
+    format_count,
+    read_metrics,
+    recent_loss,
+    short_path,
+)
 from shardwise.train.report import Report, Unwritten
 from shardwise.train.run_files import replace_file
-from shardwise.train.run_folder import CHECKPOINTS, lock_holder
+from shardwise.train.run_folder import CHECKPOINTS, PROFILE, lock_holder
 from shardwise.train.sources import open_data, tokenize_sources
 from shardwise.train.step import Progress, Stepper
 from shardwise.train.team import Team
@@ -107,6 +121,7 @@ class Trainer:
             self._stepper.scaling,
         )
         self.progress = Progress()
+        self._profiler: StepProfiler | None = None
         self._callbacks: CallbackList | None = None
 
     # --- set-up -------------------------------------------------------------------------------------------------
@@ -145,16 +160,25 @@ class Trainer:
         return self._other_run_in_folder()
 
     def resume(self) -> None:
-        """Loads the newest good checkpoint, to continue from it."""
-        self._checkpoints.resume(self.progress)
+        """Loads the newest good checkpoint, to continue from it.
+
+        Raises:
+            ConfigError: it has more steps than the run is to have.
+        """
+        progress = self.progress
+        self._checkpoints.resume(progress)
+        for record in read_metrics(self.folder):
+            if record.eval_loss is not None and record.step <= progress.step:
+                progress.eval_loss, progress.eval_step = record.eval_loss, record.step
 
     # --- the run ------------------------------------------------------------------------------------------------
 
-    def run(self, stop_after: int | None = None) -> Summary:
+    def run(self, stop_after: int | None = None, profile: int = 0) -> Summary:
         """Trains to the last step, or until asked to stop, and saves a checkpoint of the step it has reached.
 
         Args:
             stop_after: the step to stop after, as after a signal.
+            profile: how many steps to profile.
 
         Raises:
             StateError: gradients are not finite, and the weights before that step are saved; or, on rank 0 at the
@@ -166,6 +190,7 @@ class Trainer:
         facts = self._facts()
         report = self._begin_report(facts)
         callbacks, summary = self._begin_callbacks(facts), None
+        self._profiler = self._make_profiler(profile, facts) if profile else None
         try:
             self.team.together(callbacks.start)
             ended = self._train(facts, report, stop_after)
@@ -185,12 +210,13 @@ class Trainer:
         """Runs the steps, saves the last checkpoint, and returns how the run ended."""
         config, progress = self.config, self.progress
         ended = "finished"
-        with Interrupt() as interrupt:
+        with Interrupt(self._on_stop_request) as interrupt:
             while progress.step < config.train.steps:
                 if progress.stop_requested or progress.step == stop_after:
                     ended = "stopped"
                     break
-                record = self._step(facts, interrupt)
+                with self._profiler.step(progress.step + 1) if self._profiler else contextlib.nullcontext():
+                    record = self._step(facts, interrupt)
                 if report is not None:
                     report.step(record)
                 self.display.step(record)
@@ -199,6 +225,9 @@ class Trainer:
                 if config.checkpoint.every and progress.step % config.checkpoint.every == 0:
                     self._checkpoints.save(progress)
                 self._checkpoints.report_outcomes(progress)
+                if self._profiler is not None and self._profiler.is_done:
+                    self._write_profile()
+            self._write_profile()
             problem = self._checkpoints.save_and_wait(progress)
         if problem is None:
             return ended
@@ -219,13 +248,14 @@ class Trainer:
         progress = self.progress
         tokens = (progress.samples - first_samples) * self.config.model.context
         latest = self._store.latest()
+        losses = [*facts.losses_before, *progress.losses]
         return Summary(
             ended=ended,
             folder=str(self.folder),
             step=progress.step,
             num_steps=self.config.train.steps,
-            first_loss=next(iter((*facts.losses_before, *progress.losses)), None),
-            last_loss=progress.losses[-1] if progress.losses else None,
+            first_loss=losses[0] if losses else None,
+            last_loss=recent_loss(losses),
             eval_loss=progress.eval_loss,
             seconds=seconds,
             tokens=tokens,
@@ -235,6 +265,12 @@ class Trainer:
             curve=report.draw_curve() if report is not None and progress.step > facts.first_step else None,
             unwritten=self._unwritten.lines(),
             skipped=0 if self._stepper.scaling is None else self._stepper.scaling.skipped,
+            eval_step=progress.eval_step,
+            go_on_with=command_to_go_on(
+                str(self._origin.get("recipe", "")), self.folder, progress.step, self.config.train.steps
+            )
+            if latest
+            else "",
         )
 
     def _begin_report(self, facts: RunFacts) -> Report | None:
@@ -258,9 +294,39 @@ class Trainer:
         self._callbacks = CallbackList(callbacks, run, self._on_callback_error)
         return self._callbacks
 
+    def _make_profiler(self, num_steps: int, facts: RunFacts) -> StepProfiler:
+        told = {
+            "model": f"{facts.model}, {format_count(facts.num_parameters)} parameters",
+            "ranks": f"{counted(facts.world_size, facts.device + ' rank')}, sharding {facts.mode}",
+            "tokens": f"{format_count(facts.tokens_of_step)} per step",
+        }
+        module = self.parallel.module
+        return StepProfiler(module, self.optimizer, num_steps, self.folder, self.team, told)
+
+    def _write_profile(self) -> None:
+        """Writes what was profiled, once; a disk that is full does not end the run."""
+        profiler, self._profiler = self._profiler, None
+        if profiler is None:
+            return
+        try:
+            written = profiler.write()
+        except OSError as error:
+            self._unwritten.add(PROFILE, error)
+            self.display.warn(f"the profile cannot be written, training continues: {error.strerror or error}")
+        else:
+            self.display.note(
+                "the run was too short to profile a step"
+                if written is None
+                else f"profile: {short_path(written)}"
+            )
+
     def _on_saved(self, step: int, path: Path) -> None:
         if self._callbacks is not None:
             self._callbacks.checkpoint(step, path)
+
+    def _on_stop_request(self) -> None:
+        what = "the checkpoint is written" if self.progress.step == self.config.train.steps else "this step"
+        self.display.note(f"stopping after {what} …  (Ctrl-C again: at once, without saving)")
 
     def _stop_is_asked(self) -> bool:
         return self._callbacks is not None and self._callbacks.stop_requested
@@ -349,6 +415,7 @@ class Trainer:
         eval_loss = None
         if is_last or (config.evaluate.every and progress.step % config.evaluate.every == 0):
             eval_loss = progress.eval_loss = self._stepper.evaluate()
+            progress.eval_step = progress.step
         speed = facts.tokens_of_step / seconds
         peak = facts.peak_flops
         return StepRecord(
@@ -389,15 +456,24 @@ class Interrupt:
 
     SIGTERM may arrive many times, from a scheduler and from processes that forward it; a second Ctrl-C goes to the
     previous handler.
+
+    Args:
+        on_request: called once, when the first signal arrives, by a thread: a signal handler must not print.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_request: Callable[[], None] = lambda: None) -> None:
         self.requested = False
         self._before: dict[int, Any] = {}
+        self._on_request = on_request
+        # A handler may put into it at any time, even while it puts.
+        self._requests: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._teller: threading.Thread | None = None
 
     def __enter__(self) -> Interrupt:
         # Only the main thread may set handlers; ranks that are threads are stopped by their caller.
         if threading.current_thread() is threading.main_thread():
+            self._teller = threading.Thread(target=self._tell, name="stop requests", daemon=True)
+            self._teller.start()
             for number in _SIGNALS:
                 self._before[number] = signal.signal(number, self._request_stop)
         return self
@@ -406,8 +482,17 @@ class Interrupt:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
+        if self._teller is not None:
+            self._requests.put(False)
+            self._teller.join()
+
+    def _tell(self) -> None:
+        if self._requests.get():
+            self._on_request()
 
     def _request_stop(self, number: int, _frame: FrameType | None) -> None:
-        self.requested = True
+        if not self.requested:
+            self.requested = True
+            self._requests.put(True)
         if number == signal.SIGINT:
             signal.signal(number, self._before.pop(number, signal.SIG_DFL))

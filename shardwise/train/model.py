@@ -147,12 +147,17 @@ class OwnModel(ModelSource):
 @dataclass(frozen=True)
 class Llama(ModelSource):
     layers: int = 4
+    """Transformer blocks."""
     width: int = 128
+    """The width of the residual stream; a multiple of 2 × heads."""
     heads: int = 4
+    """Attention heads."""
     kv_heads: int = 4
+    """Heads of keys and values, which ``heads`` is a multiple of; fewer is grouped-query attention."""
     hidden: int = 352
     """The width inside the feed-forward layers."""
     vocabulary: int = 256
+    """The number of different tokens."""
     context: int = 128
     """Tokens in a sequence."""
     tied: bool = False

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.errors import ConfigError
 from shardwise.train.config import Sharding
+from shardwise.train.records import counted
 
 __all__ = [
     "PIPELINE",
@@ -77,7 +78,7 @@ def plan_grid(sharding: Sharding, rank: int, world_size: int) -> RankGrid:
     group = sharding.pipeline * sharding.tensor_parallel
     if world_size % group:
         raise ConfigError(
-            f"{world_size} rank{'' if world_size == 1 else 's'} cannot be divided into "
+            f"{counted(world_size, 'rank')} cannot be divided into "
             f"{_groups(sharding)}, which take a multiple of {group}",
             where="sharding.tensor_parallel, sharding.pipeline",
             fix=f"start {group * max(1, round(world_size / group))} ranks, or use sizes whose product divides "
@@ -130,7 +131,7 @@ def num_replicas(wanted: int, world_size: int, local_world_size: int) -> int:
         replicas = hosts if hosts > 1 else min(2, world_size)
     if world_size % replicas:
         raise ConfigError(
-            f"{world_size} ranks cannot be divided into {replicas} replicas",
+            f"{counted(world_size, 'rank')} cannot be divided into {counted(replicas, 'replica')}",
             where="sharding.replicas",
             fix=f"use a divisor of {world_size}, or sharding.mode=full",
         )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
 import math
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from shardwise.train.run_files import replace_file
 
 __all__ = [
     "CONFIG",
+    "CONFIG_FILE",
     "CURVE",
     "LOGGED_RUNS",
     "METRICS",
@@ -22,18 +25,23 @@ __all__ = [
     "RunFacts",
     "StepRecord",
     "Summary",
+    "command_to_go_on",
+    "counted",
     "format_bytes",
     "format_count",
     "format_duration",
     "headline",
     "keep_metrics_up_to",
     "read_metrics",
+    "recent_loss",
+    "short_path",
     "smoothed",
     "sparkline",
     "summary_rows",
 ]
 
 CONFIG = "config.json"
+CONFIG_FILE = "config.toml"
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
 CURVE = "loss.png"
@@ -99,7 +107,7 @@ class Summary:
     num_steps: int
     first_loss: float | None
     last_loss: float | None
-    """The first loss of the whole run, and the last of this part; None if there was no step."""
+    """The first loss of the whole run, and ``recent_loss`` at the end; None if there was no step."""
     eval_loss: float | None
     seconds: float
     tokens: int
@@ -111,6 +119,10 @@ class Summary:
     """What could not be written, and why; checkpoints are reported elsewhere."""
     skipped: int = 0
     """Steps of the whole run whose gradients overflowed in fp16."""
+    eval_step: int | None = None
+    """The step of ``eval_loss``."""
+    go_on_with: str = ""
+    """The command that continues the run; empty if there is no checkpoint."""
 
     def as_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -148,15 +160,14 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 def headline(facts: RunFacts) -> list[str]:
-    ranks = "rank" if facts.world_size == 1 else "ranks"
     return [
         (
             f"{facts.name}: {facts.model}, {format_count(facts.num_parameters)} parameters, "
             f"{format_count(facts.num_tokens)} tokens of data"
         ),
         (
-            f"{facts.world_size} {facts.device} {ranks}, sharding {facts.mode}, {facts.precision}, "
-            f"{format_count(facts.tokens_of_step)} tokens per step; {facts.folder}"
+            f"{counted(facts.world_size, facts.device + ' rank')}, sharding {facts.mode}, {facts.precision}, "
+            f"{format_count(facts.tokens_of_step)} tokens per step; {short_path(facts.folder)}"
         ),
     ]
 
@@ -171,13 +182,14 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
     rows = [
         ("ended", ended),
         ("loss", _loss_change(summary.first_loss, summary.last_loss)),
-        ("eval loss", "" if summary.eval_loss is None else f"{summary.eval_loss:.4f}"),
+        ("eval loss", _evaluation(summary)),
         ("speed", speed),
         ("skipped", _skipped_steps(summary.skipped)),
         ("memory", f"{format_bytes(summary.memory_bytes)} peak per rank"),
-        ("checkpoint", summary.checkpoint or "none"),
-        ("curve", summary.curve or ""),
+        ("checkpoint", short_path(summary.checkpoint) if summary.checkpoint else "none"),
+        ("curve", short_path(summary.curve) if summary.curve else ""),
         ("not written", "; ".join(summary.unwritten)),
+        ("go on with", summary.go_on_with),
     ]
     return [(key, value) for key, value in rows if value]
 
@@ -188,6 +200,34 @@ def _skipped_steps(count: int) -> str:
 
 def _loss_change(first: float | None, last: float | None) -> str:
     return "" if first is None or last is None else f"{first:.4f} → {last:.4f}"
+
+
+def _evaluation(summary: Summary) -> str:
+    if summary.eval_loss is None:
+        return ""
+    is_old = summary.eval_step is not None and summary.eval_step != summary.step
+    return f"{summary.eval_loss:.4f}" + (f", at step {summary.eval_step}" if is_old else "")
+
+
+def command_to_go_on(recipe: str, folder: str | Path, step: int, num_steps: int) -> str:
+    """Returns the command that continues a run; for one that has no steps left, with twice as many."""
+    # A recipe of one's own must be named again.
+    words = ["shardwise", "train", *([recipe] if ":" in recipe else []), "--resume", short_path(folder)]
+    if num_steps and step >= num_steps:
+        words += ["--set", f"train.steps={2 * num_steps}"]
+    return shlex.join(words)
+
+
+def short_path(path: str | Path) -> str:
+    """Returns a path as it is shortest: from the current folder, if it is below that."""
+    with contextlib.suppress(ValueError, OSError):
+        return str(Path(path).resolve().relative_to(Path.cwd()))
+    return str(path)
+
+
+def counted(number: Any, noun: str, plural: str = "") -> str:
+    """Returns a number with its noun: 1 rank, 2 ranks."""
+    return f"{number} {noun}" if number == 1 else f"{number} {plural or noun + 's'}"
 
 
 def format_count(number: float) -> str:
@@ -208,6 +248,12 @@ def format_duration(seconds: float) -> str:
     whole = max(0, round(seconds))
     hours, minutes = whole // 3600, whole % 3600 // 60
     return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
+
+
+def recent_loss(losses: list[float]) -> float | None:
+    """Returns the mean of the last twentieth of all losses, which is less erratic than the last one."""
+    recent = [loss for loss in losses[-max(1, len(losses) // 20) :] if math.isfinite(loss)]
+    return sum(recent) / len(recent) if recent else losses[-1] if losses else None
 
 
 def smoothed(values: list[float]) -> list[float]:

@@ -22,13 +22,14 @@ from shardwise.checkpoint.disk import open_file
 from shardwise.checkpoint.store import Store
 from shardwise.checkpoint.weights import TOKENIZER
 from shardwise.errors import ConfigError
-from shardwise.train.records import CONFIG, CURVE, LOGGED_RUNS, METRICS, SUMMARY, TENSORBOARD
+from shardwise.train.records import CONFIG, CONFIG_FILE, CURVE, LOGGED_RUNS, METRICS, SUMMARY, TENSORBOARD
 from shardwise.train.run_files import refuse_links
 
 __all__ = [
     "CHECKPOINTS",
     "LOCK",
     "LOGS",
+    "PROFILE",
     "FolderLock",
     "is_locked",
     "lock_holder",
@@ -40,6 +41,7 @@ __all__ = [
 
 CHECKPOINTS = "checkpoints"
 LOGS = "logs"
+PROFILE = "profile"
 LOCK = ".lock"
 _ENDING_SECONDS = 30.0
 # On file systems that cannot lock, a run continues without a lock.
@@ -114,9 +116,20 @@ def newest_folder(name: str) -> Path:
 
 def refuse_links_in(folder: Path) -> None:
     """Raises ConfigError if a file or folder that a run writes to is a link."""
-    files = (CONFIG, METRICS, SUMMARY, CURVE, TENSORBOARD, TOKENIZER, LOGGED_RUNS, "wandb", "mlruns")
-    refuse_links(folder / name for name in (*files, CHECKPOINTS, LOGS, LOCK))
-    for inner in (folder / CHECKPOINTS, folder / LOGS):
+    files = (
+        CONFIG,
+        CONFIG_FILE,
+        METRICS,
+        SUMMARY,
+        CURVE,
+        TENSORBOARD,
+        TOKENIZER,
+        LOGGED_RUNS,
+        "wandb",
+        "mlruns",
+    )
+    refuse_links(folder / name for name in (*files, CHECKPOINTS, LOGS, PROFILE, LOCK))
+    for inner in (folder / CHECKPOINTS, folder / LOGS, folder / PROFILE):
         refuse_links(sorted(inner.iterdir()) if inner.is_dir() else ())
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shlex
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -22,10 +21,13 @@ from shardwise.train.records import (
     METRICS,
     SUMMARY,
     StepRecord,
+    command_to_go_on,
+    counted,
     format_bytes,
     format_count,
     format_duration,
     read_metrics,
+    short_path,
     smoothed,
     sparkline,
 )
@@ -197,7 +199,7 @@ def list_runs(runs: Iterable[Run], width: int) -> Iterator[str]:
     """Yields a table of runs; narrow terminals get fewer columns, and no column is cut."""
     rows = [
         [
-            _short(run.folder),
+            short_path(run.folder),
             run.state,
             f"{run.step}/{run.num_steps or '?'}",
             "–" if run.loss is None else f"{run.loss:.4f}",
@@ -222,7 +224,7 @@ def table(rows: list[list[str]], width: int) -> Iterator[str]:
 
 def show_run(run: Run) -> Iterator[str]:
     """Yields all about one run: settings, checkpoints, curve, how it ended, and how to go on."""
-    yield _short(run.folder)
+    yield short_path(run.folder)
     yield f"  {'state':<12} {_state_text(run)}"
     if run.recipe:
         yield f"  {'recipe':<12} {run.recipe}"
@@ -245,7 +247,7 @@ def show_run(run: Run) -> Iterator[str]:
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(facts.saved_at))
         yield f"  {'checkpoints' if not number else '':<12} {facts.name}  {format_bytes(facts.num_bytes)}  {when}"
     for path in sorted(_entries(run.folder / LOGS)):
-        yield f"  {'log':<12} {_short(path)}"
+        yield f"  {'log':<12} {short_path(path)}"
     if command := go_on_with(run):
         yield f"  {'go on with':<12} {command}"
 
@@ -263,16 +265,12 @@ def go_on_with(run: Run) -> str:
     """Returns the command that continues a run; empty while it runs, or if there is nothing to continue."""
     if run.holder or not run.checkpoints:
         return ""
-    recipe = f"{shlex.quote(run.recipe)} " if run.recipe.rpartition(":")[1] else ""
-    more = ""
-    if run.num_steps and run.step >= run.num_steps:
-        more = f" --set train.steps={2 * run.num_steps}"
-    return f"shardwise train {recipe}--resume {shlex.quote(_short(run.folder))}{more}"
+    return command_to_go_on(run.recipe, run.folder, run.step, run.num_steps)
 
 
 def compare_runs(runs: list[Run], width: int) -> Iterator[str]:
     """Yields what differs between runs: settings, results, and their curves on one scale."""
-    names = [_short(run.folder) for run in runs]
+    names = [short_path(run.folder) for run in runs]
     keys = sorted({key for run in runs for key in run.config})
     differing = [
         key for key in keys if key != "output.folder" and len({repr(run.config.get(key)) for run in runs}) > 1
@@ -321,9 +319,9 @@ def describe_folder(folder: Path) -> Iterator[str]:
         manifest = read_manifest(folder)
         run = manifest.run
         size = sum(record.num_bytes for record in manifest.files.values())
-        ranks = "" if "world_size" not in run else f", saved on {count(run['world_size'], 'rank')}"
-        yield f"{_short(folder)}: a checkpoint of step {run['step']}, {format_bytes(size)}{ranks}"
-        yield f"  {'use it':<12} shardwise generate {_short(folder)}"
+        ranks = "" if "world_size" not in run else f", saved on {counted(run['world_size'], 'rank')}"
+        yield f"{short_path(folder)}: a checkpoint of step {run['step']}, {format_bytes(size)}{ranks}"
+        yield f"  {'use it':<12} shardwise generate {short_path(folder)}"
         return
     config = _read_json(folder / CONFIG)
     weights = sorted(folder.glob("*.safetensors"))
@@ -331,34 +329,22 @@ def describe_folder(folder: Path) -> Iterator[str]:
         size = sum(path.stat().st_size for path in weights)
         kind = config.get("model_type")
         yield (
-            f"{_short(folder)}: {'a model of type ' + str(kind) if kind else 'weights without a config.json'}, "
-            f"{count(len(weights), 'file')} of safetensors, {format_bytes(size)}"
+            f"{short_path(folder)}: {'a model of type ' + str(kind) if kind else 'weights without a config.json'}, "
+            f"{counted(len(weights), 'file')} of safetensors, {format_bytes(size)}"
         )
         if kind:
-            yield f"  {'use it':<12} shardwise generate {_short(folder)}"
+            yield f"  {'use it':<12} shardwise generate {short_path(folder)}"
         return
     files = [path for path in _entries(folder) if path.is_file()]
     size = sum(path.stat().st_size for path in files)
-    yield f"{_short(folder)}: no run, checkpoint or model; {count(len(files), 'file')}, {format_bytes(size)}"
-
-
-def count(number: Any, noun: str) -> str:
-    """Returns a number with its noun: 1 rank, 2 ranks."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    yield f"{short_path(folder)}: no run, checkpoint or model; {counted(len(files), 'file')}, {format_bytes(size)}"
 
 
 def format_age(seconds: float) -> str:
     for size, noun in ((86400, "day"), (3600, "hour"), (60, "minute")):
         if seconds >= size:
-            return f"{count(int(seconds // size), noun)} ago"
+            return f"{counted(int(seconds // size), noun)} ago"
     return "just now"
-
-
-def _short(path: Path) -> str:
-    """Returns a path as it is shortest: from the current folder, if it is below that."""
-    with contextlib.suppress(ValueError):
-        return str(path.resolve().relative_to(Path.cwd()))
-    return str(path)
 
 
 # --- what changes or checks a run ---------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from shardwise.errors import ConfigError
 from shardwise.planning.sums import is_power_of_two
 from shardwise.train.config import Training
+from shardwise.train.records import counted
 
 __all__ = ["Mix", "SampleOrder", "plan_order", "shuffled"]
 
@@ -121,8 +122,9 @@ class SampleOrder:
         if self.batch_size % pieces:
             near = max(1, round(self.batch_size / pieces)) * pieces
             raise ConfigError(
-                f"a batch of {self.batch_size} sequences cannot be divided among {self.world_size} ranks "
-                f"with {self.accumulate} micro-batches each",
+                f"a batch of {counted(self.batch_size, 'sequence')} cannot be divided among "
+                f"{counted(self.world_size, 'rank')} with "
+                f"{counted(self.accumulate, 'micro-batch', 'micro-batches')} each",
                 where="train.batch_size",
                 fix=f"use a multiple of {pieces}, such as {near}",
             )
@@ -165,7 +167,8 @@ def plan_order(
         return SampleOrder(num_samples, train.batch_size, world_size, train.accumulate, seed, mix=mix)
     if not is_power_of_two(world_size) or exact % world_size:
         raise ConfigError(
-            f"{exact} micro-batches cannot be summed exactly on {world_size} ranks",
+            f"{counted(exact, 'micro-batch', 'micro-batches')} cannot be summed exactly on "
+            f"{counted(world_size, 'rank')}",
             where="train.exact_micro_batches",
             fix="use 1, 2, 4, 8, ... ranks, and a number of micro-batches that they divide",
         )

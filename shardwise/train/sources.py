@@ -53,6 +53,8 @@ def tokenize_sources(
         state = tokens_state(source, target)
         if state == "stale":
             note("the data or its tokenizer has changed: tokenizing again")
+        if state == "missing":
+            note(f"making tokens of {source.path or 'Python'} with '{source.tokenizer}' …")
         if state != "good":
             tokenize(source, target)
 

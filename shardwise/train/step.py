@@ -36,6 +36,7 @@ class Progress:
     samples: int = 0
     losses: list[float] = field(default_factory=list)
     eval_loss: float | None = None
+    eval_step: int | None = None
     saved_step: int = -1
     stop_requested: bool = False
     """Whether any rank was asked to stop; all ranks learn of it in the same step."""

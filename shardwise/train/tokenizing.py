@@ -26,7 +26,7 @@ from shardwise.train.documents import has_rows, read_rows, read_texts
 from shardwise.train.run_files import replace_file
 from shardwise.train.tokenizers import load_hugging_face_tokenizer
 
-__all__ = ["ends_path", "needs_tokenizing", "tokenize", "tokens_state"]
+__all__ = ["ends_path", "needs_tokenizing", "token_lists", "tokenize", "tokens_state"]
 
 
 def needs_tokenizing(data: Data) -> bool:
@@ -60,7 +60,7 @@ def tokenize(data: Data, target: Path) -> None:
     num_bytes = 0
     try:
         with unfinished.open("xb") as file, unfinished_ends.open("xb") as ends:
-            for token_list in _token_lists(data):
+            for token_list in token_lists(data):
                 # alive: while their bytes are written
                 tokens = torch.tensor(token_list, dtype=torch.int32)
                 num_bytes += file.write(bytes_of(tokens))
@@ -124,7 +124,8 @@ def ends_path(target: Path) -> Path:
     return target.with_suffix(".ends")
 
 
-def _token_lists(data: Data) -> Iterator[list[int]]:
+def token_lists(data: Data) -> Iterator[list[int]]:
+    """Yields the tokens of one text or conversation after the other."""
     if data.format == "chat":
         read = conversation_reader(data.tokenizer, learns_all=data.train_on == "all")
         for where, row in read_rows(data):

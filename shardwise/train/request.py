@@ -1,0 +1,201 @@
+"""What ``shardwise train`` was asked for, and the settings that follow: recipe, folder to resume, file, command line.
+
+    recipe  <  what the resumed run had  <  a file of settings  <  --set
+
+The later of two values of a setting counts. Code runs only if the command line names it: a run's folder and a file of
+settings may come from anywhere, so a recipe or an optimizer of one's own that they name must be named again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shlex
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import ConfigError
+from shardwise.train.config import Config, with_settings
+from shardwise.train.config_file import ConfigFile, read_config_file
+from shardwise.train.recipes import RECIPES, load_recipe
+from shardwise.train.records import CONFIG
+from shardwise.train.run_folder import newest_folder
+
+__all__ = ["Request", "Resolved", "find_run_to_resume", "resolve"]
+
+_FOLDER = "output.folder"
+
+
+@dataclass(frozen=True)
+class Request:
+    """The arguments of ``shardwise train``."""
+
+    recipe: str | None = None
+    settings: tuple[str, ...] = ()
+    ranks: int | None = None
+    device: str = "auto"
+    resume: str | None = None
+    """A run's folder; empty: the newest run of the recipe's name; None: a new run."""
+    stop_after: int | None = None
+    show: str | None = None
+    """Replaces ``output.show`` this time only; it is not saved with the run."""
+    config: str | None = None
+    """A TOML file of settings, which those in ``settings`` replace."""
+    profile: int = 0
+    """The number of steps to profile."""
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """The settings of a request."""
+
+    config: Config
+    recipe: str
+    base: Config
+    """The recipe without settings."""
+    settings: tuple[str, ...]
+    """``name=value``, each name once."""
+    kept: tuple[str, ...] = ()
+    """Those of them that come from the run to resume."""
+    recipe_before: str = ""
+    """The recipe of the run to resume, if it is another one, so that its settings are not kept."""
+
+    @property
+    def origin(self) -> dict[str, Any]:
+        """What a run's folder keeps, so that the run can be resumed."""
+        return {"recipe": self.recipe, "settings": list(self.settings)}
+
+
+def resolve(request: Request) -> Resolved:
+    """Returns the settings of a request, checked; a resumed run keeps those that it had.
+
+    Raises:
+        ConfigError: there is no such recipe, setting, file or run, or code would run that the request does not name.
+    """
+    file = ConfigFile("") if request.config is None else read_config_file(request.config)
+    recipe = request.recipe or _recipe_of(file, request)
+    kept: list[str] = []
+    before = _record_of_run(request, recipe) if request.resume else {}
+    known = None if before.get("recipe") is None else str(before["recipe"])
+    if recipe is None and known is not None and known not in RECIPES:
+        raise ConfigError(
+            f"the run uses a recipe of your own, '{known}'",
+            where=f"--resume {request.resume}",
+            fix=f"name it again: shardwise train {shlex.quote(str(known))} --resume {request.resume}",
+        )
+    recipe = recipe or known or "tiny"
+    if recipe == known and isinstance(before.get("settings"), list):
+        kept = [str(setting) for setting in before["settings"]]
+    given = [*file.settings, *request.settings]
+    _refuse_optimizer_named_by(kept, given, f"--resume {request.resume}")
+    _refuse_optimizer_named_by(file.settings, request.settings, str(request.config))
+    kept = [*_settings_of_earlier_versions(before), *kept]
+    settings = _last_of_each_name([*kept, *given])
+    base = load_recipe(recipe)
+    config = with_settings(base, settings, file.origins)
+    if request.resume:
+        _refuse_other_folder(request.resume, given)
+        config = replace(config, output=replace(config.output, folder=request.resume))
+    replaced = {_name_of(setting) for setting in given}
+    return Resolved(
+        config,
+        recipe,
+        base,
+        settings,
+        tuple(setting for setting in settings if setting in kept and _name_of(setting) not in replaced),
+        known if known and known != recipe else "",
+    )
+
+
+def _settings_of_earlier_versions(before: dict[str, Any]) -> list[str]:
+    """Returns the settings that keep a run as it was begun, where defaults have changed since."""
+    config = before.get("config")
+    if isinstance(config, dict) and "data.held_out" in config and "data.held_out_from" not in config:
+        return ["data.held_out_from=end"]
+    return []
+
+
+def find_run_to_resume(request: Request) -> Request:
+    """Returns the request with the folder to resume, if it asks for the newest run."""
+    if request.resume != "":
+        return request
+    name = resolve(replace(request, resume=None)).config.name
+    return replace(request, resume=str(newest_folder(name)))
+
+
+def _recipe_of(file: ConfigFile, request: Request) -> str | None:
+    if file.recipe and (":" in file.recipe or file.recipe.endswith(".py")):
+        raise ConfigError(
+            f"the file uses a recipe of your own, '{file.recipe}'",
+            where=str(request.config),
+            fix=f"name it again: {shlex.join(['shardwise', 'train', file.recipe, '--config', str(request.config)])}",
+        )
+    return file.recipe or None
+
+
+def _record_of_run(request: Request, recipe: str | None) -> dict[str, Any]:
+    """Returns what the folder of the run to resume says; nothing, if it has no record and the recipe is known."""
+    folder = Path(str(request.resume)).expanduser()
+    found: Any = None
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        found = json.loads((folder / CONFIG).read_text())
+    if not folder.is_dir() or (found is None and recipe is None):
+        raise ConfigError(
+            f"there is no run in '{request.resume}' to continue",
+            where=f"--resume {request.resume}",
+            fix="pass the folder of a run, the one that holds config.json",
+        )
+    return found if isinstance(found, dict) else {}
+
+
+def _name_of(setting: str) -> str:
+    return setting.partition("=")[0].strip()
+
+
+def _last_of_each_name(settings: list[str]) -> tuple[str, ...]:
+    # A name that is set again moves to the end.
+    found: dict[str, str] = {}
+    for setting in settings:
+        found.pop(_name_of(setting), None)
+        found[_name_of(setting)] = setting
+    return tuple(found.values())
+
+
+def _refuse_other_folder(resume: str, given: list[str]) -> None:
+    """Raises ConfigError if a run that continues is given another folder."""
+    folders = [setting.partition("=")[2].strip() for setting in given if _name_of(setting) == _FOLDER]
+    if (
+        folders
+        and folders[-1]
+        and Path(folders[-1]).expanduser().resolve() != Path(resume).expanduser().resolve()
+    ):
+        raise ConfigError(
+            f"a run continues in its own folder, '{resume}', not in '{folders[-1]}'",
+            where="--resume with --out or output.folder",
+            fix=f"leave that out; to branch off: cp -r {shlex.quote(resume)} {shlex.quote(folders[-1])}, "
+            f"then --resume {shlex.quote(folders[-1])}",
+        )
+
+
+def _refuse_optimizer_named_by(
+    found: list[str] | tuple[str, ...], given: list[str] | tuple[str, ...], where: str
+) -> None:
+    """Raises ConfigError if a file names a class to import, and the request does not name it itself."""
+
+    def named(settings: list[str] | tuple[str, ...]) -> str | None:
+        values = [
+            setting.partition("=")[2].strip()
+            for setting in settings
+            if _name_of(setting) in ("optimizer", "optimizer.name")
+        ]
+        return values[-1] if values else None
+
+    optimizer = named(found)
+    is_known = optimizer is None or "." not in optimizer or optimizer.startswith("torch.optim.")
+    if not is_known and named(given) is None:
+        raise ConfigError(
+            f"the run uses an optimizer of your own, '{optimizer}'",
+            where=where,
+            fix=f"name it again: --set optimizer.name={optimizer}",
+        )
