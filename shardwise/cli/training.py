@@ -51,6 +51,11 @@ def add_train(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="continue a run (default: the recipe's newest)",
     )
+    parser.add_argument(
+        "--auto-resume",
+        action="store_true",
+        help="continue the run in --out if it has a checkpoint, else begin it: for launchers that restart",
+    )
     parser.add_argument("--stop-after", type=int, metavar="STEP", help="save and stop there, as SIGTERM does")
     parser.add_argument(
         "--out", metavar="FOLDER", help="the run's folder, short for --set output.folder=FOLDER"
@@ -74,6 +79,7 @@ def request_of(options: argparse.Namespace) -> Request:
         ranks=options.ranks,
         device=options.device,
         resume=options.resume,
+        auto_resume=options.auto_resume,
         stop_after=options.stop_after,
         show="quiet" if options.quiet else "json" if options.json else None,
     )

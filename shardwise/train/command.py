@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from shardwise.checkpoint.store import Store
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.policies import set_trust, trust
 from shardwise.torch_internals import store_of
@@ -36,6 +37,7 @@ from shardwise.train.recipes import RECIPES, load_recipe
 from shardwise.train.records import CONFIG
 from shardwise.train.run_files import fill_standard_streams
 from shardwise.train.run_folder import (
+    CHECKPOINTS,
     LOCK,
     LOGS,
     FolderLock,
@@ -62,6 +64,8 @@ class Request:
     device: str = "auto"
     resume: str | None = None
     """A run's folder; empty: the newest run of the recipe's name; None: a new run."""
+    auto_resume: bool = False
+    """Continues the run in ``output.folder`` if it has a checkpoint, and begins it otherwise."""
     stop_after: int | None = None
     show: str | None = None
     """Replaces ``output.show`` this time only; it is not saved with the run."""
@@ -156,6 +160,8 @@ def opened_run_folder(request: Request) -> Iterator[tuple[Request, Path]]:
     Raises:
         ConfigError: the request is invalid, the folder belongs to another run, or has links where runs write.
     """
+    if request.auto_resume:
+        request = _to_resume_or_begin(request)
     if request.resume == "":
         named = with_settings(load_recipe(request.recipe or "tiny"), request.settings)
         request = replace(request, resume=str(newest_folder(named.name)))
@@ -184,10 +190,28 @@ def opened_run_folder(request: Request) -> Iterator[tuple[Request, Path]]:
                 folder.rmdir()
 
 
+def _to_resume_or_begin(request: Request) -> Request:
+    """Returns the request of a launcher that starts the same command again and again, once it is known which it is."""
+    config, _ = resolve(request)
+    if request.resume is not None or not config.output.folder:
+        raise ConfigError(
+            "--auto-resume needs to know the folder of the run"
+            if request.resume is None
+            else "--auto-resume and --resume exclude each other",
+            where="--auto-resume",
+            fix="name the folder with --out, and leave out --resume",
+        )
+    folder = Path(config.output.folder).expanduser()
+    return replace(request, resume=str(folder)) if Store(folder / CHECKPOINTS).checkpoints() else request
+
+
 def resolve(request: Request) -> tuple[Config, dict[str, Any]]:
-    """Returns the config of a request, and its recipe and settings; a resumed run keeps those that it had."""
+    """Returns the config of a request, and its recipe and settings; a resumed run keeps those that it had.
+
+    A run that was started again by its launcher has them from the command, which is the same every time.
+    """
     recipe, settings = request.recipe, list(request.settings)
-    if request.resume:
+    if request.resume and not request.auto_resume:
         path = Path(request.resume) / CONFIG
         try:
             before = json.loads(path.read_text())
