@@ -68,6 +68,11 @@ def add_train(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="profile N steps (default: 3), and write their trace and its picture",
     )
+    parser.add_argument(
+        "--auto-resume",
+        action="store_true",
+        help="continue the run in --out if it has a checkpoint, else begin it: for launchers that restart",
+    )
     parser.add_argument("--stop-after", type=int, metavar="STEP", help="save and stop there, as SIGTERM does")
     parser.add_argument(
         "--out", metavar="FOLDER", help="the run's folder, short for --set output.folder=FOLDER"
@@ -94,6 +99,7 @@ def request_of(options: argparse.Namespace) -> Request:
         ranks=options.ranks,
         device=options.device,
         resume=options.resume,
+        auto_resume=options.auto_resume,
         stop_after=options.stop_after,
         show="quiet" if options.quiet else "json" if options.json else None,
         config=config,

@@ -45,6 +45,7 @@ from shardwise.train.failures import (
     with_crash_stack,
 )
 from shardwise.train.records import counted
+from shardwise.train.rendezvous import store_of_torchrun
 from shardwise.train.run_folder import CHECKPOINTS, LOGS
 
 __all__ = [
@@ -163,13 +164,14 @@ def joined_process_group(
             )
         device = torch.device("cuda", assigned.local_rank)
         torch.cuda.set_device(device)
-    init = rendezvous or f"tcp://{assigned.address}:{assigned.port}"
-    if rendezvous is None and "TORCHELASTIC_RUN_ID" in os.environ:
-        init = "env://"  # torchrun already runs a store there
     try:
+        if rendezvous is None and "TORCHELASTIC_RUN_ID" in os.environ:
+            where_to_meet: dict[str, Any] = {"store": store_of_torchrun(_GROUP_TIMEOUT)}
+        else:
+            where_to_meet = {"init_method": rendezvous or f"tcp://{assigned.address}:{assigned.port}"}
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo",
-            init_method=init,
+            **where_to_meet,
             rank=assigned.rank,
             world_size=assigned.world_size,
             timeout=_GROUP_TIMEOUT,

@@ -15,12 +15,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from shardwise.checkpoint.store import Store
 from shardwise.errors import ConfigError
 from shardwise.train.config import Config, with_settings
 from shardwise.train.config_file import ConfigFile, read_config_file
 from shardwise.train.recipes import RECIPES, load_recipe
 from shardwise.train.records import CONFIG
-from shardwise.train.run_folder import newest_folder
+from shardwise.train.run_folder import CHECKPOINTS, newest_folder
 
 __all__ = ["Request", "Resolved", "find_run_to_resume", "resolve"]
 
@@ -37,6 +38,8 @@ class Request:
     device: str = "auto"
     resume: str | None = None
     """A run's folder; empty: the newest run of the recipe's name; None: a new run."""
+    auto_resume: bool = False
+    """Continues the run in ``output.folder`` if it has a checkpoint, and begins it otherwise."""
     stop_after: int | None = None
     show: str | None = None
     """Replaces ``output.show`` this time only; it is not saved with the run."""
@@ -70,6 +73,8 @@ class Resolved:
 def resolve(request: Request) -> Resolved:
     """Returns the settings of a request, checked; a resumed run keeps those that it had.
 
+    A run that its launcher started again has them from the command, which is the same every time.
+
     Raises:
         ConfigError: there is no such recipe, setting, file or run, or code would run that the request does not name.
     """
@@ -77,7 +82,8 @@ def resolve(request: Request) -> Resolved:
     recipe = request.recipe or _recipe_of(file, request)
     kept: list[str] = []
     before = _record_of_run(request, recipe) if request.resume else {}
-    known = None if before.get("recipe") is None else str(before["recipe"])
+    keeps = before if not request.auto_resume else {}
+    known = None if keeps.get("recipe") is None else str(keeps["recipe"])
     if recipe is None and known is not None and known not in RECIPES:
         raise ConfigError(
             f"the run uses a recipe of your own, '{known}'",
@@ -85,8 +91,8 @@ def resolve(request: Request) -> Resolved:
             fix=f"name it again: shardwise train {shlex.quote(str(known))} --resume {request.resume}",
         )
     recipe = recipe or known or "tiny"
-    if recipe == known and isinstance(before.get("settings"), list):
-        kept = [str(setting) for setting in before["settings"]]
+    if recipe == known and isinstance(keeps.get("settings"), list):
+        kept = [str(setting) for setting in keeps["settings"]]
     given = [*file.settings, *request.settings]
     _refuse_optimizer_named_by(kept, given, f"--resume {request.resume}")
     _refuse_optimizer_named_by(file.settings, request.settings, str(request.config))
@@ -117,11 +123,30 @@ def _settings_of_earlier_versions(before: dict[str, Any]) -> list[str]:
 
 
 def find_run_to_resume(request: Request) -> Request:
-    """Returns the request with the folder to resume, if it asks for the newest run."""
+    """Returns the request with the folder to resume, if it asks for the newest run or for one that may exist."""
+    if request.auto_resume:
+        return _to_resume_or_begin(request)
     if request.resume != "":
         return request
     name = resolve(replace(request, resume=None)).config.name
     return replace(request, resume=str(newest_folder(name)))
+
+
+def _to_resume_or_begin(request: Request) -> Request:
+    """Returns the request of a launcher that starts the same command again and again, once it is known which it is."""
+    if request.resume is not None:
+        raise ConfigError(
+            "--auto-resume and --resume exclude each other", where="--auto-resume", fix="leave out --resume"
+        )
+    name = resolve(request).config.output.folder
+    if not name:
+        raise ConfigError(
+            "--auto-resume needs to know the folder of the run",
+            where="--auto-resume",
+            fix="name the folder with --out",
+        )
+    folder = Path(name).expanduser()
+    return replace(request, resume=str(folder)) if Store(folder / CHECKPOINTS).checkpoints() else request
 
 
 def _recipe_of(file: ConfigFile, request: Request) -> str | None:

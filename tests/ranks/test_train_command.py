@@ -225,6 +225,20 @@ def test_the_newest_run_resumes_with_its_own_settings(tmp_path, given_one_rank, 
     assert [json.loads(line)["step"] for line in (made / "metrics.jsonl").read_text().splitlines()] == [1, 2]
 
 
+def test_the_same_command_begins_a_run_and_continues_it(tmp_path, given_one_rank, capsys):
+    tiny = [*SMALL, "--set", "train.batch_size=2", "--set", "train.steps=3", "--device", "cpu"]
+    again = ["train", "tiny", *tiny, "--auto-resume", "--out", str(tmp_path / "run")]
+    for stop_after, ended in (("1", "stopped at step 1"), ("2", "stopped at step 2"), ("3", "finished at step 3")):
+        assert main([*again, "--stop-after", stop_after]) == 0
+        assert ended in capsys.readouterr().out
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert len(config["settings"]) == len(set(config["settings"]))
+    # A launcher may start it once more.
+    assert main(again) == 0
+    assert main(again[:-2]) == 1
+    assert "--auto-resume needs to know the folder" in capsys.readouterr().err
+
+
 def test_a_recipe_that_only_a_runs_folder_names_is_not_run(tmp_path, capsys):
     planted = tmp_path / "planted.py"
     planted.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\ndef recipe(): ...\n")

@@ -1,0 +1,222 @@
+"""Two hosts train under torchrun as two nodes; processes, hosts and the cable between them fail, and the job goes on
+from its last checkpoint by itself. The hosts are network namespaces of this machine, which takes root.
+
+    sudo .venv/bin/python -m tests.soak.two_hosts [--only workers,node] [--result result.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.ranks.test_guides import blocks_of
+from tests.soak.hosts import REPOSITORY, Host, two_hosts, wait_until
+
+STEPS, SAVED, PAUSED_AT = 40, 10, 25
+GUIDE = REPOSITORY / "docs" / "guides" / "many_machines.md"
+SIZES = ("layers=2", "width=32", "hidden=48", "context=32")
+SETTINGS = [
+    *(f"model.{size}" for size in SIZES),
+    *("train.batch_size=4", f"train.steps={STEPS}", f"checkpoint.every={SAVED}", "sharding.mode=hybrid"),
+]
+TRAIN = [
+    *("shardwise", "train", "tiny", "--device", "cpu", "--auto-resume", "--out", "run"),
+    *(word for setting in SETTINGS for word in ("--set", setting)),
+]
+Nodes = list[subprocess.Popen[bytes]]
+
+
+@dataclass
+class Job:
+    """A program on two hosts, in a folder that both see; one rank of one host pauses in the middle."""
+
+    hosts: tuple[Host, Host]
+    folder: Path
+    program: list[str]
+    """The module or file, and its arguments."""
+    nodes: str = "2"
+    pauses_on: int = 1
+    """Which host's rank pauses: the one that something happens to."""
+    agents: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    def start(self, *numbers: int) -> None:
+        """Starts torchrun on these hosts, all with the same command."""
+        for number in numbers:
+            host = self.hosts[number]
+            command = [
+                *(sys.executable, "-m", "torch.distributed.run"),
+                *("--nnodes", self.nodes, "--nproc-per-node", "1", "--max-restarts", "3"),
+                *("--rdzv-backend", "c10d", "--rdzv-id", "job"),
+                *("--rdzv-endpoint", f"{self.hosts[0].address}:29500", "--local-addr", host.address),
+                *("-m", "tests.soak.pausing", *self.program),
+            ]
+            environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if self.program == ["train.py"] else {}
+            if number == self.pauses_on:
+                environment.update(PAUSED=str(self.paused), PAUSE_AT=str(PAUSED_AT))
+            # The folder is the file system that both hosts see.
+            here = ["env", "--chdir", str(self.folder)]
+            self.agents[number] = host.start([*here, *command], self.log(number), environment)
+
+    @property
+    def paused(self) -> Path:
+        return self.folder / "paused"
+
+    def log(self, number: int) -> Path:
+        return self.folder / f"node{number + 1}.log"
+
+    def said(self) -> str:
+        return "\n".join(self.log(number).read_text(errors="replace") for number in sorted(self.agents))
+
+    def wait_until_paused(self) -> None:
+        """Returns in the middle of the run, when a checkpoint is on disk."""
+        wait_until(lambda: self.paused.exists() or self._failed(), "the rank that pauses")
+        wait_until(lambda: self.checkpoints() or self._failed(), "a checkpoint")
+        assert not self._failed(), self.said()
+
+    def _failed(self) -> bool:
+        return any(agent.poll() for agent in self.agents.values())
+
+    def checkpoints(self) -> list[str]:
+        return sorted(path.name for path in self.folder.glob("**/checkpoints/step-*"))
+
+    def wait(self) -> None:
+        """Waits for the job's end, which must be a good one."""
+        for agent in self.agents.values():
+            wait_until(lambda agent=agent: agent.poll() is not None, f"the end of the job\n{self.said()}")
+        assert not self._failed(), self.said()
+
+
+# --- what happens -----------------------------------------------------------------------------------------------------
+
+
+def nothing(job: Job) -> None:
+    """Nothing happens."""
+    job.pauses_on = -1
+    job.start(0, 1)
+
+
+def workers(job: Job) -> None:
+    """The processes that train on one host are killed; its launcher is not."""
+    job.start(0, 1)
+    job.wait_until_paused()
+    assert job.hosts[1].kill(only="LOCAL_RANK=")
+
+
+def node(job: Job) -> None:
+    """Every process of a host is killed, and later the host is back, with the same command."""
+    job.start(0, 1)
+    job.wait_until_paused()
+    job.hosts[1].kill()
+    job.agents[1].wait()
+    job.start(1)
+
+
+def first_node(job: Job) -> None:
+    """Every process of the host that holds the rendezvous is killed: both must be started again."""
+    job.pauses_on = 0
+    job.start(0, 1)
+    job.wait_until_paused()
+    job.hosts[0].kill()
+    job.agents[0].wait()
+    wait_until(lambda: job.agents[1].poll() is not None, "the other host to give up", 600)
+    assert job.agents[1].returncode != 0
+    job.start(0, 1)
+
+
+def node_for_good(job: Job) -> None:
+    """Every process of a host is killed, and the host does not come back: the other goes on alone."""
+    job.nodes = "1:2"
+    job.start(0, 1)
+    job.wait_until_paused()
+    job.hosts[1].kill()
+    job.agents.pop(1).wait()
+
+
+def cable(job: Job) -> None:
+    """The cable is pulled out; nobody is killed. Later it is plugged in, and the host that had given up is back."""
+    job.start(0, 1)
+    job.wait_until_paused()
+    job.hosts[1].plug(connected=False)
+    pulled = time.monotonic()
+    wait_until(lambda: "Error" in job.log(0).read_text(errors="replace"), "the other host to notice", 900)
+    print(f"noticed after {time.monotonic() - pulled:.0f} s", file=sys.stderr)
+    wait_until(lambda: job.agents[1].poll() is not None, "the host without a cable to give up", 900)
+    job.hosts[1].plug(connected=True)
+    job.start(1)
+
+
+HAPPENINGS: dict[str, Callable[[Job], None]] = {
+    name.__name__: name for name in (nothing, workers, node, first_node, node_for_good, cable)
+}
+
+
+# --- what must come of it ---------------------------------------------------------------------------------------------
+
+
+def run(hosts: tuple[Host, Host], folder: Path, happening: str, program: str) -> dict[str, object]:
+    """Runs a program to its end, whatever happens to it, and returns what it left."""
+    folder.mkdir()
+    (own,) = [block for block in blocks_of(GUIDE) if block.text.startswith("# train.py")]
+    (folder / "train.py").write_text(own.text)
+    job = Job(hosts, folder, TRAIN if program == "shardwise train" else ["train.py"])
+    begun = time.monotonic()
+    HAPPENINGS[happening](job)
+    job.wait()
+    assert happening == "nothing" or job.paused.exists()
+    metrics = folder / "run" / "metrics.jsonl"
+    lines = metrics.read_text().splitlines() if metrics.exists() else []
+    return {
+        "checkpoints": job.checkpoints(),
+        "resumed": re.findall(r"resumed (step-\d+)", job.said()),
+        "steps": [json.loads(line)["step"] for line in lines],
+        "losses": [json.loads(line)["loss"] for line in lines],
+        "seconds": round(time.monotonic() - begun, 1),
+    }
+
+
+def check(found: dict[str, object], expected: dict[str, object], happening: str) -> dict[str, object]:
+    """Compares a run with the one that nothing happened to."""
+    assert found["checkpoints"] == expected["checkpoints"], (found, expected)
+    assert found["steps"] == expected["steps"], found["steps"]
+    # On one host fewer, gradients are summed in another order.
+    same = found["losses"] == expected["losses"]
+    assert same or happening == "node_for_good", (found["losses"], expected["losses"])
+    return {"resumed": found["resumed"], "same_losses": same, "seconds": found["seconds"]}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", default=",".join(name for name in HAPPENINGS if name != "nothing"))
+    parser.add_argument("--programs", default="shardwise train,a program of one's own")
+    parser.add_argument("--result", type=Path)
+    parser.add_argument("--folder", type=Path, help="keeps what the runs leave")
+    options = parser.parse_args()
+    entries: dict[str, object] = {}
+    with tempfile.TemporaryDirectory() as temporary, two_hosts() as hosts:
+        parent = options.folder or Path(temporary)
+        parent.mkdir(exist_ok=True)
+        for program in options.programs.split(","):
+            place = parent / program.replace(" ", "-")
+            place.mkdir()
+            expected = run(hosts, place / "nothing", "nothing", program)
+            assert len(expected["checkpoints"]) > 1, expected
+            for happening in options.only.split(","):
+                found = run(hosts, place / happening, happening, program)
+                entries[f"{program}: {happening}"] = check(found, expected, happening)
+                print(json.dumps({f"{program}: {happening}": entries[f"{program}: {happening}"]}), flush=True)
+    result = {"nodes": 2, "ranks": 2, "steps": STEPS, "saved_every": SAVED, "happenings": entries}
+    if options.result:
+        options.result.write_text(json.dumps(result, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
