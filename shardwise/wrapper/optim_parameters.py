@@ -65,6 +65,8 @@ class OptimParameters:
         for unit in self.units:
             for number, line in enumerate(flat_form(unit).lines):
                 for slots in slots_by_parameter(line):
+                    if slots[0] not in self.slot_names:
+                        continue  # its names have been tied to another parameter
                     sharded = slots[0].sharded
                     own = [self.slot_names[slot] for slot in slots]
                     shown = shown_names.get(id(sharded), own[0])

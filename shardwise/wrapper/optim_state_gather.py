@@ -257,8 +257,10 @@ def _gather_states(
     reports: dict[GroupCollectives, list[_RankReport]],
 ) -> dict[str, State]:
     stepped = {slot: entry.param for group in groups for entry in group for slot in entry.slots or ()}
+    names = optim_params.slot_names
     agreed = {
-        slot: _agreed(unit, index, optim_params.slot_names[slot], reports[unit.mesh.shard])
+        # Without a name, because that has been tied to another parameter, nothing steps it.
+        slot: _agreed(unit, index, names[slot], reports[unit.mesh.shard]) if slot in names else {}
         for unit in optim_params.units
         for index, slot in enumerate(flat_slots(unit))
     }
@@ -272,7 +274,7 @@ def _gather_states(
         own_states = {slot: contents.state_of(stepped[slot]) for slot in flat_slots(unit) if slot in stepped}
         for slot, values in _gather_unit(unit, agreed, own_states, kind).items():
             if values:
-                state[optim_params.slot_names[slot]] = values
+                state[names[slot]] = values
     return state
 
 

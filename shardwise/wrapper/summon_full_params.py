@@ -192,8 +192,9 @@ def check_has_full_parameters(unit: Unit) -> None:
 def _raise_at_lost_gradients(unit: Unit, writeback: bool) -> None:
     """Makes backward raise at full parameters whose gradients would not be written back."""
     for slot in flat_slots(unit):
-        place = slot.places[0]
-        param = place.params[place.name]
+        if not slot.places:
+            continue  # its names have been tied to another parameter
+        param = slot.places[0].params[slot.places[0].name]
         if param is None or param is slot.sharded or not param.requires_grad or param.is_inference():
             continue
         if param.grad is None or not writeback:

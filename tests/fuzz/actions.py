@@ -152,13 +152,15 @@ def draw_step(dice: Dice, context: Context, number: int, holds: bool = False) ->
     # An optimizer step with stashed gradients is refused; mostly another micro-batch follows.
     is_last = syncs and all_reduces
     keeps = not is_last and "zero_held" in without
+    # A wrapper cannot tell that a parameter was used on no rank from one that has no elements here: its dtype counts.
+    counts_unused = context.settings.api == "wrapper" and "single" in context.kinds
     step = Step(
         syncs=syncs,
         all_reduces=all_reduces,
         backward=backward,
         input_needs_grad=dice.chance(25),
         fails=fails,
-        clips="clip" not in without and is_last and dice.chance(10),
+        clips="clip" not in without and is_last and dice.chance(10) and not counts_unused,
         steps=is_last and dice.chance(85),
         zeroes=""
         if keeps
@@ -679,7 +681,9 @@ WRITE: dict[str, Callable[..., list[str]]] = {
     "freeze": lambda context, path: [f"{at(path)}.requires_grad_(False)"],
     "thaw": lambda context, path: [f"{at(path)}.requires_grad_(True)"],
     "freeze_module": lambda context, path, on: [f"{at(path)}.requires_grad_({on})"],
-    "tie": lambda context, one, other: rebuilt([f"{at(other)} = {at(one)}"], context),
+    "tie": lambda context, one, other: rebuilt(
+        [write_set(context, other.rpartition(".")[0], other.rpartition(".")[2], at(one))], context
+    ),
     "replace": lambda context, path: rebuilt(
         [f"{at(path)} = nn.Parameter({at(path)}.detach() * 0.5)"], context
     ),

@@ -9,6 +9,7 @@ from tests.fuzz.actions import Action, Context, Step, at
 from tests.fuzz.dice import Dice
 from tests.fuzz.models import Architect, Block, written
 from tests.fuzz.settings import (
+    NOT_OF_FLAT_PARAMETERS,
     NOT_OF_WRAPPERS,
     NOT_OF_ZERO,
     Settings,
@@ -41,7 +42,7 @@ def draw(seed: int, without: frozenset[str] = frozenset()) -> Program:
     without = without | {"fully_shard": frozenset(), "wrapper": NOT_OF_WRAPPERS, "zero": NOT_OF_ZERO}[api]
     settings = draw_settings(dice.split(1), api, without)
     if not settings.use_orig_params:
-        without = without | {"freeze", "thaw", "freeze_module"}
+        without = without | NOT_OF_FLAT_PARAMETERS
     if settings.param_dtype:
         # The oracle casts a unit's parameters around its call. It does not model recomputation, state of another dtype,
         # or a list whose tensors are cast for the module but not for its caller.

@@ -62,20 +62,9 @@ _ENGINE_ONLY = frozenset(
     {"columns", "after_gradient", "groups", "unshard", "reshard", "setting", "prefetch", "no_root"}
 )
 _NOT_MODELLED = frozenset({"precision", "flat", "ema"})
-NOT_OF_WRAPPERS = (
-    _ENGINE_ONLY
-    | _NOT_MODELLED
-    | {
-        "keep_gradients",
-        "scale_gradients",
-        "func",
-        "set_data",
-        "tie_after",
-        "replace",
-        "mixed_dtypes",
-        "assign",
-    }
-)
+NOT_OF_WRAPPERS = _ENGINE_ONLY | _NOT_MODELLED | {"keep_gradients", "replace", "assign"}
+# What needs parameters under their own names.
+NOT_OF_FLAT_PARAMETERS = frozenset({"freeze", "thaw", "freeze_module", "tie_after", "set_data"})
 NOT_OF_ZERO = _ENGINE_ONLY | _NOT_MODELLED | {"hybrid", "offload", "deepcopy", "no_sync", "clip"}
 
 

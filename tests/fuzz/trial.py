@@ -48,7 +48,10 @@ REFUSALS: tuple[tuple[str, str], ...] = (
         "a write to parameters gathered in another dtype",
         "was written to while it was gathered, which its shard of",
     ),
-    ("several names with different parameters", "has several names, and they were given different parameters"),
+    (
+        "several names with different parameters",
+        "has several names, and they were given different parameters",
+    ),
     ("a parameter replaced while it is gathered", "while it was gathered, and the replacement would be lost"),
     (
         "a parameter replaced while sums wait for the replicas",

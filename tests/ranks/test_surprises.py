@@ -405,6 +405,35 @@ def test_weights_tied_after_sharding_get_both_gradients(when, sharding):
     twice(ties_later(when), sharding)
 
 
+def test_weights_of_a_wrapper_that_were_tied_later_are_summoned_and_saved_with_their_state():
+    def on_a_rank():
+        plain, model = seeded(seeded(Tied())), wrap_children(seeded(seeded(Tied())))
+        results = []
+        for each in (plain, model):
+            getattr(each.head, "module", each.head).weight = each.emb.weight
+            optimizer = torch.optim.SGD(each.parameters(), lr=0.5, momentum=0.5)
+            for _ in range(3):
+                each(torch.arange(4)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            results.append((each, optimizer))
+        # The optimizer of a plain model counts its parameters.
+        momenta = [state["momentum_buffer"] for state in results[0][1].state.values()]
+        saved = FullyShardedDataParallel.optim_state_dict(model, optimizer)
+        assert [*saved["state"]] == ["emb.weight", "middle.weight", "middle.bias"]
+        for own, wanted in zip(saved["state"].values(), momenta, strict=True):
+            assert torch.equal(own["momentum_buffer"], wanted)
+        optimizer.load_state_dict(FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, saved))
+        with FullyShardedDataParallel.summon_full_params(model):
+            assert model.head.weight is model.emb.weight
+            assert torch.equal(model.head.weight, plain.head.weight)
+        state = model.state_dict()
+        assert torch.equal(state["head.weight"], plain.head.weight)
+        assert torch.equal(state["emb.weight"], plain.emb.weight)
+
+    run_ranks(on_a_rank, 2)
+
+
 def test_a_unit_that_was_tied_to_another_is_laid_out_once_and_not_in_every_forward():
     def on_a_rank():
         model = fully_shard(seeded(Tied()))

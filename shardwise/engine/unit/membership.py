@@ -195,8 +195,8 @@ def adopt_found(slots: list[Slot], unit: str, rank: int) -> None:
             raise StateError(
                 f"parameter '{slot.name}' has several names, and they were given different parameters",
                 where=f"unit '{unit}', rank {rank}",
-                fix="give all of them the same one, write values with copy_() or load_state_dict(assign=False), or untie "
-                "them before the model is sharded",
+                fix="give all of them the same one, write values with copy_() or load_state_dict(assign=False), or "
+                "untie them before the model is sharded",
             )
         if param is None or not slot.fits(param):
             raise StateError(
