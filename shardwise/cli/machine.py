@@ -96,16 +96,32 @@ def _doctor(options: argparse.Namespace) -> int:
 def add_trace(parser: argparse.ArgumentParser) -> None:
     describe(
         parser,
-        "Show what ranks did last, from the files that they left when they failed.",
+        "Show what ranks did last, from the files that they left when they failed; or draw a step as a page, from a "
+        "trace of Recorder.save_chrome or torch.profiler. Several are drawn over each other.",
         "shardwise trace shardwise-failure-rank0-1234.json",
+        "shardwise trace step.json --html step.html",
+        "shardwise trace predicted.json measured.json --html both.html",
     )
     parser.add_argument(
-        "files", nargs="+", metavar="file", help="shardwise-failure-rank0-….json, as the error named it"
+        "files",
+        nargs="+",
+        metavar="file",
+        help="shardwise-failure-rank0-….json, as the error named it; or a trace",
+    )
+    parser.add_argument(
+        "--html", metavar="page", help="draw the files, which are traces, as a page for a browser"
     )
     parser.set_defaults(run=_trace)
 
 
 def _trace(options: argparse.Namespace) -> int:
+    if options.html is not None:
+        from shardwise.forecast.measured import read_timeline
+        from shardwise.forecast.page import write_page
+
+        written = write_page(options.html, [read_timeline(file) for file in options.files])
+        print(f"drawn: {written}")
+        return 0
     from shardwise.trace import read_failure
 
     print("\n\n".join(read_failure(file).text() for file in options.files))
