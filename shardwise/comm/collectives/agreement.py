@@ -30,6 +30,8 @@ def check_same_model(lines: Sequence[str], calls: GroupCollectives, device: torc
 
     Each line describes one parameter; the message names the first that differs, and which ranks hold what.
     """
+    if calls.is_dry:
+        return
     text = "\n".join(lines).encode()
     if not calls.channel.carries_data:
         # On the host: NCCL connects ranks in their first collective, and a wait for a missing rank there never ends.
