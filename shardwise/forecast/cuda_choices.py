@@ -10,43 +10,53 @@ A matrix product, a convolution or a softmax is the same call on both.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from shardwise.forecast.recording import TapeRecorder
 from shardwise.forecast.tape import Op
+from shardwise.torch_internals import replaced_functions
 
 _HALF = (torch.bfloat16, torch.float16)
 # The widest head that flash attention takes.
 _WIDEST_HEAD = 256
 
 
-class CudaChoices(TorchFunctionMode):
-    """Replaces such calls on meta tensors by what CUDA would run."""
+@contextmanager
+def choosing_as_cuda(recorder: TapeRecorder) -> Iterator[None]:
+    """Within it, these functions of ``torch.nn.functional`` do on meta tensors what CUDA would."""
+    attention, rms_norm, dropout = (
+        functional.scaled_dot_product_attention,
+        functional.rms_norm,
+        functional.dropout,
+    )
 
-    def __init__(self, recorder: TapeRecorder) -> None:
-        super().__init__()
-        self._recorder = recorder
+    def chosen_attention(query: Any, *args: Any, **kwargs: Any) -> Any:
+        return (_attention if query.is_meta else attention)(query, *args, **kwargs)
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is functional.scaled_dot_product_attention:
-            return _attention(*args, **kwargs)
-        if func is functional.rms_norm:
-            return self._rms_norm(*args, **kwargs)
-        if func is functional.dropout:
-            return _dropout(*args, **kwargs)
-        return func(*args, **kwargs)
-
-    def _rms_norm(
-        self, input: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None
+    def chosen_rms_norm(
+        input: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None
     ) -> Any:
-        if weight is not None and weight.dtype != input.dtype:
-            return functional.rms_norm(input, normalized_shape, weight, eps)
-        return _RmsNorm.apply(input, len(normalized_shape), weight, self._recorder)
+        if not input.is_meta or (weight is not None and weight.dtype != input.dtype):
+            return rms_norm(input, normalized_shape, weight, eps)
+        return _RmsNorm.apply(input, len(normalized_shape), weight, recorder)
+
+    def chosen_dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+        if not input.is_meta or inplace or not training or not 0.0 < p < 1.0:
+            return dropout(input, p, training, inplace)
+        return torch.native_dropout(input, p, True)[0]
+
+    with replaced_functions(
+        functional,
+        scaled_dot_product_attention=chosen_attention,
+        rms_norm=chosen_rms_norm,
+        dropout=chosen_dropout,
+    ):
+        yield
 
 
 def _attention(
@@ -76,7 +86,7 @@ def _attention(
         return torch.ops.aten._scaled_dot_product_efficient_attention(
             query, key, value, mask, needs_lse, dropout_p, is_causal, scale=scale
         )[0]
-    return functional.scaled_dot_product_attention(
+    return torch.ops.aten.scaled_dot_product_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
 
@@ -88,12 +98,6 @@ def _as_bias(mask: Any, query: Any, key: Any) -> Any:
     if mask.dtype == torch.bool:
         mask = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill(~mask, float("-inf"))
     return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-
-
-def _dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-    if inplace or not training or not 0.0 < p < 1.0:
-        return functional.dropout(input, p, training, inplace)
-    return torch.native_dropout(input, p, True)[0]
 
 
 class _RmsNorm(torch.autograd.Function):

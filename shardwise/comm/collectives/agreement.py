@@ -30,8 +30,6 @@ def check_same_model(lines: Sequence[str], calls: GroupCollectives, device: torc
 
     Each line describes one parameter; the message names the first that differs, and which ranks hold what.
     """
-    if calls.is_dry:
-        return
     text = "\n".join(lines).encode()
     if not calls.channel.carries_data:
         # On the host: NCCL connects ranks in their first collective, and a wait for a missing rank there never ends.
@@ -65,6 +63,8 @@ def gather_bytes(
     own: bytes, calls: GroupCollectives, device: torch.device, code: int = _COMPARE
 ) -> list[bytes]:
     """Returns every rank's bytes, all of the same length, in rank order; ``code`` is its event in the log."""
+    if calls.is_dry:
+        return [own] * calls.world
     sent = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(device)
     received = torch.empty(len(own) * calls.world, dtype=torch.uint8, device=device)
     calls.issue_all_gather(received, sent, code).wait()
