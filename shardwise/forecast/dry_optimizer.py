@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from shardwise.engine.unit.unit import Unit
 from shardwise.forecast.recording import TapeRecorder
 from shardwise.forecast.tape import OPTIMIZER, Allocate, Free, Op
@@ -15,20 +17,37 @@ _STATES = {"adamw": 2, "adamw-foreach": 2, "sgd": 1}
 class DryOptimizer:
     """Steps all shards of a rank."""
 
-    def __init__(self, name: str | None, units: Sequence[Unit], recorder: TapeRecorder) -> None:
-        self.units = list(units)
+    def __init__(
+        self,
+        name: str | None,
+        units: Sequence[Unit],
+        whole: Sequence[torch.nn.Parameter],
+        recorder: TapeRecorder,
+    ) -> None:
+        self._units = list(units)
+        self._whole = list(whole)
         self._name = name
         self._recorder = recorder
         self._has_state = False
+
+    def zero_grad(self) -> None:
+        for unit in self._units:
+            for slot in unit.slots:
+                slot.sharded.grad = None
+        for param in self._whole:
+            param.grad = None
 
     def step(self) -> None:
         if self._name is None:
             return
         shards = [
             (slot.local.numel(), slot.stored_dtype.itemsize, unit.is_offloaded)
-            for unit in self.units
+            for unit in self._units
             for slot in unit.slots
             if slot.sharded.requires_grad
+        ]
+        shards += [
+            (param.numel(), param.dtype.itemsize, False) for param in self._whole if param.requires_grad
         ]
         states = _STATES[self._name]
         recorder = self._recorder

@@ -87,6 +87,7 @@ def play_memory(tape: Sequence[Entry], workspaces: Sequence[int], limit: int | N
                 allocator.free(block)
         elif kind is Mark:
             phase, unit, idle = _next_place(entry, phase, unit, idle, allocator.allocated)
+            by_phase[phase] = max(by_phase[phase], allocator.allocated)
     return MemoryForecast(
         most,
         allocator.most_reserved,

@@ -72,7 +72,7 @@ def rehearse(job: Job, settings: Settings, ranks: int, num_steps: int = 2) -> Re
         sharded = _sharded(model, settings, mesh)
         recorder.tape.clear()
         units = all_units(sharded)
-        if not units:
+        if not units and settings.api != "none":
             raise ConfigError(
                 "the function that shards the model has made no units",
                 where="shardwise.plan(shard=...)",
@@ -84,7 +84,10 @@ def rehearse(job: Job, settings: Settings, ranks: int, num_steps: int = 2) -> Re
                 recorder.hold(unit.buffers.shards.nbytes, SHARDS)
         for buffer in sharded.buffers():
             recorder.hold(buffer.nbytes, INPUTS)
-        optimizer = DryOptimizer(settings.optimizer, units, recorder)
+        params = list(sharded.parameters()) if settings.api == "none" else []
+        for param in params:
+            recorder.hold(param.nbytes, SHARDS)
+        optimizer = DryOptimizer(settings.optimizer, units, params, recorder)
         starts = []
         for _ in range(num_steps):
             starts.append(len(recorder.tape))
@@ -95,7 +98,7 @@ def rehearse(job: Job, settings: Settings, ranks: int, num_steps: int = 2) -> Re
             starts,
             [unit.name for unit in units],
             num_params,
-            sum(unit.buffers.shards.nbytes for unit in units),
+            sum(unit.buffers.shards.nbytes for unit in units) + sum(param.nbytes for param in params),
             events.of(),
         )
 
@@ -127,9 +130,7 @@ def _step(
     recorder.begin_phase("optimizer")
     optimizer.step()
     recorder.begin_phase("after")
-    for unit in optimizer.units:
-        for slot in unit.slots:
-            slot.sharded.grad = None
+    optimizer.zero_grad()
 
 
 def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -225,6 +226,8 @@ def _sharded(model: nn.Module, settings: Settings, mesh: Any) -> Any:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
     if settings.api == "wrapper":
         return _wrapped(model, settings, mesh, blocks)
+    if settings.api == "none":
+        return model
     offload = CPUOffloadPolicy(pin_memory=False) if settings.offload else OffloadPolicy()
     sharded: Any = fully_shard(
         model,

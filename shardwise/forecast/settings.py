@@ -32,7 +32,8 @@ class Settings:
     """Forwards and backwards a step; every backward reduces."""
     forward_prefetch: int = 0
     """How many units ahead forward gathers."""
-    api: Literal["fully_shard", "wrapper"] = "fully_shard"
+    api: Literal["fully_shard", "wrapper", "none"] = "fully_shard"
+    """none: the model whole on every rank, without communication."""
     optimizer: str | None = "adamw"
     """adamw (fused), adamw-foreach, sgd, or None for forward and backward alone."""
     shard: Callable[[nn.Module, Any], Any] | None = None
