@@ -62,14 +62,27 @@ def _run(options: argparse.Namespace) -> int:
 def add_doctor(parser: argparse.ArgumentParser) -> None:
     describe(
         parser,
-        "Check this machine: versions, devices, disk, and whether ranks can communicate.",
+        "Check this machine: versions, devices, disk, and whether ranks can communicate. Or measure what work costs "
+        "here: matrix products, memory, calls and collectives, for shardwise plan --device.",
         "shardwise doctor",
+        "shardwise doctor --measure mine.json",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object per line")
+    parser.add_argument(
+        "--measure",
+        metavar="file",
+        help="measure this machine's prices, in about a minute, and write a device file",
+    )
+    parser.add_argument(
+        "--ranks", type=int, help="ranks that measure at once (default: one per GPU, or 2 on a CPU)"
+    )
+    parser.add_argument("--cpu", action="store_true", help="measure the CPU, although there is a GPU")
     parser.set_defaults(run=_doctor)
 
 
 def _doctor(options: argparse.Namespace) -> int:
+    if options.measure is not None:
+        return _measure(options)
     from shardwise.train.doctor import examine
 
     marks = {True: "ok", False: "NO", None: "--"}
@@ -88,6 +101,31 @@ def _doctor(options: argparse.Namespace) -> int:
             flush=True,
         )
     return 1 if bad else 0
+
+
+def _measure(options: argparse.Namespace) -> int:
+    from functools import partial
+
+    import torch
+
+    from shardwise.errors import ConfigError
+    from shardwise.forecast.device_files import load_device
+    from shardwise.forecast.measured_device import check_target, measure_device, measured_lines
+    from shardwise.train.launch import run_local_ranks
+
+    is_cuda = torch.cuda.is_available() and not options.cpu
+    ranks = options.ranks or (torch.cuda.device_count() if is_cuda else 2)
+    if ranks < 1 or (is_cuda and ranks > torch.cuda.device_count()):
+        raise ConfigError(
+            f"{ranks} ranks cannot measure here", where="--ranks", fix="pass one per GPU, or --cpu"
+        )
+    check_target(options.measure)
+    work = partial(measure_device, os.path.abspath(options.measure))
+    status = run_local_ranks(work, ranks, "cuda" if is_cuda else "cpu")
+    if status == 0:
+        print("\n".join(measured_lines(load_device(options.measure))))
+        print(f"written: {options.measure}; use it with shardwise plan --device {options.measure}")
+    return status
 
 
 # --- trace --------------------------------------------------------------------------------------------------------
