@@ -121,10 +121,10 @@ def measured_lines(device: Device) -> list[str]:
     """Returns what a measured device file says in short."""
     flops = ", ".join(f"{rate / 1e9:,.0f} GFLOP/s {dtype}" for dtype, rate in device.peak_flops.items())
     within = device.links.within
+    between_two = 1e6 * (within.call_seconds + within.hop_seconds)
     return [
         f"matrix products: up to {flops}",
         f"memory: up to {device.memory_bytes_per_second / 1e9:.1f} GB/s",
         f"an op: {device.host_microseconds['op']:.1f} µs of the host",
-        f"collectives, {within.name}: {1e6 * (within.call_seconds + within.hop_seconds):.0f} µs between two ranks, "
-        + f"{within.bytes_per_second / 1e9:.2f} GB/s",
+        f"collectives: {between_two:.0f} µs between two ranks, {within.bytes_per_second / 1e9:.2f} GB/s, {within.name}",
     ]
