@@ -204,7 +204,12 @@ def answer(question: Question) -> Plan:
     rehearsal = rehearse(question.job, question.settings, question.ranks)
     device = question.device
     memory = play_memory(rehearsal.tape, workspaces_of(device), device.memory_bytes - device.context_bytes)
-    step = time_step(rehearsal.tape[rehearsal.steps[-1] :], device, question.ranks_per_node)
+    step = time_step(
+        rehearsal.tape[rehearsal.steps[-1] :],
+        device,
+        question.ranks_per_node,
+        question.settings.micro_batches,
+    )
     return Plan(question, rehearsal, memory, step)
 
 

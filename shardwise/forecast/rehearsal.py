@@ -33,6 +33,8 @@ from shardwise.planning.memory import SHARDS
 from shardwise.policies import CPUOffloadPolicy, OffloadPolicy
 
 META = torch.device("meta")
+# The first, one like all others, and the last.
+MOST_MICRO_BATCHES = 3
 
 
 @dataclass(frozen=True)
@@ -89,10 +91,13 @@ def rehearse(job: Job, settings: Settings, ranks: int, num_steps: int = 2) -> Re
             recorder.hold(param.nbytes, SHARDS)
         optimizer = DryOptimizer(settings.optimizer, units, params, recorder)
         starts = []
-        for _ in range(num_steps):
+        for number in range(num_steps):
+            is_last = number == num_steps - 1
             starts.append(len(recorder.tape))
             events.clear()
-            _step(job, settings, sharded, optimizer, recorder)
+            # The first step only allocates what stays; more than three micro-batches only repeat the second.
+            micro_batches = min(settings.micro_batches, MOST_MICRO_BATCHES if is_last else 1)
+            _step(job, settings, sharded, optimizer, recorder, micro_batches)
         return Rehearsal(
             recorder.tape,
             starts,
@@ -113,13 +118,18 @@ def all_units(model: nn.Module) -> list[Unit]:
 
 
 def _step(
-    job: Job, settings: Settings, model: Any, optimizer: DryOptimizer, recorder: TapeRecorder
+    job: Job,
+    settings: Settings,
+    model: Any,
+    optimizer: DryOptimizer,
+    recorder: TapeRecorder,
+    micro_batches: int,
 ) -> None:
-    for number in range(settings.micro_batches):
+    for number in range(micro_batches):
         args, kwargs = job.inputs()
         args, kwargs = tree_map(partial(_as_meta, recorder), (args, kwargs))
         if settings.replicas > 1 and hasattr(model, "set_requires_all_reduce"):
-            model.set_requires_all_reduce(number == settings.micro_batches - 1)
+            model.set_requires_all_reduce(number == micro_batches - 1)
         recorder.begin_phase("forward")
         output = _run(model, args, kwargs)
         loss = (job.loss or loss_of)(output)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from shardwise.policies import MixedPrecisionPolicy
+
 if TYPE_CHECKING:
     from shardwise.forecast.plan import Plan
 
@@ -41,6 +43,8 @@ def _head(plan: Plan) -> list[str]:
 
 
 def _short(value: object) -> str:
+    if isinstance(value, MixedPrecisionPolicy):
+        return f"{value.param_dtype}/{value.reduce_dtype}".replace("torch.", "")
     if isinstance(value, type):
         return value.__name__
     if isinstance(value, tuple):
