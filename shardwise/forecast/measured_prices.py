@@ -10,6 +10,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -73,6 +74,7 @@ def lower_quartile(times: Sequence[float]) -> float:
 # --- ops ----------------------------------------------------------------------------------------------------------
 
 _Timed = tuple[float, float]  # flops or bytes, and seconds
+_Input = Any
 
 
 def peaks(clock: Clock, least_seconds: float) -> tuple[dict[str, float], dict[str, list[_Timed]], float]:
@@ -130,16 +132,40 @@ def _merged(one: Sequence[_Timed], other: Sequence[_Timed]) -> list[_Timed]:
     return [(size, (a + b) / 2) for (size, a), (_, b) in zip(one, other, strict=True)]
 
 
-def _sides(device: torch.device) -> Sequence[int]:
-    return (256, 512, 1024, 2048, 4096, 8192) if device.type == "cuda" else (32, 64, 128, 256, 512, 1024)
+class _InTurn:
+    """Runs ops on several inputs in turn and keeps what they return until the next turn.
+
+    As in a training step, inputs are not in the caches, and memory is not what the op before has just given back.
+    """
+
+    def __init__(self, op: Callable[[_Input], object], inputs: Sequence[_Input]) -> None:
+        self._op, self._inputs = op, inputs
+        self._kept: list[object] = []
+
+    def __call__(self) -> None:
+        self._kept = [self._op(each) for each in self._inputs]
+
+    def seconds(self, clock: Clock) -> float:
+        return clock.seconds(self) / len(self._inputs)
 
 
 def _matmuls(clock: Clock, dtype: torch.dtype) -> list[_Timed]:
+    """Products of a linear layer: forward, and gradients of its input and of its weight."""
+    is_cuda = clock.device.type == "cuda"
     found = []
-    for side in _sides(clock.device):
-        a, b = (torch.randn(side, side, device=clock.device).to(dtype) for _ in range(2))
-        out = torch.empty_like(a)
-        found.append((2.0 * side**3, clock.seconds(lambda a=a, b=b, out=out: torch.mm(a, b, out=out))))  # type: ignore[misc]
+    for side in (256, 512, 1024, 2048, 4096, 8192) if is_cuda else (32, 64, 128, 256, 512, 1024):
+        tokens = 2 * side if is_cuda else side // 2
+        layers = [
+            (
+                torch.randn(tokens, side, device=clock.device).to(dtype),
+                torch.randn(side, side, device=clock.device).to(dtype),
+            )
+            for _ in range(4)
+        ]
+        run = _InTurn(
+            lambda layer: (layer[0] @ layer[1].t(), layer[0] @ layer[1], layer[0].t() @ layer[0]), layers
+        )
+        found.append((2.0 * tokens * side**2, run.seconds(clock) / 3))
     return found
 
 
@@ -168,45 +194,46 @@ def _numels(device: torch.device) -> Sequence[int]:
     return [4**power for power in ((8, 10, 12, 13) if device.type == "cuda" else (5, 7, 9, 11, 12))]
 
 
-def _moving(clock: Clock, bytes_an_element: int, make: Callable[[torch.Tensor], Run]) -> list[_Timed]:
+def _moving(clock: Clock, bytes_an_element: int, op: Callable[[torch.Tensor], object]) -> list[_Timed]:
     found = []
     for numel in _numels(clock.device):
-        tensor = torch.rand(numel, device=clock.device)
-        found.append((float(numel * bytes_an_element), clock.seconds(make(tensor))))
+        tensors = [torch.rand(numel, device=clock.device) for _ in range(6)]
+        found.append((float(numel * bytes_an_element), _InTurn(op, tensors).seconds(clock)))
     return found
 
 
 def _elementwise(clock: Clock) -> list[_Timed]:
-    return _moving(clock, 12, lambda tensor: lambda: tensor.mul(tensor))
+    return _moving(clock, 8, lambda tensor: tensor.mul(2.0))
 
 
 def _activations(clock: Clock) -> list[_Timed]:
-    return _moving(clock, 12, lambda tensor: lambda: functional.silu(tensor))
+    return _moving(clock, 8, functional.silu)
 
 
 def _sums(clock: Clock) -> list[_Timed]:
-    return _moving(clock, 8, lambda tensor: lambda: tensor.view(-1, 64).sum(-1))
+    return _moving(clock, 8, lambda tensor: tensor.view(-1, 64).sum(-1))
 
 
 def _softmaxes(clock: Clock) -> list[_Timed]:
-    return _moving(clock, 8, lambda tensor: lambda: tensor.view(-1, 64).softmax(-1))
+    return _moving(clock, 8, lambda tensor: tensor.view(-1, 64).softmax(-1))
 
 
 def _copies(clock: Clock) -> list[_Timed]:
-    def make(tensor: torch.Tensor) -> Run:
-        target = torch.empty_like(tensor)
-        return lambda: target.copy_(tensor)
-
-    return _moving(clock, 8, make)
+    return _moving(clock, 8, torch.clone)
 
 
 def _optimizers(clock: Clock) -> list[_Timed]:
-    def make(tensor: torch.Tensor) -> Run:
+    def optimizer_of(tensor: torch.Tensor) -> torch.optim.Optimizer:
         parameter = nn.Parameter(tensor)
         parameter.grad = torch.rand_like(tensor)
-        return torch.optim.AdamW([parameter], fused=True).step
+        return torch.optim.AdamW([parameter], fused=True)
 
-    return _moving(clock, 28, make)
+    found = []
+    for numel in _numels(clock.device):
+        optimizers = [optimizer_of(torch.rand(numel, device=clock.device)) for _ in range(3)]
+        run = _InTurn(lambda optimizer: optimizer.step(), optimizers)
+        found.append((28.0 * numel, run.seconds(clock)))
+    return found
 
 
 # --- the host -----------------------------------------------------------------------------------------------------
