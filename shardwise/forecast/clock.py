@@ -194,6 +194,11 @@ class _Playing:
     # --- what takes time on the device ----------------------------------------------------------------------------
 
     def _run(self, stream: str, seconds: float) -> tuple[float, float]:
+        if self._device.type == "cpu":
+            # The host is the device: it does one thing after another.
+            start, self._host = self._host, self._host + seconds
+            self._ready = dict.fromkeys(self._ready, self._host)
+            return start, self._host
         start = max(self._host, self._ready[stream])
         end = start + seconds
         if stream == COMPUTE:
@@ -225,6 +230,8 @@ class _Playing:
         local = self._ranks_per_node(sent.axis, world)
         seconds = seconds_of_collective(links, sent.kind, sent.num_bytes, world, local)
         start, end = self._run(sent.stream, seconds)
+        if self._device.type == "cpu":
+            self.result.exposed += seconds
         share = links.sm_share if links.within.channels else COPY_SHARE
         if end > start:
             self.beside.append((start, end, share))

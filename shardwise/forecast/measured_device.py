@@ -61,6 +61,10 @@ def _content(clock: Clock) -> dict[str, Any]:
     flops, timed, peak_bytes = peaks(clock, small)
     link: dict[str, Any] | str = {**links(clock), "from": source} if world > 1 else "nvlink4"
     one_way, both_ways = host_copies(clock)
+    calls = host_calls(clock)
+    if not is_cuda:
+        # The host carries a collective out: all of its time is the link's.
+        calls = dict.fromkeys(calls, 0.0)
     peak = flops["bfloat16" if is_cuda else "float32"]
     curves = fractions(timed, peak, peak_bytes, small)
     total, taken = _memory(device, world)
@@ -81,7 +85,7 @@ def _content(clock: Clock) -> dict[str, Any]:
         "peak_flops": {"values": flops, "from": f"{source}: the highest rate of a matrix product"},
         "fractions": {kind: {"points": points, "from": source} for kind, points in curves.items()},
         "host_microseconds": [
-            {"values": {**host, **host_calls(clock)}, "from": source},
+            {"values": {**host, **calls}, "from": source},
             {
                 "values": unit_prices(clock),
                 "from": f"{source}: a step of tiny units, shared out as on an H200",
