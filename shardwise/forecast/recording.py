@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from shardwise import trace
 from shardwise.comm.streams import SideStream, SideStreams
-from shardwise.forecast.costs import bytes_of, flops_of, kind_of
+from shardwise.forecast.costs import bytes_of, flops_of, kind_of, temporaries_of
 from shardwise.forecast.tape import (
     ACTIVATIONS,
     COMPUTE,
@@ -86,6 +86,8 @@ class TapeRecorder:
 
     def hold(self, num_bytes: int, what: str) -> None:
         """Writes memory that stays, such as shards."""
+        if not num_bytes:
+            return
         self._num_keys += 1
         self.tape.append(Allocate(self._num_keys, num_bytes, what, COMPUTE))
 
@@ -219,7 +221,8 @@ class TorchCalls(TorchDispatchMode):
         touched = bytes_of(packet, inputs, outputs, mutates)
         widest = max(outputs or inputs, key=torch.Tensor.numel, default=None)
         dtype = "" if widest is None else str(widest.dtype).removeprefix("torch.")
-        recorder.tape.append(Op(packet, kind, recorder.stream, flops, touched, dtype))
+        temporaries = temporaries_of(packet, inputs)
+        recorder.tape.append(Op(packet, kind, recorder.stream, flops, touched, dtype, temporaries))
 
     def _on_host(
         self, func: Any, packet: str, args: Any, kwargs: Any, inputs: list[torch.Tensor]
