@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 
 from shardwise.forecast.plan import Plan, Question, answer
 from shardwise.forecast.report import gib, ms, verdict
+from shardwise.torch_internals import leaves_of, map_tree
 
 __all__ = ["Change", "comparison_text", "over_ranks", "smallest_change", "with_half_batch"]
 
@@ -75,17 +75,16 @@ def with_half_batch(question: Question) -> Question | None:
     """Returns the question with micro-batches of half the size and twice as many; None if they cannot be halved."""
     args, kwargs = question.job.inputs()
     sizes = {
-        leaf.shape[0] for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.dim()
+        leaf.shape[0] for leaf in leaves_of((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.dim()
     }
     if len(sizes) != 1 or min(sizes) < 2 or min(sizes) % 2:
         return None
 
     def halved() -> tuple[tuple[Any, ...], dict[str, Any]]:
-        def cut(leaf: Any) -> Any:
-            has_batch = isinstance(leaf, torch.Tensor) and leaf.dim() > 0
-            return leaf[: leaf.shape[0] // 2] if has_batch else leaf
+        def cut(leaf: torch.Tensor) -> torch.Tensor:
+            return leaf[: leaf.shape[0] // 2] if leaf.dim() else leaf
 
-        found: tuple[tuple[Any, ...], dict[str, Any]] = tree_map(cut, question.job.inputs())
+        found: tuple[tuple[Any, ...], dict[str, Any]] = map_tree(cut, question.job.inputs())
         return found
 
     job = replace(question.job, inputs=halved)

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from shardwise.forecast.recording import TapeRecorder
 from shardwise.forecast.tape import Op
-from shardwise.torch_internals import replaced_functions
+from shardwise.torch_internals import efficient_attention, flash_attention, replaced_functions
 
 _HALF = (torch.bfloat16, torch.float16)
 # The widest head that flash attention takes.
@@ -84,16 +84,12 @@ def _attention(
         if padding:
             scale = head**-0.5 if scale is None else scale
             query, key, value = (functional.pad(each, (0, padding)) for each in (query, key, value))
-        out = torch.ops.aten._scaled_dot_product_flash_attention(
-            query, key, value, dropout_p, is_causal, False, scale=scale
-        )[0]
+        out = flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
         return out[..., :head] if padding else out
     if query.dim() == 4 and same_heads and query.dtype in (*_HALF, torch.float32) and head % 8 == 0:
         needs_lse = any(each.requires_grad for each in (query, key, value)) and torch.is_grad_enabled()
         mask = _as_bias(attn_mask, query, key)
-        return torch.ops.aten._scaled_dot_product_efficient_attention(
-            query, key, value, mask, needs_lse, dropout_p, is_causal, scale=scale
-        )[0]
+        return efficient_attention(query, key, value, mask, needs_lse, dropout_p, is_causal, scale=scale)[0]
     return torch.ops.aten.scaled_dot_product_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )

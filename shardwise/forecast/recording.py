@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from shardwise import trace
 from shardwise.comm.streams import SideStream, SideStreams
@@ -33,6 +31,7 @@ from shardwise.forecast.tape import (
     Wait,
 )
 from shardwise.planning.memory import GATHERING, GRADIENTS, SHARD_GRADIENTS
+from shardwise.torch_internals import TorchDispatchMode, leaves_of
 
 
 class TapeRecorder:
@@ -195,7 +194,7 @@ class TorchCalls(TorchDispatchMode):
             # Its calls on local tensors come here by themselves.
             return NotImplemented
         kwargs = kwargs or {}
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        inputs = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         packet = func._overloadpacket._qualified_op_name.split("::")[1]
         if any(each.device.type == "cpu" and each.numel() > 1 for each in inputs) or _makes_on_host(kwargs):
             handled, out = self._on_host(func, packet, args, kwargs, inputs)
@@ -209,7 +208,7 @@ class TorchCalls(TorchDispatchMode):
         self, func: Any, packet: str, args: Any, kwargs: Any, inputs: list[torch.Tensor], out: Any
     ) -> None:
         recorder = self._recorder
-        outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        outputs = [leaf for leaf in leaves_of(out) if isinstance(leaf, torch.Tensor)]
         mutates = func._schema.is_mutable
         if not mutates and outputs and _share_memory(outputs, inputs):
             recorder.tape.append(Op(packet, "view", recorder.stream))

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.comm.dry_run import rehearsing
@@ -31,6 +30,7 @@ from shardwise.forecast.settings import Settings
 from shardwise.forecast.tape import INPUTS, Entry
 from shardwise.planning.memory import SHARDS
 from shardwise.policies import CPUOffloadPolicy, OffloadPolicy
+from shardwise.torch_internals import map_tree
 
 META = torch.device("meta")
 # The first, one like all others, and the last.
@@ -127,7 +127,7 @@ def _step(
 ) -> None:
     for number in range(micro_batches):
         args, kwargs = job.inputs()
-        args, kwargs = tree_map(partial(_as_meta, recorder), (args, kwargs))
+        args, kwargs = map_tree(partial(_as_meta, recorder), (args, kwargs))
         if settings.replicas > 1 and hasattr(model, "set_requires_all_reduce"):
             model.set_requires_all_reduce(number == micro_batches - 1)
         recorder.begin_phase("forward")
@@ -169,9 +169,7 @@ def _place_of(error: BaseException, model: nn.Module) -> str:
     return place
 
 
-def _as_meta(recorder: TapeRecorder, leaf: Any) -> Any:
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
+def _as_meta(recorder: TapeRecorder, leaf: torch.Tensor) -> torch.Tensor:
     made = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=META)
     recorder.note_tensor(made, INPUTS)
     return made
