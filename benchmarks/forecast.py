@@ -173,7 +173,10 @@ def host_bound_steps() -> Iterator[Row]:
 
 
 def compute_bound_steps() -> Iterator[Row]:
-    for size, files in (("1b", ("step_time_1b_8_cuda", "step_time_1b_8_cuda_again")), ("8b", ("step_time_8b_8_cuda",))):
+    for size, files in (
+        ("1b", ("step_time_1b_8_cuda", "step_time_1b_8_cuda_again")),
+        ("8b", ("step_time_8b_8_cuda",)),
+    ):
         plain = 1e3 * language(size, api="none").seconds
         ours = 1e3 * language(size).seconds
         for file in files:
@@ -202,7 +205,9 @@ GROUPS: dict[str, tuple[Callable[[], Iterator[Row]], ...]] = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", choices=list(GROUPS))
     parser.add_argument("--out", type=Path, default=RESULTS / "forecast.json")
     args = parser.parse_args()
@@ -215,9 +220,14 @@ def main() -> int:
                 shown = row.as_json()
                 found[name].append(shown)
                 fit = "  (fit)" if row.is_fit else ""
-                print(f"{row.what:<52} {row.predicted:>15,.2f} {row.measured:>15,.2f} {shown['ratio']}{fit}", flush=True)
+                print(
+                    f"{row.what:<52} {row.predicted:>15,.2f} {row.measured:>15,.2f} {shown['ratio']}{fit}",
+                    flush=True,
+                )
     if args.only is None:
-        args.out.write_text(json.dumps({"benchmark": "forecast", "torch": torch.__version__, "rows": found}, indent=1) + "\n")
+        args.out.write_text(
+            json.dumps({"benchmark": "forecast", "torch": torch.__version__, "rows": found}, indent=1) + "\n"
+        )
     return 0
 
 

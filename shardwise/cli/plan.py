@@ -29,7 +29,9 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("recipe", help="tiny, small, llama-125m, llama-1b, llama-8b, or file.py:function")
     parser.add_argument(
-        "--device", default="h200", help="h100, h200, a100, b200, l40s, ..., or a file of prices (default: h200)"
+        "--device",
+        default="h200",
+        help="h100, h200, a100, b200, l40s, ..., or a file of prices (default: h200)",
     )
     parser.add_argument("--ranks", type=int, default=8, help="devices (default: 8)")
     parser.add_argument("--nodes", type=int, help="machines that they are on (default: one for every 8)")
@@ -72,7 +74,10 @@ def _plan(options: argparse.Namespace) -> int:
         device = named[0][1].question.device
         title = f"One step of {config.name}, predicted"
         write_page(
-            options.html, [plan.timeline for _, plan in named], title=title, capacity_bytes=device.memory_bytes
+            options.html,
+            [plan.timeline for _, plan in named],
+            title=title,
+            capacity_bytes=device.memory_bytes,
         )
         print(f"written to {options.html}")
     return 0

@@ -13,6 +13,8 @@ import bisect
 from collections import Counter
 from dataclasses import dataclass, field
 
+__all__ = ["Block", "CachingAllocator"]
+
 _ROUND = 512
 _SMALL = 1 << 20
 _SMALL_SEGMENT = 2 << 20
@@ -22,12 +24,14 @@ _LARGE_ROUND = 2 << 20
 
 
 @dataclass(slots=True, eq=False)
-class _Block:
+class Block:
+    """A part of a segment, in use or free."""
+
     size: int
     address: int
     pool: _Pool
-    before: _Block | None = None
-    after: _Block | None = None
+    before: Block | None = None
+    after: Block | None = None
     is_free: bool = False
 
 
@@ -37,21 +41,21 @@ class _Pool:
 
     is_small: bool
     free: list[tuple[int, int]] = field(default_factory=list)
-    blocks: dict[tuple[int, int], _Block] = field(default_factory=dict)
+    blocks: dict[tuple[int, int], Block] = field(default_factory=dict)
 
-    def put(self, block: _Block) -> None:
+    def put(self, block: Block) -> None:
         block.is_free = True
         key = (block.size, block.address)
         bisect.insort(self.free, key)
         self.blocks[key] = block
 
-    def take(self, block: _Block) -> None:
+    def take(self, block: Block) -> None:
         block.is_free = False
         key = (block.size, block.address)
         del self.free[bisect.bisect_left(self.free, key)]
         del self.blocks[key]
 
-    def smallest_for(self, size: int) -> _Block | None:
+    def smallest_for(self, size: int) -> Block | None:
         index = bisect.bisect_left(self.free, (size, 0))
         return self.blocks[self.free[index]] if index < len(self.free) else None
 
@@ -70,7 +74,7 @@ class CachingAllocator:
         self._pools: dict[tuple[str, bool], _Pool] = {}
         self._end = 0
 
-    def allocate(self, num_bytes: int, stream: str) -> _Block:
+    def allocate(self, num_bytes: int, stream: str) -> Block:
         size = max(_ROUND, -(-num_bytes // _ROUND) * _ROUND)
         is_small = size <= _SMALL
         pool = self._pools.setdefault((stream, is_small), _Pool(is_small))
@@ -81,7 +85,7 @@ class CachingAllocator:
             pool.take(block)
         rest = block.size - size
         if rest >= (_ROUND if is_small else _SMALL + 1):
-            left = _Block(rest, block.address + size, pool, block, block.after)
+            left = Block(rest, block.address + size, pool, block, block.after)
             if block.after is not None:
                 block.after.before = left
             block.after = left
@@ -91,7 +95,7 @@ class CachingAllocator:
         self.most_allocated = max(self.most_allocated, self.allocated)
         return block
 
-    def _new_segment(self, size: int, pool: _Pool) -> _Block:
+    def _new_segment(self, size: int, pool: _Pool) -> Block:
         if size <= _SMALL:
             segment = _SMALL_SEGMENT
         elif size < _MIN_LARGE:
@@ -104,11 +108,11 @@ class CachingAllocator:
         self.reserved += segment
         self.most_reserved = max(self.most_reserved, self.reserved)
         # Segments are not neighbours of one another.
-        block = _Block(segment, self._end, pool)
+        block = Block(segment, self._end, pool)
         self._end += segment + _ROUND
         return block
 
-    def free(self, block: _Block) -> None:
+    def free(self, block: Block) -> None:
         self.allocated -= block.size
         pool = block.pool
         for other in (block.before, block.after):
@@ -136,7 +140,7 @@ class CachingAllocator:
         return found
 
 
-def _merge(block: _Block, other: _Block) -> None:
+def _merge(block: Block, other: Block) -> None:
     """Makes ``other``, a neighbour, part of ``block``."""
     if other is block.before:
         block.address = other.address

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
 from shardwise.forecast.plan import Plan, Question, answer
 from shardwise.forecast.report import gib, ms, verdict
+from shardwise.torch_internals import leaves_of, map_tree
 
 __all__ = ["Change", "comparison_text", "over_ranks", "smallest_change", "with_half_batch"]
 
@@ -34,20 +34,32 @@ def _candidates(question: Question) -> Iterable[Change]:
         yield Change("reshard_after_forward=True", question.changed(**frees))
     if settings.replicas > 1:
         yield Change("replicas=1", question.changed(replicas=1, **frees))
-    halved = with_half_batch(question)
-    if halved is not None:
-        yield Change("half the micro-batch, twice as many", halved.changed(**frees))
+    smaller = list(_smaller_batches(question))
+    if smaller:
+        name, halved = smaller[0]
+        yield Change(name, halved.changed(**frees))
     if not settings.recompute:
         frees["recompute"] = True
         yield Change("recompute=True", question.changed(**frees))
-        if halved is not None:
-            yield Change("recompute=True, half the micro-batch, twice as many", halved.changed(**frees))
+    said = "recompute=True, " if "recompute" in frees else ""
+    for name, changed in smaller:
+        yield Change(said + name, changed.changed(**frees))
     for factor in (2, 4, 8):
         ranks, nodes = question.ranks * factor, question.nodes * factor
-        said = ", recompute=True" if "recompute" in frees else ""
-        yield Change(f"{ranks} ranks{said}", question.changed(ranks=ranks, nodes=nodes, **frees))
+        yield Change(f"{said}{ranks} ranks", question.changed(ranks=ranks, nodes=nodes, **frees))
     if not settings.offload:
-        yield Change("offload=True", question.changed(offload=True, **frees))
+        for name, changed in [("offload=True", question), *smaller[-1:]]:
+            named = name if changed is question else f"offload=True, {name}"
+            yield Change(said + named, changed.changed(offload=True, **frees))
+
+
+def _smaller_batches(question: Question) -> Iterable[tuple[str, Question]]:
+    """Micro-batches of a half, a quarter, ..., and as many more of them."""
+    count = question.settings.micro_batches
+    smaller = with_half_batch(question)
+    while smaller is not None:
+        yield f"micro_batches={smaller.settings.micro_batches} instead of {count}, each smaller", smaller
+        smaller = with_half_batch(smaller)
 
 
 def smallest_change(plan: Plan) -> tuple[str, Plan] | None:
@@ -63,18 +75,16 @@ def with_half_batch(question: Question) -> Question | None:
     """Returns the question with micro-batches of half the size and twice as many; None if they cannot be halved."""
     args, kwargs = question.job.inputs()
     sizes = {
-        leaf.shape[0]
-        for leaf in torch.utils._pytree.tree_leaves((args, kwargs))
-        if isinstance(leaf, torch.Tensor) and leaf.dim()
+        leaf.shape[0] for leaf in leaves_of((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.dim()
     }
     if len(sizes) != 1 or min(sizes) < 2 or min(sizes) % 2:
         return None
 
     def halved() -> tuple[tuple[Any, ...], dict[str, Any]]:
-        cut: Callable[[Any], Any] = lambda leaf: (  # noqa: E731
-            leaf[: leaf.shape[0] // 2] if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf
-        )
-        found: tuple[tuple[Any, ...], dict[str, Any]] = tree_map(cut, question.job.inputs())
+        def cut(leaf: torch.Tensor) -> torch.Tensor:
+            return leaf[: leaf.shape[0] // 2] if leaf.dim() else leaf
+
+        found: tuple[tuple[Any, ...], dict[str, Any]] = map_tree(cut, question.job.inputs())
         return found
 
     job = replace(question.job, inputs=halved)

@@ -14,7 +14,7 @@ first pass, and in the second compute is slower where they overlap.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -65,13 +65,13 @@ class StepTime:
     """
 
     seconds: float = 0.0
-    by_kind: Counter[str] = field(default_factory=Counter)
+    by_kind: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     exposed: float = 0.0
     host_bound: float = 0.0
     optimizer: float = 0.0
     # When the host has issued everything.
     host: float = 0.0
-    by_phase: Counter[str] = field(default_factory=Counter)
+    by_phase: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     # Bytes that this rank sends over each axis.
     sent: Counter[str] = field(default_factory=Counter)
     flops: int = 0
@@ -105,7 +105,11 @@ def time_step(
     A tape of three micro-batches stands for more: each of the others takes as long as the second.
     """
     result = _play(tape, device, ranks_per_node)
-    begins = [index for index, entry in enumerate(tape) if type(entry) is Mark and entry.phase == "forward" and entry.kind == "phase"]
+    begins = [
+        index
+        for index, entry in enumerate(tape)
+        if type(entry) is Mark and entry.phase == "forward" and entry.kind == "phase"
+    ]
     if micro_batches > len(begins) > 2:
         without = _play([*tape[: begins[1]], *tape[begins[2] :]], device, ranks_per_node)
         result.repeat(without, micro_batches - len(begins))
@@ -167,16 +171,19 @@ class _Playing:
         return self._device.host_microseconds.get(name, 0.0) / 1e6
 
     def _play(self, tape: Sequence[Entry]) -> None:
-        issued, handlers = self.result.issued, {
-            Op: self._op,
-            Collective: self._collective,
-            Transfer: self._transfer,
-            Record: self._record,
-            Wait: self._wait,
-            Mark: self._mark,
-            HostWork: self._host_work,
-            Allocate: self._allocate,
-        }
+        issued, handlers = (
+            self.result.issued,
+            {
+                Op: self._op,
+                Collective: self._collective,
+                Transfer: self._transfer,
+                Record: self._record,
+                Wait: self._wait,
+                Mark: self._mark,
+                HostWork: self._host_work,
+                Allocate: self._allocate,
+            },
+        )
         for entry in tape:
             handler = handlers.get(type(entry))
             if handler is not None:
@@ -188,7 +195,9 @@ class _Playing:
         result = self.result
         result.host = self._host
         result.seconds = max(self._host, *self._ready.values())
-        result.exposed += max(0.0, max(self._ready[GATHER], self._ready[REDUCE]) - max(self._ready[COMPUTE], self._host))
+        result.exposed += max(
+            0.0, max(self._ready[GATHER], self._ready[REDUCE]) - max(self._ready[COMPUTE], self._host)
+        )
         result.by_phase[self._phase] += result.seconds - self._phase_began
 
     # --- what takes time on the device ----------------------------------------------------------------------------

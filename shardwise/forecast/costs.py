@@ -9,14 +9,26 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from shardwise.planning.layout import aligned
+
 aten = torch.ops.aten
 
 ATTENTION_PACKETS = {
     name
     for name in dir(aten)
-    if name.startswith("_scaled_dot_product") or name in ("_flash_attention_forward", "_flash_attention_backward")
+    if name.startswith("_scaled_dot_product")
+    or name in ("_flash_attention_forward", "_flash_attention_backward")
 }
-_MATMULS = {"mm", "bmm", "addmm", "baddbmm", "convolution", "convolution_backward", "_scaled_mm", "_grouped_mm"}
+_MATMULS = {
+    "mm",
+    "bmm",
+    "addmm",
+    "baddbmm",
+    "convolution",
+    "convolution_backward",
+    "_scaled_mm",
+    "_grouped_mm",
+}
 _REDUCTIONS = {
     "sum",
     "mean",
@@ -36,7 +48,16 @@ _REDUCTIONS = {
     "_foreach_norm",
     "cumsum",
 }
-_COPIES = {"copy_", "_to_copy", "clone", "cat", "stack", "_foreach_copy_", "_chunk_cat", "split_with_sizes_copy"}
+_COPIES = {
+    "copy_",
+    "_to_copy",
+    "clone",
+    "cat",
+    "stack",
+    "_foreach_copy_",
+    "_chunk_cat",
+    "split_with_sizes_copy",
+}
 # Read a few elements of a large tensor, and write as many.
 _LOOKUPS = {"embedding", "index", "gather", "index_select", "nll_loss_forward"}
 # Write all of their output, and read little.
@@ -63,7 +84,9 @@ def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     if count is None:
         return 0
     flops = int(count(*args, **kwargs, out_val=out))
-    if func._overloadpacket._qualified_op_name.split("::")[1] in ATTENTION_PACKETS and _is_causal(func, args, kwargs):
+    if func._overloadpacket._qualified_op_name.split("::")[1] in ATTENTION_PACKETS and _is_causal(
+        func, args, kwargs
+    ):
         # Kernels skip what the mask hides.
         flops //= 2
     return flops
@@ -76,7 +99,9 @@ def _is_causal(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     return False
 
 
-def bytes_of(packet: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], mutates: bool) -> int:
+def bytes_of(
+    packet: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], mutates: bool
+) -> int:
     """Bytes that a kernel reads and writes."""
     written = sum(map(_num_bytes, outputs))
     if packet in _LOOKUPS:
@@ -95,3 +120,20 @@ def _num_bytes(tensor: torch.Tensor) -> int:
     """The bytes that are touched: those of an expanded tensor count once."""
     shape = [size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride or size == 1]
     return prod(shape) * tensor.element_size()
+
+
+def temporaries_of(packet: str, inputs: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """Bytes of the memory that a kernel takes while it runs, beside its outputs.
+
+    Flash attention's backward sums the gradients of queries in float32, and has gradients of keys and values for
+    every head of the queries.
+    """
+    if packet != "_scaled_dot_product_flash_attention_backward":
+        return ()
+    query, key = inputs[1], inputs[2]
+    batch, heads, length, head = query.shape
+    rows = batch * heads * aligned(length, 128)
+    found = [4 * rows, 4 * rows * aligned(head, 32)]
+    if key.shape[1] != heads:
+        found += 2 * [batch * heads * key.shape[2] * head * key.element_size()]
+    return tuple(found)

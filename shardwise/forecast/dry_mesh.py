@@ -33,29 +33,29 @@ class DryCollectives(GroupCollectives):
         self._recorder = recorder
         self._axis = axis
 
-    def _issue(self, kind: str, whole: torch.Tensor | int, num_tensors: int = 1) -> Work:
+    def _write(self, kind: str, whole: torch.Tensor | int, num_tensors: int = 1) -> Work:
         num_bytes = whole if isinstance(whole, int) else whole.nbytes
         self._recorder.collective(kind, num_bytes, self.world, self._axis, num_tensors)
         return DONE
 
     def issue_all_gather(self, output: torch.Tensor, own: torch.Tensor, code: int = 0) -> Work:
-        return self._issue("all_gather", output)
+        return self._write("all_gather", output)
 
     def issue_all_gather_each(
         self, outputs: list[torch.Tensor], owns: list[torch.Tensor], code: int = 0
     ) -> Work:
-        return self._issue("all_gather", sum(output.nbytes for output in outputs), len(outputs))
+        return self._write("all_gather", sum(output.nbytes for output in outputs), len(outputs))
 
     def issue_reduce_scatter(
         self, output: torch.Tensor, rows: torch.Tensor, average: bool, code: int = 0
     ) -> Work:
-        return self._issue("reduce_scatter", rows)
+        return self._write("reduce_scatter", rows)
 
     def issue_exchange(self, output: torch.Tensor, rows: torch.Tensor, code: int = 0) -> Work:
-        return self._issue("all_to_all", rows)
+        return self._write("all_to_all", rows)
 
     def issue_all_reduce(self, tensor: torch.Tensor, average: bool, code: int = 0) -> Work:
-        return self._issue("all_reduce", tensor)
+        return self._write("all_reduce", tensor)
 
 
 class DryMesh(DataMesh):

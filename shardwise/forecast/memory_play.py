@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardwise import trace
-from shardwise.forecast.allocator import CachingAllocator
-from shardwise.forecast.tape import WORKSPACES, Allocate, Entry, Free, Mark, Op
+from shardwise.forecast.allocator import Block, CachingAllocator
+from shardwise.forecast.tape import COMPUTE, WORKSPACES, Allocate, Entry, Free, Mark, Op
 
-FRAGMENTATION = "fragmentation"
+__all__ = ["MemoryForecast", "Place", "play_memory"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,8 @@ class Place:
 class MemoryForecast:
     """Bytes of one rank's device in torch's allocator.
 
-    ``by_kind`` adds up to ``allocated``; ``by_phase`` has the most allocated in each phase of the step.
+    ``by_kind`` adds up to ``allocated``; ``by_phase`` has the most allocated in each phase of the step; ``idle`` is
+    what is allocated when the step begins.
     """
 
     allocated: int
@@ -39,7 +40,7 @@ class MemoryForecast:
     place: Place
     idle: int
     by_phase: dict[str, int]
-    # When the device's memory ran out, and cached segments had to be returned to it.
+    # How often the device's memory ran out, and cached segments had to be returned to it.
     num_retries: int = 0
 
     @property
@@ -50,60 +51,84 @@ class MemoryForecast:
 
 def play_memory(tape: Sequence[Entry], workspaces: Sequence[int], limit: int | None = None) -> MemoryForecast:
     """Returns the peak over all steps of a tape; ``workspaces`` are allocated first and stay."""
-    allocator = CachingAllocator(limit)
-    held: Counter[str] = Counter()
+    playing = _Playing(limit)
     for num_bytes in workspaces:
-        held[WORKSPACES] += allocator.allocate(num_bytes, "compute").size
-    blocks = {}
-    place = Place("set-up", "", "")
-    phase, unit, idle = "set-up", "", 0
-    most, at_peak, where = 0, Counter[str](), place
-    by_phase: Counter[str] = Counter()
-    # An op's call follows the memory it allocates on the tape.
-    awaits_call = False
+        playing.held[WORKSPACES] += playing.allocator.allocate(num_bytes, COMPUTE).size
     for entry in tape:
-        kind = type(entry)
-        if kind is Allocate:
-            block = allocator.allocate(entry.num_bytes, entry.stream)
-            blocks[entry.key] = block, entry.what
-            held[entry.what] += block.size
-            by_phase[phase] = max(by_phase[phase], allocator.allocated)
-            if allocator.allocated > most:
-                most, at_peak = allocator.allocated, held.copy()
-                where, awaits_call = Place(phase, unit, entry.what), True
-        elif kind is Free:
-            block, what = blocks.pop(entry.key)
-            held[what] -= block.size
-            allocator.free(block)
-        elif kind is Op:
-            if awaits_call and entry.kind != "view":
-                where, awaits_call = Place(where.phase, where.unit, entry.name), False
-            if entry.workspace:
-                block = allocator.allocate(entry.workspace, entry.stream)
-                held[WORKSPACES] += block.size
-                if allocator.allocated > most:
-                    most, at_peak, where = allocator.allocated, held.copy(), Place(phase, unit, entry.name)
-                held[WORKSPACES] -= block.size
-                allocator.free(block)
-        elif kind is Mark:
-            phase, unit, idle = _next_place(entry, phase, unit, idle, allocator.allocated)
-            by_phase[phase] = max(by_phase[phase], allocator.allocated)
+        if isinstance(entry, Allocate):
+            playing.allocate(entry)
+        elif isinstance(entry, Free):
+            playing.free(entry)
+        elif isinstance(entry, Op):
+            playing.call(entry)
+        elif isinstance(entry, Mark):
+            playing.move_on(entry)
+    allocator = playing.allocator
     return MemoryForecast(
-        most,
+        playing.most,
         allocator.most_reserved,
-        {kind: num_bytes for kind, num_bytes in at_peak.items() if num_bytes},
-        where,
-        idle,
-        dict(by_phase),
+        {kind: num_bytes for kind, num_bytes in playing.at_peak.items() if num_bytes},
+        playing.place,
+        playing.idle,
+        dict(playing.by_phase),
         allocator.num_retries,
     )
 
 
-def _next_place(mark: Mark, phase: str, unit: str, idle: int, allocated: int) -> tuple[str, str, int]:
-    if mark.kind == "phase":
-        return mark.phase, "", allocated if mark.phase == "forward" else idle
-    if mark.kind in (trace.PRE_FORWARD, trace.PRE_BACKWARD):
-        return phase, mark.unit, idle
-    if mark.kind in (trace.POST_FORWARD, trace.POST_BACKWARD):
-        return phase, "", idle
-    return phase, unit, idle
+class _Playing:
+    """The state of memory at one entry of the tape, and the peak so far."""
+
+    def __init__(self, limit: int | None) -> None:
+        self.allocator = CachingAllocator(limit)
+        self.held: Counter[str] = Counter()
+        self.by_phase: Counter[str] = Counter()
+        self.most, self.idle = 0, 0
+        self.at_peak: Counter[str] = Counter()
+        self.place = Place("set-up", "", "")
+        self._phase, self._unit = "set-up", ""
+        self._blocks: dict[int, tuple[Block, str]] = {}
+        # On a tape an op follows the memory that it allocates.
+        self._awaits_call = False
+
+    def allocate(self, entry: Allocate) -> None:
+        block = self.allocator.allocate(entry.num_bytes, entry.stream)
+        self._blocks[entry.key] = block, entry.what
+        self.held[entry.what] += block.size
+        self._look(entry.what)
+        self._awaits_call |= self.most == self.allocator.allocated
+
+    def free(self, entry: Free) -> None:
+        block, what = self._blocks.pop(entry.key)
+        self.held[what] -= block.size
+        self.allocator.free(block)
+
+    def call(self, op: Op) -> None:
+        if self._awaits_call and op.kind != "view":
+            self.place = Place(self.place.phase, self.place.unit, op.name)
+            self._awaits_call = False
+        temporary = [self.allocator.allocate(num_bytes, op.stream) for num_bytes in op.temporaries]
+        if temporary:
+            size = sum(block.size for block in temporary)
+            self.held[WORKSPACES] += size
+            self._look(op.name)
+            self.held[WORKSPACES] -= size
+        for block in temporary:
+            self.allocator.free(block)
+
+    def _look(self, call: str) -> None:
+        allocated = self.allocator.allocated
+        self.by_phase[self._phase] = max(self.by_phase[self._phase], allocated)
+        if allocated > self.most:
+            self.most, self.at_peak = allocated, self.held.copy()
+            self.place = Place(self._phase, self._unit, call)
+
+    def move_on(self, mark: Mark) -> None:
+        if mark.kind == "phase":
+            self._phase, self._unit = mark.phase, ""
+            if mark.phase == "forward":
+                self.idle = self.allocator.allocated
+            self.by_phase[mark.phase] = max(self.by_phase[mark.phase], self.allocator.allocated)
+        elif mark.kind in (trace.PRE_FORWARD, trace.PRE_BACKWARD):
+            self._unit = mark.unit
+        elif mark.kind in (trace.POST_FORWARD, trace.POST_BACKWARD):
+            self._unit = ""

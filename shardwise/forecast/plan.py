@@ -52,7 +52,9 @@ class Question:
 
     def changed(self, **changes: Any) -> Question:
         """The question with other settings, or another number of ranks."""
-        own = {key: changes.pop(key) for key in ("ranks", "nodes", "device", "job", "tokens") if key in changes}
+        own = {
+            key: changes.pop(key) for key in ("ranks", "nodes", "device", "job", "tokens") if key in changes
+        }
         return replace(self, settings=replace(self.settings, **changes), **own)
 
     def ranks_per_node(self, axis: str, world: int) -> int:

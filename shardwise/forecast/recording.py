@@ -8,12 +8,10 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise import trace
 from shardwise.comm.streams import SideStream, SideStreams
-from shardwise.forecast.costs import bytes_of, flops_of, kind_of
+from shardwise.forecast.costs import bytes_of, flops_of, kind_of, temporaries_of
 from shardwise.forecast.tape import (
     ACTIVATIONS,
     COMPUTE,
@@ -33,6 +31,7 @@ from shardwise.forecast.tape import (
     Wait,
 )
 from shardwise.planning.memory import GATHERING, GRADIENTS, SHARD_GRADIENTS
+from shardwise.torch_internals import TorchDispatchMode, leaves_of
 
 
 class TapeRecorder:
@@ -86,6 +85,8 @@ class TapeRecorder:
 
     def hold(self, num_bytes: int, what: str) -> None:
         """Writes memory that stays, such as shards."""
+        if not num_bytes:
+            return
         self._num_keys += 1
         self.tape.append(Allocate(self._num_keys, num_bytes, what, COMPUTE))
 
@@ -193,7 +194,7 @@ class TorchCalls(TorchDispatchMode):
             # Its calls on local tensors come here by themselves.
             return NotImplemented
         kwargs = kwargs or {}
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        inputs = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         packet = func._overloadpacket._qualified_op_name.split("::")[1]
         if any(each.device.type == "cpu" and each.numel() > 1 for each in inputs) or _makes_on_host(kwargs):
             handled, out = self._on_host(func, packet, args, kwargs, inputs)
@@ -207,7 +208,7 @@ class TorchCalls(TorchDispatchMode):
         self, func: Any, packet: str, args: Any, kwargs: Any, inputs: list[torch.Tensor], out: Any
     ) -> None:
         recorder = self._recorder
-        outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        outputs = [leaf for leaf in leaves_of(out) if isinstance(leaf, torch.Tensor)]
         mutates = func._schema.is_mutable
         if not mutates and outputs and _share_memory(outputs, inputs):
             recorder.tape.append(Op(packet, "view", recorder.stream))
@@ -219,7 +220,8 @@ class TorchCalls(TorchDispatchMode):
         touched = bytes_of(packet, inputs, outputs, mutates)
         widest = max(outputs or inputs, key=torch.Tensor.numel, default=None)
         dtype = "" if widest is None else str(widest.dtype).removeprefix("torch.")
-        recorder.tape.append(Op(packet, kind, recorder.stream, flops, touched, dtype))
+        temporaries = temporaries_of(packet, inputs)
+        recorder.tape.append(Op(packet, kind, recorder.stream, flops, touched, dtype, temporaries))
 
     def _on_host(
         self, func: Any, packet: str, args: Any, kwargs: Any, inputs: list[torch.Tensor]

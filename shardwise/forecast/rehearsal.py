@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.comm.dry_run import rehearsing
@@ -31,6 +30,7 @@ from shardwise.forecast.settings import Settings
 from shardwise.forecast.tape import INPUTS, Entry
 from shardwise.planning.memory import SHARDS
 from shardwise.policies import CPUOffloadPolicy, OffloadPolicy
+from shardwise.torch_internals import map_tree
 
 META = torch.device("meta")
 # The first, one like all others, and the last.
@@ -73,7 +73,7 @@ def rehearse(
         num_params = sum(param.numel() for param in model.parameters())
         events = EngineEvents(recorder)
         stack.enter_context(TorchCalls(recorder))
-        sharded = _sharded(model, settings, mesh)
+        sharded = sharded_as(model, settings, mesh)
         recorder.tape.clear()
         units = all_units(sharded)
         if not units and settings.api != "none":
@@ -129,7 +129,7 @@ def _step(
 ) -> None:
     for number in range(micro_batches):
         args, kwargs = job.inputs()
-        args, kwargs = tree_map(partial(_as_meta, recorder), (args, kwargs))
+        args, kwargs = map_tree(partial(_as_meta, recorder), (args, kwargs))
         if settings.replicas > 1 and hasattr(model, "set_requires_all_reduce"):
             model.set_requires_all_reduce(number == micro_batches - 1)
         recorder.begin_phase("forward")
@@ -165,14 +165,13 @@ def _place_of(error: BaseException, model: nn.Module) -> str:
     while frame is not None:
         module = frame.tb_frame.f_locals.get("self")
         if isinstance(module, nn.Module) and names.get(module):
-            place = f"module '{names[module]}' ({type(module).__name__})"
+            # ``fully_shard`` has made the class a subclass of its own.
+            place = f"module '{names[module]}' ({type(module).__name__.removeprefix('FSDP')})"
         frame = frame.tb_next
     return place
 
 
-def _as_meta(recorder: TapeRecorder, leaf: Any) -> Any:
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
+def _as_meta(recorder: TapeRecorder, leaf: torch.Tensor) -> torch.Tensor:
     made = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=META)
     recorder.note_tensor(made, INPUTS)
     return made
@@ -204,7 +203,9 @@ def repeated_classes(model: nn.Module) -> tuple[type[nn.Module], ...]:
     for module in model.modules():
         if isinstance(module, (nn.ModuleList, nn.Sequential)):
             for kind, count in Counter(type(child) for child in module).items():
-                has_params = any(p.numel() for child in module if type(child) is kind for p in child.parameters())
+                has_params = any(
+                    p.numel() for child in module if type(child) is kind for p in child.parameters()
+                )
                 if count > 1 and has_params:
                     found[kind] = max(found.get(kind, 0), count)
     # Not those that lie inside another one.
@@ -228,14 +229,14 @@ def blocks_of(model: nn.Module, wrap: Any) -> list[nn.Module]:
     return [module for module in model.modules() if id(module) in chosen]
 
 
-def _sharded(model: nn.Module, settings: Settings, mesh: Any) -> Any:
+def sharded_as(model: nn.Module, settings: Settings, mesh: Any) -> Any:
     if settings.shard is not None:
         return settings.shard(model, mesh) or model
     wrap = settings.wrap if settings.wrap is not None else repeated_classes(model) or None
     blocks = blocks_of(model, wrap) if wrap is not None else []
     if settings.recompute:
         for block in blocks:
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     if settings.api == "wrapper":
         return _wrapped(model, settings, mesh, blocks)
     if settings.api == "none":
@@ -279,4 +280,3 @@ def _wrapped(model: nn.Module, settings: Settings, mesh: Any, blocks: list[nn.Mo
         cpu_offload=CPUOffload(settings.offload),
         use_orig_params=True,
     )
-

@@ -32,10 +32,9 @@ def _head(plan: Plan) -> list[str]:
     question, rehearsal = plan.question, plan.rehearsal
     nodes = f" on {question.nodes} nodes" if question.nodes > 1 else ""
     made = f"{len(rehearsal.units)} units" if rehearsal.units else "not sharded"
-    lines = [
-        f"{question.name or 'model'}: {rehearsal.num_params / 1e9:.2f} B parameters, {made}, "
-        f"{question.ranks} × {question.device.name}{nodes}"
-    ]
+    name = question.name or "model"
+    where = f"{question.ranks} × {question.device.name}{nodes}"
+    lines = [f"{name}: {rehearsal.num_params / 1e9:.2f} B parameters, {made}, {where}"]
     changed = question.settings.changed()
     if changed:
         lines.append("  " + ", ".join(f"{name}={_short(value)}" for name, value in changed.items()))
@@ -64,7 +63,9 @@ def _memory(plan: Plan) -> list[str]:
         f"  {'the device has':<24} {gib(device.memory_bytes):>9}   {verdict(plan)}",
     ]
     if memory.num_retries:
-        lines.append(f"  memory ran out {memory.num_retries} times, and cached blocks were returned to the device")
+        lines.append(
+            f"  memory ran out {memory.num_retries} times, and cached blocks were returned to the device"
+        )
     return lines
 
 
@@ -77,17 +78,19 @@ def verdict(plan: Plan) -> str:
 def _time(plan: Plan) -> list[str]:
     step = plan.step
     low, high = plan.seconds_range
-    lines = [
-        f"step                       {ms(step.seconds)} ms ({ms(low).strip()} to {ms(high).strip()})"
-        f"   {plan.tokens_per_second:,.0f} tokens/s a rank"
-    ]
+    speed = f"{plan.tokens_per_second:,.0f} tokens/s a rank"
+    lines = [f"{'step':<26} {ms(step.seconds)} ms ({ms(low).strip()} to {ms(high).strip()})   {speed}"]
     for kind, seconds in sorted(step.by_kind.items(), key=lambda item: -item[1]):
         lines.append(f"  {_KIND_NAMES.get(kind, kind):<24} {ms(seconds)}")
     lines.append(f"  {'exposed communication':<24} {ms(step.exposed)}")
-    lines.append(f"  {'waiting for the host':<24} {ms(step.host_bound)}   of {ms(step.host).strip()} of host time")
+    lines.append(
+        f"  {'waiting for the host':<24} {ms(step.host_bound)}   of {ms(step.host).strip()} of host time"
+    )
     if step.optimizer:
         lines.append(f"  {'optimizer on the host':<24} {ms(step.optimizer)}")
-    phases = ", ".join(f"{name} {ms(seconds).strip()}" for name, seconds in step.by_phase.items() if seconds > 1e-5)
+    phases = ", ".join(
+        f"{name} {ms(seconds).strip()}" for name, seconds in step.by_phase.items() if seconds > 1e-5
+    )
     lines.append(f"  of these: {phases}")
     if step.seconds and step.flops:
         lines.append(f"  {step.flops / step.seconds / 1e12:,.0f} TFLOP/s")

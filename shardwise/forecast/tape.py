@@ -27,8 +27,8 @@ class Op:
     flops: int = 0
     num_bytes: int = 0
     dtype: str = "float32"
-    # Bytes that it holds while it runs, and no tensor shows.
-    workspace: int = 0
+    # The memory that it takes while it runs, and no tensor shows.
+    temporaries: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""What a recipe's step needs and how long it takes, predicted: ``shardwise plan``, and the line before a run's first step."""
+"""Predicts a recipe's step: for ``shardwise plan``, and before a run's first step."""
 
 from __future__ import annotations
 
@@ -102,5 +102,3 @@ def _job(config: Config, batch_size: int) -> Job:
         return mean_loss(logits, targets, config.loss, targets.numel())
 
     return Job(lambda: _built(config), inputs, loss)
-
-

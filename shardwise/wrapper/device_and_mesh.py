@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.comm.dry_run import is_dry
 from shardwise.comm.mesh import (
     DataMesh,
     default_device_type,
@@ -22,7 +23,6 @@ from shardwise.comm.mesh import (
     mesh_of_hosts,
 )
 from shardwise.errors import ConfigError, ConfigTypeError
-from shardwise.comm.dry_run import is_dry
 from shardwise.torch_internals import buffers_of, parameters_of, unseen_by_modes
 from shardwise.wrapper.options import Strategy
 
