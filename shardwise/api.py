@@ -19,6 +19,7 @@ from shardwise.errors import (
     StateAssertionError,
     StateError,
 )
+from shardwise.forecast.plan import Plan, plan
 from shardwise.forward_methods import register_fsdp_forward_method, share_comm_ctx
 from shardwise.policies import (
     CPUOffloadPolicy,
@@ -88,6 +89,7 @@ __all__ = [
     "OptimStateDictConfig",
     "OptimStateKeyType",
     "PeerFailure",
+    "Plan",
     "RankDisagreement",
     "ShardPlacementResult",
     "ShardedGradScaler",
@@ -114,6 +116,7 @@ __all__ = [
     "install",
     "lambda_auto_wrap_policy",
     "optim",
+    "plan",
     "planned_memory",
     "register_fsdp_forward_method",
     "set_trust",

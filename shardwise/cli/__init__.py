@@ -1,6 +1,7 @@
 """The command line: parses arguments and calls packages. Nothing of torch is imported before a command needs it.
 
 training     train, generate, eval
+plan         plan
 folders      runs, watch, convert
 machine      doctor, run, trace
 completion   of all of them, by the shell
@@ -16,6 +17,7 @@ from typing import Any
 from shardwise.cli.completion import add_completion
 from shardwise.cli.folders import add_convert, add_runs, add_watch
 from shardwise.cli.machine import add_doctor, add_run, add_trace
+from shardwise.cli.plan import add_plan
 from shardwise.cli.training import add_eval, add_generate, add_train, request_of
 from shardwise.errors import ShardwiseError
 from shardwise.version import __version__
@@ -24,6 +26,7 @@ __all__ = ["main", "parser", "request_of"]
 
 _COMMANDS = (
     ("train", "train a model from a recipe", add_train),
+    ("plan", "predict the memory and time of a recipe's step, without a GPU", add_plan),
     ("generate", "let a trained model write text", add_generate),
     ("eval", "compute the loss of a trained model on data", add_eval),
     ("runs", "show runs and folders, compare, verify and prune them", add_runs),

@@ -114,6 +114,12 @@ def _readings_of(mesh: DeviceMesh) -> _Readings:
     return readings
 
 
+def give_reading(mesh: DeviceMesh, reading: DataMesh) -> None:
+    """Sets how ``mesh`` is interpreted by both APIs, for a mesh that has no process groups."""
+    readings = _readings_of(mesh)
+    readings[None] = readings[reading.device, True] = reading
+
+
 def data_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims | None, where: str) -> DataMesh:
     """Interprets ``mesh``; units with the same mesh share the result, and so its groups."""
     readings = _readings_of(mesh)

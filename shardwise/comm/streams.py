@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
+from shardwise.comm.dry_run import current_dry_run, is_dry
 from shardwise.torch_internals import (
     StreamKey,
     cuda_event,
@@ -203,4 +204,6 @@ def take_workspaces(device: torch.device) -> None:
 
 
 def side_streams_for(device: torch.device) -> SideStreams:
+    if is_dry(device):
+        return current_dry_run().side_streams()
     return CudaSideStreams(device) if device.type == "cuda" else HostStreams()

@@ -16,6 +16,7 @@ from math import prod
 import torch
 from torch.utils.dlpack import from_dlpack
 
+from shardwise.comm.dry_run import current_dry_run, is_dry
 from shardwise.errors import ConfigError
 from shardwise.planning.layout import Layout
 from shardwise.torch_internals import storage_use_count, tensor_over
@@ -54,8 +55,10 @@ def alias(buffer: torch.Tensor, start_bytes: int, numel: int, dtype: torch.dtype
 class ElasticBuffer:
     """A buffer whose tensors persist while its memory is allocated and freed."""
 
-    def __init__(self, size_bytes: int, device: torch.device) -> None:
+    def __init__(self, size_bytes: int, device: torch.device, holds: str = "") -> None:
         self.size_bytes = size_bytes
+        # What the memory is for, in the words of ``planning/memory``.
+        self._holds = holds
         self._storage = torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
         self.is_grown = False
 
@@ -88,6 +91,8 @@ class ElasticBuffer:
 
     def frees(self, tensor: torch.Tensor) -> bool:
         """Whether shrinking this buffer frees the memory of ``tensor``."""
+        if tensor.device.type == "meta":
+            return bool(tensor.untyped_storage()._cdata == self._storage._cdata)
         try:
             return 0 <= tensor.data_ptr() - self._storage.data_ptr() < self.size_bytes
         except RuntimeError:
@@ -100,20 +105,25 @@ class ElasticBuffer:
 
     def grow(self) -> None:
         if not self.is_grown:
-            self._storage.resize_(self.size_bytes)
+            self._resize(self.size_bytes)
             self.is_grown = True
 
     def shrink(self) -> None:
         if self.is_grown:
-            self._storage.resize_(0)
+            self._resize(0)
             self.is_grown = False
+
+    def _resize(self, num_bytes: int) -> None:
+        self._storage.resize_(num_bytes)
+        if is_dry(self._storage.device):
+            current_dry_run().resized(self._storage, num_bytes, self._holds)
 
 
 class RelocatableBuffer(ElasticBuffer):
     """An elastic buffer whose tensors can also be placed in borrowed memory."""
 
-    def __init__(self, size_bytes: int, device: torch.device) -> None:
-        super().__init__(size_bytes, device)
+    def __init__(self, size_bytes: int, device: torch.device, holds: str = "") -> None:
+        super().__init__(size_bytes, device, holds)
         self._tensors: list[tuple[torch.Tensor, int]] = []
         self._is_borrowed = False
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
+from shardwise.comm.dry_run import current_dry_run, is_dry
 from shardwise.cuda_driver import Kernel, compile_kernels, pointers_to
 from shardwise.engine.buffers import ElasticBuffer
 from shardwise.planning.column_blocks import ColumnBlock
@@ -232,8 +233,10 @@ def plan_pack_kernel(
     rows: ElasticBuffer,
     dtype: torch.dtype,
     gradient_dtype: torch.dtype,
-) -> PackKernel | None:
+) -> PackKernel | DryPack | None:
     """Plans the kernel; None if the device has none."""
+    if blocks and is_dry(rows.device):
+        return DryPack(world * row_numel * dtype.itemsize)
     kernels = _kernels(rows.device) if blocks and rows.device.type == "cuda" else None
     if kernels is None:
         return None
@@ -251,6 +254,17 @@ def plan_pack_kernel(
 _CASTS = {torch.bfloat16: "pack_bfloat16", torch.float16: "pack_half"}
 
 
+class DryPack:
+    """Stands for the kernel in a dry run."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._num_bytes = num_bytes
+
+    def fill(self, gradients: list[torch.Tensor | None], is_complete: bool) -> None:
+        present = [gradient for gradient in gradients if gradient is not None]
+        current_dry_run().moved("pack", present, self._num_bytes)
+
+
 class CopyOutKernel:
     """Copies the rows of all ranks into the full parameters."""
 
@@ -266,10 +280,22 @@ class CopyOutKernel:
             launch.run(rows_address)
 
 
+class DryCopyOut:
+    """Stands for the kernel in a dry run."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._num_bytes = num_bytes
+
+    def run(self) -> None:
+        current_dry_run().moved("copy-out", (), self._num_bytes)
+
+
 def plan_copy_out_kernel(
     blocks: Sequence[ColumnBlock], world: int, row_bytes: int, rows: ElasticBuffer, full: ElasticBuffer
-) -> CopyOutKernel | None:
+) -> CopyOutKernel | DryCopyOut | None:
     """Plans the kernel; None if the device has none."""
+    if blocks and is_dry(rows.device):
+        return DryCopyOut(full.size_bytes)
     kernels = _kernels(rows.device) if blocks and rows.device.type == "cuda" else None
     if kernels is None:
         return None

@@ -13,12 +13,17 @@ from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_co
 from torch._C._functorch import peek_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import _CloneArgBeforeMutateMode
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes, _pop_mode, _push_mode
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 A = TypeVar("A")
 R = TypeVar("R")
 
+
+# The kernels that ``scaled_dot_product_attention`` chooses from on CUDA.
+flash_attention: Callable[..., Any] = torch.ops.aten._scaled_dot_product_flash_attention
+efficient_attention: Callable[..., Any] = torch.ops.aten._scaled_dot_product_efficient_attention
 
 num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from math import prod
 from typing import Any, TypeVar, cast
 
 import torch
@@ -120,6 +121,13 @@ def redistributed_local(gradient: torch.Tensor, spec: Spec, left: tuple[int, ...
 def strided_shard(dim: int, split_factor: int) -> Placement:
     """Returns a placement that shards ``dim`` after another mesh axis has split it into ``split_factor`` parts."""
     return _StridedShard(dim, split_factor=split_factor)
+
+
+def mesh_without_groups(device_type: str, shape: tuple[int, ...]) -> DeviceMesh:
+    """Returns a mesh of ranks without a process group, for rank 0; its axes are named replicate and shard."""
+    ranks = torch.arange(prod(shape), device="cpu").view(shape)
+    names = ("replicate", "shard")[-len(shape) :]
+    return DeviceMesh(device_type, ranks, mesh_dim_names=names, _init_backend=False, _rank=0)
 
 
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:

@@ -163,6 +163,19 @@ def before_functional_call(check: Callable[[nn.Module, Iterable[str]], None]) ->
     functions._functional_call = checked
 
 
+@contextmanager
+def replaced_functions(module: Any, **functions: Callable[..., Any]) -> Iterator[None]:
+    """Within it, ``module`` has these functions, in all threads: they must do the usual where they have no say."""
+    usual = {name: getattr(module, name) for name in functions}
+    for name, function in functions.items():
+        setattr(module, name, function)
+    try:
+        yield
+    finally:
+        for name, function in usual.items():
+            setattr(module, name, function)
+
+
 def make_freed_tensors_printable() -> None:
     """Lets tensors without memory, as freed parameters are, be printed without their values. Called once per process.
 

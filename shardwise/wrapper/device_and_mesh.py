@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.comm.dry_run import is_dry
 from shardwise.comm.mesh import (
     DataMesh,
     default_device_type,
@@ -40,7 +41,7 @@ def chosen_device(
         device = torch.device(mesh.device_type if mesh is not None else default_device_type(params))
     if str(device) == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
-    if device.type == "meta":
+    if device.type == "meta" and (mesh is None or not is_dry(torch.device(mesh.device_type))):
         raise ConfigError("device_id is the meta device", where=where, fix="pass a device with memory")
     return device
 
@@ -116,6 +117,8 @@ def materialize(
 
     ``init_fn`` is called for all of them: it may initialize a module's tensors through a module around it.
     """
+    if is_dry(device):
+        return
     on_meta = [module for module in modules if _has_meta_tensors(module, ignored)]
     for module in modules if on_meta and init_fn is not None else on_meta:
         if init_fn is not None:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.forecast.device_files import device_names
+
 REPOSITORY = Path(__file__).parents[2]
 BUILD = """
 import sys
@@ -53,7 +55,8 @@ def modules():
 def test_the_wheel_has_the_library_and_nothing_else(built):
     with zipfile.ZipFile(built[0]) as wheel:
         names = set(wheel.namelist())
-    data = {"shardwise/py.typed", "shardwise/train/watch.html"}
+    data = {"shardwise/py.typed", "shardwise/train/watch.html", "shardwise/forecast/page.html"}
+    data |= {f"shardwise/forecast/devices/{name}.json" for name in (*device_names(), "links")}
     assert {name for name in names if ".dist-info/" not in name} == modules() | data
     inside = {name.partition(".dist-info/")[2] for name in names}
     assert {"entry_points.txt", "licenses/LICENSE"} <= inside

@@ -96,6 +96,8 @@ class GroupCollectives:
 
     # Whether many tensors can be gathered in one operation, each into its own output.
     gathers_each = False
+    # Whether there are no other ranks to ask: a dry run (``comm/dry_run``).
+    is_dry = False
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         backend = backend_name(group, device)

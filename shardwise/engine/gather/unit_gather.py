@@ -18,10 +18,12 @@ from typing import Protocol
 import torch
 
 from shardwise.comm.collectives.group import GroupCollectives, LentRows, Work, drain
+from shardwise.comm.dry_run import is_like_cuda
 from shardwise.engine.buffers import ElasticBuffer
 from shardwise.engine.kernels import plan_copy_out_kernel
 from shardwise.planning.column_blocks import column_blocks_of_layout
 from shardwise.planning.layout import Block, EvenShard, Layout, blocks_by_rank
+from shardwise.planning.memory import GATHERED, GATHERING
 from shardwise.planning.rows import RowsLayout
 from shardwise.torch_internals import copy_all
 
@@ -61,7 +63,7 @@ def _plan_copy_out(
         if kernel is not None:
             return kernel
     shards = layout.even_shards()
-    if shards is not None and full.device.type == "cuda":
+    if shards is not None and is_like_cuda(full.device):
         return SplitRows(layout, shards, rows, full)
     return CopyBlocks(layout, rows, full, sent_dtypes)
 
@@ -161,7 +163,9 @@ class UnitGather:
         self._part_calls = part_calls
         self._full = full
         # Where the rows of all ranks are the full buffer, they are received there and nothing is copied out.
-        self._rows = full if layout.is_in_place else ElasticBuffer(layout.world * layout.sent_bytes, device)
+        self._rows = (
+            full if layout.is_in_place else ElasticBuffer(layout.world * layout.sent_bytes, device, GATHERING)
+        )
         self._all_rows = self._rows.tensor(torch.uint8, 0, (layout.world * layout.sent_bytes,))
         # The buffers that a gather needs only until it has finished.
         self._temporary = [] if self._rows is full else [self._rows]
@@ -171,7 +175,7 @@ class UnitGather:
         self._part: ElasticBuffer | None = None
         if part_calls is not None:
             part_bytes = layout.sent_bytes * layout.world // part_calls.world
-            self._part = ElasticBuffer(part_bytes, device)
+            self._part = ElasticBuffer(part_bytes, device, GATHERED)
             self._part_row = self._part.tensor(torch.uint8, 0, (part_bytes,))
             self._part_source = self._rows.tensor(torch.uint8, part_calls.rank * part_bytes, (part_bytes,))
 
@@ -199,15 +203,15 @@ class UnitGather:
         device_row: ElasticBuffer | None = None
         if shards.device != device:
             # Shards are offloaded to the host: one transfer copies the row to the device, which casts it.
-            row = device_row = ElasticBuffer(layout.stored_bytes, device)
+            row = device_row = ElasticBuffer(layout.stored_bytes, device, GATHERING)
             self._own = device_row.tensor(torch.uint8, 0, (layout.stored_bytes,))
             self._row_copies.append((device_row, [(self._own, shards)]))
         if sent_dtypes != stored_dtypes:
-            if self._rows is self._full and device.type == "cuda" and self._part is None:
+            if self._rows is self._full and is_like_cuda(device) and self._part is None:
                 # Cast to where this rank's row is received: NCCL then skips the copy of the own row.
                 cast_row, start = self._full, self.calls.rank * layout.sent_bytes
             else:
-                row = cast_row = ElasticBuffer(layout.sent_bytes, device)
+                row = cast_row = ElasticBuffer(layout.sent_bytes, device, GATHERING)
                 start = 0
                 self._temporary.append(cast_row)
             self._own = cast_row.tensor(torch.uint8, start, (layout.sent_bytes,))

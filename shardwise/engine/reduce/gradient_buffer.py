@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.engine.buffers import ElasticBuffer
 from shardwise.engine.unit.binding import Slot
+from shardwise.planning.memory import SHARD_GRADIENTS
 from shardwise.torch_internals import dtensor, have_local_tensors, local_of, spec_of
 
 LEASE_ATTRIBUTE = "_shardwise_lease"
@@ -83,7 +84,7 @@ class GradientBuffer:
     def __init__(
         self, views: Sequence[GradientView], row_numel: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.memory = ElasticBuffer(row_numel * dtype.itemsize, device)
+        self.memory = ElasticBuffer(row_numel * dtype.itemsize, device, SHARD_GRADIENTS)
         self.row = self.memory.tensor(dtype, 0, (row_numel,))
         self._locals = {
             view.slot: self.memory.tensor(dtype, view.start * dtype.itemsize, view.shape, view.strides)

@@ -18,6 +18,7 @@ from shardwise.planning.column_blocks import (
 )
 from shardwise.planning.flat import FlatPacking
 from shardwise.planning.layout import Block, Packing, PaddingBlock, Span
+from shardwise.planning.memory import ROWS
 from shardwise.planning.rows import RowsPacking
 from shardwise.planning.slices import RowsSlice, cut_into_slices
 from shardwise.torch_internals import chunk_cat, copy_all, zero_all
@@ -68,7 +69,7 @@ def plan_slices(
     ):
         row_slices = cut_into_slices(packing, _MOST_BYTES // dtype.itemsize)
     widest = max((each.row_numel for each in row_slices), default=row_numel)
-    rows = RelocatableBuffer(world * widest * dtype.itemsize, device)
+    rows = RelocatableBuffer(world * widest * dtype.itemsize, device, ROWS)
     if not row_slices:
         pack = plan_pack(packing, rows, dtype, shapes, gradient_dtypes)
         return rows, [Slice(pack, _rows_tensor(rows, dtype, world * row_numel), None, dtype.is_complex)]

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from shardwise.comm.dry_run import is_dry
 from shardwise.comm.mesh import DataMesh
 from shardwise.engine.buffers import contiguous_strides
 from shardwise.engine.gather.tensor_extensions import cut_extension, is_tensor_extension
@@ -202,6 +203,8 @@ def _make_slot(
     else:
         span = cut_evenly(full.shape[dim], mesh.shard.world, mesh.shard.rank)
         local = full.narrow(dim, span.start, span.numel)
+        if is_dry(mesh.device) and device.type == "cpu":
+            local = torch.empty_like(local, device=device)
         local = local if local.device.type == "meta" else local.to(device)
         # A copy where it has a storage offset: torch fails to copy a DTensor that was made with one.
         local = local.clone() if local.storage_offset() else local

@@ -17,6 +17,7 @@ from torch import nn
 
 from shardwise import trace
 from shardwise.comm.collectives.group import GroupCollectives
+from shardwise.comm.dry_run import is_dry
 from shardwise.comm.mesh import DataMesh
 from shardwise.engine.reduce.reduce_plan import Summation
 from shardwise.engine.unit.binding import Place, ShownForms, Slot, show, unsharded_shown
@@ -181,7 +182,9 @@ class Unit:
 
     def _build(self) -> None:
         """Allocates the unit's buffers; sharded parameters keep their values and identity."""
-        self._is_meta = any(slot.local.device.type == "meta" for slot in self.slots)
+        self._is_meta = not is_dry(self.mesh.device) and any(
+            slot.local.device.type == "meta" for slot in self.slots
+        )
         if self._is_meta:
             return
         settings = self.settings

@@ -16,6 +16,7 @@ from shardwise.engine.gather.unit_gather import UnitGather
 from shardwise.engine.unit.binding import Slot
 from shardwise.engine.unit.dtensor_form import ShardedForm
 from shardwise.planning.layout import RowParam
+from shardwise.planning.memory import GATHERED
 from shardwise.policies import MixedPrecisionPolicy
 from shardwise.torch_internals import dtensor
 
@@ -68,7 +69,9 @@ class UnitBuffers:
             and stored == sent
             and shards.device == mesh.device
         )
-        self._full = PermanentBuffer(shards) if is_whole else ElasticBuffer(layout.full_bytes, mesh.device)
+        self._full = (
+            PermanentBuffer(shards) if is_whole else ElasticBuffer(layout.full_bytes, mesh.device, GATHERED)
+        )
         self.shares_memory = self._full.frees
         # The memory that a gather allocates for the full parameters.
         self.full_bytes = self._full.size_bytes

@@ -1,0 +1,151 @@
+"""``shardwise plan``: what a recipe's step needs and how long it takes, without a GPU."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from itertools import product
+from typing import TYPE_CHECKING
+
+from shardwise.cli.wording import describe
+from shardwise.errors import ConfigError
+
+if TYPE_CHECKING:
+    from shardwise.forecast.plan import Plan
+    from shardwise.train.config import Config
+
+__all__ = ["add_plan"]
+
+
+def add_plan(parser: argparse.ArgumentParser) -> None:
+    describe(
+        parser,
+        "Predict the memory and the time of a recipe's step on any number of ranks: what fits, how fast it is, and "
+        "which settings are better. Runs anywhere; nothing is allocated.",
+        "shardwise plan llama-8b --device h200 --ranks 64 --nodes 8",
+        "shardwise plan my.py:recipe --ranks 8 --set sharding.recompute=true --html step.html",
+        "shardwise plan llama-8b --ranks 8 --compare sharding.recompute=true,false --compare device=h100,h200",
+        "shardwise plan llama-8b --ranks 64 --nodes 8 --what-if ranks=8..4096",
+    )
+    parser.add_argument("recipe", help="tiny, small, llama-125m, llama-1b, llama-8b, or file.py:function")
+    parser.add_argument(
+        "--device",
+        default="h200",
+        help="h100, h200, a100, b200, l40s, ..., or a file of prices (default: h200)",
+    )
+    parser.add_argument("--ranks", type=int, default=8, help="devices (default: 8)")
+    parser.add_argument("--nodes", type=int, help="machines that they are on (default: one for every 8)")
+    parser.add_argument(
+        "--set", dest="settings", metavar="NAME=VALUE", action="append", default=[], help="change a setting"
+    )
+    parser.add_argument(
+        "--compare",
+        metavar="NAME=A,B",
+        action="append",
+        default=[],
+        help="one line for each value of a setting, or of device, ranks or nodes; may be repeated",
+    )
+    parser.add_argument("--what-if", metavar="ranks=8..4096", help="one line for 8, 16, 32, ... ranks")
+    parser.add_argument("--html", metavar="FILE", help="write the step as a picture")
+    parser.add_argument("--json", action="store_true", help="print numbers as JSON")
+    parser.set_defaults(run=_plan)
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from shardwise.train.prediction import assumptions
+    from shardwise.train.recipes import load_recipe
+
+    config = load_recipe(options.recipe)
+    named = _plans(options, config)
+    if options.json:
+        print(json.dumps([plan.as_json() | {"name": name} for name, plan in named], indent=1))
+    elif len(named) > 1 or options.compare or options.what_if:
+        from shardwise.forecast.alternatives import comparison_text
+
+        print(comparison_text(named))
+    else:
+        print(_text(named[0][1]))
+    if not options.json:
+        for line in assumptions(_with(config, options.settings)):
+            print(f"assumed: {line}")
+    if options.html:
+        from shardwise.forecast.page import write_page
+
+        device = named[0][1].question.device
+        title = f"One step of {config.name}, predicted"
+        write_page(
+            options.html,
+            [plan.timeline for _, plan in named],
+            title=title,
+            capacity_bytes=device.memory_bytes,
+        )
+        print(f"written to {options.html}")
+    return 0
+
+
+def _with(config: Config, settings: list[str]) -> Config:
+    from shardwise.train.config import with_settings
+
+    return with_settings(config, settings)
+
+
+def _plans(options: argparse.Namespace, config: Config) -> list[tuple[str, Plan]]:
+    from shardwise.forecast.alternatives import over_ranks
+    from shardwise.train.prediction import predict, question_of
+
+    where = {"device": options.device, "ranks": options.ranks, "nodes": options.nodes}
+    if options.what_if:
+        first, last = _range(options.what_if)
+        question = question_of(_with(config, options.settings), *_place(where))
+        return over_ranks(question, first, last)
+    named = []
+    for choice in product(*(_values(text) for text in options.compare)):
+        own = dict(where)
+        settings = list(options.settings)
+        for name, value in choice:
+            if name in own:
+                own[name] = value if name == "device" else int(value)
+            else:
+                settings.append(f"{name}={value}")
+        plan = predict(_with(config, settings), *_place(own))
+        named.append((", ".join(f"{name}={value}" for name, value in choice) or config.name, plan))
+    return named
+
+
+def _place(where: dict[str, object]) -> tuple[str, int, int]:
+    ranks = int(str(where["ranks"]))
+    nodes = where["nodes"]
+    return str(where["device"]), ranks, -(-ranks // 8) if nodes is None else int(str(nodes))
+
+
+def _values(text: str) -> list[tuple[str, str]]:
+    name, equals, values = text.partition("=")
+    if not equals or not values:
+        raise ConfigError(
+            f"'{text}' compares nothing", where=f"--compare {text}", fix="write --compare name=value,value"
+        )
+    return [(name, value) for value in values.split(",")]
+
+
+def _range(text: str) -> tuple[int, int]:
+    first, dots, last = text.removeprefix("ranks=").partition("..")
+    if not (text.startswith("ranks=") and dots and first.isdigit() and last.isdigit() and int(first)):
+        raise ConfigError(
+            f"'{text}' is no range of ranks", where=f"--what-if {text}", fix="write --what-if ranks=8..4096"
+        )
+    return int(first), int(last)
+
+
+def _text(plan: Plan) -> str:
+    if plan.fits:
+        return plan.text()
+    from shardwise.forecast.alternatives import smallest_change
+
+    found = smallest_change(plan)
+    if found is None:
+        return f"{plan.text()}\nno change of settings was found that fits"
+    name, changed = found
+    return (
+        f"{plan.text()}\nsmallest change that fits: {name}: {changed.spare_bytes / 2**30:,.2f} GiB to spare, "
+        f"{1e3 * changed.seconds:,.1f} ms a step"
+    )

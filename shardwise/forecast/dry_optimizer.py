@@ -1,0 +1,82 @@
+"""The optimizer of a dry run: what its step allocates, and the work it gives the device or the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from shardwise.engine.unit.unit import Unit
+from shardwise.forecast.recording import TapeRecorder
+from shardwise.forecast.tape import OPTIMIZER, Allocate, Free, Op
+
+# For each: states an element, bytes read and written an element besides, and temporaries an element at once.
+_STATES = {"adamw": 2, "adamw-foreach": 2, "sgd": 1}
+
+
+class DryOptimizer:
+    """Steps all shards of a rank."""
+
+    def __init__(
+        self,
+        name: str | None,
+        units: Sequence[Unit],
+        whole: Sequence[torch.nn.Parameter],
+        recorder: TapeRecorder,
+    ) -> None:
+        self._units = list(units)
+        self._whole = list(whole)
+        self._name = name
+        self._recorder = recorder
+        self._has_state = False
+
+    def zero_grad(self) -> None:
+        for unit in self._units:
+            for slot in unit.slots:
+                slot.sharded.grad = None
+        for param in self._whole:
+            param.grad = None
+
+    def step(self) -> None:
+        if self._name is None:
+            return
+        shards = [
+            (slot.local.numel(), slot.stored_dtype.itemsize, unit.is_offloaded)
+            for unit in self._units
+            for slot in unit.slots
+            if slot.sharded.requires_grad
+        ]
+        shards += [
+            (param.numel(), param.dtype.itemsize, False) for param in self._whole if param.requires_grad
+        ]
+        states = _STATES[self._name]
+        recorder = self._recorder
+        if not self._has_state:
+            self._has_state = True
+            for numel, itemsize, is_offloaded in shards:
+                if not is_offloaded:
+                    for _ in range(states):
+                        recorder.hold(numel * itemsize, OPTIMIZER)
+                    # The number of its steps, on the device where the optimizer is fused.
+                    recorder.hold(4, OPTIMIZER)
+        on_device = sum(numel * itemsize for numel, itemsize, is_offloaded in shards if not is_offloaded)
+        on_host = sum(numel * itemsize for numel, itemsize, is_offloaded in shards if is_offloaded)
+        if on_device:
+            self._step_on_device(on_device, len(shards), states)
+        if on_host:
+            recorder.host_work("optimizer", on_host * (3 + 2 * states) // 2)
+
+    def _step_on_device(self, num_bytes: int, num_shards: int, states: int) -> None:
+        """A gradient is read; the parameter and its states are read and written."""
+        tape = self._recorder.tape
+        moved = num_bytes * (3 + 2 * states)
+        if self._name != "adamw-foreach":
+            tape.append(Op("optimizer", "optimizer", self._recorder.stream, 0, moved, "float32"))
+            return
+        # Its kernels run one after another over all shards, with the square roots of one state between them.
+        self._recorder._num_keys += 1
+        entry = Allocate(self._recorder._num_keys, num_bytes, OPTIMIZER, self._recorder.stream)
+        tape.append(entry)
+        for _ in range(12):
+            tape.append(Op("optimizer", "optimizer", self._recorder.stream, 0, 2 * num_bytes, "float32"))
+        tape.append(Free(entry.key))
