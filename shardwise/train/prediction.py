@@ -16,9 +16,9 @@ from shardwise.forecast.rehearsal import META, Job
 from shardwise.forecast.settings import Settings
 from shardwise.policies import MixedPrecisionPolicy
 from shardwise.train.config import Config
+from shardwise.train.hugging_face import HuggingFaceModel
 from shardwise.train.losses import mean_loss
-from shardwise.train.model import HuggingFaceModel
-from shardwise.train.parallel import num_replicas
+from shardwise.train.rank_grid import num_replicas
 
 __all__ = ["assumptions", "predict", "question_of"]
 
@@ -41,6 +41,12 @@ def question_of(config: Config, device: str | Device, ranks: int, nodes: int) ->
             where=f"the plan of '{config.name}'",
             fix="use full, gradients or hybrid",
         )
+    if sharding.tensor_parallel > 1 or sharding.pipeline > 1:
+        raise ConfigError(
+            "there is no prediction for tensor parallelism and pipelines",
+            where=f"the plan of '{config.name}'",
+            fix="use sharding.tensor_parallel=1 and sharding.pipeline=1",
+        )
     if ranks < 1 or nodes < 1 or ranks % nodes:
         raise ConfigError(
             f"{ranks} ranks cannot be spread over {nodes} nodes",
@@ -55,11 +61,11 @@ def question_of(config: Config, device: str | Device, ranks: int, nodes: int) ->
             where=f"the plan of '{config.name}'",
             fix=f"use a multiple of {ranks * train.accumulate}, or fewer micro-batches",
         )
-    is_bf16 = sharding.precision == "bf16"
+    dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[sharding.precision]
     settings = Settings(
         wrap=model.units(_built(config)),
         reshard_after_forward=sharding.mode != "gradients",
-        mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32) if is_bf16 else MixedPrecisionPolicy(),
+        mp_policy=MixedPrecisionPolicy(dtype, torch.float32) if dtype else MixedPrecisionPolicy(),
         offload=sharding.offload,
         replicas=num_replicas(sharding.replicas, ranks, ranks // nodes) if sharding.mode == "hybrid" else 1,
         recompute=sharding.recompute,
@@ -76,6 +82,8 @@ def assumptions(config: Config) -> list[str]:
     found = []
     if config.sharding.compile:
         found.append("compiled blocks are predicted as eager ones: time and activations are upper bounds")
+    if config.sharding.float8 != "off":
+        found.append("float8 products are predicted in the precision of the others: time is an upper bound")
     if config.optimizer.name not in ("adamw", "sgd"):
         found.append(f"the optimizer {config.optimizer.name} is predicted as AdamW")
     if config.data.format == "chat":
