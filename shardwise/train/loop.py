@@ -108,6 +108,7 @@ class Trainer:
         )
         self.progress = Progress()
         self._profiler: StepProfiler | None = None
+        self._stops_after = "this step"
         self._callbacks: CallbackList | None = None
 
     # --- set-up -------------------------------------------------------------------------------------------------
@@ -179,11 +180,12 @@ class Trainer:
         self._profiler = self._make_profiler(profile, facts) if profile else None
         try:
             self.team.together(callbacks.start)
-            ended = self._train(facts, report, stop_after)
-            summary = self._summary(facts, ended, time.perf_counter() - begun, first_samples, report)
-            if report is not None:
-                report.end(summary)
-            self.display.end(summary)
+            with Interrupt(self._on_stop_request) as interrupt:
+                ended = self._train(facts, report, stop_after, interrupt)
+                summary = self._summary(facts, ended, time.perf_counter() - begun, first_samples, report)
+                if report is not None:
+                    report.end(summary)
+                self.display.end(summary)
         finally:
             callbacks.end(summary)
             self.display.close()
@@ -192,29 +194,32 @@ class Trainer:
         self._raise_unwritten(summary)
         return summary
 
-    def _train(self, facts: RunFacts, report: Report | None, stop_after: int | None) -> str:
+    def _train(
+        self, facts: RunFacts, report: Report | None, stop_after: int | None, interrupt: Interrupt
+    ) -> str:
         """Runs the steps, saves the last checkpoint, and returns how the run ended."""
         config, progress = self.config, self.progress
         ended = "finished"
-        with Interrupt(self._on_stop_request) as interrupt:
-            while progress.step < config.train.steps:
-                if progress.stop_requested or progress.step == stop_after:
-                    ended = "stopped"
-                    break
-                with self._profiler.step(progress.step + 1) if self._profiler else contextlib.nullcontext():
-                    record = self._step(facts, interrupt)
-                if report is not None:
-                    report.step(record)
-                self.display.step(record)
-                if self._callbacks is not None:
-                    self._callbacks.step(record)
-                if config.checkpoint.every and progress.step % config.checkpoint.every == 0:
-                    self._checkpoints.save(progress)
-                self._checkpoints.report_outcomes(progress)
-                if self._profiler is not None and self._profiler.is_done:
-                    self._write_profile()
-            self._write_profile()
-            problem = self._checkpoints.save_and_wait(progress)
+        while progress.step < config.train.steps:
+            if progress.stop_requested or progress.step == stop_after:
+                ended = "stopped"
+                break
+            with self._profiler.step(progress.step + 1) if self._profiler else contextlib.nullcontext():
+                record = self._step(facts, interrupt)
+            if report is not None:
+                report.step(record)
+            self.display.step(record)
+            if self._callbacks is not None:
+                self._callbacks.step(record)
+            if config.checkpoint.every and progress.step % config.checkpoint.every == 0:
+                self._checkpoints.save(progress)
+            self._checkpoints.report_outcomes(progress)
+            if self._profiler is not None and self._profiler.is_done:
+                self._write_profile()
+        self._write_profile()
+        self._stops_after = "the checkpoint is written"
+        problem = self._checkpoints.save_and_wait(progress)
+        self._stops_after = "the summary is written"
         if problem is None:
             return ended
         raise CheckpointError(
@@ -278,6 +283,42 @@ class Trainer:
         callbacks = (*chosen_loggers(self.config.output), *self.config.callbacks)
         self._callbacks = CallbackList(callbacks, run, self._on_callback_error)
         return self._callbacks
+
+    def _make_profiler(self, num_steps: int, facts: RunFacts) -> StepProfiler:
+        told = {
+            "model": f"{facts.model}, {format_count(facts.num_parameters)} parameters",
+            "ranks": f"{counted(facts.world_size, facts.device + ' rank')}, sharding {facts.mode}",
+            "tokens": f"{format_count(facts.tokens_of_step)} per step",
+        }
+        module = self.parallel.module
+        return StepProfiler(module, self.optimizer, num_steps, self.folder, self.team, told)
+
+    def _write_profile(self) -> None:
+        """Writes what was profiled, once; a disk that is full does not end the run."""
+        profiler, self._profiler = self._profiler, None
+        if profiler is None:
+            return
+        try:
+            written = profiler.write()
+        except OSError as error:
+            self._unwritten.add(PROFILE, error)
+            self.display.warn(f"the profile cannot be written, training continues: {error.strerror or error}")
+        else:
+            self.display.note(
+                "the run was too short to profile a step"
+                if written is None
+                else f"profile: {short_path(written)}"
+            )
+
+    def _on_saved(self, step: int, path: Path) -> None:
+        if self._callbacks is not None:
+            self._callbacks.checkpoint(step, path)
+
+    def _on_stop_request(self) -> None:
+        again = (
+            "" if self._stops_after.startswith("the summary") else "  (Ctrl-C again: at once, without saving)"
+        )
+        self.display.note(f"stopping after {self._stops_after} …{again}")
 
     def _make_profiler(self, num_steps: int, facts: RunFacts) -> StepProfiler:
         told = {
