@@ -107,7 +107,8 @@ def _bash(commands: tuple[_Command, ...]) -> Iterator[str]:
         if choices:
             yield f'            {setting}) words="{" ".join(choices)}" ;;'
     yield "        esac"
-    yield '        if [[ -z $words ]]; then compopt -o filenames; mapfile -t COMPREPLY < <(compgen -f -- "${cur#*=}"); return; fi'
+    yield "        if [[ -z $words ]]; then compopt -o filenames"
+    yield '            mapfile -t COMPREPLY < <(compgen -f -- "${cur#*=}"); return; fi'
     yield '        COMPREPLY=($(compgen -P "$choices" -W "$words" -- "${cur#*=}")); return'
     yield "    fi"
     yield "    case $command in"
