@@ -108,7 +108,7 @@ class Trainer:
         )
         self.progress = Progress()
         self._profiler: StepProfiler | None = None
-        self._stops_after = "this step"
+        self._on_stop = "stopping after this step …  (Ctrl-C again: at once, without saving)"
         self._callbacks: CallbackList | None = None
 
     # --- set-up -------------------------------------------------------------------------------------------------
@@ -217,9 +217,9 @@ class Trainer:
             if self._profiler is not None and self._profiler.is_done:
                 self._write_profile()
         self._write_profile()
-        self._stops_after = "the checkpoint is written"
+        self._on_stop = "stopping after the checkpoint …  (Ctrl-C again: at once, without it)"
         problem = self._checkpoints.save_and_wait(progress)
-        self._stops_after = "the summary is written"
+        self._on_stop = "stopping after the summary …  (Ctrl-C again: at once, without it)"
         if problem is None:
             return ended
         raise CheckpointError(
@@ -315,44 +315,7 @@ class Trainer:
             self._callbacks.checkpoint(step, path)
 
     def _on_stop_request(self) -> None:
-        again = (
-            "" if self._stops_after.startswith("the summary") else "  (Ctrl-C again: at once, without saving)"
-        )
-        self.display.note(f"stopping after {self._stops_after} …{again}")
-
-    def _make_profiler(self, num_steps: int, facts: RunFacts) -> StepProfiler:
-        told = {
-            "model": f"{facts.model}, {format_count(facts.num_parameters)} parameters",
-            "ranks": f"{counted(facts.world_size, facts.device + ' rank')}, sharding {facts.mode}",
-            "tokens": f"{format_count(facts.tokens_of_step)} per step",
-        }
-        module = self.parallel.module
-        return StepProfiler(module, self.optimizer, num_steps, self.folder, self.team, told)
-
-    def _write_profile(self) -> None:
-        """Writes what was profiled, once; a disk that is full does not end the run."""
-        profiler, self._profiler = self._profiler, None
-        if profiler is None:
-            return
-        try:
-            written = profiler.write()
-        except OSError as error:
-            self._unwritten.add(PROFILE, error)
-            self.display.warn(f"the profile cannot be written, training continues: {error.strerror or error}")
-        else:
-            self.display.note(
-                "the run was too short to profile a step"
-                if written is None
-                else f"profile: {short_path(written)}"
-            )
-
-    def _on_saved(self, step: int, path: Path) -> None:
-        if self._callbacks is not None:
-            self._callbacks.checkpoint(step, path)
-
-    def _on_stop_request(self) -> None:
-        what = "the checkpoint is written" if self.progress.step == self.config.train.steps else "this step"
-        self.display.note(f"stopping after {what} …  (Ctrl-C again: at once, without saving)")
+        self.display.note(self._on_stop)
 
     def _stop_is_asked(self) -> bool:
         return self._callbacks is not None and self._callbacks.stop_requested

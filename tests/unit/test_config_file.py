@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
 from shardwise.cli import main, parser, request_of
 from shardwise.errors import ConfigError
-from shardwise.train import config_file
 from shardwise.train.config import Source
 from shardwise.train.config_file import config_text, read_config_file
 from shardwise.train.request import Request, resolve
@@ -106,8 +106,8 @@ def test_a_file_that_is_not_there_is_refused(tmp_path, capsys):
 
 def test_a_python_without_toml_says_what_to_install(tmp_path, monkeypatch):
     path = write(tmp_path, "train.steps = 5")
-    monkeypatch.setattr(config_file, "optional", lambda name: None)
-    monkeypatch.setattr("shardwise.train.optional_packages.optional", lambda name: None)
+    for name in ("tomllib", "tomli"):
+        monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ConfigError, match="pip install tomli"):
         read_config_file(path)
 
