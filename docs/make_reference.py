@@ -39,7 +39,7 @@ SECTIONS = {
     "shardwise.train": shardwise.train,
     "shardwise.testing": shardwise.testing,
 }
-COMMANDS = ("train", "generate", "eval", "runs", "watch", "convert", "doctor", "trace")
+COMMANDS = ("train", "generate", "eval", "runs", "watch", "convert", "doctor", "trace", "completion")
 
 
 def public_names() -> Iterator[tuple[str, Any]]:
@@ -182,8 +182,8 @@ def _settings() -> str:
             default = getattr(value, entry.name)
             shown = "" if default == "" else f"`{default}`"
             found = explained[kind, entry.name]
-            choices = [choice for choice in found.choices if choice not in ("true", "false")]
-            told = [found.text, f"One of {', '.join(choices)}." if choices else ""]
+            is_told = all(choice in found.text or choice in ("true", "false") for choice in found.choices)
+            told = [found.text, "" if is_told else f"One of {', '.join(found.choices)}."]
             text = " ".join(filter(None, told))
             parts.append(f"| `{field.name}.{entry.name}` | {shown} | {_code(text)} |\n")
     return "".join(parts)

@@ -107,7 +107,8 @@ def _bash(commands: tuple[_Command, ...]) -> Iterator[str]:
         if choices:
             yield f'            {setting}) words="{" ".join(choices)}" ;;'
     yield "        esac"
-    yield '        if [[ -z $words ]]; then compopt -o filenames; mapfile -t COMPREPLY < <(compgen -f -- "${cur#*=}"); return; fi'
+    yield "        if [[ -z $words ]]; then compopt -o filenames"
+    yield '            mapfile -t COMPREPLY < <(compgen -f -- "${cur#*=}"); return; fi'
     yield '        COMPREPLY=($(compgen -P "$choices" -W "$words" -- "${cur#*=}")); return'
     yield "    fi"
     yield "    case $command in"
@@ -120,8 +121,8 @@ def _bash(commands: tuple[_Command, ...]) -> Iterator[str]:
         f'        train:--set) COMPREPLY=($(compgen -S = -W "{" ".join(setting_choices())}" -- "$cur"));'
         " compopt -o nospace; return ;;"
     )
-    for command, option in _with_choices(commands):
-        pattern = "|".join(f"{command}:{name}" for name in option.names)
+    for name, option in _with_choices(commands):
+        pattern = "|".join(f"{name}:{flag}" for flag in option.names)
         yield f'        {pattern}) COMPREPLY=($(compgen -W "{" ".join(option.choices)}" -- "$cur")); return ;;'
     yield "    esac"
     yield '    if [[ $cur == -* ]]; then COMPREPLY=($(compgen -W "$options" -- "$cur")); return; fi'

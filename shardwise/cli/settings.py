@@ -129,8 +129,7 @@ def settings_as_toml(request: Request, width: int) -> Iterator[str]:
         yield ""
         explained = _explanation_of(resolved.config, name)
         yield from _comment(explained.text, width)
-        choices = [choice for choice in explained.choices if choice not in ("true", "false")]
-        if any(choice not in explained.text for choice in choices):
+        if not all(choice in explained.text or choice in ("true", "false") for choice in explained.choices):
             yield from _comment(f"One of: {', '.join(explained.choices)}.", width)
         if value != before.get(name):
             yield from _comment(f"In the recipe: {toml_value(before.get(name))}.", width)

@@ -188,6 +188,8 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def _generate(options: argparse.Namespace) -> int:
+    if sys.stderr.isatty() and not options.json:
+        _say_loading()
     from shardwise.train.generate import Request, generate
     from shardwise.train.sampling import Sampling
 
@@ -249,6 +251,8 @@ def add_eval(parser: argparse.ArgumentParser) -> None:
 
 
 def _eval(options: argparse.Namespace) -> int:
+    if sys.stderr.isatty() and not options.json:
+        _say_loading()
     from shardwise.train.evaluation import EvaluationRequest, evaluate
 
     return evaluate(

@@ -68,7 +68,7 @@ def train(request: Request) -> int:
         except ShardwiseError as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
-    if assigned.rank == 0:
+    if assigned.rank == 0 and assigned.world_size > 1:
         ranks = counted(assigned.world_size, "rank")
         say(f"waiting for {ranks} at {assigned.address}:{assigned.port} …", request)
     return _train_as_assigned_rank(assigned, request, num_gpus)

@@ -13,6 +13,7 @@ Every run writes its own to its folder. A file is data: it names a recipe of the
 
 from __future__ import annotations
 
+import importlib
 import json
 import shlex
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +23,7 @@ from typing import Any
 
 from shardwise.errors import ConfigError
 from shardwise.train.config import Config, settings_of
-from shardwise.train.optional_packages import optional, require
+from shardwise.train.optional_packages import require
 
 __all__ = ["ConfigFile", "config_text", "differing", "read_config_file", "toml_lines", "toml_value"]
 
@@ -67,9 +68,12 @@ def read_config_file(path: str) -> ConfigFile:
 
 
 def _toml_reader() -> Callable[[str], dict[str, Any]]:
-    # Python has its own since 3.11.
-    module = optional("tomllib") or require("tomli", "a file of settings on Python 3.10")
-    read: Callable[[str], dict[str, Any]] = module.loads
+    read: Callable[[str], dict[str, Any]]
+    try:
+        read = importlib.import_module("tomllib").loads
+    except ImportError:
+        # Python has its own since 3.11.
+        read = require("tomli", "a file of settings on Python 3.10").loads
     return read
 
 

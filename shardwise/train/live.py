@@ -37,6 +37,7 @@ class Live:
         self._last: StepRecord | None = None
         self._evaluated: StepRecord | None = None
         self._begun = time.monotonic()
+        self._step_seconds = 0.0
 
     def begin(self, facts: RunFacts) -> None:
         self._facts = facts
@@ -50,6 +51,8 @@ class Live:
 
     def step(self, record: StepRecord) -> None:
         self._last = record
+        done = record.step - self._facts.first_step if self._facts else 0
+        self._step_seconds = (time.monotonic() - self._begun) / max(1, done)
         self._losses.append(record.loss)
         if record.eval_loss is not None:
             self._evaluated = record
@@ -85,8 +88,7 @@ class Live:
         facts, last = self._facts, self._last
         if facts is None or last is None:
             return Text("")
-        left = (time.monotonic() - self._begun) / max(1, last.step - facts.first_step)
-        left *= facts.num_steps - last.step
+        left = self._step_seconds * (facts.num_steps - last.step)
         loss = recent_loss(self._losses) or 0.0
         cells = [
             ("loss", f"{loss:.4f}"),

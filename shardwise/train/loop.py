@@ -122,6 +122,7 @@ class Trainer:
         )
         self.progress = Progress()
         self._profiler: StepProfiler | None = None
+        self._on_stop = "stopping after this step …  (Ctrl-C again: at once, without saving)"
         self._callbacks: CallbackList | None = None
 
     # --- set-up -------------------------------------------------------------------------------------------------
@@ -193,11 +194,12 @@ class Trainer:
         self._profiler = self._make_profiler(profile, facts) if profile else None
         try:
             self.team.together(callbacks.start)
-            ended = self._train(facts, report, stop_after)
-            summary = self._summary(facts, ended, time.perf_counter() - begun, first_samples, report)
-            if report is not None:
-                report.end(summary)
-            self.display.end(summary)
+            with Interrupt(self._on_stop_request) as interrupt:
+                ended = self._train(facts, report, stop_after, interrupt)
+                summary = self._summary(facts, ended, time.perf_counter() - begun, first_samples, report)
+                if report is not None:
+                    report.end(summary)
+                self.display.end(summary)
         finally:
             callbacks.end(summary)
             self.display.close()
@@ -206,29 +208,32 @@ class Trainer:
         self._raise_unwritten(summary)
         return summary
 
-    def _train(self, facts: RunFacts, report: Report | None, stop_after: int | None) -> str:
+    def _train(
+        self, facts: RunFacts, report: Report | None, stop_after: int | None, interrupt: Interrupt
+    ) -> str:
         """Runs the steps, saves the last checkpoint, and returns how the run ended."""
         config, progress = self.config, self.progress
         ended = "finished"
-        with Interrupt(self._on_stop_request) as interrupt:
-            while progress.step < config.train.steps:
-                if progress.stop_requested or progress.step == stop_after:
-                    ended = "stopped"
-                    break
-                with self._profiler.step(progress.step + 1) if self._profiler else contextlib.nullcontext():
-                    record = self._step(facts, interrupt)
-                if report is not None:
-                    report.step(record)
-                self.display.step(record)
-                if self._callbacks is not None:
-                    self._callbacks.step(record)
-                if config.checkpoint.every and progress.step % config.checkpoint.every == 0:
-                    self._checkpoints.save(progress)
-                self._checkpoints.report_outcomes(progress)
-                if self._profiler is not None and self._profiler.is_done:
-                    self._write_profile()
-            self._write_profile()
-            problem = self._checkpoints.save_and_wait(progress)
+        while progress.step < config.train.steps:
+            if progress.stop_requested or progress.step == stop_after:
+                ended = "stopped"
+                break
+            with self._profiler.step(progress.step + 1) if self._profiler else contextlib.nullcontext():
+                record = self._step(facts, interrupt)
+            if report is not None:
+                report.step(record)
+            self.display.step(record)
+            if self._callbacks is not None:
+                self._callbacks.step(record)
+            if config.checkpoint.every and progress.step % config.checkpoint.every == 0:
+                self._checkpoints.save(progress)
+            self._checkpoints.report_outcomes(progress)
+            if self._profiler is not None and self._profiler.is_done:
+                self._write_profile()
+        self._write_profile()
+        self._on_stop = "stopping after the checkpoint …  (Ctrl-C again: at once, without it)"
+        problem = self._checkpoints.save_and_wait(progress)
+        self._on_stop = "stopping after the summary …  (Ctrl-C again: at once, without it)"
         if problem is None:
             return ended
         raise CheckpointError(
@@ -325,8 +330,7 @@ class Trainer:
             self._callbacks.checkpoint(step, path)
 
     def _on_stop_request(self) -> None:
-        what = "the checkpoint is written" if self.progress.step == self.config.train.steps else "this step"
-        self.display.note(f"stopping after {what} …  (Ctrl-C again: at once, without saving)")
+        self.display.note(self._on_stop)
 
     def _stop_is_asked(self) -> bool:
         return self._callbacks is not None and self._callbacks.stop_requested

@@ -69,9 +69,9 @@ def test_a_run_folder_cannot_make_a_resume_import_a_class(tmp_path):
     with pytest.raises(ConfigError, match=r"an optimizer of your own, 'evil\.Class'"):
         resolve(Request(resume=str(tmp_path)))
     named = Request(resume=str(tmp_path), settings=("optimizer=evil.Class",))
-    assert resolve(named)[0].optimizer.name == "evil.Class"
+    assert resolve(named).config.optimizer.name == "evil.Class"
     (tmp_path / "config.json").write_text('{"recipe": "tiny", "settings": ["optimizer=torch.optim.NAdam"]}')
-    assert resolve(Request(resume=str(tmp_path)))[0].optimizer.name == "torch.optim.NAdam"
+    assert resolve(Request(resume=str(tmp_path))).config.optimizer.name == "torch.optim.NAdam"
 
 
 def each_targets_cross_entropy(logits, targets):

@@ -6,7 +6,9 @@ import contextlib
 import dataclasses
 import io
 import json
+import math
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -23,7 +25,7 @@ from shardwise.testing import run_ranks
 from shardwise.train.display import Lines
 from shardwise.train.doctor import Finding
 from shardwise.train.live import Live
-from shardwise.train.records import RunFacts, StepRecord, Summary
+from shardwise.train.records import RunFacts, StepRecord, Summary, recent_loss
 from shardwise.train.run_folder import new_folder, newest_folder
 from tests.ranks.training import run_part, small_config, write_text
 
@@ -73,6 +75,8 @@ def test_sigterm_saves_and_exits_with_0_and_the_run_resumes_in_one_process(tmp_p
     assert (status, errors) == (0, "")
     lines += [json.loads(line) for line in rest.splitlines()]
     end = lines[-1]
+    first_note = next(line["text"] for line in lines if line["kind"] == "note")
+    assert first_note.startswith("stopping after this step …")
     assert [line["kind"] for line in lines[:3]] == ["begin", "step", "step"]
     assert (end["kind"], end["ended"]) == ("end", "stopped")
     stopped_at = end["step"]
@@ -270,6 +274,79 @@ def test_settings_are_listed(capsys):
     assert "train.seed = 5\n" in out
 
 
+# --- before, at and after the end -----------------------------------------------------------------------------------
+
+
+def test_the_command_says_at_once_what_it_waits_for(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("shardwise.train.command.run_local_ranks", lambda *_, **__: 0)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "torch")
+    for number, (ranks, shown) in enumerate({"1": "1 CPU rank", "2": "2 CPU ranks"}.items()):
+        asked = ["train", "tiny", "--device", "cpu", "--ranks", ranks, "--out", f"runs/{number}"]
+        assert main(asked) == 0
+        assert capsys.readouterr().err == f"loading torch …\nstarting {shown} in runs/{number} …\n"
+        for silent in (["--quiet"], ["--json"]):
+            assert main([*asked, *silent]) == 0
+            assert capsys.readouterr().err == ""
+
+
+def files_in(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
+
+
+def test_a_resumed_run_says_what_it_keeps_and_refuses_fewer_steps_and_another_folder(
+    tmp_path, given_one_rank, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    few = ("--set", "train.batch_size=2", "--set", "evaluate.every=2", "--out", "runs/x")
+    assert main(["train", "tiny", *SMALL, *few, "--set", "train.steps=3", "--stop-after", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "stopped at step 2 of 3" in out
+    assert out.splitlines()[-1] == "  go on with   shardwise train --resume runs/x"
+    before = files_in(tmp_path)
+    for asked, words in (
+        (("--set", "train.steps=1"), "the run has done 2 steps, and train.steps is 1"),
+        (("--stop-after", "1"), "the run has done 2 steps, and --stop-after is 1"),
+        (("--out", "runs/y"), "a run continues in its own folder, 'runs/x', not in 'runs/y'"),
+    ):
+        assert main(["train", "--resume", "runs/x", *asked]) == 1
+        assert words in capsys.readouterr().err
+        assert files_in(tmp_path) == before
+
+    longer = ["train", "--resume", "runs/x", "--out", str(tmp_path / "runs" / "x"), "--set", "train.steps=4"]
+    assert main([*longer, "--stop-after", "3"]) == 0
+    out = capsys.readouterr().out
+    assert "resumed step-00000002, saved on 1 rank in mode full\n" in out
+    kept = next(line for line in out.splitlines() if line.startswith("kept from before: "))
+    assert "train.batch_size=2, evaluate.every=2" in kept
+    assert "train.steps" not in kept
+    assert ", at step 2\n" in out
+    assert "train.steps = 4\n" in (tmp_path / "runs" / "x" / "config.toml").read_text()
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_a_profiled_run_writes_its_steps_and_goes_on(tmp_path, given_one_rank, capsys, mode):
+    run = tmp_path / "run"
+    few = ("--set", "train.steps=5", "--set", "train.batch_size=2", "--set", f"sharding.mode={mode}")
+    assert main(["train", "tiny", *SMALL, *few, "--out", str(run), "--profile", "1"]) == 0
+    out = capsys.readouterr().out
+    assert f"profile: {run}/profile" in out
+    assert "finished at step 5 of 5" in out
+    timeline = json.loads((run / "profile" / "rank-0.timeline.json").read_text())
+    lanes = {lane["name"]: lane["bars"] for lane in timeline["lanes"]}
+    assert (timeline["name"], timeline["facts"]["step"]) == ("rank 0, measured", "3")
+    host = ["data", "forward", "loss, backward, clip", "optimizer", "rest"]
+    assert [bar["kind"] for bar in lanes["host"]] == host
+    assert ("compute" in lanes) == (mode == "full")
+    assert json.loads((run / "profile" / "rank-0.torch.json").read_text())["traceEvents"]
+
+
+def test_a_run_that_is_too_short_to_profile_says_so(tmp_path, given_one_rank, capsys):
+    few = ("--set", "train.steps=2", "--set", "train.batch_size=2", "--out", str(tmp_path / "run"))
+    assert main(["train", "tiny", *SMALL, *few, "--profile"]) == 0
+    assert "the run was too short to profile a step" in capsys.readouterr().out
+
+
 # --- what is shown ------------------------------------------------------------------------------------------------
 
 FACTS = RunFacts(
@@ -307,6 +384,41 @@ def test_a_terminal_shows_progress_the_curve_and_the_summary():
         "careful",
     ):
         assert words in text, words
+
+
+@pytest.mark.parametrize("width", [40, 60, 200])
+def test_no_figure_is_cut_however_wide_the_terminal_is(width):
+    console = Console(record=True, width=width, file=io.StringIO(), force_terminal=True)
+    live = Live(console=console)
+    live.begin(FACTS)
+    for record in RECORDS[:-1]:
+        live.step(dataclasses.replace(record, eval_loss=2.5 if record.step == 8 else None))
+    command = f"shardwise train --resume {'long/' * 20}run"
+    live.end(
+        dataclasses.replace(SUMMARY, step=19, eval_step=8, checkpoint="far/" * 30 + "end", go_on_with=command)
+    )
+    text = console.export_text()
+    words = ("tokens/s", "7.7k", "checkpoint", "300.0 MiB", "2.5000 at 8", "step 19/20")
+    assert [word for word in words if word not in text] == []
+    assert text.count("…") == 0
+    joined = re.sub(r"[│\s]", "", text)
+    assert "far/" * 30 + "end" in joined
+    assert "2.5000,atstep8" in joined
+    # On one line, to be copied.
+    assert f"go on with  {command}\n" in text
+
+
+def test_losses_on_screen_and_in_the_summary_are_means_of_the_last_ones():
+    losses = [float(number) for number in range(1, 101)]
+    assert recent_loss(losses) == 98.0
+    assert recent_loss([*losses[:-1], math.nan]) == 97.5
+    assert recent_loss([math.nan]) is not None
+    assert recent_loss([]) is None
+    stream = io.StringIO()
+    lines = Lines(stream, every=1)
+    lines.begin(dataclasses.replace(FACTS, losses_before=tuple(losses[:-1]), first_step=99, num_steps=100))
+    lines.step(dataclasses.replace(RECORDS[0], step=100, loss=losses[-1]))
+    assert "  loss 98.0000  " in stream.getvalue()
 
 
 def test_a_log_has_a_line_for_every_nth_step_and_the_last():
