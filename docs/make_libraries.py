@@ -1,6 +1,6 @@
 """Writes the table of libraries into docs/guides/libraries.md, from the results of ``make test-ecosystem``.
 
-    python docs/make_libraries.py
+python docs/make_libraries.py
 """
 
 from __future__ import annotations

@@ -47,7 +47,9 @@ def misfits(value, kind, where=""):
 
 def test_the_manifest_fits_the_operators_api(manifest):
     pytest.importorskip("kubeflow.training")
-    for limits in [manifest["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]["resources"]]:
+    for limits in [
+        manifest["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]["resources"]
+    ]:
         # Quantities may be numbers; the client's type is that of their text.
         limits["limits"] = {name: str(quantity) for name, quantity in limits["limits"].items()}
     assert misfits(manifest, "KubeflowOrgV1PyTorchJob") == []

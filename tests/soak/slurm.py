@@ -22,10 +22,9 @@ from pathlib import Path
 
 from tests.ranks.test_guides import blocks_of
 from tests.soak.hosts import REPOSITORY, Host, two_hosts, wait_until
+from tests.soak.two_hosts import PAUSED_AT, SMALL, STEPS
 
 GUIDE = REPOSITORY / "docs" / "guides" / "slurm.md"
-SIZES = ("layers=2", "width=32", "hidden=48", "heads=4", "kv_heads=2", "context=32")
-STEPS, SAVED, PAUSED_AT = 40, 10, 25
 
 CONFIGURATION = """
 ClusterName=here
@@ -104,7 +103,9 @@ class Cluster:
         """What a command says on the first host; what fails says nothing."""
         inside = ["ip", "netns", "exec", self.hosts[0].space, *command]
         environment = {**os.environ, **self.environment}
-        done = subprocess.run(inside, env=environment, cwd=self.folder, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            inside, env=environment, cwd=self.folder, capture_output=True, text=True, check=False
+        )
         if done.returncode and command[0] == "sbatch":
             raise RuntimeError(done.stderr)
         return (done.stdout or done.stderr if command[0] == "sbatch" else done.stdout).strip()
@@ -156,9 +157,7 @@ def job_files(folder: Path) -> list[Path]:
 
 def small(folder: Path, steps: int) -> str:
     """A stand-in for the command: the run of the guide on a CPU, and small; it pauses on the second host, once."""
-    settings = [*(f"model.{size}" for size in SIZES), "train.batch_size=4", f"train.steps={steps}"]
-    settings += [f"checkpoint.every={SAVED}", "evaluate.batches=1", "data.path=" + str(REPOSITORY / "docs")]
-    words = " ".join(f"--set {setting}" for setting in settings)
+    words = " ".join(f"--set {setting}" for setting in [*SMALL, f"train.steps={steps}"])
     return (
         f'[ "$SLURM_NODEID" = 1 ] && export PAUSED={folder}/paused PAUSE_AT={PAUSED_AT}\n'
         f'exec python -m tests.soak.pausing shardwise "$@" --device cpu --out {folder}/run {words}'
@@ -189,7 +188,9 @@ def run_out_of_time(slurm: Cluster, job: Path) -> dict[str, object]:
     stopped = []
     for _ in range(2):
         before = stopped[-1] if stopped else 0
-        wait_until(lambda before=before: max(steps_of(slurm.folder / "run"), default=0) > before + 3, "a few steps")
+        wait_until(
+            lambda before=before: max(steps_of(slurm.folder / "run"), default=0) > before + 3, "a few steps"
+        )
         (running,) = [line.split()[0] for line in slurm.jobs() if "RUNNING" in line]
         slurm.ask("scancel", "--signal=TERM", running)
         wait_until(lambda running=running: running not in " ".join(slurm.jobs()), "the job to end", 600)
@@ -204,7 +205,9 @@ def run_out_of_time(slurm: Cluster, job: Path) -> dict[str, object]:
 
 def own_program(slurm: Cluster, job: Path) -> dict[str, object]:
     """A program of one's own under torchrun: its processes on the second host are killed, and it continues."""
-    (own,) = [block for block in blocks_of(GUIDE.parent / "many_machines.md") if block.text.startswith("# train.py")]
+    (own,) = [
+        block for block in blocks_of(GUIDE.parent / "many_machines.md") if block.text.startswith("# train.py")
+    ]
     (slurm.folder / "train.py").write_text(own.text)
     (slurm.folder / "paused").unlink()
     slurm.install(
@@ -240,7 +243,10 @@ def main() -> int:
         folder = options.folder or Path(temporary) / "cluster"
         with cluster(folder) as slurm:
             first, own = job_files(folder)
-            result: dict[str, object] = {"slurm": slurm.ask("sinfo", "--version").removeprefix("slurm-wlm "), "nodes": 2}
+            result: dict[str, object] = {
+                "slurm": slurm.ask("sinfo", "--version").removeprefix("slurm-wlm "),
+                "nodes": 2,
+            }
             for job in (first, own):
                 slurm.ask("sbatch", "--test-only", str(job))
             result["accepted"] = ["first", "own"]

@@ -23,11 +23,14 @@ from tests.soak.hosts import REPOSITORY, Host, two_hosts, wait_until
 STEPS, SAVED, PAUSED_AT = 40, 10, 25
 GUIDE = REPOSITORY / "docs" / "guides" / "many_machines.md"
 MANIFEST = GUIDE.parent / "kubernetes.md"
-SIZES = ("layers=2", "width=32", "hidden=48", "heads=4", "kv_heads=2", "context=32")
-SETTINGS = [
+# Any recipe, small: on a CPU, as a matter of seconds.
+SIZES = ("layers=2", "width=32", "hidden=48", "heads=4", "kv_heads=2", "context=32", "vocabulary=256")
+SMALL = [
     *(f"model.{size}" for size in SIZES),
-    *("train.batch_size=4", f"train.steps={STEPS}", f"checkpoint.every={SAVED}", "sharding.mode=hybrid"),
+    *("train.batch_size=4", "train.accumulate=1", f"checkpoint.every={SAVED}", "evaluate.batches=1"),
+    *("sharding.compile=false", "sharding.precision=fp32"),
 ]
+SETTINGS = [*SMALL, f"train.steps={STEPS}", "sharding.mode=hybrid"]
 TRAIN = [
     *("shardwise", "train", "tiny", "--device", "cpu", "--auto-resume", "--out", "run"),
     *(word for setting in SETTINGS for word in ("--set", setting)),
@@ -77,7 +80,14 @@ class Job:
         assert words[0] == "torchrun", words
         module = words.index("shardwise")
         small = [f"--set={setting}" for setting in SETTINGS]
-        command = [*words[1:module], "tests.soak.pausing", *words[module:], *small, "--device=cpu", "--out=run"]
+        command = [
+            *words[1:module],
+            "tests.soak.pausing",
+            *words[module:],
+            *small,
+            "--device=cpu",
+            "--out=run",
+        ]
         return command, {
             "PET_NNODES": f"{self.nodes}:{self.nodes}",
             "PET_NPROC_PER_NODE": "1",
