@@ -136,10 +136,11 @@ bench-gpu:
 	$(BENCH_GPU)/whole_step.py --backend nccl --ranks 2 --device cuda --model 1b
 	$(BENCH_GPU)/report.py
 
-# docs/reference.md, from the docstrings, and docs/torch_surface.md.
+# docs/reference.md, from the docstrings, docs/torch_surface.md, and the table of libraries.
 reference: $(STAMP)
 	$(PY) docs/make_reference.py
 	$(PY) docs/torch_surface.py
+	$(PY) docs/make_libraries.py
 
 # The documentation as a site in build/site, from the same files; a broken link ends it with an error.
 $(VENV)/.docs: $(STAMP)

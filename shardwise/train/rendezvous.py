@@ -1,6 +1,6 @@
 """The store in which ranks that torchrun started meet: one of its own for every start.
 
-torchrun starts ranks again after a failure, and its store keeps what the ranks before them left there, such as addresses
+torchrun starts ranks again after a failure, and its store keeps what the ranks before them left there, as addresses
 that nobody listens on any more. So rank 0 names each start, and tells the name to the ranks that it hears of:
 
     rank 1    start/1 = TOKEN ──▶ rank 0        every process has a token of its own

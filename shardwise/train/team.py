@@ -6,6 +6,7 @@ It uses a gloo group of its own, which works the same on CPUs and GPUs and never
 from __future__ import annotations
 
 import datetime
+import struct
 import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -13,11 +14,15 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from shardwise.comm.channels.collective_log import collective_code
+from shardwise.comm.collectives.agreement import gather_bytes
+from shardwise.comm.collectives.group import GroupCollectives
 from shardwise.errors import ShardwiseError
 
 __all__ = ["Team"]
 
 Result = TypeVar("Result")
+_SUM = collective_code("sum what ranks know of a step")
 
 
 class Team:
@@ -25,6 +30,10 @@ class Team:
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self.group = self.new_group()
+        # Used in every step: a rank that waits there must find out why, as in the model's own collectives.
+        self._watched = (
+            GroupCollectives(self.new_group(), torch.device("cpu")) if self.world_size > 1 else None
+        )
 
     @staticmethod
     def new_group() -> dist.ProcessGroup:
@@ -67,10 +76,19 @@ class Team:
         return result
 
     def sum(self, *values: float) -> list[float]:
-        """Sums each number over all ranks, in double precision."""
-        numbers = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(numbers, group=self.group)
-        return numbers.tolist()
+        """Sums each number over all ranks, in double precision.
+
+        Raises:
+            PeerFailure: a rank is gone, or gives no sign of life.
+        """
+        if self._watched is None:
+            return list(values)
+        own = struct.pack(f"{len(values)}d", *values)
+        gathered = gather_bytes(own, self._watched, torch.device("cpu"), _SUM)
+        return [
+            sum(column)
+            for column in zip(*(struct.unpack(f"{len(values)}d", row) for row in gathered), strict=True)
+        ]
 
     def collect(self, value: Result) -> list[Result]:
         values: list[Any] = [None] * self.world_size

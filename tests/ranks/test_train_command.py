@@ -232,7 +232,11 @@ def test_the_newest_run_resumes_with_its_own_settings(tmp_path, given_one_rank, 
 def test_the_same_command_begins_a_run_and_continues_it(tmp_path, given_one_rank, capsys):
     tiny = [*SMALL, "--set", "train.batch_size=2", "--set", "train.steps=3", "--device", "cpu"]
     again = ["train", "tiny", *tiny, "--auto-resume", "--out", str(tmp_path / "run")]
-    for stop_after, ended in (("1", "stopped at step 1"), ("2", "stopped at step 2"), ("3", "finished at step 3")):
+    for stop_after, ended in (
+        ("1", "stopped at step 1"),
+        ("2", "stopped at step 2"),
+        ("3", "finished at step 3"),
+    ):
         assert main([*again, "--stop-after", stop_after]) == 0
         assert ended in capsys.readouterr().out
     config = json.loads((tmp_path / "run" / "config.json").read_text())

@@ -22,16 +22,20 @@ from tests.soak.hosts import REPOSITORY, Host, two_hosts, wait_until
 
 STEPS, SAVED, PAUSED_AT = 40, 10, 25
 GUIDE = REPOSITORY / "docs" / "guides" / "many_machines.md"
-SIZES = ("layers=2", "width=32", "hidden=48", "context=32")
-SETTINGS = [
+MANIFEST = GUIDE.parent / "kubernetes.md"
+# Any recipe, small: on a CPU, as a matter of seconds.
+SIZES = ("layers=2", "width=32", "hidden=48", "heads=4", "kv_heads=2", "context=32", "vocabulary=256")
+SMALL = [
     *(f"model.{size}" for size in SIZES),
-    *("train.batch_size=4", f"train.steps={STEPS}", f"checkpoint.every={SAVED}", "sharding.mode=hybrid"),
+    *("train.batch_size=4", "train.accumulate=1", f"checkpoint.every={SAVED}", "evaluate.batches=1"),
+    *("sharding.compile=false", "sharding.precision=fp32"),
 ]
+SETTINGS = [*SMALL, f"train.steps={STEPS}", "sharding.mode=hybrid"]
 TRAIN = [
     *("shardwise", "train", "tiny", "--device", "cpu", "--auto-resume", "--out", "run"),
     *(word for setting in SETTINGS for word in ("--set", setting)),
 ]
-Nodes = list[subprocess.Popen[bytes]]
+PROGRAMS = {"shardwise train": TRAIN, "a program of one's own": ["train.py"], "a pod": (POD := ["pod"])}
 
 
 @dataclass
@@ -51,19 +55,47 @@ class Job:
         """Starts torchrun on these hosts, all with the same command."""
         for number in numbers:
             host = self.hosts[number]
-            command = [
-                *(sys.executable, "-m", "torch.distributed.run"),
-                *("--nnodes", self.nodes, "--nproc-per-node", "1", "--max-restarts", "3"),
-                *("--rdzv-backend", "c10d", "--rdzv-id", "job"),
-                *("--rdzv-endpoint", f"{self.hosts[0].address}:29500", "--local-addr", host.address),
-                *("-m", "tests.soak.pausing", *self.program),
-            ]
-            environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if self.program == ["train.py"] else {}
+            torchrun, environment = self._as_pod() if self.program == POD else self._as_node(host)
+            command = [sys.executable, "-m", "torch.distributed.run", *torchrun]
+            # Or torch 2.13's rendezvous leaves a host that comes back without an address.
+            environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
             if number == self.pauses_on:
                 environment.update(PAUSED=str(self.paused), PAUSE_AT=str(PAUSED_AT))
             # The folder is the file system that both hosts see.
             here = ["env", "--chdir", str(self.folder)]
             self.agents[number] = host.start([*here, *command], self.log(number), environment)
+
+    def _as_node(self, host: Host) -> tuple[list[str], dict[str, str]]:
+        options = [
+            *("--nnodes", self.nodes, "--nproc-per-node", "1", "--max-restarts", "3"),
+            *("--rdzv-backend", "c10d", "--rdzv-id", "job"),
+            *("--rdzv-endpoint", f"{self.hosts[0].address}:29500", "--local-addr", host.address),
+        ]
+        return [*options, "-m", "tests.soak.pausing", *self.program], {}
+
+    def _as_pod(self) -> tuple[list[str], dict[str, str]]:
+        """The command of the manifest on a small model, with the variables that the operator sets in a pod."""
+        (manifest,) = [block.text for block in blocks_of(MANIFEST) if block.language == "yaml"]
+        words = re.findall(r"- (.+)", manifest.split("command:")[1].split("env:")[0])
+        assert words[0] == "torchrun", words
+        module = words.index("shardwise")
+        small = [f"--set={setting}" for setting in SETTINGS]
+        command = [
+            *words[1:module],
+            "tests.soak.pausing",
+            *words[module:],
+            *small,
+            "--device=cpu",
+            "--out=run",
+        ]
+        return command, {
+            "PET_NNODES": f"{self.nodes}:{self.nodes}",
+            "PET_NPROC_PER_NODE": "1",
+            "PET_MAX_RESTARTS": "10",
+            "PET_RDZV_BACKEND": "c10d",
+            "PET_RDZV_ID": "first",
+            "PET_RDZV_ENDPOINT": f"{self.hosts[0].name}:23456",
+        }
 
     @property
     def paused(self) -> Path:
@@ -166,7 +198,7 @@ def run(hosts: tuple[Host, Host], folder: Path, happening: str, program: str) ->
     folder.mkdir()
     (own,) = [block for block in blocks_of(GUIDE) if block.text.startswith("# train.py")]
     (folder / "train.py").write_text(own.text)
-    job = Job(hosts, folder, TRAIN if program == "shardwise train" else ["train.py"])
+    job = Job(hosts, folder, PROGRAMS[program])
     begun = time.monotonic()
     HAPPENINGS[happening](job)
     job.wait()
@@ -195,7 +227,7 @@ def check(found: dict[str, object], expected: dict[str, object], happening: str)
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", default=",".join(name for name in HAPPENINGS if name != "nothing"))
-    parser.add_argument("--programs", default="shardwise train,a program of one's own")
+    parser.add_argument("--programs", default=",".join(PROGRAMS))
     parser.add_argument("--result", type=Path)
     parser.add_argument("--folder", type=Path, help="keeps what the runs leave")
     options = parser.parse_args()

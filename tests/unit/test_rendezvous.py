@@ -38,7 +38,11 @@ def test_ranks_that_are_started_again_meet_in_a_part_of_the_store_of_their_own(l
         assert not any(part.check([f"address of {rank}"]) for part in parts for rank in range(WORLD_SIZE))
         for rank, part in enumerate(parts):
             part.set(f"address of {rank}", str(number))
-        assert all(part.get(f"address of {rank}") == str(number).encode() for part in parts for rank in range(WORLD_SIZE))
+        assert all(
+            part.get(f"address of {rank}") == str(number).encode()
+            for part in parts
+            for rank in range(WORLD_SIZE)
+        )
 
 
 def test_a_rank_that_does_not_come_is_not_waited_for_forever():

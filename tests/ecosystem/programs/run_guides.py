@@ -1,9 +1,14 @@
 """The guides that need libraries: the Python of each page runs as printed, in one namespace and one folder."""
 
+import functools
 import os
 from pathlib import Path
+from typing import Any
 
+import lightning.pytorch
 import torch.distributed as dist
+import torchao.float8
+from lightning.pytorch import Trainer
 from transformers import TrainingArguments
 
 import shardwise
@@ -16,6 +21,8 @@ GUIDES = Path(__file__).parents[3] / "docs" / "guides"
 
 
 # From the last one up; the page that makes the process group itself goes first.
+@case("lightning")
+@case("torchao")
 @case("bitsandbytes")
 @case("accelerate")
 @case("libraries")
@@ -48,6 +55,20 @@ def _use_the_cpu() -> None:
         original(self)
 
     TrainingArguments.__post_init__ = post_init
+    # What emulates float8 where no kernel has it.
+    torchao.float8.Float8LinearConfig = functools.partial(torchao.float8.Float8LinearConfig, emulate=True)
+    lightning.pytorch.Trainer = _trainer_on_cpu
+
+
+def _trainer_on_cpu(**options: Any) -> Any:
+    """Lightning's Trainer. Lightning refuses its FSDPStrategy itself on a CPU, and its subclasses nowhere."""
+
+    class OnCpu(lightning.pytorch.strategies.FSDPStrategy):
+        pass
+
+    strategy = OnCpu() if options["strategy"] == "fsdp" else options["strategy"]
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+    return Trainer(**{**options, **quiet, "accelerator": "cpu", "strategy": strategy})
 
 
 def _forget() -> None:
