@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardwise.errors import ConfigError
-from shardwise.train.float8 import check_float8
 from shardwise.train.model import Llama
 
 if TYPE_CHECKING:
@@ -17,7 +16,6 @@ __all__ = ["check_combinations"]
 def check_combinations(config: Config) -> None:
     """Raises ConfigError for a combination that cannot work."""
     sharding = config.sharding
-    check_float8(sharding.float8)
     if sharding.tensor_parallel > 1 or sharding.pipeline > 1:
         name = _name_of(sharding)
         _check_model_and_mode(config, name)

@@ -24,26 +24,35 @@ _MULTIPLE = 16
 _CAPABILITY = (8, 9)
 
 
-def check_float8(choice: Float8) -> None:
-    """Raises ConfigError if torchao is not installed; does not import it, which takes long."""
-    if choice != "off" and importlib.util.find_spec("torchao") is None:
+def check_float8(choice: Float8, device: torch.device) -> None:
+    """Raises ConfigError if torchao is not installed, or the device has no float8."""
+    if choice == "off":
+        return
+    # Not imported yet, which takes long.
+    if importlib.util.find_spec("torchao") is None:
         raise ConfigError(
-            "sharding.float8 needs the package 'torchao', which is not installed",
+            "multiplying in float8 needs the package 'torchao', which is not installed",
             where=f"sharding.float8={choice}",
             fix="pip install torchao, or use sharding.float8=off",
         )
+    is_able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= _CAPABILITY
+    if choice == "on" and not is_able:
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
+        raise ConfigError(
+            f"{name} does not multiply in float8",
+            where="sharding.float8=on",
+            fix="use a GPU such as H100, L40 or newer, sharding.float8=off, or emulated to try it out slowly",
+        )
 
 
-def multiply_in_float8(units: Collection[nn.Module], choice: Float8, device: torch.device) -> None:
+def multiply_in_float8(units: Collection[nn.Module], choice: Float8) -> None:
     """Converts the linear layers of all units in place, before they are sharded.
 
     Raises:
-        ConfigError: the device has no float8, or no layer has sizes that it can multiply.
+        ConfigError: no layer has sizes that can be multiplied in float8.
     """
     if choice == "off":
         return
-    if choice == "on":
-        _check_device(device)
     if not any(_is_convertible(module, "") for unit in units for module in unit.modules()):
         raise ConfigError(
             f"no linear layer of the model's units has sizes that are multiples of {_MULTIPLE}",
@@ -61,15 +70,4 @@ def _is_convertible(module: nn.Module, _name: str) -> bool:
         isinstance(module, nn.Linear)
         and module.in_features % _MULTIPLE == 0
         and module.out_features % _MULTIPLE == 0
-    )
-
-
-def _check_device(device: torch.device) -> None:
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= _CAPABILITY:
-        return
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
-    raise ConfigError(
-        f"{name} does not multiply in float8",
-        where="sharding.float8=on",
-        fix="use a GPU such as H100, L40 or newer, sharding.float8=off, or emulated to try it out slowly",
     )

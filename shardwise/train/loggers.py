@@ -23,8 +23,8 @@ __all__ = ["MLflow", "TensorBoard", "WandB", "chosen_loggers"]
 
 def figures_of(record: StepRecord) -> dict[str, float]:
     """Returns the figures of a step that loggers show."""
-    names = ("loss", "lr", "grad_norm", "seconds", "tokens_per_second", "memory_bytes", "mfu", "eval_loss")
-    values = {name: getattr(record, name) for name in names}
+    names = ("loss", "lr", "grad_norm", "loss_scale", "seconds", "tokens_per_second", "memory_bytes", "mfu")
+    values = {name: getattr(record, name) for name in (*names, "eval_loss")}
     return {name: float(value) for name, value in values.items() if value is not None}
 
 

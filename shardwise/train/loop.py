@@ -35,6 +35,7 @@ from shardwise.train.callbacks import CallbackList, Run
 from shardwise.train.checkpointing import RunCheckpoints
 from shardwise.train.config import Config, as_json
 from shardwise.train.display import Display, FaultTolerantDisplay, Quiet
+from shardwise.train.float8 import check_float8
 from shardwise.train.hardware import memory_bytes, peak_flops
 from shardwise.train.loggers import chosen_loggers
 from shardwise.train.optimizers import make_optimizer
@@ -94,6 +95,7 @@ class Trainer:
         )
         self._origin = origin or {}
         torch.set_num_threads(config.train.threads)
+        team.together(lambda: check_float8(config.sharding.float8, device))
         if config.train.late_seconds:
             set_trust(late_seconds=config.train.late_seconds)
         vocabulary = config.model.vocabulary

@@ -92,7 +92,7 @@ class Parallel:
             )
         self.unit_names = tuple(self.units)
         """The names of the units on all ranks; with a pipeline, this rank has only some of them."""
-        multiply_in_float8(self.units.values(), sharding.float8, device)
+        multiply_in_float8(self.units.values(), sharding.float8)
         for unit in self.units.values():
             # Compile inside recomputation: the other way round, the compiler skips the unit.
             if sharding.compile and sharding.recompute:

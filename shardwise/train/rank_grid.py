@@ -78,8 +78,7 @@ def plan_grid(sharding: Sharding, rank: int, world_size: int) -> RankGrid:
     group = sharding.pipeline * sharding.tensor_parallel
     if world_size % group:
         raise ConfigError(
-            f"{counted(world_size, 'rank')} cannot be divided into "
-            f"{_groups(sharding)}, which take a multiple of {group}",
+            f"{counted(world_size, 'rank')} cannot be divided into {_groups(sharding)}",
             where="sharding.tensor_parallel, sharding.pipeline",
             fix=f"start {group * max(1, round(world_size / group))} ranks, or use sizes whose product divides "
             f"{world_size}",
@@ -88,7 +87,9 @@ def plan_grid(sharding: Sharding, rank: int, world_size: int) -> RankGrid:
     replicas = 1
     if sharding.mode == "hybrid":
         local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-        replicas = num_replicas(sharding.replicas, data_world_size, max(1, local // group))
+        # A host has neighbours; stages are furthest apart.
+        on_host = min(data_world_size, max(1, local // sharding.tensor_parallel))
+        replicas = num_replicas(sharding.replicas, data_world_size, on_host)
     return RankGrid(
         rank,
         sharding.pipeline,

@@ -44,7 +44,7 @@ FEWER = (
     "train.batch_size=4",
     "output.show=quiet",
 )
-SMALLER = ("model.layers=1", "model.width=16", "model.heads=2", "model.kv_heads=2", "model.context=16")
+SMALLER = ("model.layers=2", "model.width=16", "model.heads=2", "model.kv_heads=2", "model.context=16")
 
 
 class Block(NamedTuple):
