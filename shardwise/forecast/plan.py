@@ -30,7 +30,7 @@ from shardwise.forecast.report import text_of
 from shardwise.forecast.settings import Settings
 from shardwise.forecast.timeline import Timeline
 
-__all__ = ["Plan", "Question", "plan"]
+__all__ = ["Plan", "Question", "answer", "plan", "question_of"]
 
 # cuBLAS takes a workspace for forward's thread and one for backward's, and more of it since Hopper.
 _WORKSPACE_BYTES = 8_519_680
@@ -187,6 +187,34 @@ def plan(
     Raises:
         ConfigError: the model cannot be run without data, or no run could have these settings.
     """
+    return answer(
+        question_of(
+            model,
+            inputs,
+            ranks=ranks,
+            nodes=nodes,
+            device=device,
+            loss=loss,
+            tokens=tokens,
+            name=name,
+            **settings,
+        )
+    )
+
+
+def question_of(
+    model: Callable[[], nn.Module] | nn.Module,
+    inputs: Any,
+    *,
+    ranks: int,
+    nodes: int = 1,
+    device: str | Device = "h200",
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    tokens: int | None = None,
+    name: str = "",
+    **settings: Any,
+) -> Question:
+    """Returns what ``plan`` answers; its arguments are the same."""
     if ranks < 1 or nodes < 1 or ranks % nodes:
         raise ConfigError(
             f"{ranks} ranks cannot be spread over {nodes} nodes",
@@ -197,7 +225,7 @@ def plan(
     prices = load_device(device) if isinstance(device, str) else device
     job = Job(_builder(model), _inputs(inputs), loss)
     count = _num_tokens(inputs) if tokens is None else tokens
-    return answer(Question(job, chosen, ranks, nodes, prices, count * chosen.micro_batches, name))
+    return Question(job, chosen, ranks, nodes, prices, count * chosen.micro_batches, name)
 
 
 def answer(question: Question) -> Plan:

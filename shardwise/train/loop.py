@@ -36,6 +36,7 @@ from shardwise.train.hardware import memory_bytes, peak_flops
 from shardwise.train.loggers import chosen_loggers
 from shardwise.train.optimizers import make_optimizer
 from shardwise.train.parallel import Parallel
+from shardwise.train.prediction import PeakCheck
 from shardwise.train.records import CONFIG, RunFacts, StepRecord, Summary, read_metrics
 from shardwise.train.report import Report, Unwritten
 from shardwise.train.run_files import replace_file
@@ -171,12 +172,14 @@ class Trainer:
         """Runs the steps, saves the last checkpoint, and returns how the run ended."""
         config, progress = self.config, self.progress
         ended = "finished"
+        peak = PeakCheck(config, self.team, self.device, self.display.note)
         with Interrupt() as interrupt:
             while progress.step < config.train.steps:
                 if progress.stop_requested or progress.step == stop_after:
                     ended = "stopped"
                     break
                 record = self._step(facts, interrupt)
+                peak.compare()
                 if report is not None:
                     report.step(record)
                 self.display.step(record)

@@ -13,10 +13,11 @@ from torch.nn import functional
 import shardwise
 from shardwise import ConfigError, MixedPrecisionPolicy
 from shardwise.comm.dry_run import rehearsing
-from shardwise.forecast.alternatives import comparison_text, over_ranks, smallest_change
+from shardwise.forecast.alternatives import over_ranks, smallest_change
 from shardwise.forecast.dry_mesh import dry_mesh
 from shardwise.forecast.recording import TapeRecorder
 from shardwise.forecast.rehearsal import sharded_as
+from shardwise.forecast.report import comparison_text
 from shardwise.forecast.settings import Settings
 from shardwise.planning import memory as planned_kinds
 from shardwise.training_step.planned_memory import planned_memory
