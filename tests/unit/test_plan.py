@@ -165,6 +165,33 @@ def test_a_step_that_does_not_fit_says_by_how_much_and_which_change_helps():
     assert name.startswith(("micro_batches=", "recompute=True"))
 
 
+def test_the_choice_is_the_fastest_that_fits():
+    inputs = torch.empty(4096, WIDTH, device="meta")
+
+    def chosen(budget_gb):
+        return shardwise.choose(
+            stack,
+            inputs,
+            ranks=8,
+            wrap=MeasuredBlock,
+            loss=lambda out: out.float().sum(),
+            budget_gb=budget_gb,
+        )
+
+    free = chosen(100)
+    assert free.best.seconds <= 1.01 * min(plan.seconds for _, plan in free.compared)
+    tight = chosen(free.best.memory.reserved / 2**30 - 0.2)
+    assert tight.best.memory.reserved < free.best.memory.reserved
+    assert tight.text().startswith("chosen: ")
+    with pytest.raises(ConfigError, match=r"fits into 0\.01 GiB"):
+        chosen(0.01)
+
+
+def test_a_choice_shards_as_it_was_predicted():
+    made = planned(blocks_per_unit=3)
+    assert len(made.rehearsal.units) == 3
+
+
 def test_more_ranks_hold_less_each_and_communicate_over_slower_links():
     made = planned()
     curve = over_ranks(made.question, 8, 32)
