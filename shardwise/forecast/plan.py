@@ -119,7 +119,7 @@ class Plan:
             "settings": ", ".join(f"{key}={value}" for key, value in question.settings.changed().items()),
             "step": f"{1e3 * self.seconds:.1f} ms, {self.tokens_per_second:,.0f} tokens/s a rank",
             "memory": f"{self.memory.allocated / 2**30:.2f} GiB allocated, {self.memory.reserved / 2**30:.2f} reserved",
-            "times": "compute and communication: when the device works; memory: when the host allocates",
+            "memory curve": "allocated by the host, which runs ahead; drawn where compute uses it",
         }
 
     def text(self) -> str:
