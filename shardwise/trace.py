@@ -210,5 +210,5 @@ def read_failure(file: str | Path) -> Failure:
         raise ConfigError(
             f"{file} is not the trace of a failed rank: {error}",
             where="read_failure",
-            fix="pass the file named in that rank's error",
+            fix="pass the file named in that rank's error; to draw a recorded step, use shardwise trace --html",
         ) from None

@@ -62,14 +62,27 @@ def _run(options: argparse.Namespace) -> int:
 def add_doctor(parser: argparse.ArgumentParser) -> None:
     describe(
         parser,
-        "Check this machine: versions, devices, disk, and whether ranks can communicate.",
+        "Check this machine: versions, devices, disk, and whether ranks can communicate. Or measure what work costs "
+        "here: matrix products, memory, calls and collectives, for shardwise plan --device.",
         "shardwise doctor",
+        "shardwise doctor --measure mine.json",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object per line")
+    parser.add_argument(
+        "--measure",
+        metavar="file",
+        help="measure this machine's prices, in about a minute, and write a device file",
+    )
+    parser.add_argument(
+        "--ranks", type=int, help="ranks that measure at once (default: one per GPU, or 2 on a CPU)"
+    )
+    parser.add_argument("--cpu", action="store_true", help="measure the CPU, although there is a GPU")
     parser.set_defaults(run=_doctor)
 
 
 def _doctor(options: argparse.Namespace) -> int:
+    if options.measure is not None:
+        return _measure(options)
     from shardwise.train.doctor import examine
 
     marks = {True: "ok", False: "NO", None: "--"}
@@ -90,22 +103,63 @@ def _doctor(options: argparse.Namespace) -> int:
     return 1 if bad else 0
 
 
+def _measure(options: argparse.Namespace) -> int:
+    from functools import partial
+
+    import torch
+
+    from shardwise.errors import ConfigError
+    from shardwise.forecast.device_files import load_device
+    from shardwise.forecast.measured_device import check_target, measure_device, measured_lines
+    from shardwise.train.launch import run_local_ranks
+
+    is_cuda = torch.cuda.is_available() and not options.cpu
+    ranks = options.ranks or (torch.cuda.device_count() if is_cuda else 2)
+    if ranks < 1 or (is_cuda and ranks > torch.cuda.device_count()):
+        raise ConfigError(
+            f"{ranks} ranks cannot measure here", where="--ranks", fix="pass one per GPU, or --cpu"
+        )
+    check_target(options.measure)
+    work = partial(measure_device, os.path.abspath(options.measure))
+    status = run_local_ranks(work, ranks, "cuda" if is_cuda else "cpu")
+    if status == 0:
+        print("\n".join(measured_lines(load_device(options.measure))))
+        print(f"written: {options.measure}; use it with shardwise plan --device {options.measure}")
+    return status
+
+
 # --- trace --------------------------------------------------------------------------------------------------------
 
 
 def add_trace(parser: argparse.ArgumentParser) -> None:
     describe(
         parser,
-        "Show what ranks did last, from the files that they left when they failed.",
+        "Show what ranks did last, from the files that they left when they failed; or draw a step as a page, from a "
+        "trace of Recorder.save_chrome or torch.profiler. Several are drawn over each other.",
         "shardwise trace shardwise-failure-rank0-1234.json",
+        "shardwise trace step.json --html step.html",
+        "shardwise trace predicted.json measured.json --html both.html",
     )
     parser.add_argument(
-        "files", nargs="+", metavar="file", help="shardwise-failure-rank0-….json, as the error named it"
+        "files",
+        nargs="+",
+        metavar="file",
+        help="shardwise-failure-rank0-….json, as the error named it; or a trace",
+    )
+    parser.add_argument(
+        "--html", metavar="page", help="draw the files, which are traces, as a page for a browser"
     )
     parser.set_defaults(run=_trace)
 
 
 def _trace(options: argparse.Namespace) -> int:
+    if options.html is not None:
+        from shardwise.forecast.measured import read_timeline
+        from shardwise.forecast.page import write_page
+
+        written = write_page(options.html, [read_timeline(file) for file in options.files])
+        print(f"drawn: {written}")
+        return 0
     from shardwise.trace import read_failure
 
     print("\n\n".join(read_failure(file).text() for file in options.files))

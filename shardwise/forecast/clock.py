@@ -76,7 +76,7 @@ class StepTime:
     sent: Counter[str] = field(default_factory=Counter)
     flops: int = 0
     bars: dict[str, list[Bar]] = field(default_factory=dict)
-    # The host's time at each entry, for the memory curve.
+    # When the host has issued each entry and compute has come to it, for the memory curve.
     issued: list[float] = field(default_factory=list)
 
     @property
@@ -188,7 +188,7 @@ class _Playing:
             handler = handlers.get(type(entry))
             if handler is not None:
                 handler(entry)  # type: ignore[operator]
-            issued.append(self._host)
+            issued.append(max(self._host, self._ready[COMPUTE]))
         self._end()
 
     def _end(self) -> None:
@@ -203,6 +203,11 @@ class _Playing:
     # --- what takes time on the device ----------------------------------------------------------------------------
 
     def _run(self, stream: str, seconds: float) -> tuple[float, float]:
+        if self._device.type == "cpu":
+            # The host is the device: it does one thing after another.
+            start, self._host = self._host, self._host + seconds
+            self._ready = dict.fromkeys(self._ready, self._host)
+            return start, self._host
         start = max(self._host, self._ready[stream])
         end = start + seconds
         if stream == COMPUTE:
@@ -234,6 +239,8 @@ class _Playing:
         local = self._ranks_per_node(sent.axis, world)
         seconds = seconds_of_collective(links, sent.kind, sent.num_bytes, world, local)
         start, end = self._run(sent.stream, seconds)
+        if self._device.type == "cpu":
+            self.result.exposed += seconds
         share = links.sm_share if links.within.channels else COPY_SHARE
         if end > start:
             self.beside.append((start, end, share))

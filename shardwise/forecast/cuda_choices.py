@@ -27,8 +27,11 @@ _WIDEST_HEAD = 256
 
 
 @contextmanager
-def choosing_as_cuda(recorder: TapeRecorder) -> Iterator[None]:
-    """Within it, these functions of ``torch.nn.functional`` do on meta tensors what CUDA would."""
+def choosing_as_cuda(recorder: TapeRecorder, fuses_norms: bool = True) -> Iterator[None]:
+    """Within it, these functions of ``torch.nn.functional`` do on meta tensors what CUDA would.
+
+    A CPU does the same but for norms, which it does not fuse.
+    """
     attention, rms_norm, dropout = (
         functional.scaled_dot_product_attention,
         functional.rms_norm,
@@ -44,7 +47,7 @@ def choosing_as_cuda(recorder: TapeRecorder) -> Iterator[None]:
         weight: Any = None,
         eps: float | None = None,
     ) -> Any:
-        if not input.is_meta or (weight is not None and weight.dtype != input.dtype):
+        if not fuses_norms or not input.is_meta or (weight is not None and weight.dtype != input.dtype):
             return rms_norm(input, normalized_shape, weight, eps)
         return _RmsNorm.apply(input, len(normalized_shape), weight, recorder)
 

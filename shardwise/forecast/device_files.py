@@ -123,7 +123,7 @@ def _short(content: Any) -> Any:
     if isinstance(content, (list, tuple)):
         return [_short(value) for value in content]
     return (
-        f"={content:.4g}=".replace("e+0", "e").replace("e+", "e").replace("e-0", "e-")
+        f"={content:.6g}=".replace("e+0", "e").replace("e+", "e").replace("e-0", "e-")
         if isinstance(content, float)
         else content
     )

@@ -32,8 +32,15 @@ def write_page(
         title: the page's heading.
         capacity_bytes: memory of the device, drawn as a line over the memory curve.
     """
-    target = Path(path)
-    target.write_text(page_text(timelines, title=title, capacity_bytes=capacity_bytes), encoding="utf-8")
+    target, text = Path(path), page_text(timelines, title=title, capacity_bytes=capacity_bytes)
+    try:
+        target.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"the page cannot be written: {error}",
+            where=f"file {target}",
+            fix="pass a path that can be written",
+        ) from None
     return target
 
 

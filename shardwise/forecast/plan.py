@@ -119,7 +119,7 @@ class Plan:
             "settings": ", ".join(f"{key}={value}" for key, value in question.settings.changed().items()),
             "step": f"{1e3 * self.seconds:.1f} ms, {self.tokens_per_second:,.0f} tokens/s a rank",
             "memory": f"{self.memory.allocated / 2**30:.2f} GiB allocated, {self.memory.reserved / 2**30:.2f} reserved",
-            "times": "compute and communication: when the device works; memory: when the host allocates",
+            "memory curve": "allocated by the host, which runs ahead; drawn where compute uses it",
         }
 
     def text(self) -> str:
@@ -231,8 +231,10 @@ def question_of(
 def answer(question: Question) -> Plan:
     """Rehearses what is asked, and plays its tape."""
     question.settings.check(question.ranks, "shardwise.plan")
-    rehearsal = rehearse(question.job, question.settings, question.ranks)
     device = question.device
+    rehearsal = rehearse(
+        question.job, question.settings, question.ranks, on_cuda=device.type == "cuda"
+    )
     memory = play_memory(rehearsal.tape, workspaces_of(device), device.memory_bytes - device.context_bytes)
     step = time_step(
         rehearsal.tape[rehearsal.steps[-1] :],

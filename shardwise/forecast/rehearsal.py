@@ -58,12 +58,14 @@ class Rehearsal:
     trace: list[tuple[str, str, str]]
 
 
-def rehearse(job: Job, settings: Settings, ranks: int, num_steps: int = 2) -> Rehearsal:
+def rehearse(
+    job: Job, settings: Settings, ranks: int, num_steps: int = 2, on_cuda: bool = True
+) -> Rehearsal:
     """Runs ``num_steps`` steps of the job: the first allocates what stays, such as the optimizer's state."""
     recorder = TapeRecorder()
     with ExitStack() as stack:
         stack.enter_context(rehearsing(recorder))
-        stack.enter_context(choosing_as_cuda(recorder))
+        stack.enter_context(choosing_as_cuda(recorder, fuses_norms=on_cuda))
         with META:
             model = job.build()
         model = model.to(META) if any(p.device != META for p in _tensors_of(model)) else model
