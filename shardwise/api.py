@@ -19,6 +19,7 @@ from shardwise.errors import (
     StateAssertionError,
     StateError,
 )
+from shardwise.forecast.choice import Choice, choose
 from shardwise.forecast.plan import Plan, plan
 from shardwise.forward_methods import register_fsdp_forward_method, share_comm_ctx
 from shardwise.policies import (
@@ -69,6 +70,7 @@ __all__ = [
     "CPUOffloadPolicy",
     "CapturedStep",
     "CheckpointError",
+    "Choice",
     "ConfigAssertionError",
     "ConfigError",
     "ConfigTypeError",
@@ -108,6 +110,7 @@ __all__ = [
     "__version__",
     "always_wrap_policy",
     "capture",
+    "choose",
     "clip_grad_norm_",
     "enable_wrap",
     "fully_shard",

@@ -26,6 +26,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         "shardwise plan my.py:recipe --ranks 8 --set sharding.recompute=true --html step.html",
         "shardwise plan llama-8b --ranks 8 --compare sharding.recompute=true,false --compare device=h100,h200",
         "shardwise plan llama-8b --ranks 64 --nodes 8 --what-if ranks=8..4096",
+        "shardwise plan llama-8b --ranks 16 --device h100 --choose",
     )
     parser.add_argument("recipe", help="tiny, small, llama-125m, llama-1b, llama-8b, or file.py:function")
     parser.add_argument(
@@ -46,6 +47,12 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         help="one line for each value of a setting, or of device, ranks or nodes; may be repeated",
     )
     parser.add_argument("--what-if", metavar="ranks=8..4096", help="one line for 8, 16, 32, ... ranks")
+    parser.add_argument(
+        "--choose", action="store_true", help="find the fastest settings that fit, to copy into a run"
+    )
+    parser.add_argument(
+        "--budget-gb", type=float, metavar="GIB", help="with --choose: what torch may reserve"
+    )
     parser.add_argument("--html", metavar="FILE", help="write the step as a picture")
     parser.add_argument("--json", action="store_true", help="print numbers as JSON")
     parser.set_defaults(run=_plan)
@@ -56,11 +63,13 @@ def _plan(options: argparse.Namespace) -> int:
     from shardwise.train.recipes import load_recipe
 
     config = load_recipe(options.recipe)
+    if options.choose:
+        return _choose(options, _with(config, options.settings))
     named = _plans(options, config)
     if options.json:
         print(json.dumps([plan.as_json() | {"name": name} for name, plan in named], indent=1))
     elif len(named) > 1 or options.compare or options.what_if:
-        from shardwise.forecast.alternatives import comparison_text
+        from shardwise.forecast.report import comparison_text
 
         print(comparison_text(named))
     else:
@@ -80,6 +89,21 @@ def _plan(options: argparse.Namespace) -> int:
             capacity_bytes=device.memory_bytes,
         )
         print(f"written to {options.html}")
+    return 0
+
+
+def _choose(options: argparse.Namespace, config: Config) -> int:
+    from shardwise.train.prediction import as_settings, choose_settings
+
+    where = {"device": options.device, "ranks": options.ranks, "nodes": options.nodes}
+    chosen = choose_settings(config, *_place(where), options.budget_gb)
+    settings = as_settings(chosen.best.question.settings)
+    if options.json:
+        print(json.dumps(chosen.best.as_json() | {"choice": settings}, indent=1))
+        return 0
+    print(chosen.text())
+    flags = " ".join(f"--set {setting}" for setting in (*options.settings, *settings))
+    print(f"\nshardwise train {options.recipe} {flags}")
     return 0
 
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from shardwise.forecast.plan import Plan, Question, answer
-from shardwise.forecast.report import gib, ms, verdict
 from shardwise.torch_internals import leaves_of, map_tree
 
-__all__ = ["Change", "comparison_text", "over_ranks", "smallest_change", "with_half_batch"]
+__all__ = ["Change", "over_ranks", "smallest_change", "with_half_batch"]
 
 
 @dataclass(frozen=True)
@@ -101,17 +100,3 @@ def over_ranks(question: Question, first: int, last: int) -> list[tuple[str, Pla
         found.append((f"ranks={ranks}", answer(question.changed(ranks=ranks, nodes=nodes))))
         ranks *= 2
     return found
-
-
-def comparison_text(plans: Sequence[tuple[str, Plan]]) -> str:
-    """A line for each plan."""
-    width = max(len(name) for name, _ in plans)
-    lines = [
-        f"{'':<{width}} {'ms a step':>11} {'tokens/s a rank':>16} {'exposed ms':>11} {'reserved GiB':>13}"
-    ]
-    lines += [
-        f"{name:<{width}} {ms(plan.seconds):>11} {plan.tokens_per_second:>16,.0f} {ms(plan.step.exposed):>11} "
-        f"{gib(plan.memory.reserved):>13}   {verdict(plan)}"
-        for name, plan in plans
-    ]
-    return "\n".join(lines)

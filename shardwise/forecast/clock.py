@@ -76,7 +76,7 @@ class StepTime:
     sent: Counter[str] = field(default_factory=Counter)
     flops: int = 0
     bars: dict[str, list[Bar]] = field(default_factory=dict)
-    # The host's time at each entry, for the memory curve.
+    # When the host has issued each entry and compute has come to it, for the memory curve.
     issued: list[float] = field(default_factory=list)
 
     @property
@@ -188,7 +188,7 @@ class _Playing:
             handler = handlers.get(type(entry))
             if handler is not None:
                 handler(entry)  # type: ignore[operator]
-            issued.append(self._host)
+            issued.append(max(self._host, self._ready[COMPUTE]))
         self._end()
 
     def _end(self) -> None:

@@ -15,6 +15,9 @@ _MOST_POINTS = 3000
 
 def timeline_of(rehearsal: Rehearsal, step: StepTime, facts: dict[str, str]) -> Timeline:
     lanes = tuple(Lane(name, tuple(step.bars.get(name, ()))) for name in LANES if step.bars.get(name))
+    drawn = max((lane.bars[-1].end for lane in lanes), default=step.seconds)
+    if drawn < 0.97 * step.seconds:
+        facts = {**facts, "drawn": f"the first {1e3 * drawn:.1f} ms: further micro-batches repeat them"}
     return Timeline("predicted", step.seconds, lanes, _curve(rehearsal, step), facts)
 
 

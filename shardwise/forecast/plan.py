@@ -30,7 +30,7 @@ from shardwise.forecast.report import text_of
 from shardwise.forecast.settings import Settings
 from shardwise.forecast.timeline import Timeline
 
-__all__ = ["Plan", "Question", "plan"]
+__all__ = ["Plan", "Question", "answer", "plan", "question_of"]
 
 # cuBLAS takes a workspace for forward's thread and one for backward's, and more of it since Hopper.
 _WORKSPACE_BYTES = 8_519_680
@@ -119,7 +119,7 @@ class Plan:
             "settings": ", ".join(f"{key}={value}" for key, value in question.settings.changed().items()),
             "step": f"{1e3 * self.seconds:.1f} ms, {self.tokens_per_second:,.0f} tokens/s a rank",
             "memory": f"{self.memory.allocated / 2**30:.2f} GiB allocated, {self.memory.reserved / 2**30:.2f} reserved",
-            "times": "compute and communication: when the device works; memory: when the host allocates",
+            "memory curve": "allocated by the host, which runs ahead; drawn where compute uses it",
         }
 
     def text(self) -> str:
@@ -187,6 +187,34 @@ def plan(
     Raises:
         ConfigError: the model cannot be run without data, or no run could have these settings.
     """
+    return answer(
+        question_of(
+            model,
+            inputs,
+            ranks=ranks,
+            nodes=nodes,
+            device=device,
+            loss=loss,
+            tokens=tokens,
+            name=name,
+            **settings,
+        )
+    )
+
+
+def question_of(
+    model: Callable[[], nn.Module] | nn.Module,
+    inputs: Any,
+    *,
+    ranks: int,
+    nodes: int = 1,
+    device: str | Device = "h200",
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    tokens: int | None = None,
+    name: str = "",
+    **settings: Any,
+) -> Question:
+    """Returns what ``plan`` answers; its arguments are the same."""
     if ranks < 1 or nodes < 1 or ranks % nodes:
         raise ConfigError(
             f"{ranks} ranks cannot be spread over {nodes} nodes",
@@ -197,16 +225,14 @@ def plan(
     prices = load_device(device) if isinstance(device, str) else device
     job = Job(_builder(model), _inputs(inputs), loss)
     count = _num_tokens(inputs) if tokens is None else tokens
-    return answer(Question(job, chosen, ranks, nodes, prices, count * chosen.micro_batches, name))
+    return Question(job, chosen, ranks, nodes, prices, count * chosen.micro_batches, name)
 
 
 def answer(question: Question) -> Plan:
     """Rehearses what is asked, and plays its tape."""
     question.settings.check(question.ranks, "shardwise.plan")
     device = question.device
-    rehearsal = rehearse(
-        question.job, question.settings, question.ranks, on_cuda=device.type == "cuda"
-    )
+    rehearsal = rehearse(question.job, question.settings, question.ranks, on_cuda=device.type == "cuda")
     memory = play_memory(rehearsal.tape, workspaces_of(device), device.memory_bytes - device.context_bytes)
     step = time_step(
         rehearsal.tape[rehearsal.steps[-1] :],

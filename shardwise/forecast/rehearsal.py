@@ -58,9 +58,7 @@ class Rehearsal:
     trace: list[tuple[str, str, str]]
 
 
-def rehearse(
-    job: Job, settings: Settings, ranks: int, num_steps: int = 2, on_cuda: bool = True
-) -> Rehearsal:
+def rehearse(job: Job, settings: Settings, ranks: int, num_steps: int = 2, on_cuda: bool = True) -> Rehearsal:
     """Runs ``num_steps`` steps of the job: the first allocates what stays, such as the optimizer's state."""
     recorder = TapeRecorder()
     with ExitStack() as stack:
@@ -234,22 +232,26 @@ def sharded_as(model: nn.Module, settings: Settings, mesh: Any) -> Any:
         return settings.shard(model, mesh) or model
     wrap = settings.wrap if settings.wrap is not None else repeated_classes(model) or None
     blocks = blocks_of(model, wrap) if wrap is not None else []
-    if settings.recompute:
-        for block in blocks:
+    for index, block in enumerate(blocks):
+        # Evenly spread: the block with which another whole one is due.
+        if int((index + 1) * settings.recompute) > int(index * settings.recompute):
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     if settings.api == "wrapper":
         return _wrapped(model, settings, mesh, blocks)
     if settings.api == "none":
         return model
     offload = CPUOffloadPolicy(pin_memory=False) if settings.offload else OffloadPolicy()
-    sharded: Any = fully_shard(
-        model,
-        mesh=mesh,
-        wrap=wrap,
-        reshard_after_forward=settings.reshard_after_forward,
-        mp_policy=settings.mp_policy,
-        offload_policy=offload,
-    )
+    options: Any = {
+        "mesh": mesh,
+        "reshard_after_forward": settings.reshard_after_forward,
+        "mp_policy": settings.mp_policy,
+        "offload_policy": offload,
+    }
+    if settings.blocks_per_unit > 1:
+        for start in range(0, len(blocks), settings.blocks_per_unit):
+            fully_shard(blocks[start : start + settings.blocks_per_unit], **options)
+        wrap = None
+    sharded: Any = fully_shard(model, wrap=wrap, **options)
     if settings.forward_prefetch:
         for index, block in enumerate(blocks):
             ahead: Any = blocks[index + 1 : index + 1 + settings.forward_prefetch]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from shardwise.policies import MixedPrecisionPolicy
@@ -114,3 +115,17 @@ def _links(plan: Plan) -> list[str]:
         over = f"{ranks} ranks, " if ranks else ""
         lines.append(f"sent by a rank, GiB      {gib(num_bytes):>9}   {axis}: {over}over {link.name}")
     return lines or ["sent by a rank, GiB           0.00"]
+
+
+def comparison_text(plans: Sequence[tuple[str, Plan]]) -> str:
+    """A line for each plan."""
+    width = max(len(name) for name, _ in plans)
+    lines = [
+        f"{'':<{width}} {'ms a step':>11} {'tokens/s a rank':>16} {'exposed ms':>11} {'reserved GiB':>13}"
+    ]
+    lines += [
+        f"{name:<{width}} {ms(plan.seconds):>11} {plan.tokens_per_second:>16,.0f} {ms(plan.step.exposed):>11} "
+        f"{gib(plan.memory.reserved):>13}   {verdict(plan)}"
+        for name, plan in plans
+    ]
+    return "\n".join(lines)

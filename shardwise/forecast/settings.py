@@ -20,14 +20,16 @@ class Settings:
 
     wrap: Any = None
     """Which modules are units, as ``fully_shard(wrap=...)``; None: the classes of which a list has several."""
+    blocks_per_unit: int = 1
+    """How many of these modules, one after another, form a unit."""
     reshard_after_forward: bool | int | None = None
     mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
     offload: bool = False
     """Keep shards, gradients and the optimizer's state in host memory."""
     replicas: int = 1
     """Replicas of hybrid sharding: shards are spread over ``ranks / replicas`` ranks."""
-    recompute: bool = False
-    """Activation checkpointing of every unit."""
+    recompute: float = False
+    """Activation checkpointing of every block, or of such a part of them, evenly spread: 0.5 is every second one."""
     micro_batches: int = 1
     """Forwards and backwards a step; every backward reduces."""
     forward_prefetch: int = 0
@@ -46,6 +48,10 @@ class Settings:
                 f"{ranks} ranks cannot be divided into {self.replicas} replicas",
                 where=where,
                 fix=f"use a divisor of {ranks}",
+            )
+        if not 0 <= self.recompute <= 1:
+            raise ConfigError(
+                f"recompute is {self.recompute}", where=where, fix="use a part of the blocks, from 0 to 1"
             )
         if self.micro_batches < 1:
             raise ConfigError(

@@ -40,6 +40,7 @@ from shardwise.train.hardware import memory_bytes, peak_flops
 from shardwise.train.loggers import chosen_loggers
 from shardwise.train.optimizers import make_optimizer
 from shardwise.train.parallel import Parallel
+from shardwise.train.prediction import PeakCheck
 from shardwise.train.profiling import StepProfiler
 from shardwise.train.rank_grid import described, own_grid
 from shardwise.train.records import (
@@ -216,12 +217,14 @@ class Trainer:
         """Runs the steps, saves the last checkpoint, and returns how the run ended."""
         config, progress = self.config, self.progress
         ended = "finished"
+        peak = PeakCheck(config, self.team, self.device, self.display.note)
         while progress.step < config.train.steps:
             if progress.stop_requested or progress.step == stop_after:
                 ended = "stopped"
                 break
             with self._profiler.step(progress.step + 1) if self._profiler else contextlib.nullcontext():
                 record = self._step(facts, interrupt)
+            peak.compare()
             if report is not None:
                 report.step(record)
             self.display.step(record)

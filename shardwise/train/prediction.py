@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, ShardwiseError
+from shardwise.forecast.choice import Choice, choose_for
 from shardwise.forecast.device_files import load_device
+from shardwise.forecast.memory_play import MemoryForecast
 from shardwise.forecast.plan import Plan, Question, answer
 from shardwise.forecast.prices import Device
 from shardwise.forecast.rehearsal import META, Job
@@ -19,8 +23,9 @@ from shardwise.train.config import Config
 from shardwise.train.hugging_face import HuggingFaceModel
 from shardwise.train.losses import mean_loss
 from shardwise.train.rank_grid import num_replicas
+from shardwise.train.team import Team
 
-__all__ = ["assumptions", "predict", "question_of"]
+__all__ = ["as_settings", "assumptions", "choose_settings", "device_of", "predict", "question_of"]
 
 
 def predict(config: Config, device: str | Device, ranks: int, nodes: int) -> Plan:
@@ -75,6 +80,91 @@ def question_of(config: Config, device: str | Device, ranks: int, nodes: int) ->
     prices = load_device(device) if isinstance(device, str) else device
     tokens = size * model.context * train.accumulate
     return Question(_job(config, size), settings, ranks, nodes, prices, tokens, config.name)
+
+
+def as_settings(chosen: Settings) -> list[str]:
+    """Returns what was chosen as settings of a recipe, ``name=value``."""
+    mode = "gradients" if chosen.reshard_after_forward is False else "full"
+    found = [f"sharding.mode={'hybrid' if chosen.replicas > 1 else mode}"]
+    if chosen.replicas > 1:
+        found.append(f"sharding.replicas={chosen.replicas}")
+    found.append(f"sharding.recompute={str(bool(chosen.recompute)).lower()}")
+    if chosen.offload:
+        found.append("sharding.offload=true")
+    return found
+
+
+# Parts of the names that torch gives GPUs, and the prices that belong to them.
+_DEVICES = {"H200": "h200", "H100": "h100", "A100": "a100", "B200": "b200", "L40S": "l40s"}
+
+
+def device_of(gpu: str) -> str | None:
+    """Returns the prices for a GPU by the name that torch gives it; None if there are none."""
+    return next((prices for part, prices in _DEVICES.items() if part in gpu), None)
+
+
+class PeakCheck:
+    """Predicts the most memory that a run's steps allocate on a GPU, and compares it with the first step; on rank 0.
+
+    Elsewhere, and for what has no prediction, it does nothing.
+    """
+
+    def __init__(self, config: Config, team: Team, device: torch.device, note: Callable[[str], None]) -> None:
+        self._note = note
+        self._device = device
+        self._predicted: MemoryForecast | None = None
+        if team.rank == 0 and device.type == "cuda":
+            on_node = int(os.environ.get("LOCAL_WORLD_SIZE", team.world_size))
+            nodes = max(1, team.world_size // on_node)
+            self._predicted = _peak_of(config, torch.cuda.get_device_name(device), team.world_size, nodes)
+        if self._predicted is not None:
+            memory = self._predicted
+            note(f"predicted peak memory: {_gib(memory.allocated)}, {memory.place}")
+
+    def compare(self) -> None:
+        """Compares the prediction with what torch's allocator has counted so far; once."""
+        predicted, self._predicted = self._predicted, None
+        if predicted is not None:
+            self._note(difference_of(predicted, torch.cuda.max_memory_allocated(self._device)))
+
+
+def difference_of(predicted: MemoryForecast, allocated: int) -> str:
+    """Says how far a prediction was off; beyond 5 %, also what it counted."""
+    off = allocated / predicted.allocated - 1.0
+    said = f"peak memory of the first step: {_gib(allocated)}, {100 * off:+.1f} % of what was predicted"
+    if abs(off) <= _CLOSE:
+        return said
+    kinds = sorted(predicted.by_kind.items(), key=lambda item: -item[1])
+    return f"{said}: {', '.join(f'{kind} {_gib(num_bytes)}' for kind, num_bytes in kinds)}"
+
+
+_CLOSE = 0.05
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"
+
+
+def _peak_of(config: Config, gpu: str, ranks: int, nodes: int) -> MemoryForecast | None:
+    device = device_of(gpu)
+    if device is None or config.sharding.compile:
+        return None
+    try:
+        with torch.random.fork_rng(devices=[]):
+            return predict(config, device, ranks, nodes).memory
+    except (ShardwiseError, RuntimeError, TypeError, NotImplementedError):
+        # A run does not depend on its prediction.
+        return None
+
+
+def choose_settings(
+    config: Config, device: str | Device, ranks: int, nodes: int, budget_gb: float | None
+) -> Choice:
+    """Chooses the mode, recomputation and offload of a recipe: the fastest step that fits."""
+    sharding = replace(config.sharding, mode="full", recompute=False, offload=False)
+    question = question_of(replace(config, sharding=sharding), device, ranks, nodes)
+    budget = None if budget_gb is None else int(budget_gb * 2**30)
+    return choose_for(question.changed(reshard_after_forward=None), budget)
 
 
 def assumptions(config: Config) -> list[str]:

@@ -13,10 +13,11 @@ from torch.nn import functional
 import shardwise
 from shardwise import ConfigError, MixedPrecisionPolicy
 from shardwise.comm.dry_run import rehearsing
-from shardwise.forecast.alternatives import comparison_text, over_ranks, smallest_change
+from shardwise.forecast.alternatives import over_ranks, smallest_change
 from shardwise.forecast.dry_mesh import dry_mesh
 from shardwise.forecast.recording import TapeRecorder
 from shardwise.forecast.rehearsal import sharded_as
+from shardwise.forecast.report import comparison_text
 from shardwise.forecast.settings import Settings
 from shardwise.planning import memory as planned_kinds
 from shardwise.training_step.planned_memory import planned_memory
@@ -162,6 +163,33 @@ def test_a_step_that_does_not_fit_says_by_how_much_and_which_change_helps():
     name, changed = found
     assert changed.fits
     assert name.startswith(("micro_batches=", "recompute=True"))
+
+
+def test_the_choice_is_the_fastest_that_fits():
+    inputs = torch.empty(4096, WIDTH, device="meta")
+
+    def chosen(budget_gb):
+        return shardwise.choose(
+            stack,
+            inputs,
+            ranks=8,
+            wrap=MeasuredBlock,
+            loss=lambda out: out.float().sum(),
+            budget_gb=budget_gb,
+        )
+
+    free = chosen(100)
+    assert free.best.seconds <= 1.01 * min(plan.seconds for _, plan in free.compared)
+    tight = chosen(free.best.memory.reserved / 2**30 - 0.2)
+    assert tight.best.memory.reserved < free.best.memory.reserved
+    assert tight.text().startswith("chosen: ")
+    with pytest.raises(ConfigError, match=r"fits into 0\.01 GiB"):
+        chosen(0.01)
+
+
+def test_a_choice_shards_as_it_was_predicted():
+    made = planned(blocks_per_unit=3)
+    assert len(made.rehearsal.units) == 3
 
 
 def test_more_ranks_hold_less_each_and_communicate_over_slower_links():

@@ -1,0 +1,109 @@
+"""``shardwise plan``, and what a run makes of its prediction."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from shardwise import ConfigError
+from shardwise.cli import main
+from shardwise.forecast.memory_play import MemoryForecast, Place
+from shardwise.train.config import with_settings
+from shardwise.train.prediction import (
+    PeakCheck,
+    as_settings,
+    choose_settings,
+    device_of,
+    difference_of,
+    question_of,
+)
+from shardwise.train.recipes import RECIPES
+
+
+def tiny(*settings):
+    return with_settings(RECIPES["tiny"](), list(settings))
+
+
+def test_the_command_prints_memory_time_and_links(capsys):
+    assert main(["plan", "tiny", "--ranks", "4", "--device", "a100"]) == 0
+    shown = capsys.readouterr().out
+    for part in (
+        "tiny: 0.00 B parameters, 5 units, 4 × A100",
+        "fits with",
+        "tokens/s a rank",
+        "4 ranks, over",
+    ):
+        assert part in shown
+
+
+def test_the_command_compares_settings_and_devices(capsys):
+    assert main(["plan", "tiny", "--ranks", "4", "--compare", "sharding.recompute=true,false", "--json"]) == 0
+    plans = json.loads(capsys.readouterr().out)
+    assert [plan["name"] for plan in plans] == ["sharding.recompute=true", "sharding.recompute=false"]
+    assert plans[0]["flops"] > plans[1]["flops"]
+
+
+def test_the_command_draws_the_step(tmp_path, capsys):
+    page = tmp_path / "step.html"
+    assert main(["plan", "tiny", "--ranks", "2", "--html", str(page)]) == 0
+    assert "layers.0" in page.read_text()
+
+
+def test_the_command_finds_settings_to_copy(capsys):
+    assert main(["plan", "tiny", "--ranks", "4", "--choose", "--set", "train.batch_size=8"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("shardwise train tiny --set train.batch_size=8 --set sharding.mode=")
+    flags = [flag for flag in last.split() if "=" in flag]
+    with_settings(RECIPES["tiny"](), flags)
+
+
+@pytest.mark.slow
+def test_a_small_budget_is_met_by_recomputation_and_a_smaller_one_is_refused():
+    config = tiny("train.batch_size=32")
+    free = choose_settings(config, "h200", 2, 1, None)
+    assert as_settings(free.best.question.settings)[-1] == "sharding.recompute=false"
+    recomputed = min(plan.memory.reserved for name, plan in free.compared if "recompute=True" in name)
+    tight = choose_settings(config, "h200", 2, 1, recomputed / 2**30)
+    assert as_settings(tight.best.question.settings)[-1] == "sharding.recompute=true"
+    assert tight.best.memory.reserved <= recomputed
+    with pytest.raises(ConfigError, match="none of 6 settings fits"):
+        choose_settings(config, "h200", 2, 1, 0.01)
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks", "message"),
+    [
+        (("sharding.mode=none",), 4, "no prediction for sharding.mode=none"),
+        (("train.batch_size=10",), 4, "train.batch_size is 10, which 4 ranks"),
+    ],
+)
+def test_recipes_that_cannot_be_predicted_are_refused(settings, ranks, message):
+    with pytest.raises(ConfigError, match=message):
+        question_of(tiny(*settings), "h200", ranks, 1)
+
+
+FORECAST = MemoryForecast(
+    100 << 30, 110 << 30, {"activations": 60 << 30, "shards": 40 << 30}, Place("", "", ""), 0, {}
+)
+
+
+def test_a_prediction_that_was_close_is_noted_and_one_that_was_not_says_what_it_counted():
+    assert difference_of(FORECAST, 102 << 30).endswith("+2.0 % of what was predicted")
+    assert "activations 60.00 GiB, shards 40.00 GiB" in difference_of(FORECAST, 120 << 30)
+
+
+def test_a_run_on_a_cpu_predicts_nothing():
+    class Alone:
+        rank, world_size = 0, 1
+
+    noted = []
+    PeakCheck(tiny(), Alone(), torch.device("cpu"), noted.append).compare()
+    assert noted == []
+
+
+def test_gpus_are_known_by_the_names_that_torch_gives_them():
+    assert device_of("NVIDIA H200") == "h200"
+    assert device_of("NVIDIA H100 80GB HBM3") == "h100"
+    assert device_of("NVIDIA GeForce RTX 4090") is None
