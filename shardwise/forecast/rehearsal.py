@@ -74,7 +74,7 @@ def rehearse(
         events = EngineEvents(recorder)
         stack.enter_context(TorchCalls(recorder))
         sharded = sharded_as(model, settings, mesh)
-        recorder.tape.clear()
+        recorder.forget()
         units = all_units(sharded)
         if not units and settings.api != "none":
             raise ConfigError(
