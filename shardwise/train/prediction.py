@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.errors import ConfigError, ShardwiseError
+from shardwise.errors import ConfigError
 from shardwise.forecast.choice import Choice, choose_for
 from shardwise.forecast.device_files import load_device
 from shardwise.forecast.memory_play import MemoryForecast
@@ -152,7 +152,7 @@ def _peak_of(config: Config, gpu: str, ranks: int, nodes: int) -> MemoryForecast
     try:
         with torch.random.fork_rng(devices=[]):
             return predict(config, device, ranks, nodes).memory
-    except (ShardwiseError, RuntimeError, TypeError, NotImplementedError):
+    except Exception:
         # A run does not depend on its prediction.
         return None
 
