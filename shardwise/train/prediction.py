@@ -152,7 +152,7 @@ def _peak_of(config: Config, gpu: str, ranks: int, nodes: int) -> MemoryForecast
     try:
         with torch.random.fork_rng(devices=[]):
             return predict(config, device, ranks, nodes).memory
-    except Exception:
+    except Exception:  # noqa: BLE001
         # A run does not depend on its prediction.
         return None
 
