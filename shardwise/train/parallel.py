@@ -223,8 +223,8 @@ class Parallel:
     def logits(self, tokens: Tensor, segments: Tensor | None = None) -> Tensor | None:
         """Returns the logits after each token, which sees only tokens of its own segment, if there are any.
 
-        With tensor parallelism, they are a DTensor, divided along the vocabulary. With a pipeline, only ranks of the last stage
-        have them, the others get None, and there are no gradients.
+        With tensor parallelism, they are a DTensor, divided along the vocabulary. With a pipeline, only ranks of the
+        last stage have them, the others get None, and there are no gradients.
         """
         if self.pipeline is not None:
             logits = self.pipeline.logits(tokens, segments)
