@@ -223,8 +223,8 @@ class Parallel:
     def logits(self, tokens: Tensor, segments: Tensor | None = None) -> Tensor | None:
         """Returns the logits after each token, which sees only tokens of its own segment, if there are any.
 
-        With tensor parallelism, they are a DTensor, divided by token. With a pipeline, only ranks of the last stage
-        have them, the others get None, and there are no gradients.
+        With tensor parallelism, they are a DTensor, divided along the vocabulary. With a pipeline, only ranks of the
+        last stage have them, the others get None, and there are no gradients.
         """
         if self.pipeline is not None:
             logits = self.pipeline.logits(tokens, segments)
@@ -263,7 +263,7 @@ class Parallel:
         return self.with_divided_logits()
 
     def with_divided_logits(self) -> AbstractContextManager[None]:
-        """Returns the context in which the loss of logits that are divided by token is computed."""
+        """Returns the context in which the loss of logits that are divided along the vocabulary is computed."""
         return loss_parallel() if self.grid.tensor > 1 else contextlib.nullcontext()
 
     def clip(self, largest_norm: float) -> float | None:
