@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -129,7 +130,8 @@ def _train(options: argparse.Namespace) -> int:
 
 def _say_loading() -> None:
     """Says at once why nothing happens yet: to import torch takes seconds."""
-    if "torch" not in sys.modules:
+    is_first = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
+    if is_first and "torch" not in sys.modules:
         with contextlib.suppress(OSError):
             print("loading torch …", file=sys.stderr, flush=True)
 

@@ -184,7 +184,7 @@ def opened_run_folder(request: Request) -> Iterator[tuple[Request, Path]]:
     if request.resume is None:
         folder = new_folder(config.output.folder, config.name)
     else:
-        folder = Path(request.resume).resolve()
+        folder = Path(request.resume).expanduser().resolve()
     lock = FolderLock(folder)
     try:
         refuse_links_in(folder)

@@ -122,21 +122,24 @@ def differing(config: Config, base: Config) -> list[tuple[str, Any, Any]]:
 
 def config_text(config: Config, base: Config, recipe: str, path: str) -> str:
     """Returns a file that makes the same run again: settings that differ from the recipe's, the others as comments."""
-    changed = {name for name, _, _ in differing(config, base)} - {"output.folder"}
-    lines = {True: [], False: []}  # type: dict[bool, list[str]]
+    changed = {name for name, _, _ in differing(config, base)}
+    own: list[str] = []
+    others: list[str] = []
     for name, _, value in settings_of(config):
+        # A folder belongs to one run.
         if name != "output.folder":
-            lines[name in changed] += toml_lines(name, value)
+            (own if name in changed else others).extend(toml_lines(name, value))
     named = f"{shlex.quote(recipe)} --config {shlex.quote(path)}" if ":" in recipe else shlex.quote(path)
+    command = f"shardwise train {named}".replace("\n", " ")
     return "\n".join(
         (
-            f"# Train so again: shardwise train {named}",
+            f"# Train so again: {command}",
             f"recipe = {toml_value(recipe)}",
             "",
-            *lines[True],
-            *([""] if lines[True] else []),
+            *own,
+            *([""] if own else []),
             "# As in the recipe:",
-            *(f"# {line}" for line in lines[False]),
+            *(f"# {line}" for line in others),
             "",
         )
     )

@@ -249,6 +249,7 @@ def run_local_ranks(
         if forwarded and all(
             failure.is_consequence or ranks[failure.rank].exitcode in stop_statuses for failure in own
         ):
+            _leave_live_display()
             print(f"error: {describe_stop(forwarded)}", file=sys.stderr, flush=True)
             return 128 + forwarded[0]
         failures = [with_crash_stack(failure, logs, lengths) for failure in failures]
@@ -259,8 +260,17 @@ def run_local_ranks(
             logs if are_logs_kept and has_new_logs else None,
             logs.parent / CHECKPOINTS if are_logs_kept else None,
         )
+        _leave_live_display()
         print(report, file=sys.stderr, flush=True)
         return 1
+
+
+def _leave_live_display() -> None:
+    """Ends the last line of a terminal, and shows its cursor, which a rank that was killed has left hidden."""
+    if sys.stdout.isatty():
+        with contextlib.suppress(OSError):
+            sys.stdout.write("\x1b[?25h\n")
+            sys.stdout.flush()
 
 
 @contextlib.contextmanager

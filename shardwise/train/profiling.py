@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -86,6 +87,8 @@ class StepProfiler:
         self._num_seen = 0
         self._measured: list[_Measured] = []
         self._torch_trace: torch.profiler.profile | None = None
+        # Otherwise torch's profiler prints its own start and stop into the display.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
     @property
     def is_done(self) -> bool:

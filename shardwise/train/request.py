@@ -17,8 +17,8 @@ from typing import Any
 
 from shardwise.checkpoint.store import Store
 from shardwise.errors import ConfigError
-from shardwise.train.config import Config, with_settings
-from shardwise.train.config_file import ConfigFile, read_config_file
+from shardwise.train.config import Config, settings_of, with_settings
+from shardwise.train.config_file import ConfigFile, differing, read_config_file
 from shardwise.train.recipes import RECIPES, load_recipe
 from shardwise.train.records import CONFIG
 from shardwise.train.run_folder import CHECKPOINTS, newest_folder
@@ -108,7 +108,7 @@ def resolve(request: Request) -> Resolved:
         config,
         recipe,
         base,
-        settings,
+        settings if request.resume else _without_repetitions(settings, request, config, base),
         tuple(setting for setting in settings if setting in kept and _name_of(setting) not in replaced),
         known if known and known != recipe else "",
     )
@@ -185,6 +185,19 @@ def _last_of_each_name(settings: list[str]) -> tuple[str, ...]:
         found.pop(_name_of(setting), None)
         found[_name_of(setting)] = setting
     return tuple(found.values())
+
+
+def _without_repetitions(
+    settings: tuple[str, ...], request: Request, config: Config, base: Config
+) -> tuple[str, ...]:
+    """Returns the settings without those in which a file only repeats the recipe, as one with all settings does."""
+    changed = {name for name, _, _ in differing(config, base)}
+    known = {name for name, _, _ in settings_of(base)}
+    return tuple(
+        setting
+        for setting in settings
+        if setting in request.settings or _name_of(setting) in changed or _name_of(setting) not in known
+    )
 
 
 def _refuse_other_folder(resume: str, given: list[str]) -> None:

@@ -24,6 +24,7 @@ from shardwise.errors import ConfigError
 from shardwise.testing import run_ranks
 from shardwise.train.display import Lines
 from shardwise.train.doctor import Finding
+from shardwise.train.launch import run_local_ranks
 from shardwise.train.live import Live
 from shardwise.train.records import RunFacts, StepRecord, Summary, recent_loss
 from shardwise.train.run_folder import new_folder, newest_folder
@@ -329,11 +330,12 @@ def test_a_resumed_run_says_what_it_keeps_and_refuses_fewer_steps_and_another_fo
 
 
 @pytest.mark.parametrize("mode", ["none", "full"])
-def test_a_profiled_run_writes_its_steps_and_goes_on(tmp_path, given_one_rank, capsys, mode):
+def test_a_profiled_run_writes_its_steps_and_goes_on(tmp_path, given_one_rank, capfd, mode):
     run = tmp_path / "run"
     few = ("--set", "train.steps=5", "--set", "train.batch_size=2", "--set", f"sharding.mode={mode}")
     assert main(["train", "tiny", *SMALL, *few, "--out", str(run), "--profile", "1"]) == 0
-    out = capsys.readouterr().out
+    out, errors = capfd.readouterr()
+    assert errors == ""
     assert f"profile: {run}/profile" in out
     assert "finished at step 5 of 5" in out
     timeline = json.loads((run / "profile" / "rank-0.timeline.json").read_text())
@@ -343,6 +345,19 @@ def test_a_profiled_run_writes_its_steps_and_goes_on(tmp_path, given_one_rank, c
     assert [bar["kind"] for bar in lanes["host"]] == host
     assert ("compute" in lanes) == (mode == "full")
     assert json.loads((run / "profile" / "rank-0.torch.json").read_text())["traceEvents"]
+
+
+def test_a_terminal_gets_its_cursor_back_from_ranks_that_were_killed(monkeypatch):
+    for is_terminal, wanted in ((True, "\x1b[?25h\n"), (False, "")):
+        screen = io.StringIO()
+        screen.isatty = lambda is_terminal=is_terminal: is_terminal
+        monkeypatch.setattr("sys.stdout", screen)
+        assert run_local_ranks(fail, 1, "cpu") == 1
+        assert screen.getvalue() == wanted
+
+
+def fail(_device):
+    raise ConfigError("no", where="here", fix="none")
 
 
 def test_a_run_that_is_too_short_to_profile_says_so(tmp_path, given_one_rank, capsys):

@@ -79,7 +79,10 @@ def test_the_list_of_settings_fits_a_narrow_terminal_and_is_a_file_that_can_be_u
     assert '# One of: text, chat.\ndata.format = "text"\n' in text
     (tmp_path / "my.toml").write_text(text)
     wanted = resolve(Request("small", ("train.seed=5",)))
-    assert resolve(Request(config=str(tmp_path / "my.toml"))).config == wanted.config
+    found = resolve(Request(config=str(tmp_path / "my.toml")))
+    assert found.config == wanted.config
+    # A run does not keep what only repeats its recipe.
+    assert found.settings == ("train.seed=5",)
 
 
 # --- completion ---------------------------------------------------------------------------------------------------
