@@ -21,7 +21,6 @@ def timeline_of(rehearsal: Rehearsal, step: StepTime, facts: dict[str, str]) -> 
     return Timeline("predicted", step.seconds, lanes, _curve(rehearsal, step), facts)
 
 
-
 def _curve(rehearsal: Rehearsal, step: StepTime) -> Memory:
     begin = rehearsal.steps[-1]
     held: Counter[str] = Counter()

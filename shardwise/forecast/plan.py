@@ -232,9 +232,7 @@ def answer(question: Question) -> Plan:
     """Rehearses what is asked, and plays its tape."""
     question.settings.check(question.ranks, "shardwise.plan")
     device = question.device
-    rehearsal = rehearse(
-        question.job, question.settings, question.ranks, on_cuda=device.type == "cuda"
-    )
+    rehearsal = rehearse(question.job, question.settings, question.ranks, on_cuda=device.type == "cuda")
     memory = play_memory(rehearsal.tape, workspaces_of(device), device.memory_bytes - device.context_bytes)
     step = time_step(
         rehearsal.tape[rehearsal.steps[-1] :],

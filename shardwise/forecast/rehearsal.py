@@ -58,9 +58,7 @@ class Rehearsal:
     trace: list[tuple[str, str, str]]
 
 
-def rehearse(
-    job: Job, settings: Settings, ranks: int, num_steps: int = 2, on_cuda: bool = True
-) -> Rehearsal:
+def rehearse(job: Job, settings: Settings, ranks: int, num_steps: int = 2, on_cuda: bool = True) -> Rehearsal:
     """Runs ``num_steps`` steps of the job: the first allocates what stays, such as the optimizer's state."""
     recorder = TapeRecorder()
     with ExitStack() as stack:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import nn
@@ -25,7 +27,7 @@ def test_nothing_runs_beside_compute():
     bars = [bar for lane in planned("cpu-gloo").timeline.lanes if lane.name != "host" for bar in lane.bars]
     bars.sort(key=lambda bar: bar.start)
     assert {"forward", "backward", "all_gather", "reduce_scatter"} <= {bar.kind for bar in bars}
-    assert all(one.end <= other.start + 1e-12 for one, other in zip(bars, bars[1:], strict=False))
+    assert all(one.end <= other.start + 1e-12 for one, other in pairwise(bars))
 
 
 def test_all_communication_is_exposed():
