@@ -171,7 +171,9 @@ def lose_a_node(slurm: Cluster, job: Path) -> dict[str, object]:
     slurm.wait_until_paused()
     wait_until(lambda: list(slurm.folder.glob("run/checkpoints/step-*")), "a checkpoint")
     slurm.hosts[1].kill()
-    wait_until(lambda: "PENDING" in " ".join(slurm.jobs()[:1]), "the job to be requeued", 600)
+    wait_until(
+        lambda: any(re.match(r"\d+_1 PENDING", job) for job in slurm.jobs()), "the job to be requeued", 600
+    )
     slurm.start_node(slurm.hosts[1])
     slurm.wait_for_jobs()
     steps = steps_of(slurm.folder / "run")
