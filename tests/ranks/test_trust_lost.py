@@ -349,5 +349,5 @@ def sum_without_a_peer():
 
 
 def test_a_rank_that_waits_for_the_sums_of_a_step_is_told_too():
-    with pytest.raises(RankFailure, match="TOLD: .*rank 1"):
+    with pytest.raises(RankFailure, match=r"TOLD: .*rank 1"):
         run_ranks(sum_without_a_peer, 2, kind="gloo")
