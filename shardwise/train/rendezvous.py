@@ -22,13 +22,13 @@ _PREFIX = "shardwise/start"
 _POLL_SECONDS = 0.02
 
 
-def store_of_torchrun(timeout: timedelta) -> dist.Store:
+def store_of_torchrun(timeout: timedelta) -> dist.Store:  # type: ignore[name-defined]
     """Returns the store of this start of the ranks, where torchrun's environment says that they meet."""
-    store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timeout)))
+    store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timeout)))  # type: ignore[attr-defined]
     return meet(store, rank, world_size, timeout)
 
 
-def meet(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+def meet(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Store:  # type: ignore[name-defined]
     """Returns the part of a store that belongs to the ranks of this start alone.
 
     Raises:
@@ -51,4 +51,4 @@ def meet(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> d
                 if time.monotonic() > deadline:
                     raise dist.DistStoreError(f"rank {other} did not come in {timeout}")
                 time.sleep(_POLL_SECONDS)
-    return dist.PrefixStore(f"{_PREFIX}/{name}", store)
+    return dist.PrefixStore(f"{_PREFIX}/{name}", store)  # type: ignore[attr-defined]

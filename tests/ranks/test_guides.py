@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import inspect
+import json
 import os
 import re
 import shlex
@@ -168,7 +169,7 @@ def all_blocks():
 def test_no_block_of_code_is_left_out():
     for path, block in all_blocks():
         where = f"{block.page}:{block.line}"
-        assert block.language in ("python", "sh", "diff", "text"), f"{where}: what is it?"
+        assert block.language in ("python", "sh", "diff", "text", "yaml"), f"{where}: what is it?"
         if block.language == "python":
             assert path in [*PAGES, *OTHERS], f"{where}: no test runs it"
         if block.language == "text" and path.name != "reference.md":
@@ -176,6 +177,21 @@ def test_no_block_of_code_is_left_out():
                 r"^(?:\$ )?(?:shardwise|make|pip|python|torchrun) .*", block.text, re.MULTILINE
             )
             assert not commands, f"{where}: {commands} are commands, mark them sh"
+
+
+def test_every_shell_block_is_shell():
+    for _, block in all_blocks():
+        if block.language == "sh":
+            done = subprocess.run(["bash", "-n"], input=block.text, capture_output=True, text=True)
+            assert done.returncode == 0, f"{block.page}:{block.line}: {done.stderr}"
+
+
+def test_slurm_has_accepted_the_options_of_the_jobs():
+    """`tests/soak/slurm.py` asks a real one, and writes down what it was asked."""
+    page = (REPOSITORY / "docs" / "guides" / "slurm.md").read_text()
+    accepted = json.loads((REPOSITORY / "benchmarks" / "results" / "slurm.json").read_text())["accepted"]
+    printed = re.findall(r"^#SBATCH (.+)$", page, re.MULTILINE)
+    assert printed == [option for options in accepted.values() for option in options]
 
 
 def test_what_a_diff_adds_is_python_and_its_imports_work():

@@ -26,6 +26,7 @@ from shardwise.comm.collectives.group import GroupCollectives
 from shardwise.comm.watchdog import thread as watchdog_thread
 from shardwise.testing import pool_call, run_ranks
 from shardwise.testing.failures import RankFailure
+from shardwise.train.team import Team
 from tests.ranks.divergence import LONG_SECONDS, Run, Struck, in_a_debugger, timeouts_of
 from tests.ranks.subject import beyond_torch
 
@@ -327,3 +328,26 @@ def test_a_rank_that_has_not_begun_is_waited_for_longer_with_warnings(world_size
     assert nothing == ""
     for text in reported:
         assert re.match(rf"ranks? [\d, ]*{late} did not reach \".*{_FIRST[native]}\" within ", text), text
+
+
+# --- beside the model -------------------------------------------------------------------------------------------------
+
+
+def sum_without_a_peer():
+    """Rank 1 stops; rank 0 waits for it in a sum of `shardwise train`, not in a collective of the model."""
+    team = Team()
+    assert team.sum(1.0, team.rank) == [2.0, 1.0]
+    pid = team.collect(os.getpid())[1]
+    if team.rank == 1:
+        os.kill(pid, signal.SIGSTOP)
+    OnceStruck(pid)()
+    try:
+        team.sum(1.0)
+    except PeerFailure as error:
+        os.kill(pid, signal.SIGKILL)
+        raise AssertionError(f"TOLD: {error}") from None
+
+
+def test_a_rank_that_waits_for_the_sums_of_a_step_is_told_too():
+    with pytest.raises(RankFailure, match=r"TOLD: .*rank 1"):
+        run_ranks(sum_without_a_peer, 2, kind="gloo")

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -61,6 +62,8 @@ class Host:
 def two_hosts() -> Iterator[tuple[Host, Host]]:
     """Two hosts that know each other by name; their processes do not outlive them."""
     number = os.getpid()
+    # So that the hosts end with a program that is told to.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     hosts = tuple(
         Host(f"node{index}", f"shardwise-{number}-{index}", f"sw{number}{index}"[:15], f"10.77.0.{index}")
         for index in (1, 2)

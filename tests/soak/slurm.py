@@ -155,6 +155,10 @@ def job_files(folder: Path) -> list[Path]:
     return files
 
 
+def options_of(job: str) -> list[str]:
+    return re.findall(r"^#SBATCH (.+)$", job, re.MULTILINE)
+
+
 def small(folder: Path, steps: int) -> str:
     """A stand-in for the command: the run of the guide on a CPU, and small; it pauses on the second host, once."""
     words = " ".join(f"--set {setting}" for setting in [*SMALL, f"train.steps={steps}"])
@@ -171,7 +175,9 @@ def lose_a_node(slurm: Cluster, job: Path) -> dict[str, object]:
     slurm.wait_until_paused()
     wait_until(lambda: list(slurm.folder.glob("run/checkpoints/step-*")), "a checkpoint")
     slurm.hosts[1].kill()
-    wait_until(lambda: "PENDING" in " ".join(slurm.jobs()[:1]), "the job to be requeued", 600)
+    wait_until(
+        lambda: any(re.match(r"\d+_1 PENDING", job) for job in slurm.jobs()), "the job to be requeued", 600
+    )
     slurm.start_node(slurm.hosts[1])
     slurm.wait_for_jobs()
     steps = steps_of(slurm.folder / "run")
@@ -249,7 +255,7 @@ def main() -> int:
             }
             for job in (first, own):
                 slurm.ask("sbatch", "--test-only", str(job))
-            result["accepted"] = ["first", "own"]
+            result["accepted"] = {job.stem: options_of(job.read_text()) for job in (first, own)}
             for happening, job in ((lose_a_node, first), (run_out_of_time, first), (own_program, own)):
                 result[happening.__name__] = happening(slurm, job)
                 print(json.dumps({happening.__name__: result[happening.__name__]}), flush=True)
