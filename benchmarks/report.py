@@ -138,6 +138,16 @@ def _questions() -> list[Question]:
             of_figures("optimizer step / plain", where, 1.1, f"optimizer_step_{device}", ours),
             of_figures("clipping / plain", where, 1.2, f"clip_{device}", ours),
         ]
+    found += [
+        of_figures(
+            f"{bits}-bit AdamW's step by flat / as it is",
+            "CPU, small, CPU time",
+            None,
+            "low_bit_step_cpu",
+            f"AdamW{bits}bit: flat / as it is, CPU time",
+        )
+        for bits in (8, 4)
+    ]
     wire = "shardwise: bytes a step / parameter bytes"
     file = "whole_step_small_gloo_4"
     found += [

@@ -27,6 +27,9 @@ VERDICTS = ("same", "better", "differs", "refused")
 
 _RANKS = "tests/ranks/"
 _LIKE = f"{_RANKS}test_like_torch.py::test_a_program_gives_what_it_gives_with_torch"
+_SHOWN = (
+    "test_like_torch.py::test_modules_show_shards_and_full_parameters_when_torchs_do_with_these_exceptions"
+)
 _MISUSE = f"{_RANKS}test_like_torch.py::test_a_misuse_raises_an_error_of_the_kind_that_torch_raises"
 
 
@@ -128,6 +131,50 @@ FULLY_SHARD = (
         "errors",
         "of the type that torch raises, before anything has changed, with a way out",
         "test_like_torch.py::test_a_misuse_raises_an_error_of_the_kind_that_torch_raises",
+    ),
+    _differs(
+        "fully_shard",
+        "what modules show after a forward without gradients",
+        "shards: full parameters are kept for a backward, and there is none. torch's modules go on to show full "
+        "parameters where `reshard_after_forward` is False, and in the outermost module",
+        _SHOWN,
+    ),
+    _better(
+        "fully_shard",
+        "forward hooks registered after it",
+        "they see the full parameters, as those registered before do; torch has freed the parameters by then",
+        _SHOWN,
+    ),
+    _better(
+        "fully_shard",
+        "a forward that raised",
+        "what comes after it gives what it gives without; in torch, units that were gathered go on with the weights "
+        "they had",
+        "test_recovery.py::test_a_step_after_a_failure_gives_the_bits_it_would_have_given_without",
+    ),
+    _better(
+        "fully_shard",
+        "`param.data = ...` on a sharded parameter",
+        "it becomes the parameter's value; torch goes on with the old one",
+        "test_surprises.py::test_data_assigned_to_a_sharded_parameter_is_its_value",
+    ),
+    _better(
+        "fully_shard",
+        "full tensors in `load_state_dict`",
+        "each rank takes its shard; torch refuses them",
+        "test_state_dicts.py::test_what_is_loaded_is_what_the_next_forward_uses",
+    ),
+    _better(
+        "fully_shard",
+        "a first forward in `torch.inference_mode`, others outside",
+        "torch refuses those outside",
+        "test_inference.py::test_evaluation_between_steps_sees_the_weights_of_the_last_step",
+    ),
+    _better(
+        "fully_shard",
+        "a loss that is made of gradients (`create_graph=True`)",
+        "torch computes with freed memory, and raises",
+        "test_autograd.py::test_a_loss_may_be_made_of_gradients",
     ),
     _better(
         "fully_shard",
@@ -360,10 +407,11 @@ WRAPPER = (
     _differs(
         "FullyShardedDataParallel",
         "what modules have between a forward and its backward",
-        "`parameters()` always gives shards; the modules of the outermost wrapper, and of every one with "
-        "SHARD_GRAD_OP, go on to have the full parameters that backward uses. torch's show shards with FULL_SHARD and "
-        "full parameters with SHARD_GRAD_OP, in `parameters()`, too",
-        "test_wrapper.py::test_names_are_clean_but_for_flat_parameters_and_attributes_fall_through",
+        "`parameters()` always gives shards; torch's gives full parameters with SHARD_GRAD_OP and `use_orig_params`. "
+        "Modules show what torch's show, but for those of the outermost wrapper with FULL_SHARD and `use_orig_params`: "
+        "they go on to have the full parameters that backward uses",
+        "test_wrapper_like_torch.py::"
+        "test_modules_show_what_they_show_in_torch_but_for_original_parameters_of_the_outermost_wrapper",
     ),
     _differs(
         "ShardingStrategy",
@@ -485,6 +533,18 @@ ZERO = (
         "`overlap_with_ddp` in the first steps",
         "torch skips two or three steps until DDP has rebuilt its buckets; here the first backward steps",
         "test_zero_overlap.py::test_it[overlap_equals_ddp_with_a_local_optimizer]",
+    ),
+    _better(
+        "ZeroRedundancyOptimizer",
+        "parameters of several dtypes; `defaults` of the class, which schedulers ask for",
+        "torch refuses several dtypes, and has no defaults",
+        "test_zero_optimizer.py::test_it[shows_the_defaults_of_its_class]",
+    ),
+    _better(
+        "ZeroRedundancyOptimizer",
+        "a parameter that comes twice",
+        "refused; torch warns that it will be, and steps it twice",
+        "test_zero_errors.py::test_it[refuses_options_that_cannot_work]",
     ),
     _same("hook_with_zero_step", "test_zero_overlap.py::test_it[overlap_equals_ddp_with_a_local_optimizer]"),
     _same(

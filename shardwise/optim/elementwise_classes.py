@@ -13,6 +13,7 @@ from torch import optim
 from torch.optim import Optimizer
 
 from shardwise.errors import ConfigError, ConfigTypeError
+from shardwise.optim.quantized_states import quantizes_state
 
 OptimizerClass = TypeVar("OptimizerClass", bound=type[Optimizer])
 
@@ -101,7 +102,7 @@ def check_elementwise(optimizer_class: type[Optimizer]) -> None:
             where="shardwise.optim.flat",
             fix="pass the class itself and its arguments after it: flat(model, torch.optim.AdamW, lr=1e-3)",
         )
-    if is_elementwise(optimizer_class):
+    if is_elementwise(optimizer_class) or quantizes_state(optimizer_class):
         return
     name = optimizer_class.__name__
     if optimizer_class.__module__.startswith("torch.optim") and name in _WHY_NOT:

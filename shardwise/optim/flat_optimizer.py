@@ -27,6 +27,7 @@ from shardwise.optim.cache_blocks import BlockedStep
 from shardwise.optim.elementwise_classes import check_elementwise, is_torchs_own, rows_together
 from shardwise.optim.flat_runs import FlatRun, States, make_runs
 from shardwise.optim.in_backward import ArrivedGradients, BackwardSteps
+from shardwise.optim.quantized_states import QuantizedStates, quantizes_state
 from shardwise.torch_internals import local_of, zero_all
 
 
@@ -46,7 +47,8 @@ def flat(
     Args:
         model_or_params: a model, for all its parameters, or what any torch optimizer accepts: parameters, or dicts of
             parameters with options of their own. Parameters that shardwise did not shard are stepped one by one.
-        optimizer_class: an element-wise optimizer, such as ``torch.optim.AdamW``.
+        optimizer_class: an element-wise optimizer, such as ``torch.optim.AdamW``; or one of torchao's that quantize
+            their state in blocks: of them only neighbours are joined whose blocks stay the same.
         in_backward: from the second step on, step units whose shards are on the host in a thread, as soon as their
             gradients have arrived, while backward goes on; ``step()`` waits for them and steps the rest. Nothing may
             change gradients between backward and ``step()``: no clipping, no scaler.
@@ -89,6 +91,8 @@ class FlatOptimizer(Optimizer):
     _run_states: States
     _in_blocks: BlockedStep | None = None
     _may_step_in_blocks = False
+    _quantizes_state = False
+    _quantized: QuantizedStates | None = None
     _backward_steps: BackwardSteps | None = None
     _runs_of_unit: dict[Unit, list[tuple[int, FlatRun]]]
     # For a class that is not element-wise, but steps bands of so many rows: parameters are stepped one by one.
@@ -167,10 +171,13 @@ class FlatOptimizer(Optimizer):
         self._run_states = defaultdict(dict)
         self._runs = []
         self._in_blocks = BlockedStep(self, self._step_of_class) if self._may_step_in_blocks else None
+        self._quantized = QuantizedStates(self) if self._quantizes_state else None
         for group in self.param_groups:
-            # Without eps, an optimizer would divide zero by zero in the padding.
-            bridges_padding = group.get("eps", 1.0) != 0
-            runs = make_runs(group["params"], self.state, bridges_padding, self._rows_together)
+            # Without eps, an optimizer would divide zero by zero in the padding; blocks would begin in it.
+            bridges_padding = group.get("eps", 1.0) != 0 and self._quantized is None
+            runs = make_runs(
+                group["params"], self.state, bridges_padding, self._rows_together, self._quantized
+            )
             for run in runs:
                 run.adopt_state(self.state, self._run_states)
             self._runs.append(runs)
@@ -324,6 +331,7 @@ def _is_partial(gradients: list[torch.Tensor | None]) -> bool:
 def _flat_class(optimizer_class: type[Optimizer]) -> type[Optimizer]:
     made = type(f"Flat{optimizer_class.__name__}", (FlatOptimizer, optimizer_class), {"__module__": __name__})
     made._may_step_in_blocks = is_torchs_own(optimizer_class)  # type: ignore[attr-defined]
+    made._quantizes_state = quantizes_state(optimizer_class)  # type: ignore[attr-defined]
     # torch does this in the first constructor call, where ranks that are threads would race.
     made.step = Optimizer.profile_hook_step(FlatOptimizer.step)  # type: ignore[attr-defined]
     made.step.hooked = True  # type: ignore[attr-defined]

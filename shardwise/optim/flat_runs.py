@@ -26,6 +26,7 @@ from shardwise.engine.unit.membership import membership
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import StateError
 from shardwise.optim.joined_step import State, have_same_history
+from shardwise.optim.quantized_states import QuantizedStates, is_quantized
 from shardwise.planning.layout import ceil_div
 from shardwise.torch_internals import copy_all, dtensor, dtensor_spec, leaves_of, local_of, spec_of
 
@@ -122,10 +123,11 @@ class Member:
 
 
 class FlatRun:
-    """Parameters stepped as one tensor."""
+    """Parameters stepped as one tensor; ``quantized`` is given for a class that quantizes its state in blocks."""
 
-    def __init__(self, members: list[Member]) -> None:
+    def __init__(self, members: list[Member], quantized: QuantizedStates | None = None) -> None:
         self.members = members
+        self._quantized = quantized
         first = members[0]
         if first.unit is None:
             # In no unit: a single parameter, in its own shape.
@@ -186,7 +188,7 @@ class FlatRun:
                 parts[-1].append(member)
             else:
                 parts.append([member])
-        return [FlatRun(part) for part in parts]
+        return [FlatRun(part, self._quantized) for part in parts]
 
     def set_gradient(self, gradients: list[torch.Tensor]) -> None:
         """Sets the run's gradient: a view of the members' gradients if they are laid out like it, else a copy."""
@@ -236,9 +238,15 @@ class FlatRun:
                 parts.append(member.local_part(member.state[key]))
             if self.members[0].unit is None:
                 made[key] = parts[0]
-                continue
-            made[key] = torch.zeros_like(self.tensor, dtype=parts[0].dtype)
-            copy_all(self._views_of(made[key]), parts)
+            elif self._quantized is not None and is_quantized(parts[0]):
+                members = self.members
+                given_parts = [
+                    (part, member.param, member.start) for part, member in zip(parts, members, strict=True)
+                ]
+                made[key] = self._quantized.joined(self.tensor, given_parts)
+            else:
+                made[key] = torch.zeros_like(self.tensor, dtype=parts[0].dtype)
+                copy_all(self._views_of(made[key]), parts)
         own[self.tensor] = made
         self._published = {}
         self.publish_state(states, own)
@@ -267,6 +275,8 @@ class FlatRun:
             return value
         if member.unit is None:
             return member.as_param(value)
+        if self._quantized is not None and is_quantized(value):
+            return self._quantized.part(value, member.param, member.start)
         local = member.local
         part = alias(value.view(torch.uint8), member.start * value.itemsize, local.numel(), value.dtype)
         return member.as_param(part.view(local.shape))
@@ -305,7 +315,11 @@ def _is_per_element(value: Any) -> bool:
 
 
 def make_runs(
-    params: list[torch.Tensor], states: States, bridges_padding: bool, rows_together: int | None = None
+    params: list[torch.Tensor],
+    states: States,
+    bridges_padding: bool,
+    rows_together: int | None = None,
+    quantized: QuantizedStates | None = None,
 ) -> list[FlatRun]:
     """Returns the fewest runs that cover one parameter group; with ``rows_together``, each parameter by itself."""
     if rows_together is not None:
@@ -321,9 +335,10 @@ def make_runs(
             alone.append(member)
         else:
             by_unit.setdefault(member.unit, []).append(member)
-    runs = [FlatRun([member]) for member in alone]
+    runs = [FlatRun([member], quantized) for member in alone]
     for unit, members in by_unit.items():
-        runs += [FlatRun(neighbours) for neighbours in _neighbours(unit, members, states, bridges_padding)]
+        for neighbours in _neighbours(unit, members, states, bridges_padding, quantized):
+            runs.append(FlatRun(neighbours, quantized))
     return runs
 
 
@@ -345,7 +360,11 @@ def _is_in_buffer(slot: Slot, param: torch.Tensor) -> bool:
 
 
 def _neighbours(
-    unit: Unit, members: list[Member], states: States, bridges_padding: bool
+    unit: Unit,
+    members: list[Member],
+    states: States,
+    bridges_padding: bool,
+    quantized: QuantizedStates | None,
 ) -> Iterator[list[Member]]:
     """Yields members that can form one run, in the order of the unit's buffer."""
     positions = {slot: position for position, slot in enumerate(unit.buffers.starts_bytes)}
@@ -358,6 +377,7 @@ def _neighbours(
                 positions[member.slot] == positions[last.slot] + 1  # type: ignore[index]
                 and member.local.dtype == last.local.dtype
                 and (bridges_padding or member.start_bytes == last.end_bytes)
+                and (quantized is None or quantized.may_join([each.local for each in run], member.local))
                 and have_same_history(states.get(member.param), states.get(last.param))
             )
             if not joins:

@@ -18,6 +18,7 @@ from shardwise.engine.unit.membership import membership
 from shardwise.errors import ConfigError, ConfigTypeError
 from shardwise.optim.elementwise_classes import is_elementwise, rows_together
 from shardwise.optim.flat_optimizer import banded, flat
+from shardwise.optim.quantized_states import quantizes_state
 from shardwise.optim.whole_optimizer import WholeOptimizer, check_class, whole
 from shardwise.planning.matrix_owners import rows_fit
 from shardwise.torch_internals import (
@@ -60,7 +61,7 @@ def _make_parts(
 ) -> Iterator[Optimizer]:
     listed = [params] if isinstance(params, Mapping) else list(params)
     check_class(optimizer_class)
-    if is_elementwise(optimizer_class):
+    if is_elementwise(optimizer_class) or quantizes_state(optimizer_class):
         yield flat(listed, optimizer_class, **options)
     elif (rows := rows_together(optimizer_class)) is not None:
         groups = _as_groups(listed)

@@ -945,3 +945,52 @@ MISUSES = [
 @pytest.mark.parametrize("program", [*where_torch_has_it(MISUSES, MISUSES_USE)])
 def test_a_misuse_raises_an_error_of_the_kind_that_torch_raises(program):
     run_ranks(both_raise, 2, program, kind="gloo")
+
+
+# --- what modules show ------------------------------------------------------------------------------------------------
+
+
+def what_modules_show(api):
+    """Whether the outermost module's own weight, and a block's, are shards; where torch and ours may differ."""
+    seen = {}
+
+    def look(model, moment):
+        weights = model.embed.weight, model.blocks[0].first.weight
+        seen[moment] = [isinstance(weight, DTensor) for weight in weights]
+
+    for reshards in (None, True, False):
+        model = Stack()
+        for block in model.blocks:
+            api.fully_shard(block, reshard_after_forward=reshards)
+        api.fully_shard(model, reshard_after_forward=reshards)
+        look(model, f"{reshards}: at first")
+        output = model(rows(0))
+        look(model, f"{reshards}: after forward")
+        output.sum().backward()
+        look(model, f"{reshards}: after backward")
+        with torch.no_grad():
+            model(rows(0))
+        look(model, f"{reshards}: after a forward without gradients")
+        moment = f"{reshards}: in a hook of a block"
+        hook = model.blocks[0].register_forward_hook(lambda *_: look(model, moment))  # noqa: B023
+        model(rows(0))
+        hook.remove()
+    return seen
+
+
+def modules_show_the_same_but():
+    spmd = shared_mesh()
+    ours, theirs = (outcome(what_modules_show, api_of(library, spmd)) for library in (shardwise, torch_fsdp))
+    assert {moment: (ours[moment], found) for moment, found in theirs.items() if ours[moment] != found} == {
+        # What is kept after a forward is kept for a backward; and the outermost module's is, whatever is passed.
+        "None: after a forward without gradients": ([True, True], [False, True]),
+        "False: after a forward without gradients": ([True, True], [False, False]),
+        "True: after forward": ([False, True], [True, True]),
+        # The hook was registered after the module had been sharded.
+        "None: in a hook of a block": ([False, False], [False, True]),
+        "True: in a hook of a block": ([False, False], [False, True]),
+    }
+
+
+def test_modules_show_shards_and_full_parameters_when_torchs_do_with_these_exceptions():
+    run_ranks(modules_show_the_same_but, 2, kind="gloo")

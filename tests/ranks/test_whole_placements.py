@@ -51,6 +51,9 @@ def beside(model, optimizer, kind, loss, steps=3):
     plain = chosen(kind)(twins)
     for step in range(steps):
         loss(step).backward()
+        if step == 1:
+            # From owners to the placements of the parameters, and back.
+            optimizer.load_state_dict(optimizer.state_dict())
         for param, twin in zip(params, twins, strict=True):
             twin.grad = None if param.grad is None else full(param.grad).clone()
         for each in (optimizer, plain):

@@ -617,6 +617,32 @@ def test_the_wrapper_does_what_torchs_does():
         assert not differences, "\n".join(differences)
 
 
+def what_modules_show(lib):
+    """By strategy and ``use_orig_params``, the dims of an outer and an inner weight: 1 where it is this rank's part."""
+    found = {}
+    for strategy in (lib.ShardingStrategy.FULL_SHARD, lib.ShardingStrategy.SHARD_GRAD_OP):
+        for orig in (False, True):
+            model = nested(lib, sharding_strategy=strategy, use_orig_params=orig)
+            output = model(torch.ones(2, 4))
+            between = [weight.dim() for weight in (model.module[0].weight, model.module[2].module[1].weight)]
+            output.sum().backward()
+            after = [weight.dim() for weight in (model.module[0].weight, model.module[2].module[1].weight)]
+            found[strategy.name, orig] = between, after
+    return found
+
+
+def modules_show_the_same_but():
+    theirs, ours = (what_modules_show(lib) for lib in libraries())
+    # Memory is kept for backward in both.
+    assert theirs.pop(("FULL_SHARD", True)) == ([1, 1], [1, 1])
+    assert ours.pop(("FULL_SHARD", True)) == ([2, 1], [1, 1])
+    assert ours == theirs
+
+
+def test_modules_show_what_they_show_in_torch_but_for_original_parameters_of_the_outermost_wrapper():
+    run_ranks(modules_show_the_same_but, 2, kind="gloo")
+
+
 # --- more than torch ------------------------------------------------------------------------------------------------
 
 

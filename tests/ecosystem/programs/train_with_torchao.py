@@ -1,6 +1,5 @@
 """torchao: low-precision weights and optimizers, whose tensor subclasses are sharded, gathered and stepped."""
 
-import copy
 import os
 
 import torch
@@ -74,18 +73,66 @@ def float8(folder, gathers_in_float8):
     return trained(model, optimizer, after_step)
 
 
-@case("AdamW8bit")
-@case("AdamW4bit")
-def optimizer(folder, kind):
+class Block(nn.Module):
+    """Weights whose shards have a quantized state; and some that do not, being too small, or not whole blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(2 * WIDTH)
+        self.wide = nn.Sequential(*[nn.Linear(2 * WIDTH, 2 * WIDTH, bias=False) for _ in range(3)])
+        self.odd = nn.Linear(2 * WIDTH, 2 * WIDTH + 3)
+        self.down = nn.Linear(2 * WIDTH + 3, WIDTH)
+
+    def forward(self, x):
+        return self.down(self.odd(self.wide(self.norm(torch.cat([x, x.square()], 1)))))
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(Block(), Block())
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+@case("AdamW8bit", False)
+@case("AdamW8bit", True)
+@case("AdamW4bit", False)
+@case("AdamW4bit", True)
+def optimizer(folder, kind, is_flat):
+    """With ``is_flat``, ours steps neighbours as one tensor; torch's side has nothing like it."""
     from torchao import optim
 
-    model = sharded(Model())
-    low_bit = getattr(optim, kind)(model.parameters(), lr=1e-2)
+    def make(model):
+        if is_flat and os.environ["SHARD_WITH"] == "shardwise":
+            from shardwise.optim import flat
+
+            return flat(model, getattr(optim, kind), lr=1e-2)
+        return getattr(optim, kind)(model.parameters(), lr=1e-2)
+
+    model = sharded(Blocks())
+    low_bit = make(model)
     losses = trained(model, low_bit)
-    state = copy.deepcopy(low_bit.state_dict())
-    again = getattr(optim, kind)(model.parameters(), lr=1e-2)
-    again.load_state_dict(state)
-    return [losses, trained(model, again)]
+    file = folder / f"optimizer{os.environ['RANK']}.pt"
+    torch.save(low_bit.state_dict(), file)
+    again = make(model)
+    again.load_state_dict(torch.load(file, weights_only=False))
+    losses += trained(model, again)
+    states = {number: plain(state) for number, state in again.state_dict()["state"].items()}
+    assert sum(isinstance(state["exp_avg"], dict) for state in states.values()) >= 6
+    return [losses, states]
+
+
+def plain(state):
+    """A parameter's state on this rank, without the classes of torchao."""
+    return {
+        name: {part: getattr(local, part) for part in ("codes", "scale")}
+        if hasattr(local, "codes")
+        else local
+        for name, value in state.items()
+        for local in [value.to_local() if hasattr(value, "to_local") else value]
+    }
 
 
 @case("int8_mixed_precision_training")

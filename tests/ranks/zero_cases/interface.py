@@ -306,6 +306,21 @@ def shows_hooks_of_the_local_optimizer_the_tensors_it_holds() -> None:
     assert seen == [True] * 4
 
 
+def shows_the_defaults_of_its_class() -> None:
+    """A scheduler that turns betas, too, finds them; parameters may be of several dtypes."""
+    model = small_model()
+    params = [*model.parameters(), nn.Parameter(torch.zeros(3, dtype=torch.float64, device=device()))]
+    optimizer = ZeroRedundancyOptimizer(params, Adam, lr=0.1)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=5)
+    before = optimizer.param_groups[0]["betas"]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    scheduler.step()
+    assert optimizer.param_groups[0]["betas"] != before
+    assert params[-1].abs().min() > 0
+
+
 def takes_gradients_of_another_dtype(*, as_views: bool, balanced: bool) -> None:
     models = [small_model((torch.bfloat16,)) for _ in range(2)]
     model, reference = models

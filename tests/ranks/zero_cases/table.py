@@ -112,6 +112,7 @@ OPTIMIZER = (
     Claim(interface.tells_the_local_optimizer_the_names_of_what_it_steps, gloo=(), nccl=(2,), threads=(2,)),
     Claim(interface.shows_hooks_of_the_local_optimizer_the_tensors_it_holds),
     Claim(interface.takes_gradients_of_another_dtype, LAYOUTS, gloo=(), nccl=(2,), threads=(3,)),
+    Claim(interface.shows_the_defaults_of_its_class, gloo=(), nccl=(2,), threads=(2,)),
     Claim(interface.shares_out_equal_element_counts, gloo=(), nccl=(2,), threads=(1, 2, 4)),
     Claim(interface.steps_beside_a_large_frozen_parameter, LAYOUTS, nccl=(2,)),
     Claim(interface.steps_a_parameter_that_was_frozen_at_first, LAYOUTS, nccl=(2,)),
