@@ -119,14 +119,10 @@ def _title(folder: Path) -> str:
 
 
 def _means_around(values: list[float]) -> list[float]:
-    """Returns means over a twentieth of all values around each, which do not lag behind; fewer towards both ends."""
-    sums = [0.0, *accumulate(values)]
-    widest = len(values) // 40
-    reaches = [min(widest, number, len(values) - 1 - number) for number in range(len(values))]
-    return [
-        (sums[number + reach + 1] - sums[number - reach]) / (2 * reach + 1)
-        for number, reach in enumerate(reaches)
-    ]
+    """Returns means over a twentieth of all values, half before and half after each, so that they do not lag."""
+    sums, reach = [0.0, *accumulate(values)], len(values) // 40
+    ranges = [(max(0, at - reach), min(len(values), at + reach + 1)) for at in range(len(values))]
+    return [(sums[end] - sums[begin]) / (end - begin) for begin, end in ranges]
 
 
 def _render_plot(records: list[StepRecord], title: str) -> bytes | None:
