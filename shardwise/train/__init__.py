@@ -16,8 +16,8 @@ from shardwise.train.config import (
     Source,
     Training,
 )
-from shardwise.train.loggers import MLflow, TensorBoard, WandB
 from shardwise.train.hugging_face import HuggingFaceModel
+from shardwise.train.loggers import MLflow, TensorBoard, WandB
 from shardwise.train.model import Llama, OwnModel
 
 __all__ = [

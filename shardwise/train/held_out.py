@@ -10,7 +10,7 @@ not single samples, because neighbours of a sample that is trained on are easier
 from __future__ import annotations
 
 from bisect import bisect_right
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from shardwise.train.config import Place
 from shardwise.train.sample_order import shuffled
@@ -34,9 +34,13 @@ class HeldOut:
         self._num_held_out, self._is_spread = num_held_out, place == "everywhere"
         num_blocks = min(_MOST_BLOCKS, num_held_out) if self._is_spread else 1
         # Rounded up: a part for each block has at least one held-out sample.
-        ends = [-(-num_samples * number // num_blocks) for number in range(num_blocks + 1)] if num_blocks else [0]
+        ends = (
+            [-(-num_samples * number // num_blocks) for number in range(num_blocks + 1)]
+            if num_blocks
+            else [0]
+        )
         counts = [end * num_held_out // num_samples for end in ends]
-        self._sizes = [end - begin for begin, end in zip(counts, counts[1:], strict=False)]
+        self._sizes = [end - begin for begin, end in pairwise(counts)]
         self._starts = [
             end - size - (shuffled(0, end - begin - size + 1, _KEY + number) if self._is_spread else 0)
             for number, (begin, end, size) in enumerate(zip(ends, ends[1:], self._sizes, strict=False))

@@ -1,7 +1,7 @@
 """Loads what ``transformers`` knows by folder, or by name on Hugging Face's hub; says in one sentence why it cannot.
 
-    folder        only what is in it
-    name          a copy from an earlier download, or else the hub, if it can be reached at all
+folder        only what is in it
+name          a copy from an earlier download, or else the hub, if it can be reached at all
 """
 
 from __future__ import annotations
@@ -79,9 +79,7 @@ def _hub_answers() -> bool:
         return False
     address = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     try:
-        with urllib.request.urlopen(
-            urllib.request.Request(address, method="HEAD"), timeout=_ANSWER_SECONDS
-        ):
+        with urllib.request.urlopen(urllib.request.Request(address, method="HEAD"), timeout=_ANSWER_SECONDS):
             return True
     except urllib.error.HTTPError:
         return True

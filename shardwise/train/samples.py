@@ -4,8 +4,8 @@
     padded     │ conversation ░░│ conversation ░░░░░░│ …
     packed     │ conversation ▏ another ▏ a third ░░│ …     none sees the others
 
-Samples are numbered: those to train on come first, held-out ones after them; `held_out` says where both lie in the data.
-Any sample can be read at any time, so a run resumes at the exact sample.
+Samples are numbered: those to train on come first, held-out ones after them; `held_out` says where both lie in the
+data. Any sample can be read at any time, so a run resumes at the exact sample.
 """
 
 from __future__ import annotations

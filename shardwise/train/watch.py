@@ -28,7 +28,7 @@ from shardwise.train.records import METRICS
 from shardwise.train.run_folder import LOGS
 from shardwise.train.runs import find_runs, go_on_with, read_run
 
-__all__ = ["WatchServer", "watch"]
+__all__ = ["WatchServer", "run_facts", "watch"]
 
 _BLOCK_BYTES = 4 << 20
 _LOG_BYTES = 16 << 10
@@ -96,7 +96,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(page, "text/html; charset=utf-8")
             return
         answers: dict[str, Callable[[dict[str, list[str]]], Any]] = {
-            "/runs": lambda _: [_facts(path) for path in self.server.runs()],
+            "/runs": lambda _: [run_facts(path) for path in self.server.runs()],
             "/metrics": lambda query: read_lines(
                 self._run(query) / METRICS, int(query.get("from", ["0"])[0])
             ),
@@ -130,7 +130,8 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None: ...
 
 
-def _facts(path: Path) -> dict[str, Any]:
+def run_facts(path: Path) -> dict[str, Any]:
+    """Returns what the page shows of a run besides its curves."""
     run = read_run(path)
     facts = run.as_json()
     del facts["config"]

@@ -19,11 +19,13 @@ from shardwise.train.sources import tokenize_sources
 from shardwise.train.team import Team
 from shardwise.train.tokenizers import load_tokenizer
 from shardwise.train.trained_model import find_model, load_model
+from tests.ranks.test_guides import REPOSITORY, blocks_of
 from tests.ranks.training import run_part
 
 transformers = pytest.importorskip("transformers")
 
-WORDS = "the quick brown fox jumps over the lazy dog and the slow green toad sleeps under a warm red stone . ".split()
+TEXT = "the quick brown fox jumps over the lazy dog and the slow green toad sleeps under a warm red stone ."
+WORDS = TEXT.split()
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 CONFIGS = {
     "gpt2": lambda: transformers.GPT2Config(vocab_size=40, n_positions=16, n_embd=32, n_layer=2, n_head=2),
@@ -113,7 +115,7 @@ def test_what_does_not_fit_the_model_is_refused_before_a_step(tmp_path):
     with pytest.raises(ConfigError, match=r"encoder-decoder \(t5\)"):
         HuggingFaceModel(str(tmp_path / "t5"), pretrained=False).resolved()
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match="'.*empty' cannot be loaded as a model"):
+    with pytest.raises(ConfigError, match=r"'.*empty' cannot be loaded as a model"):
         HuggingFaceModel(str(tmp_path / "empty")).resolved()
 
 
@@ -127,7 +129,7 @@ def train_on_bytes(folder):
     run_part(config, folder / "run")
 
 
-def test_a_model_of_bytes_is_exported_with_a_tokenizer_that_transformers_reads(tmp_path):
+def test_a_model_of_bytes_is_exported_with_a_tokenizer_that_transformers_reads(tmp_path, monkeypatch, capsys):
     (tmp_path / "text.txt").write_text("Grüße, 世界! " * 200)
     run_ranks(train_on_bytes, 1, tmp_path, kind="gloo")
     export_safetensors(open_weights(tmp_path / "run"), tmp_path / "exported")
@@ -138,3 +140,10 @@ def test_a_model_of_bytes_is_exported_with_a_tokenizer_that_transformers_reads(t
     assert tokenizer.decode(tokens) == text
     model = transformers.AutoModelForCausalLM.from_pretrained(str(tmp_path / "exported"))
     assert model(torch.tensor([tokens])).logits.shape == (1, len(tokens), 256)
+    # And as the tutorial does it.
+    (program,) = [
+        block for block in blocks_of(REPOSITORY / "docs" / "tutorial.md") if "transformers" in block.text
+    ]
+    monkeypatch.chdir(tmp_path)
+    exec(program.text, {})
+    assert capsys.readouterr().out.startswith("The statement ")

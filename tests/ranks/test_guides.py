@@ -27,8 +27,10 @@ import torch.distributed as dist
 from shardwise.cli import main, request_of
 from shardwise.cli import parser as command_line
 from shardwise.testing import run_ranks
+from shardwise.train import evaluation, generate
 from shardwise.train.command import opened_run_folder, resolve, train_on_rank
 from shardwise.train.team import Team
+from shardwise.train.watch import WatchServer, run_facts
 
 REPOSITORY = Path(__file__).parents[2]
 PAGES = [REPOSITORY / "docs" / "tutorial.md", *sorted((REPOSITORY / "docs" / "guides").glob("*.md"))]
@@ -45,6 +47,7 @@ FEWER = (
     "train.batch_size=4",
     "output.show=quiet",
 )
+ON_ALL_RANKS = ("generate", "eval")
 SMALLER = ("model.layers=2", "model.width=16", "model.heads=2", "model.kv_heads=2", "model.context=16")
 
 
@@ -84,8 +87,6 @@ def commands_of(block):
 def run_page(blocks, folder, patch):
     folder.mkdir(exist_ok=True)
     patch.chdir(folder)
-    (folder / "my_texts").mkdir(exist_ok=True)
-    (folder / "my_texts" / "a.txt").write_text("Some text of my own. " * 200)
     namespace = {"__name__": "example"}
     for block in blocks:
         if block.language == "python" and block.runs:
@@ -94,6 +95,7 @@ def run_page(blocks, folder, patch):
                 dist.barrier()
             source = "\n" * (block.line - 1) + block.text
             exec(compile(source, block.page, "exec"), namespace)
+            dist.barrier()
         elif block.language == "sh" and block.runs:
             for words in commands_of(block):
                 run_command(words)
@@ -117,13 +119,17 @@ def run_command(words):
         with contextlib.ExitStack() as stack:
             request, folder = team.from_first(lambda: stack.enter_context(opened_run_folder(request)))
             train_on_rank(request, folder, torch.device("cpu"), team)
-    elif dist.get_rank() == 0:
+    elif dist.get_rank() == 0 or words[0] in ON_ALL_RANKS:
         assert main(words) == 0
     dist.barrier()
 
 
 def run_pages(pages, others, folder):
     with pytest.MonkeyPatch.context() as patch:
+        for module in (generate, evaluation):
+            patch.setattr(
+                module, "run_model_ranks", lambda work, ranks, device: work(torch.device("cpu")) or 0
+            )
         for path in pages:
             run_page(blocks_of(path), Path(folder) / path.stem, patch)
         for path in others:
@@ -136,6 +142,42 @@ def test_the_tutorial_the_guides_and_all_commands_run(tmp_path):
     assert (tmp_path / "tutorial" / "exported" / "model.safetensors").exists()
     assert (tmp_path / "README" / "exported" / "model.safetensors").exists()
     assert (tmp_path / "own_model" / "runs" / "mine" / "checkpoints" / "latest").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_tutorial_is_what_a_newcomer_types(tmp_path):
+    """Every command in a process of its own, with a fifth of the steps; then the page that shows how it learned."""
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "COLUMNS": "80"}
+    said = {}
+    for block in blocks_of(REPOSITORY / "docs" / "tutorial.md"):
+        if not block.runs:
+            continue
+        if block.language == "python":
+            (tmp_path / "texts.py").write_text(block.text)
+            lines = ["python texts.py"]
+        else:
+            lines = block.text.replace("1500", "300").split("\n")
+        for line in lines:
+            words = shlex.split(line, comments=True)
+            words = [sys.executable, *(["-m", "shardwise"] if words[0] == "shardwise" else []), *words[1:]]
+            done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
+            assert done.returncode == 0, (line, done.stderr)
+            said[line.partition("#")[0].strip()] = done.stdout
+    assert "finished at step 300 of 300" in said["shardwise runs runs/first"]
+    loss, tokens = re.findall(r"loss ([\d.]+) .* (\d+) tokens", said["shardwise eval runs/first"])[0]
+    assert float(loss) < 3.0
+    assert int(tokens) > 20_000
+    text = said['shardwise generate runs/first "The statement " --max-tokens 200']
+    assert text.startswith("The statement ")
+    assert sum(letter.isalpha() or letter.isspace() for letter in text) > len(text) / 2
+    server = WatchServer([tmp_path / "runs"])
+    try:
+        facts = {path.name: run_facts(path) for path in server.runs()}
+    finally:
+        server.server_close()
+    assert facts["first"]["step"] == 300
+    assert set(facts) == {"first", "second", "third", "fourth", "fifth"}
 
 
 def test_what_does_not_run_is_python_all_the_same():

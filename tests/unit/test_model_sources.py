@@ -28,7 +28,9 @@ class Loader:
         self.asked.append((name, local_files_only))
         if name in self.cached or (name in self.online and not local_files_only):
             return self.result
-        raise OSError(f"no {name} in the cache\nand a second line" if local_files_only else f"no {name} there\nnow")
+        raise OSError(
+            f"no {name} in the cache\nand a second line" if local_files_only else f"no {name} there\nnow"
+        )
 
 
 def test_what_was_downloaded_before_is_used_without_asking_the_hub(monkeypatch):
@@ -88,7 +90,9 @@ def made_for(monkeypatch, folder, **config):
         ({}, {"context": 5000}, 5000),
     ],
 )
-def test_vocabulary_and_longest_context_are_those_of_the_config(monkeypatch, tmp_path, config, asked, context):
+def test_vocabulary_and_longest_context_are_those_of_the_config(
+    monkeypatch, tmp_path, config, asked, context
+):
     model = HuggingFaceModel(made_for(monkeypatch, tmp_path, **config), **asked)
     model.check()
     assert (model.resolved().context, model.resolved().vocabulary) == (context, 300)
@@ -109,7 +113,7 @@ def test_settings_that_the_model_cannot_have_are_refused(monkeypatch, tmp_path, 
 
 def test_a_missing_folder_is_refused_before_transformers_is_imported(monkeypatch):
     monkeypatch.setattr(hugging_face, "require", lambda *_: pytest.fail("imported"))
-    with pytest.raises(ConfigError, match="there is no folder './nowhere'"):
+    with pytest.raises(ConfigError, match=r"there is no folder '\./nowhere'"):
         HuggingFaceModel("./nowhere").check()
 
 
@@ -137,7 +141,7 @@ def test_tokens_beyond_the_vocabulary_are_found_before_the_first_step_also_in_ch
 # --- what a model returns -----------------------------------------------------------------------------------------
 
 LOGITS = torch.zeros(2, 3, 8)
-Output = namedtuple("Output", ["loss", "logits"])  # noqa: PYI024  as models return them
+Output = namedtuple("Output", ["loss", "logits"])
 SOURCE = OwnModel(torch.nn.Identity, torch.nn.Identity, context=3, vocabulary=8)
 
 

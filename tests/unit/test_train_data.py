@@ -125,7 +125,9 @@ def test_a_data_set_goes_through_its_tokenizer_into_a_file(tmp_path, monkeypatch
     packages(
         monkeypatch,
         datasets=SimpleNamespace(load_dataset=load_dataset),
-        transformers=SimpleNamespace(AutoTokenizer=SimpleNamespace(from_pretrained=lambda name, **_: tokenizer)),
+        transformers=SimpleNamespace(
+            AutoTokenizer=SimpleNamespace(from_pretrained=lambda name, **_: tokenizer)
+        ),
     )
     choice = Data(path="hf:corpus:subset", tokenizer="some-tokenizer", split="validation")
     assert tokenizing.needs_tokenizing(choice)
@@ -237,7 +239,9 @@ def tokens_in(path):
 
 
 def test_tokens_are_recomputed_when_the_data_the_tokenizer_or_the_file_changes(tmp_path, monkeypatch):
-    loaded = SimpleNamespace(AutoTokenizer=SimpleNamespace(from_pretrained=lambda name, **_: Letters(len(name))))
+    loaded = SimpleNamespace(
+        AutoTokenizer=SimpleNamespace(from_pretrained=lambda name, **_: Letters(len(name)))
+    )
     packages(monkeypatch, transformers=loaded)
     text, other, target = tmp_path / "text.txt", tmp_path / "other.txt", tmp_path / "run" / "tokens.bin"
     target.parent.mkdir()
