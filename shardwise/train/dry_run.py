@@ -33,7 +33,7 @@ from shardwise.train.model import ModelSource
 from shardwise.train.optimizers import make_optimizer
 from shardwise.train.optional_packages import require
 from shardwise.train.parallel import Parallel
-from shardwise.train.rank_grid import plan_grid
+from shardwise.train.rank_grid import described, plan_grid
 from shardwise.train.records import counted, format_bytes, format_count, short_path
 from shardwise.train.request import Request, Resolved, find_run_to_resume, resolve
 from shardwise.train.run_folder import CHECKPOINTS, is_locked, lock_holder, refuse_checkpoints_in
@@ -89,14 +89,17 @@ class _DryRun:
         resolved = self._try(self._resolve)
         if resolved is None:
             return
-        config = resolved.config
+        # Without what the model's files say, the other checks still find what is wrong.
+        model = self._try(resolved.config.model.resolved) or resolved.config.model
+        config = replace(resolved.config, model=model)
         ranks = self._try(lambda: self._ranks(config, world_size))
         module = self._try(lambda: self._model(config))
-        if module is not None and ranks is not None:
-            self._try(lambda: self._memory(config, module, ranks))
-        if ranks is not None:
-            self._try(lambda: self._steps(config, ranks))
-            self._try(lambda: self._data(config, ranks))
+        grid = None if ranks is None else self._try(lambda: plan_grid(config.sharding, 0, ranks))
+        if grid is not None:
+            if module is not None:
+                self._try(lambda: self._memory(config, module, ranks))
+            self._try(lambda: self._steps(config, grid.data_world_size))
+            self._try(lambda: self._data(config, grid.data_world_size))
         self._try(lambda: self._folder(config, module))
 
     def _try(self, look: Callable[[], Any]) -> Any:
@@ -133,7 +136,7 @@ class _DryRun:
         ranks, kind = plan_ranks(request.ranks, request.device, torch.cuda.device_count())
         ranks = ranks if world_size is None else world_size
         sharding = config.sharding
-        text = f"{counted(ranks, kind.upper() + ' rank')}, sharding {sharding.mode}, {sharding.precision}"
+        text = f"{counted(ranks, kind.upper() + ' rank')}, sharding {described(sharding)}, {sharding.precision}"
         self._add("ranks", text, ranks=ranks, device=kind, mode=sharding.mode, precision=sharding.precision)
         return ranks
 
@@ -172,9 +175,9 @@ class _DryRun:
         )
         _refuse_too_large(sum(sizes.values()), ranks, config.sharding, self.values["device"])
 
-    def _steps(self, config: Config, ranks: int) -> None:
+    def _steps(self, config: Config, data_world_size: int) -> None:
         train = config.train
-        order = plan_order(1, train, ranks, None)
+        order = plan_order(1, train, data_world_size, None)
         tokens = train.batch_size * config.model.context
         micro_batches = counted(order.accumulate, "micro-batch", "micro-batches")
         text = (
@@ -186,13 +189,13 @@ class _DryRun:
 
     # --- data -------------------------------------------------------------------------------------------------------
 
-    def _data(self, config: Config, ranks: int) -> None:
+    def _data(self, config: Config, data_world_size: int) -> None:
         sources = sources_of(config.data)
         if any(needs_tokenizing(source) for source in sources):
             for source in sources:
                 self._add("data", _look_at(source), data=config.data.path)
             return
-        data = open_data(config, Path(), ranks)
+        data = open_data(config, Path(), data_world_size)
         samples = data.samples
         samples.batch([0])
         text = (

@@ -39,6 +39,7 @@ def question_of(config: Config, device: str | Device, ranks: int, nodes: int) ->
     Raises:
         ConfigError: the mode does not shard parameters, or the batch cannot be divided among the ranks.
     """
+    config = replace(config, model=config.model.resolved())
     sharding, train, model = config.sharding, config.train, config.model
     if sharding.mode in ("none", "optimizer"):
         raise ConfigError(

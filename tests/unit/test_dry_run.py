@@ -56,6 +56,14 @@ def test_one_of_a_thing_is_not_plural(capsys):
         assert words in text
 
 
+def test_ranks_that_divide_matrices_read_the_same_data(capsys):
+    text = said(capsys, "tiny", "--ranks", "4", "--set", "sharding.tensor_parallel=2")
+    for words in ("sharding full, tensor parallel 2, fp32", "6 per rank in 1 micro-batch\n"):
+        assert words in text, words
+    found = facts(capsys, "tiny", "--ranks", "3", "--set", "sharding.tensor_parallel=2", status=1)
+    assert "3 ranks cannot be divided" in found["problems"][0]
+
+
 @pytest.mark.parametrize(
     ("mode", "ranks", "parts"),
     [("none", 4, (1, 1, 1)), ("optimizer", 4, (1, 1, 4)), ("full", 4, (4, 4, 4)), ("hybrid", 4, (2, 2, 2))],
