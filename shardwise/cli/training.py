@@ -51,6 +51,9 @@ def add_train(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="continue a run (default: the recipe's newest)",
     )
+    parser.add_argument(
+        "--auto", action="store_true", help="choose the fastest sharding that fits these GPUs, by prediction"
+    )
     parser.add_argument("--stop-after", type=int, metavar="STEP", help="save and stop there, as SIGTERM does")
     parser.add_argument(
         "--out", metavar="FOLDER", help="the run's folder, short for --set output.folder=FOLDER"
@@ -84,6 +87,14 @@ def _train(options: argparse.Namespace) -> int:
     from shardwise.train.config import settings_of
 
     request = request_of(options)
+    if options.auto:
+        from shardwise.train.prediction import as_settings, chosen_here
+
+        chosen = chosen_here(resolve(request)[0], options.ranks, None)
+        if not options.quiet and not options.json:
+            print(chosen.text())
+        options.settings = [*options.settings, *as_settings(chosen.best.question.settings)]
+        request = request_of(options)
     if not options.lists:
         return train(request)
     config, _ = resolve(request)
