@@ -18,6 +18,7 @@ PLACES = (
     "LICENSE",
     "docs/**/*.md",
     "docs/*.svg",
+    "docs/*.png",
     "benchmarks/README.md",
     "benchmarks/results/*",
     "examples/*.py",

@@ -70,6 +70,11 @@ class TapeRecorder:
     def collective(self, kind: str, num_bytes: int, ranks: int, axis: str, num_tensors: int = 1) -> None:
         self.tape.append(Collective(kind, num_bytes, ranks, axis, self.stream, num_tensors))
 
+    def forget(self) -> None:
+        """Drops what is on the tape, and what would be freed later of it."""
+        self.tape.clear()
+        self._live.clear()
+
     # --- memory ---------------------------------------------------------------------------------------------------
 
     def _allocate(self, storage_key: int, num_bytes: int, what: str) -> None:

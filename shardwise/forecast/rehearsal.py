@@ -72,7 +72,7 @@ def rehearse(job: Job, settings: Settings, ranks: int, num_steps: int = 2, on_cu
         events = EngineEvents(recorder)
         stack.enter_context(TorchCalls(recorder))
         sharded = sharded_as(model, settings, mesh)
-        recorder.tape.clear()
+        recorder.forget()
         units = all_units(sharded)
         if not units and settings.api != "none":
             raise ConfigError(
