@@ -74,6 +74,9 @@ def add_train(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="continue the run in --out if it has a checkpoint, else begin it: for launchers that restart",
     )
+    parser.add_argument(
+        "--auto", action="store_true", help="choose the fastest sharding that fits these GPUs, by prediction"
+    )
     parser.add_argument("--stop-after", type=int, metavar="STEP", help="save and stop there, as SIGTERM does")
     parser.add_argument(
         "--out", metavar="FOLDER", help="the run's folder, short for --set output.folder=FOLDER"
@@ -121,6 +124,8 @@ def _train(options: argparse.Namespace) -> int:
         for line in settings_as_toml(request, min(width, 100)):
             print(line)
         return 0
+    if options.auto:
+        request = _with_chosen_settings(options, request)
     if options.dry_run:
         from shardwise.train.dry_run import dry_run
 
@@ -134,6 +139,18 @@ def _say_loading() -> None:
     if is_first and "torch" not in sys.modules:
         with contextlib.suppress(OSError):
             print("loading torch …", file=sys.stderr, flush=True)
+
+
+def _with_chosen_settings(options: argparse.Namespace, request: Request) -> Request:
+    """Returns the request with the sharding that ``--auto`` chooses, and shows why."""
+    from shardwise.train.prediction import as_settings, chosen_here
+    from shardwise.train.request import resolve
+
+    chosen = chosen_here(resolve(request).config, options.ranks, None)
+    if not options.quiet and not options.json:
+        print(chosen.text())
+    options.settings = [*options.settings, *as_settings(chosen.best.question.settings)]
+    return request_of(options)
 
 
 # --- generate -----------------------------------------------------------------------------------------------------

@@ -8,9 +8,9 @@ import torch
 
 from shardwise.engine.unit.unit import Unit
 from shardwise.forecast.recording import TapeRecorder
-from shardwise.forecast.tape import OPTIMIZER, Allocate, Free, Op
+from shardwise.forecast.tape import OPTIMIZER, Op
 
-# For each: states an element, bytes read and written an element besides, and temporaries an element at once.
+# Numbers that an optimizer keeps for each element.
 _STATES = {"adamw": 2, "adamw-foreach": 2, "sgd": 1}
 
 
@@ -74,9 +74,7 @@ class DryOptimizer:
             tape.append(Op("optimizer", "optimizer", self._recorder.stream, 0, moved, "float32"))
             return
         # Its kernels run one after another over all shards, with the square roots of one state between them.
-        self._recorder._num_keys += 1
-        entry = Allocate(self._recorder._num_keys, num_bytes, OPTIMIZER, self._recorder.stream)
-        tape.append(entry)
+        roots = self._recorder.hold(num_bytes, OPTIMIZER)
         for _ in range(12):
             tape.append(Op("optimizer", "optimizer", self._recorder.stream, 0, 2 * num_bytes, "float32"))
-        tape.append(Free(entry.key))
+        self._recorder.release(roots)

@@ -57,7 +57,7 @@ def _content(clock: Clock) -> dict[str, Any]:
     host = host_prices(clock)
     tiny = torch.ones(8, device=device)
     # On a CPU the host's price of an op is all that a small one takes; on a GPU the device has its own.
-    small = clock.seconds(lambda: tiny.mul(tiny), at_once=50)
+    small = clock.device_seconds(lambda: [tiny.mul(tiny) for _ in range(50)]) / 50
     flops, timed, peak_bytes = peaks(clock, small)
     link: dict[str, Any] | str = {**links(clock), "from": source} if world > 1 else "nvlink4"
     one_way, both_ways = host_copies(clock)

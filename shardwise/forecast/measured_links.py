@@ -13,24 +13,23 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise.comm.collectives.group import GroupCollectives
 from shardwise.composable.fully_shard import fully_shard
+from shardwise.forecast.device_files import load_device
 from shardwise.forecast.measured_prices import Clock, lower_quartile
 
 __all__ = ["fitted_line", "host_calls", "links", "unit_prices"]
 
-# An H200's prices of the engine's work (devices/h200.json), in microseconds: how it is shared out.
-_SHARES = {
-    "unit_gather": 33.7,
-    "unit_reduce": 106.0,
-    "unit_hooks_forward": 40.7,
-    "unit_hooks_backward": 15.9,
-    "unit_prefetch": 8.7,
-    "unit_reshard": 6.9,
-    "unit_beside_hooks": 118.5,
-    "copy_in": 20.1,
-    "copy_out": 21.0,
-    "pack": 36.6,
-    "root_step": 90.0,
-}
+# The engine's work on a unit: shared out as an H200's prices are, whose file has each of them measured.
+_PARTS = (
+    *(
+        "unit_gather",
+        "unit_reduce",
+        "unit_hooks_forward",
+        "unit_hooks_backward",
+        "unit_prefetch",
+        "unit_reshard",
+    ),
+    *("unit_beside_hooks", "copy_in", "copy_out", "pack", "root_step"),
+)
 # How often a unit does each in a step that reshards after forward; the root's work is shared by all units.
 _TIMES = {"unit_gather": 2, "unit_reshard": 2, "copy_in": 2, "copy_out": 2, "root_step": 0}
 
@@ -159,5 +158,6 @@ def unit_prices(clock: Clock) -> dict[str, float]:
 
     added = _together(clock, lambda: step(sharded), 15) - _together(clock, lambda: step(plain), 15)
     a_unit = max(added / num_units - 3 * _tiny_collective(clock), 0.2 * added / num_units)
-    listed = sum(price * _TIMES.get(name, 1) for name, price in _SHARES.items()) / 1e6
-    return {name: price * a_unit / listed for name, price in _SHARES.items()}
+    known = load_device("h200").host_microseconds
+    listed = sum(known[name] * _TIMES.get(name, 1) for name in _PARTS) / 1e6
+    return {name: known[name] * a_unit / listed for name in _PARTS}

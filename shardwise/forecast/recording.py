@@ -88,12 +88,17 @@ class TapeRecorder:
         if entry is not None:
             self.tape.append(Free(entry.key))
 
-    def hold(self, num_bytes: int, what: str) -> None:
-        """Writes memory that stays, such as shards."""
+    def hold(self, num_bytes: int, what: str) -> int | None:
+        """Writes memory that stays, such as shards; returns its key, with which ``release`` ends it."""
         if not num_bytes:
-            return
+            return None
         self._num_keys += 1
         self.tape.append(Allocate(self._num_keys, num_bytes, what, COMPUTE))
+        return self._num_keys
+
+    def release(self, key: int | None) -> None:
+        if key is not None:
+            self.tape.append(Free(key))
 
     def _use_of_new(self) -> str:
         """What a tensor made now is for: the engine itself makes some on its streams."""

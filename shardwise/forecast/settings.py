@@ -49,6 +49,12 @@ class Settings:
                 where=where,
                 fix=f"use a divisor of {ranks}",
             )
+        if self.api == "wrapper" and self.offload:
+            raise ConfigError(
+                "there is no prediction for the wrapper with offload",
+                where=where,
+                fix="predict fully_shard, whose step with offload is the same",
+            )
         if not 0 <= self.recompute <= 1:
             raise ConfigError(
                 f"recompute is {self.recompute}", where=where, fix="use a part of the blocks, from 0 to 1"

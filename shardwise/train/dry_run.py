@@ -136,7 +136,9 @@ class _DryRun:
         ranks, kind = plan_ranks(request.ranks, request.device, torch.cuda.device_count())
         ranks = ranks if world_size is None else world_size
         sharding = config.sharding
-        text = f"{counted(ranks, kind.upper() + ' rank')}, sharding {described(sharding)}, {sharding.precision}"
+        text = (
+            f"{counted(ranks, kind.upper() + ' rank')}, sharding {described(sharding)}, {sharding.precision}"
+        )
         self._add("ranks", text, ranks=ranks, device=kind, mode=sharding.mode, precision=sharding.precision)
         return ranks
 

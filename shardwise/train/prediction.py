@@ -25,7 +25,15 @@ from shardwise.train.losses import mean_loss
 from shardwise.train.rank_grid import num_replicas
 from shardwise.train.team import Team
 
-__all__ = ["as_settings", "assumptions", "choose_settings", "device_of", "predict", "question_of"]
+__all__ = [
+    "as_settings",
+    "assumptions",
+    "choose_settings",
+    "chosen_here",
+    "device_of",
+    "predict",
+    "question_of",
+]
 
 
 def predict(config: Config, device: str | Device, ranks: int, nodes: int) -> Plan:
@@ -166,6 +174,25 @@ def choose_settings(
     question = question_of(replace(config, sharding=sharding), device, ranks, nodes)
     budget = None if budget_gb is None else int(budget_gb * 2**30)
     return choose_for(question.changed(reshard_after_forward=None), budget)
+
+
+def chosen_here(config: Config, ranks: int | None, budget_gb: float | None) -> Choice:
+    """Chooses settings for the GPUs of this machine, or of the job that a launcher has started; same on all ranks.
+
+    Raises:
+        ConfigError: there is no GPU, or there are no prices for it.
+    """
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    device = None if gpu is None else device_of(gpu)
+    if device is None:
+        raise ConfigError(
+            f"settings are chosen for GPUs, and {'this machine has none' if gpu is None else f'{gpu} has no prices'}",
+            where="shardwise train --auto",
+            fix="choose them for a device that you name: shardwise plan RECIPE --device h200 --ranks 8 --choose",
+        )
+    world = int(os.environ.get("WORLD_SIZE", ranks or torch.cuda.device_count()))
+    nodes = max(1, world // int(os.environ.get("LOCAL_WORLD_SIZE", world)))
+    return choose_settings(config, device, world, nodes, budget_gb)
 
 
 def assumptions(config: Config) -> list[str]:

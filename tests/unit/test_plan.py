@@ -165,6 +165,7 @@ def test_a_step_that_does_not_fit_says_by_how_much_and_which_change_helps():
     assert name.startswith(("micro_batches=", "recompute=True"))
 
 
+@pytest.mark.slow
 def test_the_choice_is_the_fastest_that_fits():
     inputs = torch.empty(4096, WIDTH, device="meta")
 
@@ -238,6 +239,7 @@ def test_a_model_that_looks_at_values_is_refused_and_the_module_named():
     [
         ({"ranks": 6, "nodes": 4}, "6 ranks cannot be spread over 4 nodes"),
         ({"ranks": 6, "replicas": 4}, "6 ranks cannot be divided into 4 replicas"),
+        ({"api": "wrapper", "offload": True}, "no prediction for the wrapper with offload"),
         ({"optimizer": "lion"}, "no prediction for the optimizer 'lion'"),
         ({"device": "h900"}, "there are no prices of a device 'h900'"),
         ({"model": nn.Linear(2, 2)}, "Linear has memory"),

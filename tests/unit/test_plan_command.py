@@ -89,6 +89,12 @@ FORECAST = MemoryForecast(
 )
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to choose for")
+def test_settings_are_not_chosen_for_a_machine_without_gpus(capsys):
+    assert main(["train", "tiny", "--auto"]) == 1
+    assert "settings are chosen for GPUs, and this machine has none" in capsys.readouterr().err
+
+
 def test_a_prediction_that_was_close_is_noted_and_one_that_was_not_says_what_it_counted():
     assert difference_of(FORECAST, 102 << 30).endswith("+2.0 % of what was predicted")
     assert "activations 60.00 GiB, shards 40.00 GiB" in difference_of(FORECAST, 120 << 30)
