@@ -89,6 +89,10 @@ def read_state(
             state = read_module(*args, **options)
             local_slots = dict(_slots_by_local_key(wrapper, unit, prefix))
         else:
+            if not is_summoned(unit):
+                # A name that was tied to another unit's parameter needs that unit, too.
+                unit.reshard(trace.IDLE)
+                unit.take_back_replaced()
             for needed in _units_to_summon(unit):
                 for slot, full in stack.enter_context(summoned_unit(needed)).items():
                     unit_of_storage[full.untyped_storage().data_ptr()] = needed

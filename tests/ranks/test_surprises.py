@@ -411,6 +411,8 @@ def test_weights_of_a_wrapper_that_were_tied_later_are_summoned_and_saved_with_t
         results = []
         for each in (plain, model):
             getattr(each.head, "module", each.head).weight = each.emb.weight
+            state = each.state_dict()  # before any forward
+            assert torch.equal(state["head.weight"], state["emb.weight"])
             optimizer = torch.optim.SGD(each.parameters(), lr=0.5, momentum=0.5)
             for _ in range(3):
                 each(torch.arange(4)).square().mean().backward()
