@@ -19,7 +19,15 @@ from shardwise.errors import ConfigError
 from shardwise.train.config import Data
 from shardwise.train.optional_packages import require
 
-__all__ = ["embedded_text", "existing_path", "has_rows", "left_out_files", "read_rows", "read_texts", "text_files"]
+__all__ = [
+    "embedded_text",
+    "existing_path",
+    "has_rows",
+    "left_out_files",
+    "read_rows",
+    "read_texts",
+    "text_files",
+]
 
 _EMBEDDED_BYTES = 4 << 20
 _ROWS_AT_ONCE = 512
