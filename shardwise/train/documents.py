@@ -19,7 +19,15 @@ from shardwise.errors import ConfigError
 from shardwise.train.config import Data
 from shardwise.train.optional_packages import require
 
-__all__ = ["embedded_text", "existing_path", "has_rows", "read_rows", "read_texts", "text_files"]
+__all__ = [
+    "embedded_text",
+    "existing_path",
+    "has_rows",
+    "left_out_files",
+    "read_rows",
+    "read_texts",
+    "text_files",
+]
 
 _EMBEDDED_BYTES = 4 << 20
 _ROWS_AT_ONCE = 512
@@ -88,17 +96,41 @@ def existing_path(path: str) -> Path:
 
 
 def text_files(path: Path) -> list[Path]:
-    """Returns the file itself, or a folder's files sorted by path, without hidden, empty and binary files."""
+    """Returns the file itself, or a folder's files sorted by path, without hidden, empty and binary files.
+
+    Raises:
+        ConfigError: the file itself is binary.
+    """
     if path.is_file():
+        if _is_binary(path):
+            raise ConfigError(
+                f"'{path}' is a binary file, not text",
+                where=_WHERE,
+                fix="pass text; tokens are in a file whose name ends in .bin (data.token_dtype=uint8 for bytes)",
+            )
         return [path]
-    found = []
-    for file in sorted(path.rglob("*")):
-        hidden = any(part.startswith(".") for part in file.relative_to(path).parts)
-        if not hidden and file.is_file() and file.stat().st_size:
-            with file.open("rb") as opened:
-                if file.suffix == ".parquet" or b"\0" not in opened.read(4096):
-                    found.append(file)
-    return found
+    return [file for file in _visible_files(path) if file.stat().st_size and not _is_binary(file)]
+
+
+def left_out_files(path: Path) -> list[Path]:
+    """Returns the files of a folder that are left out because they are empty or binary; hidden ones are not counted."""
+    kept = set(text_files(path)) if path.is_dir() else set()
+    return [file for file in _visible_files(path) if file not in kept] if path.is_dir() else []
+
+
+def _visible_files(folder: Path) -> list[Path]:
+    return [
+        file
+        for file in sorted(folder.rglob("*"))
+        if file.is_file() and not any(part.startswith(".") for part in file.relative_to(folder).parts)
+    ]
+
+
+def _is_binary(file: Path) -> bool:
+    if file.suffix == ".parquet":
+        return False
+    with file.open("rb") as opened:
+        return b"\0" in opened.read(4096)
 
 
 def embedded_text() -> bytes:

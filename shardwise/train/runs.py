@@ -244,7 +244,7 @@ def show_run(run: Run) -> Iterator[str]:
         yield f"  {'speed':<12} {speed} tokens/s, {format_duration(spent)} in steps"
         yield f"  {'memory':<12} {format_bytes(last_record.memory_bytes)} peak per rank"
     for number, facts in enumerate(run.checkpoints):
-        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(facts.saved_at))
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(facts.saved_at)) if facts.num_bytes else "empty"
         yield f"  {'checkpoints' if not number else '':<12} {facts.name}  {format_bytes(facts.num_bytes)}  {when}"
     for path in sorted(_entries(run.folder / LOGS)):
         yield f"  {'log':<12} {short_path(path)}"
@@ -263,7 +263,7 @@ def _state_text(run: Run) -> str:
 
 def go_on_with(run: Run) -> str:
     """Returns the command that continues a run; empty while it runs, or if there is nothing to continue."""
-    if run.holder or not run.checkpoints:
+    if run.holder or not any(facts.num_bytes for facts in run.checkpoints):
         return ""
     return command_to_go_on(run.recipe, run.folder, run.step, run.num_steps)
 
@@ -305,6 +305,8 @@ def compare_runs(runs: list[Run], width: int) -> Iterator[str]:
     last = max((run.step for run in runs), default=1)
     for name, run, curve in zip(names, runs, values, strict=True):
         length = max(1, 40 * run.step // max(1, last))
+        if not curve:
+            continue
         yield ""
         yield f"{name}: loss, steps 1 to {run.step}"
         yield f"  {sparkline(curve, length, low, high)}"

@@ -11,6 +11,7 @@ import torch
 from shardwise.errors import ConfigError
 from shardwise.train.config import Config, Data
 from shardwise.train.data import Corpus, open_corpus, open_ends
+from shardwise.train.documents import left_out_files
 from shardwise.train.model import ModelSource
 from shardwise.train.sample_order import Mix, SampleOrder, plan_order
 from shardwise.train.samples import Conversations, Mixture, Samples, Texts, check_vocabulary
@@ -47,6 +48,9 @@ def tokenize_sources(
     if vocabulary is not None and data.tokenizer != BYTES and any(map(needs_tokenizing, sources_of(data))):
         check_tokenizer(data.tokenizer, vocabulary)
     for number, source in enumerate(sources_of(data)):
+        if source.path and (left_out := left_out_files(Path(source.path).expanduser())):
+            others = f" and {len(left_out) - 1} more" if len(left_out) > 1 else ""
+            note(f"left out of {source.path}, as empty or binary: {left_out[0].name}{others}")
         if not needs_tokenizing(source):
             continue
         target = _tokens_path(folder, number)

@@ -332,6 +332,9 @@ class Twice:
 
     eos_token_id = None
 
+    def get_vocab(self):
+        return {}
+
     def encode(self, text, add_special_tokens):
         return [byte for byte in text.encode() for _ in range(2)]
 

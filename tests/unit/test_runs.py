@@ -107,6 +107,20 @@ def test_any_folder_says_what_it_is(tmp_path, capsys):
     assert "no run, checkpoint or model; 1 file" in said(capsys, tmp_path / "text")
 
 
+def test_runs_that_are_half_written_are_shown_as_far_as_they_go(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty" / "checkpoints" / "step-00000003").mkdir(parents=True)
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "config.json").write_text("[]")
+    (tmp_path / "odd" / "metrics.jsonl").write_text('{"step": 1}\nno JSON\n')
+    text = said(capsys, "empty")
+    assert "step-00000003  0 KiB  empty" in text
+    assert "go on with" not in text
+    assert "not begun at step 0 of ?" in said(capsys, "odd")
+    text = said(capsys, "empty", "odd", "--compare")
+    assert "steps 1 to" not in text
+
+
 def test_verify_finds_a_changed_byte(tmp_path, capsys):
     run = make_run(tmp_path / "run")
     assert said(capsys, run, "--verify").rstrip().endswith(": good")

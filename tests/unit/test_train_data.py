@@ -12,6 +12,7 @@ from shardwise.errors import ConfigError
 from shardwise.train import data, documents, tokenizers, tokenizing
 from shardwise.train import samples as samples_of
 from shardwise.train.config import Data
+from shardwise.train.sources import tokenize_sources
 
 
 def tokens_of(corpus):
@@ -89,6 +90,17 @@ def test_data_that_is_missing_or_empty_or_cut_is_reported(tmp_path, path, conten
 def test_a_folder_without_text_is_reported(tmp_path):
     with pytest.raises(ConfigError, match="no text"):
         data.open_corpus(Data(path=str(tmp_path)))
+
+
+def test_files_that_are_no_text_are_left_out_with_a_word_or_refused_alone(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "b.dat").write_bytes(b"\0\1")
+    (tmp_path / "c.txt").touch()
+    said = []
+    tokenize_sources(Data(path=str(tmp_path)), tmp_path, said.append)
+    assert said == [f"left out of {tmp_path}, as empty or binary: b.dat and 1 more"]
+    with pytest.raises(ConfigError, match=r"b\.dat' is a binary file(.|\n)*token_dtype=uint8"):
+        data.open_corpus(Data(path=str(tmp_path / "b.dat")))
 
 
 def test_too_little_data_and_tokens_beyond_the_vocabulary_are_reported():
