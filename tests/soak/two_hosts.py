@@ -177,6 +177,7 @@ def cable(job: Job) -> None:
     job.start(0, 1)
     job.wait_until_paused()
     job.hosts[1].plug(connected=False)
+    job.paused.with_suffix(".over").touch()
     wait_until(
         lambda: "failed (exitcode" in job.log(0).read_text(errors="replace"), "the other host to notice"
     )
