@@ -1,8 +1,9 @@
-"""Runs a program as ``python -m`` would, and pauses it for good after some steps of its optimizer, once.
+"""Runs a program as ``python -m`` would, and pauses it after some steps of its optimizer, once.
 
     PAUSE_AT=25 PAUSED=/tmp/a-file python -m tests.soak.pausing train.py --its --arguments
 
-The file says that the program pauses; where it is there already, nothing does.
+The file says that the program pauses, until there is one with the ending ``.over``; where it is there already, nothing
+pauses.
 """
 
 import os
@@ -23,8 +24,8 @@ def main() -> None:
         left[0] -= 1
         if left[0] == 0 and not paused.exists():
             paused.touch()
-            while True:
-                time.sleep(60)
+            while not paused.with_suffix(".over").exists():
+                time.sleep(0.1)
 
     register_optimizer_step_post_hook(pause)
     if program.endswith(".py"):
