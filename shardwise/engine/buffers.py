@@ -60,6 +60,7 @@ class ElasticBuffer:
         # What the memory is for, in the words of ``planning/memory``.
         self._holds = holds
         self._storage = torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
+        self._is_dry = is_dry(device)
         self.is_grown = False
 
     def tensor(
@@ -115,7 +116,7 @@ class ElasticBuffer:
 
     def _resize(self, num_bytes: int) -> None:
         self._storage.resize_(num_bytes)
-        if is_dry(self._storage.device):
+        if self._is_dry:
             current_dry_run().resized(self._storage, num_bytes, self._holds)
 
 
