@@ -66,9 +66,9 @@ def test_a_mixtures_first_held_out_samples_are_of_all_sources():
 def test_runs_that_were_begun_before_there_was_a_choice_keep_their_held_out_end(tmp_path):
     config = {"data.held_out": 0.05, "data.path": ""}
     (tmp_path / "config.json").write_text(json.dumps({"recipe": "tiny", "settings": [], "config": config}))
-    resumed, origin = resolve(Request(resume=str(tmp_path)))
-    assert resumed.data.held_out_from == "end"
+    resumed = resolve(Request(resume=str(tmp_path)))
+    assert resumed.config.data.held_out_from == "end"
     # And for good: what is saved from now on says so.
-    assert origin["settings"] == ["data.held_out_from=end"]
-    assert resolve(Request())[0].data.held_out_from == "everywhere"
+    assert resumed.origin["settings"] == ["data.held_out_from=end"]
+    assert resolve(Request()).config.data.held_out_from == "everywhere"
     assert _data_of_run(config) == Data(held_out_from="end")
