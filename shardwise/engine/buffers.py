@@ -106,18 +106,17 @@ class ElasticBuffer:
 
     def grow(self) -> None:
         if not self.is_grown:
-            self._resize(self.size_bytes)
+            self._storage.resize_(self.size_bytes)
             self.is_grown = True
+            if self._is_dry:
+                current_dry_run().resized(self._storage, self.size_bytes, self._holds)
 
     def shrink(self) -> None:
         if self.is_grown:
-            self._resize(0)
+            self._storage.resize_(0)
             self.is_grown = False
-
-    def _resize(self, num_bytes: int) -> None:
-        self._storage.resize_(num_bytes)
-        if self._is_dry:
-            current_dry_run().resized(self._storage, num_bytes, self._holds)
+            if self._is_dry:
+                current_dry_run().resized(self._storage, 0, self._holds)
 
 
 class RelocatableBuffer(ElasticBuffer):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from math import prod
+from operator import attrgetter, is_
 from typing import Any, TypeVar, cast
 
 import torch
@@ -63,21 +64,23 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return local
 
 
-def all_show(entries: Sequence[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor, bool]]) -> bool:
+_local = attrgetter("_local_tensor")
+_requires_grad = attrgetter("requires_grad")
+
+
+def all_show(columns: Sequence[Sequence[Any]]) -> bool:
     """Returns whether each module still has, under that name, the same parameter with the same local tensor and the
-    same ``requires_grad``.
+    same ``requires_grad``. The columns are dicts of parameters, names, parameters, local tensors, ``requires_grad``.
 
     One call for all parameters of a unit, because every step makes it.
     """
+    holders, names, params, locals_, trainable = columns
     with without_torch_function():
-        for params, name, sharded, local, trainable in entries:
-            if (
-                params.get(name) is not sharded
-                or sharded._local_tensor is not local
-                or sharded.requires_grad is not trainable
-            ):
-                return False
-    return True
+        return (
+            all(map(is_, map(dict.get, holders, names), params))
+            and all(map(is_, map(_local, params), locals_))
+            and all(map(is_, map(_requires_grad, params), trainable))
+        )
 
 
 # A context in which reading attributes of DTensors is as fast as of plain tensors: without ``__torch_function__``.
@@ -88,12 +91,9 @@ without_torch_function = torch._C.DisableTorchFunctionSubclass
 with_torch_function = torch._C._EnableTorchFunction
 
 
-def have_local_tensors(tensors: Iterable[torch.Tensor], locals_: Iterable[torch.Tensor]) -> bool:
+def have_local_tensors(tensors: Collection[torch.Tensor], locals_: Collection[torch.Tensor]) -> bool:
     """Returns whether the DTensors have exactly these local tensors, in order, and require no gradient."""
-    return all(
-        tensor._local_tensor is local and not tensor.requires_grad  # type: ignore[attr-defined]
-        for tensor, local in zip(tensors, locals_, strict=True)
-    )
+    return all(map(is_, map(_local, tensors), locals_)) and not any(map(_requires_grad, tensors))
 
 
 def replace_local(tensor: torch.Tensor, local: torch.Tensor) -> None:

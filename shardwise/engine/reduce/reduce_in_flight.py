@@ -156,7 +156,8 @@ class ReduceInFlight:
                     self._receive_own_row()
                 elif self._work is not None:
                     self._receive_replicas()
-        self.release_rows()
+        if self._streams.host_runs_ahead:
+            self.release_rows()
 
     def finish(self) -> list[Slot]:
         """Completes all stages and assigns the gradients; returns the slots whose parameters have users' hooks."""

@@ -343,9 +343,10 @@ class Root:
 
     def end_backward(self) -> None:
         """Reduces and frees what no signal did, and makes the compute stream wait for the gradients."""
+        units = self.units
         with torch.no_grad():
             self.ends_backward = True
-            for unit in reversed(self.units):
+            for unit in reversed(units):
                 unit.hooks.flush()
             self.ends_backward = False
             while self._in_flight:
@@ -353,7 +354,7 @@ class Root:
             if self.is_last_backward:
                 if self.joint_units is not None:
                     self.joint_units.end_backward()
-                for unit in self.units:
+                for unit in units:
                     if unit.state is not SHARDED:
                         unit.end_step()
             self._reclaim(0)

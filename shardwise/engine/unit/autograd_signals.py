@@ -207,7 +207,8 @@ class Visit:
             self.views_gradient_arrives(gradient)
 
     def inputs_gradients_are_done(self, gradients: Any) -> None:
-        self.later_inputs_gradients_are_done(gradients)
+        if is_grad_enabled():
+            self._await_second_backward(gradients)
         do_aside(self.hooks.post_backward, self)
 
     def later_inputs_gradients_are_done(self, gradients: Any) -> None:

@@ -7,8 +7,10 @@ belongs to is in ``membership``.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections import deque
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import setitem
 from typing import Any
 
 import torch
@@ -233,8 +235,22 @@ def _in_wider(gradient: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor
     return gradient.to(dtype) if is_wider(dtype, gradient.dtype) else gradient
 
 
-# Dict, key and value: what to write where, for modules to show one form.
-Shown = list[tuple[dict[str, Any], str, Any]]
+class Shown:
+    """What to write where, for modules to show one form of their parameters: entries of dict, key and value."""
+
+    __slots__ = ("_columns", "entries")
+
+    def __init__(self, entries: Sequence[tuple[dict[str, Any], str, Any]] = ()) -> None:
+        self.entries = entries
+        self._columns = tuple(zip(*entries, strict=True)) or ((), (), ())
+
+    def show(self) -> None:
+        # In one call, because every step shows both forms of every unit.
+        deque(map(setitem, *self._columns), maxlen=0)
+
+    def is_shown(self) -> bool:
+        """Whether modules still show all of this."""
+        return all(holder.get(name) is param for holder, name, param in self.entries)
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,27 +262,17 @@ class ShownForms:
 
     sharded: Shown
     unsharded: Shown
-    snapshot: list[Any]
+    snapshot: Any
 
 
 def unsharded_shown(slots: Iterable[Slot]) -> Shown:
-    shown: Shown = []
+    entries: list[tuple[dict[str, Any], str, Any]] = []
     for slot in slots:
         for place in slot.places:
-            shown.append((place.params, place.name, slot.unsharded))
+            entries.append((place.params, place.name, slot.unsharded))
             if not slot.is_shown:
-                shown.append((place.module.__dict__, place.name, slot.unsharded))
-    return shown
-
-
-def show(shown: Shown) -> None:
-    for holder, name, param in shown:
-        holder[name] = param
-
-
-def is_showing(shown: Shown) -> bool:
-    """Whether modules still show all of this."""
-    return all(holder.get(name) is param for holder, name, param in shown)
+                entries.append((place.module.__dict__, place.name, slot.unsharded))
+    return Shown(entries)
 
 
 def not_copied(how: str, what: str) -> StateError:

@@ -6,7 +6,7 @@ shown as a DTensor. ``flat_form`` has the wrapper's.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -69,10 +69,10 @@ class ShardedForm(Protocol):
     def gradient_dtype(self, slot: Slot, reduce_dtype: torch.dtype) -> torch.dtype:
         """The dtype of a sharded parameter's gradient."""
 
-    def snapshot(self, slots: list[Slot]) -> list[Any]:
+    def snapshot(self, slots: list[Slot]) -> Sequence[Any]:
         """Records what modules show, for ``all_show``."""
 
-    def all_show(self, snapshot: list[Any]) -> bool:
+    def all_show(self, snapshot: Any) -> bool:
         """Whether modules still show the parameters of ``snapshot``: none replaced, frozen or thawed."""
 
     def named(self, slots: list[Slot]) -> list[Slot]:
@@ -130,12 +130,15 @@ class DTensorForm:
     def gradient_dtype(self, slot: Slot, reduce_dtype: torch.dtype) -> torch.dtype:
         return slot.stored_dtype
 
-    def snapshot(self, slots: list[Slot]) -> list[Any]:
-        return [
-            (place.params, place.name, slot.sharded, slot.local, slot.sharded.requires_grad)
-            for slot in slots
-            for place in slot.places
-        ]
+    def snapshot(self, slots: list[Slot]) -> tuple[Sequence[Any], ...]:
+        shown = [(place, slot) for slot in slots for place in slot.places]
+        return (
+            [place.params for place, _ in shown],
+            [place.name for place, _ in shown],
+            [slot.sharded for _, slot in shown],
+            [slot.local for _, slot in shown],
+            [slot.sharded.requires_grad for _, slot in shown],
+        )
 
     def named(self, slots: list[Slot]) -> list[Slot]:
         return [slot for slot in slots if slot.places]

@@ -316,7 +316,7 @@ class FlatForm:
             if param is not None
         ]
 
-    def all_show(self, snapshot: list[Any]) -> bool:
+    def all_show(self, snapshot: Any) -> bool:
         for params, name, param, address, dtype, trainable in snapshot:
             if (
                 params.get(name) is not param

@@ -16,7 +16,7 @@ import torch
 
 from shardwise.comm.mesh import DataMesh
 from shardwise.engine.gather.tensor_extensions import is_tensor_extension
-from shardwise.engine.unit.binding import ShownForms, Slot, is_showing, show
+from shardwise.engine.unit.binding import ShownForms, Slot
 from shardwise.engine.unit.dtensor_form import ShardedForm
 from shardwise.engine.unit.interfaces import NamedUnit
 from shardwise.errors import StateError
@@ -78,7 +78,7 @@ class GatheredParameters:
             if unit.state is UNSHARDED:
                 self.note_contents()
             if is_hidden and unit.state is UNSHARDED:
-                show(unit.shown.sharded)
+                unit.shown.sharded.show()
                 self.is_hidden = True
         elif is_hidden and unit.state is UNSHARDED and not self.is_hidden:
             # Users may have written to them before the step that ends now.
@@ -91,7 +91,7 @@ class GatheredParameters:
         """Shows parameters that were hidden."""
         if self.is_hidden:
             self.is_hidden = False
-            show(self._unit.shown.unsharded)
+            self._unit.shown.unsharded.show()
             self.note_contents()
 
     def expect_unseen_backward(self) -> None:
@@ -122,7 +122,7 @@ class GatheredParameters:
 
     def _are_replaced(self) -> bool:
         """Whether modules show other parameters than the gathered ones, or those have other memory."""
-        return not is_showing(self._unit.shown.unsharded) or any(
+        return not self._unit.shown.unsharded.is_shown() or any(
             _contents(slot)[1] != seen[1]
             for slot, seen in zip(self._unit.slots, self._last_seen, strict=True)
         )

@@ -192,18 +192,20 @@ class UnitHooks:
 
     def _hold_and_gather(self, visit: Visit) -> None:
         unit = self.unit
-        while len(visit.held) < len(unit.needs):
+        while visit.held is not unit.needs:
             # A gather may find parameters tied to another unit's, and add that unit to ``needs``.
-            needed = unit.needs[len(visit.held)]
-            if (
-                needed.holders == 0
-                and needed.state is not SHARDED
-                and (needed.gathered.awaits_unseen_backward or needed.gathered.is_stale())
-            ):
-                needed.reshard(trace.IN_FORWARD)
-            needed.hold()
-            visit.held = (*visit.held, needed)
-            needed.issue_gather(trace.IN_FORWARD, in_forward=True)
+            needs = unit.needs
+            for needed in needs[len(visit.held) :]:
+                if (
+                    needed.state is not SHARDED
+                    and needed.holders == 0
+                    and (needed.gathered.awaits_unseen_backward or needed.gathered.is_stale())
+                ):
+                    needed.reshard(trace.IN_FORWARD)
+                needed.hold()
+                visit.held = (*visit.held, needed)
+                needed.issue_gather(trace.IN_FORWARD, in_forward=True)
+            visit.held = needs
 
     def _gather_for_recompute(self) -> Visit | None:
         """Gathers for activation checkpointing, which runs forward again inside backward; that backward frees."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -96,14 +96,14 @@ def sharded_shown(slots: Iterable[Slot], unit: Unit) -> Shown:
     Code outside of the unit may still read such a parameter's dtype or shape, or test whether there is a bias: it finds
     a placeholder, as an attribute of the module that Python looks up before ``_parameters``.
     """
-    shown: Shown = []
+    entries: list[tuple[dict[str, Any], str, Any]] = []
     for slot in slots:
         placeholder = None if slot.is_shown else ShardedPlaceholder.of(slot.unsharded, slot.name, unit)
         for place in slot.places:
-            shown.append((place.params, place.name, slot.sharded if slot.is_shown else None))
+            entries.append((place.params, place.name, slot.sharded if slot.is_shown else None))
             if placeholder is not None:
-                shown.append((place.module.__dict__, place.name, placeholder))
-    return shown
+                entries.append((place.module.__dict__, place.name, placeholder))
+    return Shown(entries)
 
 
 # --- parameters replaced or tied from outside -------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from shardwise.comm.collectives.group import GroupCollectives
 from shardwise.comm.dry_run import is_dry
 from shardwise.comm.mesh import DataMesh
 from shardwise.engine.reduce.reduce_plan import Summation
-from shardwise.engine.unit.binding import Place, ShownForms, Slot, show, unsharded_shown
+from shardwise.engine.unit.binding import Place, Shown, ShownForms, Slot, unsharded_shown
 from shardwise.engine.unit.collective_names import CollectiveNames
 from shardwise.engine.unit.dtensor_form import ShardedForm
 from shardwise.engine.unit.gathered_parameters import GatheredParameters
@@ -115,7 +115,7 @@ class Unit:
         self.holders = 0
         self.prefetched = False
         self._gathers_part = False
-        self.shown = ShownForms([], [], [])
+        self.shown = ShownForms(Shown(), Shown(), None)
         self.gathered = GatheredParameters(self)
         self.gradients = UnitGradients(self, sums)
         self._build()
@@ -210,26 +210,24 @@ class Unit:
         self.shown = ShownForms(
             sharded_shown(self.slots, self),
             unsharded_shown(self.slots),
-            [] if self._is_meta else self.form.snapshot(self.slots),
+            None if self._is_meta else self.form.snapshot(self.slots),
         )
 
     def show_in_all_places(self, is_gathered: bool = False) -> None:
         """Lists the places of the parameters again, which may have changed, and shows one form there."""
         self._list_shown()
-        show(self.shown.unsharded if is_gathered else self.shown.sharded)
+        self._shown_now(is_gathered).show()
 
     def _show_in(self, places: list[Place]) -> None:
         """Shows the current form in places that are new; others may show what users put there since."""
         self._list_shown()
         is_gathered = self.state is UNSHARDED and not self.gathered.is_hidden
         new = {(id(names), place.name) for place in places for names in (place.params, place.module.__dict__)}
-        show(
-            [
-                entry
-                for entry in (self.shown.unsharded if is_gathered else self.shown.sharded)
-                if (id(entry[0]), entry[1]) in new
-            ]
-        )
+        entries = self._shown_now(is_gathered).entries
+        Shown([entry for entry in entries if (id(entry[0]), entry[1]) in new]).show()
+
+    def _shown_now(self, is_gathered: bool) -> Shown:
+        return self.shown.unsharded if is_gathered else self.shown.sharded
 
     @property
     def has_memory(self) -> bool:
@@ -378,7 +376,7 @@ class Unit:
                 self._finish_gather()
         # order: copy-out before compute, because forward and backward read the full parameters
         streams.compute_waits_for(self._arrival)
-        show(self.shown.unsharded)
+        self.shown.unsharded.show()
         self.state = TRANSITIONS[GATHERING, ARRIVE]
         self.prefetched = False
         if self.gathered.kept_version is not None:
@@ -419,13 +417,13 @@ class Unit:
     def show_shards(self) -> None:
         """Shows the shards, with what users did to kept parameters: writes, freezing and ties."""
         if self.gathered.kept_version is None:
-            show(self.shown.sharded)
+            self.shown.sharded.show()
             return
         self.gathered.copy_writes_to_shards()
         self.gathered.move_freezing_to_shards()
         self.gradients.stash()
         tied = ties_while_gathered(self.slots, self.name, self.rank)
-        show(self.shown.sharded)
+        self.shown.sharded.show()
         for place, other in tied.items():
             place.params[place.name] = other.sharded
 
