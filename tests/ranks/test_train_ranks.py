@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import shutil
 import signal
@@ -19,7 +18,6 @@ import torch.distributed as dist
 
 from shardwise.errors import ShardwiseError
 from shardwise.testing import run_ranks
-from shardwise.train.command import Request, train
 from shardwise.train.launch import run_local_ranks
 from shardwise.train.loop import Interrupt
 from shardwise.train.records import CONFIG, read_metrics
@@ -214,28 +212,25 @@ def test_a_folder_that_is_emptied_during_a_run_is_filled_again(tmp_path):
 # --- streams and launchers --------------------------------------------------------------------------------------------
 
 
-def train_without_streams(place, status):
-    for number in (1, 2):
-        os.close(number)
-    sys.stdout = sys.stderr = None
-    status.put(train(Request("tests.fuzz.faulty:recipe", (f"output.folder={place}",), device="cpu", ranks=1)))
+WITHOUT_STREAMS = """
+import sys
+from pathlib import Path
+from shardwise.cli import main
+from tests.fuzz import faulty
+
+faulty.folder = Path(sys.argv[1])
+run = str(faulty.folder / "run")
+sys.exit(main(["train", "tests.fuzz.faulty:recipe", "--out", run, "--device", "cpu", "--ranks", "1"]))
+"""
 
 
-def test_a_run_needs_no_standard_output_and_no_standard_error(small_run, tmp_path):
-    context = multiprocessing.get_context("fork")
-    status = context.SimpleQueue()
-    process = context.Process(target=train_without_streams, args=(tmp_path / "run", status))
-    process.start()
-    process.join()
-    assert not status.empty()
-    assert status.get() == 0
-    assert len(read_metrics(tmp_path / "run")) == faulty.STEPS
-
-
-@pytest.fixture
-def small_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(faulty, "folder", tmp_path)
+def test_a_run_needs_no_standard_output_and_no_standard_error(tmp_path):
     write_text(tmp_path)
+    shell = ["sh", "-c", 'exec "$0" -c "$1" "$2" >&- 2>&-', sys.executable, WITHOUT_STREAMS, str(tmp_path)]
+    done = subprocess.run(shell, env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, check=False)
+    logs = [path.read_text() for path in (tmp_path / "run" / "logs").glob("*")]
+    assert done.returncode == 0, logs
+    assert len(read_metrics(tmp_path / "run")) == faulty.STEPS
 
 
 AS_A_RANK = """
