@@ -3,9 +3,10 @@
     python benchmarks/host_overhead.py                  # CPU, 24 tiny blocks, fake group of 8
     python benchmarks/host_overhead.py --device cuda    # the same model, wider, on a GPU
     python benchmarks/host_overhead.py --face wrapper   # FullyShardedDataParallel; the peer is FSDP1
+    python benchmarks/host_overhead.py --group-bytes 200000    # beside it, blocks that share units of that size
 
 The model is so small that host time dominates. torch's fake process group moves no data between ranks, so no
-communication time is included; the cost of the group's own calls is measured and printed with the result. The three
+communication time is included; the cost of the group's own calls is measured and printed with the result. The
 contenders take turns, round by round, in one process. In every round each sharded model also runs one untimed step
 under `CommDebugMode`, which must issue the expected number of gathers and reduces. After every step, timed
 or not, the full weights must have been freed and every parameter must have its sharded gradient.
@@ -127,8 +128,8 @@ class Contender:
             label: {str(op): count for op, count in mode.get_comm_counts().items()}
             for label, mode in (("forward", forward), ("backward", backward))
         }
-        blocks = self.num_units - 1
-        expected = {"forward": {GATHER: blocks + 1}, "backward": {GATHER: blocks, REDUCE: blocks + 1}}
+        units = self.num_units
+        expected = {"forward": {GATHER: units}, "backward": {GATHER: units - 1, REDUCE: units}}
         if self.name != "FSDP1":  # FSDP1 issues other collectives
             expect(counts == expected, f"{self.name}: collectives {counts}, expected {expected}")
         self.check_after_step()
@@ -151,14 +152,28 @@ def contenders(args: argparse.Namespace, device: torch.device) -> list[Contender
     shard = {"fully_shard": in_place, "wrapper": wrapped}[args.face]
     peer, ours = shard(args, device, dtype, reduce_dtype, peer, ours)
     num_units = args.blocks + 1
-    return [
+    everyone = [
         Contender("plain", plain.to(dtype), inputs.to(dtype), None, full_numel),
         Contender(PEERS[args.face], peer, inputs, num_units, full_numel),
         Contender("shardwise", ours, inputs, num_units, full_numel),
     ]
+    if args.group_bytes:
+        torch.manual_seed(0)
+        joined = Model(args).to(device)
+        mesh = init_device_mesh(device.type, (args.world_size,))
+        policy = shardwise.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype)
+        shardwise.fully_shard(joined, wrap=Block, group_bytes=args.group_bytes, mesh=mesh, mp_policy=policy)
+        per_unit = args.group_bytes // max(_bytes_of(block) for block in plain.blocks)
+        everyone.append(Contender(JOINED, joined, inputs, -(-args.blocks // per_unit) + 1, full_numel))
+    return everyone
+
+
+def _bytes_of(block: nn.Module) -> int:
+    return sum(param.numel() * 4 for param in block.parameters())
 
 
 PEERS = {"fully_shard": "FSDP2", "wrapper": "FSDP1"}
+JOINED = "joined"
 
 
 def in_place(
@@ -256,11 +271,17 @@ def report(
         "collectives_a_step": counts,
         "fake_group_us_a_call": group,
         "fake_group_ms_a_step": group_ms,
-        "overhead_ratio": {clock: ratios(everyone, clock) for clock in Timing._fields},
+        "overhead_ratio": {clock: ratios(everyone[:3], clock) for clock in Timing._fields},
+        "overhead_ratio_joined": {
+            clock: ratios([*everyone[:2], joined], clock)
+            for joined in everyone[3:]
+            for clock in Timing._fields
+        },
     }
 
 
 def ratios(everyone: list[Contender], clock: str) -> dict[str, Any]:
+    """Returns the overhead of the third contender, where the first is plain and the second the peer."""
     by_round = zip(*(contender.medians_by_round(clock) for contender in everyone), strict=True)
     return {
         "of_medians": overhead(*(statistics.median(contender.times(clock)) for contender in everyone)),
@@ -283,13 +304,19 @@ def show(result: dict[str, Any]) -> None:
         f"(all-gather {group['all_gather']:.0f} us, reduce-scatter {group['reduce_scatter']:.0f} us a call)"
     )
     peer = PEERS[result["settings"]["face"]]
-    for clock, label in (("wall", "wall-clock"), ("cpu", "CPU")):
-        ratio = result["overhead_ratio"][clock]
-        rounds = ratio["by_round"]
-        print(
-            f"(shardwise - plain) / ({peer} - plain) = {ratio['of_medians']:.3f} in {label} time   "
-            f"(rounds {rounds[0]:.3f} to {rounds[-1]:.3f}; of the fastest steps {ratio['of_minima']:.3f})"
-        )
+    for name, ratios_of in (
+        ("shardwise", result["overhead_ratio"]),
+        (JOINED, result["overhead_ratio_joined"]),
+    ):
+        for clock, ratio in ratios_of.items():
+            rounds = ratio["by_round"]
+            print(
+                f"({name} - plain) / ({peer} - plain) = {ratio['of_medians']:.3f} in {LABELS[clock]} time   "
+                f"(rounds {rounds[0]:.3f} to {rounds[-1]:.3f}; of the fastest steps {ratio['of_minima']:.3f})"
+            )
+
+
+LABELS = {"wall": "wall-clock", "cpu": "CPU"}
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -305,6 +332,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--width", type=int, help="default: 32 on the CPU, 256 on a GPU")
     parser.add_argument("--tokens", type=int, help="default: 16 on the CPU, 256 on a GPU")
     parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument(
+        "--group-bytes", type=int, default=0, help="also shard a model whose units are groups of blocks"
+    )
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--iterations", type=int, default=8, help="timed steps a contender and round")
     parser.add_argument("--warmup", type=int, default=3)
@@ -312,6 +342,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--output", "--out", type=Path, help="default: results/host_overhead_[wrapper_]DEVICE.json"
     )
     args = parser.parse_args(arguments)
+    if args.group_bytes and args.face == "wrapper":
+        parser.error("--group-bytes is a setting of fully_shard")
     on_gpu = args.device == "cuda"
     args.precision = args.precision or ("bf16" if on_gpu else "own")
     args.width = args.width or (256 if on_gpu else 32)

@@ -32,7 +32,7 @@ from shardwise.engine.reduce.reduce_plan import DEFAULT_SUMMATION
 from shardwise.engine.unit.dtensor_form import DTensorForm, PlacementFn, chosen_placement
 from shardwise.engine.unit.factory import check_unit, find_parameters, make_unit
 from shardwise.engine.unit.membership import UNITS_ATTRIBUTE, membership, units_of
-from shardwise.engine.unit.module_selection import Wrap, choose_modules, is_container
+from shardwise.engine.unit.module_selection import Wrap, choose_modules, is_container, join_neighbors
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import ConfigAssertionError, ConfigError, ConfigTypeError
 from shardwise.planning.schedule import AfterForward, plan_after_forward
@@ -74,6 +74,7 @@ def fully_shard(
     *,
     ignored_params: set[nn.Parameter] | None = ...,
     wrap: Wrap | None = ...,
+    group_bytes: int = ...,
     **options: Unpack[UnitOptions],
 ) -> FSDPModule: ...
 
@@ -96,6 +97,7 @@ def fully_shard(
     dp_mesh_dims: DataParallelMeshDims | None = None,
     device_type: str | None = None,
     wrap: Wrap | None = None,
+    group_bytes: int = 0,
     exact: bool = False,
 ) -> FSDPModule | list[FSDPModule]:
     """Shards a module's parameters, gradients and optimizer state over the ranks of a mesh.
@@ -121,6 +123,8 @@ def fully_shard(
             process group uses NCCL or names no backend, else ``"cpu"``: with gloo a GPU is used only if you say so.
         wrap: which submodules become units of their own first: a class, several classes, a minimum number of elements,
             or a callable that takes a module and returns a bool or a mapping of keywords for that module.
+        group_bytes: modules chosen by ``wrap`` that follow each other become one unit while their parameters together
+            are at most this large: fewer and larger collectives for models of many small blocks.
         exact: sum gradients in one fixed order over micro-batches, in float32, so that the same micro-batches give the
             same bits on 1, 2, 4, 8, ... ranks, however the model is sharded. Use it for all units of a model or none.
 
@@ -139,17 +143,7 @@ def fully_shard(
         "exact": exact,
     }
     ignored = _checked_ignored(ignored_params)
-    chosen: list[tuple[tuple[nn.Module, ...], UnitOptions]] = []
-    if wrap is not None:
-        if len(modules) != 1:
-            raise ConfigError(
-                "wrap selects units inside one module, but a list of modules was given",
-                where="fully_shard([...], wrap=...)",
-                fix="call fully_shard once for each module",
-            )
-        for inner, overrides in choose_modules(modules[0], wrap, ignored):
-            if not units_of(inner):
-                chosen.append(((inner,), {**options, **overrides}))  # type: ignore[typeddict-item]
+    chosen = _chosen_by(wrap, group_bytes, modules, ignored, options)
     chosen.append((modules, options))
     # All units are checked before the first one is made: an error leaves the whole model unchanged.
     plans = []
@@ -160,6 +154,42 @@ def fully_shard(
         plan.make_unit()
     sharded: FSDPModule | list[FSDPModule] = module
     return sharded
+
+
+def _chosen_by(
+    wrap: Wrap | None,
+    group_bytes: int,
+    modules: tuple[nn.Module, ...],
+    ignored: set[nn.Parameter],
+    options: UnitOptions,
+) -> list[tuple[tuple[nn.Module, ...], UnitOptions]]:
+    """Returns the modules below that become units first, each unit's with its options."""
+    if not isinstance(group_bytes, int) or isinstance(group_bytes, bool) or group_bytes < 0:
+        raise ConfigError(
+            f"group_bytes={group_bytes!r} is not a size",
+            where="fully_shard(model, group_bytes=...)",
+            fix="pass the most bytes of parameters of a unit of several modules, e.g. 16 * 2**20, or 0",
+        )
+    if wrap is None:
+        if group_bytes:
+            raise ConfigError(
+                "group_bytes joins modules that wrap chooses, and wrap is not given",
+                where="fully_shard(model, group_bytes=...)",
+                fix="pass wrap too, e.g. wrap=Block; or shard several modules as one unit with fully_shard([a, b])",
+            )
+        return []
+    if len(modules) != 1:
+        raise ConfigError(
+            "wrap selects units inside one module, but a list of modules was given",
+            where="fully_shard([...], wrap=...)",
+            fix="call fully_shard once for each module",
+        )
+    (model,) = modules
+    chosen = [each for each in choose_modules(model, wrap, ignored) if not units_of(each[0])]
+    return [
+        (members, {**options, **overrides})  # type: ignore[typeddict-item]
+        for members, overrides in join_neighbors(model, chosen, group_bytes, ignored)
+    ]
 
 
 class _UnitPlan:

@@ -18,13 +18,14 @@ from torch import nn
 from shardwise.errors import ConfigError
 from shardwise.forecast.plan import Plan, Question, answer, question_of
 from shardwise.forecast.prices import Device
-from shardwise.forecast.rehearsal import sharded_as
+from shardwise.forecast.rehearsal import largest_block_bytes, sharded_as
 from shardwise.forecast.report import comparison_text, gib
 
 __all__ = ["Choice", "choose", "choose_for"]
 
 # A change has to make a step this much faster to be worth another setting.
 _WORTH = 0.99
+# How many blocks may form a unit.
 _GROUPS = (2, 4)
 _PARTS = (0.25, 0.5, 0.75)
 
@@ -91,11 +92,11 @@ def choose(
     """
     question = question_of(model, inputs, ranks=ranks, nodes=nodes, device=device, **options)
     budget = None if budget_gb is None else int(budget_gb * 2**30)
-    return choose_for(question, budget, may_group=True)
+    return choose_for(question, budget, recomputes_parts=True)
 
 
-def choose_for(question: Question, budget_bytes: int | None = None, may_group: bool = False) -> Choice:
-    """As ``choose``; ``may_group``: units may be several blocks, and only some blocks recomputed."""
+def choose_for(question: Question, budget_bytes: int | None = None, recomputes_parts: bool = False) -> Choice:
+    """As ``choose``; ``recomputes_parts``: activations of some blocks may be kept, and of others recomputed."""
     device = question.device
     budget = device.memory_bytes - device.context_bytes if budget_bytes is None else budget_bytes
     compared: list[tuple[str, Plan]] = []
@@ -122,14 +123,14 @@ def choose_for(question: Question, budget_bytes: int | None = None, may_group: b
             fix="use more ranks, smaller micro-batches, or a larger budget",
         )
     best = min(fitting, key=lambda plan: plan.seconds)
-    if may_group and best.question.settings.recompute == 1 and not question.settings.recompute:
+    if recomputes_parts and best.question.settings.recompute == 1 and not question.settings.recompute:
         # Only as many blocks as need to be.
         for part in _PARTS:
             parts = [tried(name, changed) for name, changed in _with_part(question, part)]
             if partly := [plan for plan in parts if plan.memory.reserved <= budget]:
                 best = min([best, *partly], key=lambda plan: plan.seconds)
                 break
-    for name, changed in _refinements(best.question, may_group):
+    for name, changed in _refinements(best.question):
         plan = tried(name, changed)
         if plan.memory.reserved <= budget and plan.seconds < _WORTH * best.seconds:
             best = plan
@@ -162,10 +163,12 @@ def _last_resorts(question: Question) -> Iterator[tuple[str, Question]]:
             yield f"offload=True, recompute={recomputes}", question.changed(**changes)
 
 
-def _refinements(question: Question, may_group: bool) -> Iterator[tuple[str, Question]]:
+def _refinements(question: Question) -> Iterator[tuple[str, Question]]:
     """What is worth a try around the best settings so far."""
-    if may_group and question.settings.blocks_per_unit == 1 and question.settings.api == "fully_shard":
-        for count in _GROUPS:
-            yield f"blocks_per_unit={count}", question.changed(blocks_per_unit=count)
+    settings = question.settings
+    if settings.api == "fully_shard" and settings.shard is None and not settings.group_bytes:
+        block_bytes = largest_block_bytes(question.job, settings)
+        for count in _GROUPS if block_bytes else ():
+            yield f"group_bytes={count * block_bytes}", question.changed(group_bytes=count * block_bytes)
     if question.nodes > 1 and question.settings.replicas == 1:
         yield f"replicas={question.nodes}", question.changed(replicas=question.nodes)

@@ -227,6 +227,16 @@ def blocks_of(model: nn.Module, wrap: Any) -> list[nn.Module]:
     return [module for module in model.modules() if id(module) in chosen]
 
 
+def largest_block_bytes(job: Job, settings: Settings) -> int:
+    """Returns the bytes of the largest module that is a unit under these settings, without the root; 0 if none is."""
+    with META:
+        model = job.build()
+    wrap = settings.wrap if settings.wrap is not None else repeated_classes(model) or None
+    blocks = blocks_of(model, wrap) if wrap is not None else []
+    sizes = (sum(param.numel() * param.element_size() for param in block.parameters()) for block in blocks)
+    return max(sizes, default=0)
+
+
 def sharded_as(model: nn.Module, settings: Settings, mesh: Any) -> Any:
     if settings.shard is not None:
         return settings.shard(model, mesh) or model
@@ -247,11 +257,7 @@ def sharded_as(model: nn.Module, settings: Settings, mesh: Any) -> Any:
         "mp_policy": settings.mp_policy,
         "offload_policy": offload,
     }
-    if settings.blocks_per_unit > 1:
-        for start in range(0, len(blocks), settings.blocks_per_unit):
-            fully_shard(blocks[start : start + settings.blocks_per_unit], **options)
-        wrap = None
-    sharded: Any = fully_shard(model, wrap=wrap, **options)
+    sharded: Any = fully_shard(model, wrap=wrap, group_bytes=settings.group_bytes if blocks else 0, **options)
     if settings.forward_prefetch:
         for index, block in enumerate(blocks):
             ahead: Any = blocks[index + 1 : index + 1 + settings.forward_prefetch]

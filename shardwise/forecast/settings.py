@@ -20,8 +20,8 @@ class Settings:
 
     wrap: Any = None
     """Which modules are units, as ``fully_shard(wrap=...)``; None: the classes of which a list has several."""
-    blocks_per_unit: int = 1
-    """How many of these modules, one after another, form a unit."""
+    group_bytes: int = 0
+    """How large units of several modules may be, as ``fully_shard(group_bytes=...)``; 0: one module each."""
     reshard_after_forward: bool | int | None = None
     mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
     offload: bool = False

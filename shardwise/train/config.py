@@ -149,6 +149,8 @@ class Sharding:
     """Multiply the units' matrices in float8, with torchao; emulated: the same roundings, slowly, on any device."""
     offload: bool = False
     """Keep shards and optimizer state in host memory."""
+    group_bytes: int = 0
+    """Units that follow each other are joined while their weights are at most this large: fewer, larger collectives."""
     recompute: bool = False
     """Activation checkpointing: run each unit again in backward instead of keeping its activations."""
     compile: bool = False
@@ -408,6 +410,7 @@ def check(config: Config) -> None:
         ("train.exact_micro_batches", train.exact_micro_batches),
         ("train.late_seconds", train.late_seconds),
         ("sharding.replicas", sharding.replicas),
+        ("sharding.group_bytes", sharding.group_bytes),
         ("checkpoint.every", config.checkpoint.every),
         ("checkpoint.keep", config.checkpoint.keep),
         ("evaluate.every", config.evaluate.every),
@@ -432,12 +435,16 @@ def check(config: Config) -> None:
             where=f"the settings of '{config.name}'",
             fix="give every source a weight above 0, or none of them",
         )
-    if sharding.offload and sharding.mode in ("none", "optimizer"):
-        raise ConfigError(
-            f"sharding.offload moves shards to host memory, but mode '{sharding.mode}' does not shard parameters",
-            where=f"the settings of '{config.name}'",
-            fix="use sharding.mode=full, gradients or hybrid, or sharding.offload=false",
-        )
+    for name, is_set, does, default in (
+        ("offload", sharding.offload, "moves shards to host memory", "false"),
+        ("group_bytes", sharding.group_bytes, "joins units", "0"),
+    ):
+        if is_set and sharding.mode in ("none", "optimizer"):
+            raise ConfigError(
+                f"sharding.{name} {does}, but mode '{sharding.mode}' does not shard parameters",
+                where=f"the settings of '{config.name}'",
+                fix=f"use sharding.mode=full, gradients or hybrid, or sharding.{name}={default}",
+            )
     if train.exact_micro_batches and train.accumulate > 1:
         raise ConfigError(
             f"train.exact_micro_batches is {train.exact_micro_batches}, which says how many micro-batches each of the "

@@ -135,6 +135,7 @@ class Parallel:
         fully_shard(
             module,
             wrap=classes,
+            group_bytes=sharding.group_bytes,
             mesh=self._axes(REPLICATE, SHARD) if sharding.mode == "hybrid" else self._axes(SHARD),
             reshard_after_forward=sharding.mode != "gradients",
             mp_policy=policy,

@@ -82,6 +82,7 @@ def question_of(config: Config, device: str | Device, ranks: int, nodes: int) ->
         mp_policy=MixedPrecisionPolicy(dtype, torch.float32) if dtype else MixedPrecisionPolicy(),
         offload=sharding.offload,
         replicas=num_replicas(sharding.replicas, ranks, ranks // nodes) if sharding.mode == "hybrid" else 1,
+        group_bytes=sharding.group_bytes,
         recompute=sharding.recompute,
         micro_batches=train.accumulate,
         optimizer="sgd" if config.optimizer.name == "sgd" else "adamw",
@@ -100,6 +101,8 @@ def as_settings(chosen: Settings) -> list[str]:
     found.append(f"sharding.recompute={str(bool(chosen.recompute)).lower()}")
     if chosen.offload:
         found.append("sharding.offload=true")
+    if chosen.group_bytes:
+        found.append(f"sharding.group_bytes={chosen.group_bytes}")
     return found
 
 
@@ -169,8 +172,8 @@ def _peak_of(config: Config, gpu: str, ranks: int, nodes: int) -> MemoryForecast
 def choose_settings(
     config: Config, device: str | Device, ranks: int, nodes: int, budget_gb: float | None
 ) -> Choice:
-    """Chooses the mode, recomputation and offload of a recipe: the fastest step that fits."""
-    sharding = replace(config.sharding, mode="full", recompute=False, offload=False)
+    """Chooses the mode, groups of units, recomputation and offload of a recipe: the fastest step that fits."""
+    sharding = replace(config.sharding, mode="full", group_bytes=0, recompute=False, offload=False)
     question = question_of(replace(config, sharding=sharding), device, ranks, nodes)
     budget = None if budget_gb is None else int(budget_gb * 2**30)
     return choose_for(question.changed(reshard_after_forward=None), budget)

@@ -105,6 +105,7 @@ def settings_that_change_how_not_what(config, folder):
             "sharding": dataclasses.replace(config.sharding, compile=True, recompute=True)
         },
         "offload": {"sharding": dataclasses.replace(config.sharding, offload=True)},
+        "groups": {"sharding": dataclasses.replace(config.sharding, group_bytes=2**30)},
         "waiting for saves": {
             "checkpoint": dataclasses.replace(config.checkpoint, asynchronous=False, every=2)
         },
@@ -135,7 +136,7 @@ def test_settings_that_change_how_a_step_is_done_do_not_change_what_is_learnt(un
     config, _, _ = undisturbed
     losses, compiled = on_ranks(2, settings_that_change_how_not_what, config, str(tmp_path))[0]
     expected = losses.pop("as it is")
-    for name in ("recompute", "compile", "compile and recompute", "offload", "waiting for saves"):
+    for name in ("recompute", "compile", "compile and recompute", "offload", "groups", "waiting for saves"):
         assert losses.pop(name) == expected, name
     for name, found in losses.items():
         assert found == pytest.approx(expected, rel=1e-4), name

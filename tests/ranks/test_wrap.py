@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from shardwise import ConfigError, MixedPrecisionPolicy, fully_shard, trace
+from shardwise import ConfigError, CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, trace
+from shardwise.engine.unit.membership import units_of as units_of_module
 from shardwise.testing import run_ranks
 from shardwise.testing.workloads import Block, TiedTransformer, seeded
 from tests.ranks.models import Layers, TwoLayers, data, is_sharded, same, sgd
@@ -193,3 +197,103 @@ def already_sharded_below():
 
 def test_units_made_by_hand_before_are_left_as_they_are():
     run_ranks(already_sharded_below, 2)
+
+
+LAYER_BYTES = 318 * 4
+
+
+def trained_in_groups(
+    group_bytes, build=Layers, wrap=TwoLayers, recompute=False, inputs_of=layer_data, **options
+):
+    """Returns the units of three layers, what happened in three steps, and the losses and shards they ended with."""
+    model = seeded(build())
+    if recompute:
+        for layer in model.layers:
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+    fully_shard(model, wrap=wrap, group_bytes=group_bytes, **options)
+    losses, events, shards = train(model, inputs_of)
+    units = sorted({name for event, name, _ in events if event == trace.UNSHARD})
+    assert all(is_sharded(layer.in_proj) for layer in model.layers)
+    return units, events, [*losses, *(shard.clone() for shard in shards)]
+
+
+def groups_train_alike(group_bytes, units, **options):
+    apart, joined = (trained_in_groups(size, **options) for size in (0, group_bytes))
+    assert joined[0] == units
+    assert len(apart[0]) > len(units)
+    for one, other in zip(joined[2], apart[2], strict=True):
+        same(one, other, "loss or shard")
+    for event in (trace.UNSHARD, trace.REDUCE):
+        counts = [sum(happened[0] == event for happened in events) for _, events, _ in (joined, apart)]
+        assert counts[0] < counts[1], "fewer collectives"
+
+
+def test_small_neighbors_share_a_unit_and_train_to_the_same_bits():
+    run_cases(
+        groups_train_alike,
+        2,
+        [
+            {"group_bytes": 2 * LAYER_BYTES, "units": ["", "layers.0", "layers.2"]},
+            {"group_bytes": 3 * LAYER_BYTES - 1, "units": ["", "layers.0", "layers.2"], "recompute": True},
+            {"group_bytes": 2**30, "units": ["", "layers.0"], "reshard_after_forward": False},
+            {"group_bytes": 2**30, "units": ["", "layers.0"], "offload_policy": CPUOffloadPolicy()},
+            {"group_bytes": 2**30, "units": ["", "layers.0"], "build": SkipsALayer},
+            {"group_bytes": 2**30, "units": ["", "layers.0"], "build": RunsALayerTwice},
+        ],
+        kind="gloo",
+    )
+
+
+class SkipsALayer(Layers):
+    def forward(self, x):
+        return self.last(self.layers[2](self.layers[0](self.first(x))))
+
+
+class RunsALayerTwice(Layers):
+    def forward(self, x):
+        x = self.first(x)
+        for index in (0, 1, 0, 2, 1):
+            x = self.layers[index](x)
+        return self.last(x)
+
+
+def last_one_is_kept(module):
+    return isinstance(module, TwoLayers) and {"reshard_after_forward": module.is_last}
+
+
+def groups_respect_keywords_and_parents():
+    model = seeded(Layers(num_layers=4))
+    for index, layer in enumerate(model.layers):
+        layer.is_last = index == 3
+    fully_shard(model, wrap=last_one_is_kept, group_bytes=2**30)
+    (first,) = {id(unit) for layer in model.layers[:3] for unit in units_of_module(layer)}
+    assert {id(unit) for unit in units_of_module(model.layers[3])} != {first}, "its keywords differ"
+    model(layer_data(0)).sum().backward()
+    model = seeded(Layers(num_layers=2))
+    fully_shard(model, wrap=(nn.Linear, TwoLayers), group_bytes=2**30)
+    inner = [units_of_module(linear) for layer in model.layers for linear in (layer.in_proj, layer.out_proj)]
+    assert inner[0] == inner[1] != inner[2] == inner[3], "of one parent"
+    model(layer_data(0)).sum().backward()
+
+
+def test_modules_with_other_keywords_or_another_parent_stay_apart():
+    run_ranks(groups_respect_keywords_and_parents, 2)
+
+
+def wrong_groups(message, **options):
+    model = seeded(Layers())
+    with pytest.raises(ConfigError, match=message):
+        fully_shard(model, **options)
+    assert units_of(model) == []
+
+
+def test_groups_without_a_size_or_without_modules_to_join_are_refused():
+    run_cases(
+        wrong_groups,
+        2,
+        [
+            {"message": "group_bytes=-1 is not a size", "wrap": TwoLayers, "group_bytes": -1},
+            {"message": "group_bytes=1.5 is not a size", "wrap": TwoLayers, "group_bytes": 1.5},
+            {"message": "and wrap is not given", "group_bytes": 2**20},
+        ],
+    )

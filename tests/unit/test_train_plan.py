@@ -75,9 +75,10 @@ def test_an_invalid_setting_is_answered_with_a_valid_one(assignment, answer):
     assert answer in str(refused.value)
 
 
-def test_offload_is_refused_where_nothing_is_sharded():
+@pytest.mark.parametrize("setting", ["sharding.offload=true", "sharding.group_bytes=1000"])
+def test_offload_and_groups_are_refused_where_nothing_is_sharded(setting):
     with pytest.raises(ConfigError, match=r"sharding\.mode=full"):
-        with_settings(Config(), ["sharding.mode=none", "sharding.offload=true"])
+        with_settings(Config(), ["sharding.mode=none", setting])
 
 
 def test_every_built_in_recipe_is_complete_and_fits_common_numbers_of_ranks():

@@ -4,6 +4,7 @@
     fully_shard(model, wrap=(Block, nn.Embedding))
     fully_shard(model, wrap=20_000_000)                        # a module whose parameters reach this many elements
     fully_shard(model, wrap=lambda module: isinstance(module, Block) and {"reshard_after_forward": False})
+    fully_shard(model, wrap=Block, group_bytes=16 * 2**20)     # small neighbours share a unit
 
 The model itself always becomes a unit, after the modules chosen here.
 """
@@ -54,6 +55,43 @@ def choose_modules(
             fix="name a class that the model contains, a smaller size, or leave wrap out to shard it as one unit",
         )
     return chosen
+
+
+def join_neighbors(
+    model: nn.Module,
+    chosen: list[tuple[nn.Module, dict[str, Any]]],
+    group_bytes: int,
+    ignored: set[nn.Parameter],
+) -> list[tuple[tuple[nn.Module, ...], dict[str, Any]]]:
+    """Joins chosen modules that follow each other in one parent, as long as their parameters fit into ``group_bytes``.
+
+    Modules with different keywords stay apart. Inner modules come first in the result, too.
+    """
+    keywords = dict(chosen)
+    sizes = _free_bytes([module for module, _ in chosen], ignored)
+    group_of: dict[nn.Module, list[nn.Module]] = {}
+    for parent in model.modules():
+        group: list[nn.Module] = []
+        for child in parent.children():
+            if child not in keywords or child in group_of:
+                continue
+            fits = sum(sizes[member] for member in [*group, child]) <= group_bytes
+            if not (group and group_bytes and fits and keywords[group[0]] == keywords[child]):
+                group = []
+            group.append(child)
+            group_of[child] = group
+    return [(tuple(group), keywords[last]) for last in keywords if (group := group_of[last])[-1] is last]
+
+
+def _free_bytes(chosen: list[nn.Module], ignored: set[nn.Parameter]) -> dict[nn.Module, int]:
+    """Returns the bytes of each module's own parameters; ``chosen`` has inner modules first, which take theirs."""
+    taken: set[nn.Parameter] = set(ignored)
+    sizes = {}
+    for module in chosen:
+        free = set(module.parameters()) - taken
+        taken |= free
+        sizes[module] = sum(param.numel() * param.element_size() for param in free)
+    return sizes
 
 
 def has_forward(module: nn.Module) -> bool:
