@@ -129,9 +129,6 @@ class CachingAllocator:
                     pool.take(block)
                     self.reserved -= block.size
 
-    def reset_peaks(self) -> None:
-        self.most_allocated, self.most_reserved = self.allocated, self.reserved
-
     def free_blocks(self) -> Counter[str]:
         """Bytes that are reserved and free, by stream."""
         found: Counter[str] = Counter()
