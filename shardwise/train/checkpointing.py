@@ -15,11 +15,12 @@ from shardwise.checkpoint.saver import Saver
 from shardwise.checkpoint.store import Store
 from shardwise.checkpoint.training_state import TrainingState
 from shardwise.errors import CheckpointError, ConfigError
-from shardwise.train.config import Config, as_json
+from shardwise.train.config import Config
 from shardwise.train.display import Display
 from shardwise.train.loss_scaling import LossScaling
 from shardwise.train.rank_grid import described
 from shardwise.train.records import counted
+from shardwise.train.settings import as_json
 from shardwise.train.step import Progress
 from shardwise.train.team import Team
 

@@ -13,12 +13,14 @@ from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError
 from shardwise.train.chat import conversation_reader
-from shardwise.train.config import Config, Data, Source, settings_of, with_settings
+from shardwise.train.config import Config, Data, Source
 from shardwise.train.data import Corpus, open_corpus
+from shardwise.train.llama import Llama, LlamaModel
 from shardwise.train.losses import IGNORED
-from shardwise.train.model import Llama, LlamaModel, OwnModel, segment_mask, segment_positions
+from shardwise.train.model import OwnModel, segment_mask, segment_positions
 from shardwise.train.sample_order import Mix, SampleOrder
 from shardwise.train.samples import Conversations, Mixture, Texts
+from shardwise.train.settings import settings_of, with_settings
 from shardwise.train.sources import open_data, tokenize_sources
 from shardwise.train.tokenizing import tokenize
 

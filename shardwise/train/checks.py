@@ -1,21 +1,107 @@
-"""Refuses settings of ``sharding`` that cannot work together, or with the model, before any rank exists."""
+"""Checks the settings of a run, and how they go together, before a process group or a model exists."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import difflib
+from operator import attrgetter
+from typing import Any
 
 from shardwise.errors import ConfigError
-from shardwise.train.model import Llama
+from shardwise.train.config import Config, Sharding, sources_text
+from shardwise.train.llama import Llama
 
-if TYPE_CHECKING:
-    from shardwise.train.config import Config, Sharding
+__all__ = ["check"]
 
-__all__ = ["check_combinations"]
+_AT_LEAST_1 = (
+    "train.steps",
+    "train.batch_size",
+    "train.accumulate",
+    "train.threads",
+    "sharding.tensor_parallel",
+    "sharding.pipeline",
+    "output.every",
+)
+_AT_LEAST_0 = (
+    "optimizer.lr",
+    "optimizer.min_lr",
+    "optimizer.warmup",
+    "optimizer.decay",
+    "optimizer.weight_decay",
+    "optimizer.clip",
+    "train.exact_micro_batches",
+    "train.late_seconds",
+    "sharding.replicas",
+    "checkpoint.every",
+    "checkpoint.keep",
+    "evaluate.every",
+    "evaluate.batches",
+)
+_OPTIMIZERS = ("adamw", "sgd", "muon")
 
 
-def check_combinations(config: Config) -> None:
-    """Raises ConfigError for a combination that cannot work."""
-    sharding = config.sharding
+def check(config: Config) -> None:
+    """Raises ConfigError for values that no run can have; what depends on the ranks is checked once they run."""
+    for names, least in ((_AT_LEAST_1, 1), (_AT_LEAST_0, 0)):
+        for name in names:
+            _need(config, name, attrgetter(name)(config) >= least, f"use {least} or more")
+    _check_optimizer(config)
+    _check_data(config)
+    config.model.check()
+    _check_combinations(config)
+
+
+def _need(config: Config, name: str, holds: bool, fix: str, shown: Any = None) -> None:
+    if not holds:
+        value = attrgetter(name)(config) if shown is None else shown
+        raise ConfigError(f"{name} is {value}", where=f"the settings of '{config.name}'", fix=fix)
+
+
+def _check_optimizer(config: Config) -> None:
+    choice = config.optimizer
+    is_possible = choice.schedule != "wsd" or 0 < choice.decay <= 1
+    _need(config, "optimizer.decay", is_possible, "use more than 0 and at most 1")
+    if isinstance(choice.name, str) and "." not in choice.name and choice.name not in _OPTIMIZERS:
+        near = difflib.get_close_matches(choice.name, _OPTIMIZERS, n=1)
+        hint = f"did you mean '{near[0]}'? " if near else ""
+        raise ConfigError(
+            f"'{choice.name}' is not a valid value",
+            where="optimizer.name",
+            fix=f"{hint}use one of {', '.join(_OPTIMIZERS)}, or the full name of a class",
+        )
+
+
+def _check_data(config: Config) -> None:
+    data = config.data
+    _need(config, "data.held_out", 0 <= data.held_out < 1, "use a fraction, such as 0.05")
+    weights = [source.weight for source in data.sources]
+    _need(
+        config,
+        "data.sources",
+        all(weight is None for weight in weights)
+        or all(weight is not None and weight > 0 for weight in weights),
+        "give every source a weight above 0, or none of them",
+        shown=sources_text(data.sources),
+    )
+
+
+# --- combinations ---------------------------------------------------------------------------------------------------
+
+
+def _check_combinations(config: Config) -> None:
+    sharding, train = config.sharding, config.train
+    if sharding.offload and sharding.mode in ("none", "optimizer"):
+        raise ConfigError(
+            f"sharding.offload moves shards to host memory, but mode '{sharding.mode}' does not shard parameters",
+            where=f"the settings of '{config.name}'",
+            fix="use sharding.mode=full, gradients or hybrid, or sharding.offload=false",
+        )
+    if train.exact_micro_batches and train.accumulate > 1:
+        raise ConfigError(
+            f"train.exact_micro_batches is {train.exact_micro_batches}, which says how many micro-batches each of the "
+            f"ranks takes, and train.accumulate is {train.accumulate}",
+            where=f"the settings of '{config.name}'",
+            fix="use train.accumulate=1, or train.exact_micro_batches=0",
+        )
     if sharding.tensor_parallel > 1 or sharding.pipeline > 1:
         name = _name_of(sharding)
         _check_model_and_mode(config, name)
