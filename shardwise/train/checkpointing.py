@@ -167,7 +167,7 @@ def _changes_of_split(before: Any, now: dict[str, Any]) -> list[str]:
         return []
     # Before there was this setting, it was the end.
     before = {"data.held_out_from": "end", **before}
-    names = ("data.held_out", "data.held_out_from", "model.context")
+    names = ("data.held_out", "data.held_out_from", "data.packing", "model.context")
     return [
         f"{name} was {before[name]} and is {now[name]}"
         for name in names

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import math
 from operator import attrgetter
 from typing import Any
 
 from shardwise.errors import ConfigError
+from shardwise.train.callbacks import Callback
 from shardwise.train.config import Config, Sharding, sources_text
 from shardwise.train.llama import Llama
 
@@ -46,6 +48,7 @@ def check(config: Config) -> None:
             _need(config, name, attrgetter(name)(config) >= least, f"use {least} or more")
     _check_optimizer(config)
     _check_data(config)
+    _check_callbacks(config)
     config.model.check()
     _check_combinations(config)
 
@@ -78,10 +81,29 @@ def _check_data(config: Config) -> None:
         config,
         "data.sources",
         all(weight is None for weight in weights)
-        or all(weight is not None and weight > 0 for weight in weights),
+        or all(weight is not None and 0 < weight < math.inf for weight in weights),
         "give every source a weight above 0, or none of them",
         shown=sources_text(data.sources),
     )
+    if data.path and data.sources:
+        raise ConfigError(
+            f"data.path is {data.path}, and data.sources is {sources_text(data.sources)}",
+            where=f"the settings of '{config.name}'",
+            fix="use one of them: data.path= leaves the path out, data.sources= the sources",
+        )
+
+
+def _check_callbacks(config: Config) -> None:
+    callbacks: tuple[Any, ...] = config.callbacks
+    for number, callback in enumerate(callbacks):
+        if not isinstance(callback, Callback):
+            is_class = isinstance(callback, type)
+            name = callback.__name__ if is_class else type(callback).__name__
+            raise ConfigError(
+                f"callbacks[{number}] is {'the class' if is_class else 'a'} {name}, not a Callback",
+                where=f"the settings of '{config.name}'",
+                fix=f"write {name}(...)" if is_class else f"derive {name} from shardwise.train.Callback",
+            )
 
 
 # --- combinations ---------------------------------------------------------------------------------------------------

@@ -94,6 +94,8 @@ class Trainer:
         team.from_first(lambda: tokenize_sources(config.data, folder, self.display.note, vocabulary))
         grid = team.together(lambda: own_grid(config.sharding))
         self._data = team.together(lambda: open_data(config, folder, grid.data_world_size))
+        if self._data.samples.remark:
+            self.display.note(self._data.samples.remark)
         self._kept = KeptFiles(folder, config, self._origin, self.display, self._unwritten)
         team.from_first(self._kept.keep_tokenizer)
         is_exact = config.train.exact_micro_batches > 0
