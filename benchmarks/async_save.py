@@ -25,12 +25,13 @@ from pathlib import Path
 
 import torch
 
-from shardwise.train.config import Config, with_settings
+from shardwise.train.config import Config
 from shardwise.train.display import Quiet
 from shardwise.train.launch import plan_ranks, run_local_ranks
 from shardwise.train.loop import Trainer
 from shardwise.train.recipes import load_recipe
 from shardwise.train.records import StepRecord
+from shardwise.train.settings import with_settings
 from shardwise.train.team import Team
 
 RESULTS = Path(__file__).parent / "results"

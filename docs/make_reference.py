@@ -120,6 +120,7 @@ def _signature(name: str, value: Any) -> str:
 
 _NOISE = (
     "shardwise.train.config.",
+    "shardwise.train.llama.",
     "shardwise.train.model.",
     "shardwise.zero.optimizer.",
     "torch.nn.modules.module.",

@@ -108,7 +108,7 @@ def _choose(options: argparse.Namespace, config: Config) -> int:
 
 
 def _with(config: Config, settings: list[str]) -> Config:
-    from shardwise.train.config import with_settings
+    from shardwise.train.settings import with_settings
 
     return with_settings(config, settings)
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Explanation", "explanations", "setting_choices", "settings_as_toml"]
 
-_SOURCES = tuple(Path(__file__).parents[1] / "train" / name for name in ("config.py", "model.py"))
+_SOURCES = tuple(Path(__file__).parents[1] / "train" / name for name in ("config.py", "llama.py"))
 
 
 @dataclass(frozen=True)
@@ -115,9 +115,9 @@ def setting_choices(record: str = "Config", prefix: str = "") -> dict[str, tuple
 
 def settings_as_toml(request: Request, width: int) -> Iterator[str]:
     """Yields the settings of a request as a TOML file, each with what it means, in lines of at most ``width``."""
-    from shardwise.train.config import settings_of
     from shardwise.train.config_file import toml_lines, toml_value
     from shardwise.train.request import resolve
+    from shardwise.train.settings import settings_of
 
     resolved = resolve(request)
     before = {name: value for name, _, value in settings_of(resolved.base)}

@@ -17,8 +17,9 @@ from shardwise.train.config import (
     Training,
 )
 from shardwise.train.hugging_face import HuggingFaceModel
+from shardwise.train.llama import Llama
 from shardwise.train.loggers import MLflow, TensorBoard, WandB
-from shardwise.train.model import Llama, OwnModel
+from shardwise.train.model import OwnModel
 
 __all__ = [
     "Callback",

@@ -15,11 +15,12 @@ from shardwise.checkpoint.saver import Saver
 from shardwise.checkpoint.store import Store
 from shardwise.checkpoint.training_state import TrainingState
 from shardwise.errors import CheckpointError, ConfigError
-from shardwise.train.config import Config, as_json
+from shardwise.train.config import Config
 from shardwise.train.display import Display
 from shardwise.train.loss_scaling import LossScaling
 from shardwise.train.rank_grid import described
 from shardwise.train.records import counted
+from shardwise.train.settings import as_json
 from shardwise.train.step import Progress
 from shardwise.train.team import Team
 
@@ -166,7 +167,7 @@ def _changes_of_split(before: Any, now: dict[str, Any]) -> list[str]:
         return []
     # Before there was this setting, it was the end.
     before = {"data.held_out_from": "end", **before}
-    names = ("data.held_out", "data.held_out_from", "model.context")
+    names = ("data.held_out", "data.held_out_from", "data.packing", "model.context")
     return [
         f"{name} was {before[name]} and is {now[name]}"
         for name in names

@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ConfigError
-from shardwise.train.config import Config, settings_of
+from shardwise.train.config import Config
 from shardwise.train.optional_packages import require
+from shardwise.train.settings import settings_of
 
 __all__ = ["ConfigFile", "config_text", "differing", "read_config_file", "toml_lines", "toml_value"]
 

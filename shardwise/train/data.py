@@ -19,11 +19,13 @@ from shardwise.checkpoint.disk import bytes_of
 from shardwise.errors import ConfigError
 from shardwise.train.config import Data
 from shardwise.train.documents import embedded_text, existing_path, text_files
-from shardwise.train.tokenizing import ends_path, needs_tokenizing
+from shardwise.train.tokenizing import ends_path, needs_tokenizing, token_dtype
 
-__all__ = ["Corpus", "open_corpus", "open_ends"]
+__all__ = ["Corpus", "open_bounds", "open_corpus"]
 
 _WHERE = "data.path"
+_PIECE = 1 << 14
+_MOST_PIECES = 256
 
 
 class Corpus:
@@ -53,10 +55,14 @@ class Corpus:
         return torch.cat(found)
 
     def fingerprint(self) -> str:
-        """Returns a cheap fingerprint of the corpus: its length, and a checksum of its two ends."""
-        length = min(self.num_tokens, 1 << 14)
-        ends = torch.cat((self.read(0, length), self.read(self.num_tokens - length, self.num_tokens)))
-        return f"{self.num_tokens}-{zlib.crc32(bytes_of(ends)):08x}"
+        """Returns its length and a checksum: of a large corpus, of a few million tokens from all over it."""
+        num_pieces = min(_MOST_PIECES, -(-self.num_tokens // _PIECE))
+        checksum = 0
+        for number in range(num_pieces):
+            start = (self.num_tokens - _PIECE) * number // max(1, num_pieces - 1)
+            piece = self.read(max(0, start), min(self.num_tokens, max(0, start) + _PIECE))
+            checksum = zlib.crc32(bytes_of(piece), checksum)
+        return f"{self.num_tokens}-{checksum:08x}"
 
 
 # --- opening --------------------------------------------------------------------------------------------------------
@@ -75,7 +81,7 @@ def open_corpus(data: Data, tokenized: Path | None = None, vocabulary: int | Non
     """
     if needs_tokenizing(data):
         assert tokenized is not None
-        corpus = Corpus([_map_tokens(tokenized, torch.int32)])
+        corpus = Corpus([_map_tokens(tokenized, token_dtype(data))])
     elif data.path.endswith(".bin"):
         path = existing_path(data.path)
         corpus = Corpus([_map_tokens(path, getattr(torch, data.token_dtype))])
@@ -108,9 +114,9 @@ def _map_tokens(path: Path, dtype: torch.dtype) -> Tensor:
     return torch.from_file(str(path), shared=False, size=num_bytes // item_bytes, dtype=dtype)
 
 
-def open_ends(tokenized: Path) -> Tensor:
-    """Returns where each conversation of a file that ``tokenize`` wrote ends."""
-    return _map_tokens(ends_path(tokenized), torch.int64)
+def open_bounds(tokenized: Path) -> Tensor:
+    """Returns, for each conversation of a file that ``tokenize`` wrote, where it ends and its first target."""
+    return _map_tokens(ends_path(tokenized), torch.int64).view(-1, 2)
 
 
 # --- the dtype of a binary ------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,13 @@ __all__ = [
     "read_rows",
     "read_texts",
     "text_files",
+    "valid_text",
 ]
 
 _EMBEDDED_BYTES = 4 << 20
 _ROWS_AT_ONCE = 512
 _ROW_SUFFIXES = (".jsonl", ".parquet")
+_CHAT_COLUMNS = ("messages", "prompt", "completion")
 _WHERE = "data.path"
 
 Row = tuple[str, dict[str, Any]]
@@ -48,21 +50,23 @@ def has_rows(data: Data) -> bool:
     return path.suffix in _ROW_SUFFIXES
 
 
-def read_texts(data: Data) -> Iterator[str]:
-    """Yields the texts of the data, one after the other."""
+def read_texts(data: Data) -> Iterator[str | None]:
+    """Yields the texts of the data, one after the other; None for a row that has none."""
     if not data.path:
         yield embedded_text().decode(errors="replace")
         return
     if data.path.startswith("hf:"):
-        yield from (_text_in(row, data, where) for where, row in _read_hugging_face(data))
+        yield from (_text_in(row, data.column, where) for where, row in _read_hugging_face(data))
         return
+    # A line between rows, so that the bytes of one are told from those of the next.
+    end = "\n" if data.tokenizer == "bytes" else ""
     for path in text_files(existing_path(data.path)):
-        if path.suffix in _ROW_SUFFIXES:
-            # A line between rows, so that the bytes of one are told from those of the next.
-            end = "\n" if data.tokenizer == "bytes" else ""
-            yield from (_text_in(row, data, where) + end for where, row in _read_file(path))
-        else:
+        if path.suffix not in _ROW_SUFFIXES:
             yield path.read_text(errors="replace")
+            continue
+        for where, row in _read_file(path, (data.column,)):
+            text = _text_in(row, data.column, where)
+            yield text if text is None else text + end
 
 
 def read_rows(data: Data) -> Iterator[Row]:
@@ -81,7 +85,7 @@ def read_rows(data: Data) -> Iterator[Row]:
                 where=f"{_WHERE}={data.path}",
                 fix="pass .jsonl or .parquet files, or a data set hf:NAME",
             )
-        yield from _read_file(path)
+        yield from _read_file(path, _CHAT_COLUMNS)
 
 
 def existing_path(path: str) -> Path:
@@ -147,19 +151,42 @@ def embedded_text() -> bytes:
 # --- rows -----------------------------------------------------------------------------------------------------------
 
 
-def _text_in(row: dict[str, Any], data: Data, where: str) -> str:
-    text = row.get(data.column)
-    if not isinstance(text, str):
-        raise ConfigError(
-            f"there is no text in '{data.column}'" if text is None else f"'{data.column}' is no text",
-            where=where,
-            fix=f"set data.column to one of: {', '.join(map(str, row))}",
-        )
+def valid_text(text: str) -> str:
+    """Returns the text without halves of characters, which JSON can write and UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
     return text
 
 
-def _read_file(path: Path) -> Iterator[Row]:
-    yield from _read_parquet(path) if path.suffix == ".parquet" else _read_json_lines(path)
+def _text_in(row: dict[str, Any], column: str, where: str) -> str | None:
+    text: Any = row
+    # A name with dots leads into columns of columns, unless there is a column of that name.
+    for key in (column,) if column in row else column.split("."):
+        if not isinstance(text, dict) or key not in text:
+            raise _no_text(f"there is no text in '{column}'", row, where)
+        text = text[key]
+        if text is None:
+            return None
+    if not isinstance(text, str):
+        raise _no_text(f"'{column}' is no text", row, where)
+    return valid_text(text)
+
+
+def _no_text(problem: str, row: dict[str, Any], where: str) -> ConfigError:
+    texts = [str(key) for key, value in row.items() if isinstance(value, str)]
+    return ConfigError(
+        problem,
+        where=where,
+        fix=f"set data.column to one of: {', '.join(texts)}"
+        if texts
+        else f"set data.column to a column with text; there are {', '.join(map(str, row)) or 'none'}",
+    )
+
+
+def _read_file(path: Path, columns: Sequence[str]) -> Iterator[Row]:
+    yield from _read_parquet(path, columns) if path.suffix == ".parquet" else _read_json_lines(path)
 
 
 def _read_json_lines(path: Path) -> Iterator[Row]:
@@ -181,7 +208,8 @@ def _read_json_lines(path: Path) -> Iterator[Row]:
             yield where, row
 
 
-def _read_parquet(path: Path) -> Iterator[Row]:
+def _read_parquet(path: Path, columns: Sequence[str]) -> Iterator[Row]:
+    """Reads only ``columns``, if there are any of them."""
     require("pyarrow", f"reading {path}")
     from pyarrow import ArrowInvalid
     from pyarrow.parquet import ParquetFile
@@ -189,12 +217,16 @@ def _read_parquet(path: Path) -> Iterator[Row]:
     number = 0
     try:
         with ParquetFile(str(path)) as file:
-            for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE):
+            names = file.schema_arrow.names
+            wanted = [name for name in columns if name in names or name.split(".")[0] in names]
+            for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE, columns=wanted or None):
                 for row in batch.to_pylist():
                     number += 1
                     yield f"{path}, row {number}", row
-    except ArrowInvalid as error:
-        raise ConfigError(f"{path} cannot be read: {error}", where=_WHERE, fix="check the file") from None
+    except (ArrowInvalid, OSError) as error:
+        raise ConfigError(
+            f"it cannot be read: {error}", where=f"{path}, after row {number}", fix="write the file again"
+        ) from None
 
 
 def _read_hugging_face(data: Data) -> Iterator[Row]:

@@ -10,33 +10,26 @@ stopped: see `step` and `checkpointing`. Ranks are started, and the run's folder
 from __future__ import annotations
 
 import contextlib
-import errno
-import json
-import os
-import queue
-import signal
 import sys
-import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 
 from shardwise.checkpoint.store import Store
 from shardwise.checkpoint.training_state import TrainingState
-from shardwise.checkpoint.weights import TOKENIZER
-from shardwise.errors import CheckpointError, ConfigError, StateError
+from shardwise.errors import CheckpointError, StateError
 from shardwise.policies import set_trust
 from shardwise.train.callbacks import CallbackList, Run
 from shardwise.train.checkpointing import RunCheckpoints
-from shardwise.train.config import Config, as_json
+from shardwise.train.config import Config
 from shardwise.train.display import Display, FaultTolerantDisplay, Quiet
 from shardwise.train.float8 import check_float8
 from shardwise.train.hardware import memory_bytes, peak_flops
+from shardwise.train.interrupt import Interrupt
+from shardwise.train.kept_files import KeptFiles
 from shardwise.train.loggers import chosen_loggers
 from shardwise.train.optimizers import make_optimizer
 from shardwise.train.parallel import Parallel
@@ -44,7 +37,6 @@ from shardwise.train.prediction import PeakCheck
 from shardwise.train.profiling import StepProfiler
 from shardwise.train.rank_grid import described, own_grid
 from shardwise.train.records import (
-    CONFIG,
     RunFacts,
     StepRecord,
     Summary,
@@ -56,14 +48,13 @@ from shardwise.train.records import (
     short_path,
 )
 from shardwise.train.report import Report, Unwritten
-from shardwise.train.run_files import replace_file
-from shardwise.train.run_folder import CHECKPOINTS, PROFILE, lock_holder
+from shardwise.train.run_folder import CHECKPOINTS, PROFILE
+from shardwise.train.settings import as_json
 from shardwise.train.sources import open_data, tokenize_sources
 from shardwise.train.step import Progress, Stepper
 from shardwise.train.team import Team
-from shardwise.train.tokenizers import IDS, save_tokenizer, tokenizer_of
 
-__all__ = ["Interrupt", "Trainer"]
+__all__ = ["Trainer"]
 
 
 class Trainer:
@@ -103,7 +94,10 @@ class Trainer:
         team.from_first(lambda: tokenize_sources(config.data, folder, self.display.note, vocabulary))
         grid = team.together(lambda: own_grid(config.sharding))
         self._data = team.together(lambda: open_data(config, folder, grid.data_world_size))
-        team.from_first(self._keep_tokenizer)
+        if self._data.samples.remark:
+            self.display.note(self._data.samples.remark)
+        self._kept = KeptFiles(folder, config, self._origin, self.display, self._unwritten)
+        team.from_first(self._kept.keep_tokenizer)
         is_exact = config.train.exact_micro_batches > 0
         self.parallel = Parallel(config.model, config.sharding, device, config.train.seed, is_exact)
         self.optimizer = make_optimizer(self.parallel, config.optimizer)
@@ -111,7 +105,6 @@ class Trainer:
         self._stepper = Stepper(config, self.parallel, self.optimizer, self._data, team, device)
         self._store = Store(folder / CHECKPOINTS)
         entries = {"corpus": self._data.fingerprint, **self._origin}
-        self._holder = lock_holder(folder)
         self._checkpoints = RunCheckpoints(
             self._store,
             self.state,
@@ -119,7 +112,7 @@ class Trainer:
             team,
             self.display,
             entries,
-            self._ensure_folder,
+            self._kept.ensure_folder,
             self._on_saved,
             self._stepper.scaling,
         )
@@ -129,39 +122,6 @@ class Trainer:
         self._callbacks: CallbackList | None = None
 
     # --- set-up -------------------------------------------------------------------------------------------------
-
-    def _keep_tokenizer(self) -> None:
-        """Copies the tokenizer into the run's folder, for generation and exports."""
-        data = self.config.data
-        if tokenizer_of(data) == IDS or (self.folder / TOKENIZER).exists():
-            return
-        try:
-            save_tokenizer(data.tokenizer, self.folder / TOKENIZER)
-        except OSError as error:
-            self._unwritten.add(TOKENIZER, error)
-            self.display.warn(
-                f"the tokenizer cannot be written, training continues: {error.strerror or error}"
-            )
-
-    def _other_run_in_folder(self) -> str | None:
-        """Returns the holder of another run, if one has begun in the folder since it was emptied or replaced."""
-        holder = lock_holder(self.folder)
-        return holder if holder and holder != self._holder else None
-
-    def _ensure_folder(self) -> str | None:
-        """Recreates a folder that was removed or moved, so that the run can be resumed; on rank 0, before a save.
-
-        Returns the other run that is using the folder, if there is one.
-        """
-        if not os.path.lexists(self.folder):
-            problem = OSError(errno.ENOENT, "it was removed or moved; recreating it")
-            if self._unwritten.add("the run's folder", problem):
-                self.display.warn(f"the run's folder {self.folder}: {problem.strerror}")
-            # If this fails, the save reports it.
-            with contextlib.suppress(OSError):
-                self.folder.mkdir(parents=True)
-                replace_file(self.folder / CONFIG, self._config_text())
-        return self._other_run_in_folder()
 
     def resume(self) -> None:
         """Loads the newest good checkpoint, to continue from it.
@@ -208,7 +168,7 @@ class Trainer:
             self.display.close()
             if report is not None:
                 report.close()
-        self._raise_unwritten(summary)
+        self._unwritten.raise_if_any(summary)
         return summary
 
     def _train(
@@ -284,7 +244,7 @@ class Trainer:
         )
 
     def _begin_report(self, facts: RunFacts) -> Report | None:
-        self.team.from_first(self._write_config)
+        self.team.from_first(self._kept.write_config)
         if self.team.rank:
             return None
         self._store.sweep()
@@ -293,7 +253,7 @@ class Trainer:
             self.folder,
             self.display,
             self._unwritten,
-            self._other_run_in_folder,
+            self._kept.other_run,
             from_step=facts.first_step,
         )
 
@@ -344,24 +304,6 @@ class Trainer:
         if self._unwritten.add(name, error):
             self.display.warn(f"{name} failed, training continues: {type(error).__name__}: {error}")
 
-    def _write_config(self) -> None:
-        """Writes the file that resuming needs: a new run does not begin before it is on disk."""
-        path = self.folder / CONFIG
-        try:
-            replace_file(path, self._config_text())
-        except OSError as error:
-            if not path.exists():
-                raise ConfigError(
-                    f"{path} cannot be written: {error.strerror}",
-                    where="output.folder",
-                    fix="free disk space, or choose another folder",
-                ) from None
-            self._unwritten.add(CONFIG, error)
-            self.display.warn(f"{CONFIG} cannot be written and keeps the old settings: {error.strerror}")
-
-    def _config_text(self) -> str:
-        return json.dumps({**self._origin, "config": as_json(self.config)}, indent=2) + "\n"
-
     def _on_display_error(self, error: OSError) -> None:
         # If standard output cannot be written to, standard error may go to the same place.
         if self._unwritten.add("the log", error):
@@ -371,15 +313,6 @@ class Trainer:
                     file=sys.stderr,
                     flush=True,
                 )
-
-    def _raise_unwritten(self, summary: Summary) -> None:
-        if lines := self._unwritten.lines():
-            raise StateError(
-                f"the run {summary.ended} at step {summary.step} and its checkpoint is complete, but some files "
-                "could not be written:" + "".join(f"\n    {line}" for line in lines),
-                where=str(self.folder),
-                fix="free disk space; what is missing is lost, but the run can continue with --resume",
-            )
 
     def _facts(self) -> RunFacts:
         config = self.config
@@ -453,55 +386,3 @@ class Trainer:
             fix="lower optimizer.lr or look at the data, and continue with --resume "
             f"{self.folder}: the weights before this step are saved",
         )
-
-
-# --- stopping ----------------------------------------------------------------------------------------------------
-
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-
-
-class Interrupt:
-    """Turns SIGTERM and Ctrl-C, while it is entered, into a request to stop between two steps.
-
-    SIGTERM may arrive many times, from a scheduler and from processes that forward it; a second Ctrl-C goes to the
-    previous handler.
-
-    Args:
-        on_request: called once, when the first signal arrives, by a thread: a signal handler must not print.
-    """
-
-    def __init__(self, on_request: Callable[[], None] = lambda: None) -> None:
-        self.requested = False
-        self._before: dict[int, Any] = {}
-        self._on_request = on_request
-        # A handler may put into it at any time, even while it puts.
-        self._requests: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        self._teller: threading.Thread | None = None
-
-    def __enter__(self) -> Interrupt:
-        # Only the main thread may set handlers; ranks that are threads are stopped by their caller.
-        if threading.current_thread() is threading.main_thread():
-            self._teller = threading.Thread(target=self._tell, name="stop requests", daemon=True)
-            self._teller.start()
-            for number in _SIGNALS:
-                self._before[number] = signal.signal(number, self._request_stop)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self._before = {}
-        if self._teller is not None:
-            self._requests.put(False)
-            self._teller.join()
-
-    def _tell(self) -> None:
-        if self._requests.get():
-            self._on_request()
-
-    def _request_stop(self, number: int, _frame: FrameType | None) -> None:
-        if not self.requested:
-            self.requested = True
-            self._requests.put(True)
-        if number == signal.SIGINT:
-            signal.signal(number, self._before.pop(number, signal.SIG_DFL))

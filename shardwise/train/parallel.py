@@ -43,7 +43,8 @@ from shardwise.errors import ConfigError, StateError
 from shardwise.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardwise.train.config import Mode, Sharding
 from shardwise.train.float8 import multiply_in_float8
-from shardwise.train.model import Llama, LlamaModel, ModelSource
+from shardwise.train.llama import Llama, LlamaModel
+from shardwise.train.model import ModelSource
 from shardwise.train.pipeline import Carried, LlamaStage, Pipeline, cut_into_stages
 from shardwise.train.rank_grid import PIPELINE, REPLICATE, SHARD, TENSOR, own_grid
 from shardwise.train.tensor_parallel import divide_matrices, padded_to_multiple

@@ -19,8 +19,9 @@ import torch.nn.functional as F  # noqa: N812  the name everyone knows
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.train.llama import LlamaModel
 from shardwise.train.losses import IGNORED
-from shardwise.train.model import LlamaModel, segment_mask, segment_positions
+from shardwise.train.model import segment_mask, segment_positions
 from shardwise.train.samples import Batch
 from shardwise.train.tensor_parallel import padded_to_multiple, whole
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from shardwise.errors import ConfigError
 from shardwise.train.config import Checkpoints, Config, Evaluation, Optimization, Sharding, Training
-from shardwise.train.model import Llama
+from shardwise.train.llama import Llama
 
 __all__ = ["RECIPES", "load_recipe"]
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from itertools import accumulate
 from pathlib import Path
 
+from shardwise.errors import StateError
 from shardwise.train.display import Display
 from shardwise.train.optional_packages import optional
 from shardwise.train.records import (
@@ -48,6 +49,16 @@ class Unwritten:
             f"{name}: {reason}" + (f", {times} times" if times > 1 else "")
             for name, (times, reason) in self._problems.items()
         )
+
+    def raise_if_any(self, summary: Summary) -> None:
+        """Raises StateError, once a run has ended, if anything could not be written."""
+        if lines := self.lines():
+            raise StateError(
+                f"the run {summary.ended} at step {summary.step} and its checkpoint is complete, but some files "
+                "could not be written:" + "".join(f"\n    {line}" for line in lines),
+                where=summary.folder,
+                fix="free disk space; what is missing is lost, but the run can continue with --resume",
+            )
 
 
 class Report:

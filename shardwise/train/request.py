@@ -17,11 +17,12 @@ from typing import Any
 
 from shardwise.checkpoint.store import Store
 from shardwise.errors import ConfigError
-from shardwise.train.config import Config, settings_of, with_settings
+from shardwise.train.config import Config
 from shardwise.train.config_file import ConfigFile, differing, read_config_file
 from shardwise.train.recipes import RECIPES, load_recipe
 from shardwise.train.records import CONFIG
 from shardwise.train.run_folder import CHECKPOINTS, newest_folder
+from shardwise.train.settings import settings_of, with_settings
 
 __all__ = ["Request", "Resolved", "find_run_to_resume", "resolve"]
 

@@ -25,6 +25,7 @@ from shardwise.train.config import Place
 from shardwise.train.data import Corpus
 from shardwise.train.held_out import HeldOut
 from shardwise.train.losses import IGNORED
+from shardwise.train.records import counted
 from shardwise.train.sample_order import shuffled
 
 __all__ = ["Batch", "Conversations", "Mixture", "Samples", "Texts", "check_vocabulary"]
@@ -56,6 +57,8 @@ class Samples(ABC):
     num_held_out: int
     targets_of_sample: int | None
     """The number of targets in every sample; None if samples differ."""
+    remark: str = ""
+    """What to tell about samples that are not as they are in the data."""
 
     @abstractmethod
     def read(self, sample: int) -> Batch:
@@ -122,11 +125,11 @@ class Texts(_SourceSamples):
 
 
 class Conversations(_SourceSamples):
-    """Conversations, each cut to the context.
+    """Conversations, each cut to the context; those in which nothing to learn remains are left out.
 
     Args:
         corpus: their tokens; those that are not to be learnt as their complement.
-        ends: where each of them ends in the corpus.
+        bounds: for each of them, where it ends in the corpus, and the first of its tokens that is a target.
         context: the most tokens of a sequence.
         vocabulary: the number of different tokens.
         held_out: the fraction of samples that is held out.
@@ -137,7 +140,7 @@ class Conversations(_SourceSamples):
     def __init__(
         self,
         corpus: Corpus,
-        ends: Tensor,
+        bounds: Tensor,
         context: int,
         vocabulary: int,
         held_out: float,
@@ -145,30 +148,47 @@ class Conversations(_SourceSamples):
         *,
         packing: bool,
     ) -> None:
-        self._corpus, self._ends, self._context, self._vocabulary = corpus, ends, context, vocabulary
-        self._packing = packing
-        self._firsts = _packs(ends, context) if packing else torch.arange(ends.numel() + 1)
-        num_samples = self._firsts.numel() - 1
-        size = f"{ends.numel()} conversations, which make {num_samples} sequences of up to {context} tokens"
+        self._corpus, self._context, self._vocabulary = corpus, context, vocabulary
+        self._ends, first_targets = bounds.unbind(1)
+        # A conversation of n tokens has n - 1 inputs.
+        lengths = self._ends.diff(prepend=torch.zeros(1, dtype=torch.int64)) - 1
+        self._kept = (first_targets <= context).nonzero().flatten()
+        if not self._kept.numel():
+            raise ConfigError(
+                f"in {counted(self._ends.numel(), 'conversation')}, nothing to learn is within {context} tokens",
+                where=f"model.context={context}",
+                fix="raise model.context, or use shorter conversations",
+            )
+        kept_lengths = lengths[self._kept]
+        self._firsts = _packs(kept_lengths.clamp(max=context), context) if packing else None
+        num_samples = self._kept.numel() if self._firsts is None else self._firsts.numel() - 1
+        num_all, num_kept = self._ends.numel(), self._kept.numel()
+        if num_long := int((lengths > context).sum()):
+            of_all = f"{num_long} of {counted(num_all, 'conversation')}"
+            self.remark = f"longer than model.context={context} and cut: {of_all}"
+            if num_kept < num_all:
+                self.remark += f"; left out, as nothing to learn remains: {num_all - num_kept}"
+        made = counted(num_samples, "sequence")
+        size = f"{counted(num_all, 'conversation')}, which make {made} of up to {context} tokens"
         super().__init__(num_samples, held_out, place, None, size)
 
     def read_at(self, place: int) -> Batch:
+        if self._firsts is None:
+            return Batch(*self._conversation(place))
         first, last = self._firsts[place : place + 2].tolist()
-        inputs, targets, segments = [], [], []
-        for number in range(first, last):
-            tokens = self._conversation(number)
-            is_learnt = tokens >= 0
-            tokens = torch.where(is_learnt, tokens, ~tokens)
-            _check_tokens(tokens, self._vocabulary)
-            inputs.append(tokens[:-1])
-            targets.append(tokens[1:].where(is_learnt[1:], IGNORED))
-            segments.append(torch.full_like(tokens[:-1], number - first))
-        packed = torch.cat(segments) if self._packing else None
-        return Batch(torch.cat(inputs), torch.cat(targets), packed)
+        inputs, targets = zip(*map(self._conversation, range(first, last)), strict=True)
+        segments = [torch.full_like(each, number) for number, each in enumerate(inputs)]
+        return Batch(torch.cat(inputs), torch.cat(targets), torch.cat(segments))
 
-    def _conversation(self, number: int) -> Tensor:
+    def _conversation(self, number: int) -> tuple[Tensor, Tensor]:
+        """Returns the inputs and targets of the so many-th conversation that is not left out."""
+        number = int(self._kept[number])
         start = 0 if number == 0 else int(self._ends[number - 1])
-        return self._corpus.read(start, min(int(self._ends[number]), start + self._context + 1))
+        tokens = self._corpus.read(start, min(int(self._ends[number]), start + self._context + 1))
+        is_learnt = tokens >= 0
+        tokens = torch.where(is_learnt, tokens, ~tokens)
+        _check_tokens(tokens, self._vocabulary)
+        return tokens[:-1], tokens[1:].where(is_learnt[1:], IGNORED)
 
 
 class Mixture(Samples):
@@ -181,6 +201,7 @@ class Mixture(Samples):
         self._parts, self._is_spread = parts, place == "everywhere"
         self._training = [0, *accumulate(part.num_training for part in parts)]
         self._held_out = [0, *accumulate(part.num_held_out for part in parts)]
+        self.remark = "; ".join(part.remark for part in parts if part.remark)
         same = {part.targets_of_sample for part in parts}
         self.targets_of_sample = same.pop() if len(same) == 1 else None
         self.num_training, self.num_held_out = self._training[-1], self._held_out[-1]
@@ -196,31 +217,28 @@ class Mixture(Samples):
         return self._parts[part].read(self._parts[part].num_training + sample - self._held_out[part])
 
 
-def _packs(ends: Tensor, context: int) -> Tensor:
+def _packs(lengths: Tensor, context: int) -> Tensor:
     """Returns the first conversation of each pack, and the end: each takes the next ones for as long as they fit."""
-    starts = torch.cat((torch.zeros(1, dtype=torch.int64), ends[:-1]))
-    # A conversation of n tokens has n - 1 inputs.
-    sums = (ends - starts - 1).clamp(max=context).cumsum(0)
+    sums = lengths.cumsum(0)
     firsts, number, done = [0], 0, 0
-    while number < ends.numel():
+    while number < lengths.numel():
         number = int(torch.searchsorted(sums, done + context, right=True))
         done = int(sums[number - 1])
         firsts.append(number)
     return torch.tensor(firsts)
 
 
-def check_vocabulary(corpus: Corpus, vocabulary: int) -> None:
+def check_vocabulary(corpus: Corpus, vocabulary: int, *, is_chat: bool) -> None:
     """Raises ConfigError if tokens are beyond the vocabulary: of a large corpus, some from all over it are read.
 
-    The others are checked as they are used.
+    The others are checked as they are used. Tokens of chats that are not to be learnt are kept as their complement.
     """
     if corpus.highest_possible < vocabulary:
         return
     num_blocks = math.ceil(corpus.num_tokens / _BLOCK)
     for number in range(0, num_blocks, math.ceil(num_blocks / _MOST_BLOCKS)):
         tokens = corpus.read(number * _BLOCK, min(corpus.num_tokens, (number + 1) * _BLOCK))
-        # Tokens of chats that are not to be learnt are kept as their complement.
-        _check_tokens(tokens.where(tokens >= 0, ~tokens), vocabulary)
+        _check_tokens(tokens.where(tokens >= 0, ~tokens) if is_chat else tokens, vocabulary)
 
 
 def _check_tokens(tokens: Tensor, vocabulary: int) -> None:

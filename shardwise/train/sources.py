@@ -10,9 +10,10 @@ import torch
 
 from shardwise.errors import ConfigError
 from shardwise.train.config import Config, Data
-from shardwise.train.data import Corpus, open_corpus, open_ends
+from shardwise.train.data import Corpus, open_bounds, open_corpus
 from shardwise.train.documents import left_out_files
 from shardwise.train.model import ModelSource
+from shardwise.train.records import counted
 from shardwise.train.sample_order import Mix, SampleOrder, plan_order
 from shardwise.train.samples import Conversations, Mixture, Samples, Texts, check_vocabulary
 from shardwise.train.tokenizers import BYTES, check_tokenizer
@@ -59,8 +60,9 @@ def tokenize_sources(
             note("the data or its tokenizer has changed: tokenizing again")
         if state == "missing":
             note(f"making tokens of {source.path or 'Python'} with '{source.tokenizer}' …")
-        if state != "good":
-            tokenize(source, target)
+        if state != "good" and (counts := tokenize(source, target)).left_out:
+            what = "nothing in them is to be learnt" if source.format == "chat" else "they have no text"
+            note(f"left out {counts.left_out} of {counted(counts.all, 'row')} of {source.path}: {what}")
 
 
 def open_data(config: Config, folder: Path, world_size: int) -> RunData:
@@ -85,12 +87,13 @@ def open_samples(data: Data, folder: Path, model: ModelSource) -> Samples:
 
 def _open_source(source: Data, folder: Path, number: int, model: ModelSource) -> tuple[Samples, Corpus]:
     tokens = _tokens_path(folder, number)
-    corpus = open_corpus(source, tokens, model.vocabulary)
-    check_vocabulary(corpus, model.vocabulary)
-    limits = model.context, model.vocabulary, source.held_out, source.held_out_from
     if source.format == "chat":
         _check_chat(source, model)
-        return Conversations(corpus, open_ends(tokens), *limits, packing=source.packing), corpus
+    corpus = open_corpus(source, tokens, model.vocabulary)
+    check_vocabulary(corpus, model.vocabulary, is_chat=source.format == "chat")
+    limits = model.context, model.vocabulary, source.held_out, source.held_out_from
+    if source.format == "chat":
+        return Conversations(corpus, open_bounds(tokens), *limits, packing=source.packing), corpus
     return Texts(corpus, *limits), corpus
 
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from shardwise.train.model import LlamaModel
+from shardwise.train.llama import LlamaModel
 
 __all__ = ["divide_matrices", "padded_to_multiple", "whole"]
 

@@ -1,7 +1,7 @@
 """Writes the tokens of texts and conversations to a file, once: a run maps it into memory and reads what it needs.
 
-tokens.bin     int32: tokens end to end; in chats, tokens that are not to be learnt as their complement
-tokens.ends    int64, chats only: where each conversation ends
+tokens.bin     tokens end to end, uint8 for bytes and otherwise int32; in chats, those not to be learnt as complement
+tokens.ends    int64, chats only: for each conversation, where it ends and the first of its tokens that is a target
 tokens.json    what they were made of, to notice when that changes
 """
 
@@ -11,28 +11,30 @@ import json
 import os
 import platform
 import secrets
-import sys
-from collections.abc import Callable, Iterator
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
-from shardwise.checkpoint.disk import bytes_of
 from shardwise.errors import ConfigError
 from shardwise.train.chat import conversation_reader
 from shardwise.train.config import Data
 from shardwise.train.documents import has_rows, read_rows, read_texts
 from shardwise.train.run_files import replace_file
-from shardwise.train.tokenizers import load_hugging_face_tokenizer
+from shardwise.train.tokenizers import BYTES, load_hugging_face_tokenizer
 
-__all__ = ["ends_path", "needs_tokenizing", "token_lists", "tokenize", "tokens_state"]
+__all__ = ["ends_path", "needs_tokenizing", "token_dtype", "token_lists", "tokenize", "tokens_state"]
+
+_LAYOUT = 2
+"""Raised whenever these files change, so that older ones count as stale."""
 
 
 def needs_tokenizing(data: Data) -> bool:
     """Returns whether text must first be tokenized into a file; the bytes of text files can be tokens as they are."""
     is_binary = data.path.endswith(".bin")
-    return not is_binary and (data.tokenizer != "bytes" or data.format == "chat" or has_rows(data))
+    return not is_binary and (data.tokenizer != BYTES or data.format == "chat" or has_rows(data))
 
 
 def tokens_state(data: Data, target: Path) -> Literal["good", "stale", "missing"]:
@@ -47,7 +49,19 @@ def tokens_state(data: Data, target: Path) -> Literal["good", "stale", "missing"
     return "good" if is_good else "stale"
 
 
-def tokenize(data: Data, target: Path) -> None:
+def token_dtype(data: Data) -> torch.dtype:
+    """Returns the dtype that ``tokenize`` writes."""
+    return torch.uint8 if data.tokenizer == BYTES and data.format == "text" else torch.int32
+
+
+class Counts(NamedTuple):
+    """How many texts, rows or conversations there were, and how many of them had no tokens to learn."""
+
+    all: int
+    left_out: int
+
+
+def tokenize(data: Data, target: Path) -> Counts:
     """Writes the tokens of texts or conversations to ``target``; one rank does this, once.
 
     Raises:
@@ -57,15 +71,20 @@ def tokenize(data: Data, target: Path) -> None:
     origin = _origin_of(data)
     unfinished = target.with_name(f".{target.name}-{secrets.token_hex(4)}")
     unfinished_ends = ends_path(unfinished)
-    num_bytes = 0
+    num_bytes, num_all, num_left_out = 0, 0, 0
     try:
         with unfinished.open("xb") as file, unfinished_ends.open("xb") as ends:
             for token_list in token_lists(data):
-                # alive: while their bytes are written
-                tokens = torch.tensor(token_list, dtype=torch.int32)
-                num_bytes += file.write(bytes_of(tokens))
+                num_all += 1
+                if not token_list:
+                    num_left_out += 1
+                    continue
+                num_bytes += file.write(
+                    token_list if isinstance(token_list, bytes) else array("i", token_list)
+                )
                 if data.format == "chat":
-                    ends.write((num_bytes // 4).to_bytes(8, sys.byteorder))
+                    end = num_bytes // token_dtype(data).itemsize
+                    ends.write(array("q", (end, _first_target(token_list))))
             for written in (file, ends):
                 written.flush()
                 os.fsync(written.fileno())
@@ -83,6 +102,12 @@ def tokenize(data: Data, target: Path) -> None:
         unfinished.unlink(missing_ok=True)
         unfinished_ends.unlink(missing_ok=True)
     replace_file(_origin_path(target), json.dumps({**origin, "num_bytes": num_bytes}, indent=1) + "\n")
+    return Counts(num_all, num_left_out)
+
+
+def _first_target(tokens: Sequence[int]) -> int:
+    """Returns the first token to be learnt, which is not the first of all: nothing is before that one."""
+    return next(place for place, token in enumerate(tokens) if place and token >= 0)
 
 
 def _origin_path(target: Path) -> Path:
@@ -101,10 +126,11 @@ def _origin_of(data: Data) -> dict[str, Any]:
         "column": data.column,
         "files": sources,
         "tokenizer": data.tokenizer,
-        "tokenizer_files": {} if data.tokenizer == "bytes" else _stats_of(data.tokenizer),
+        "tokenizer_files": {} if data.tokenizer == BYTES else _stats_of(data.tokenizer),
         "format": data.format,
         "train_on": data.train_on,
-        "dtype": "int32",
+        "dtype": str(token_dtype(data)),
+        "layout": _LAYOUT,
     }
 
 
@@ -124,24 +150,22 @@ def ends_path(target: Path) -> Path:
     return target.with_suffix(".ends")
 
 
-def token_lists(data: Data) -> Iterator[list[int]]:
-    """Yields the tokens of one text or conversation after the other."""
+def token_lists(data: Data) -> Iterator[Sequence[int]]:
+    """Yields the tokens of one text or conversation after the other; none if nothing in it is to be learnt."""
     if data.format == "chat":
         read = conversation_reader(data.tokenizer, learns_all=data.train_on == "all")
         for where, row in read_rows(data):
             tokens = read(row, where)
-            # A conversation in which nothing is to be learnt would only take time.
-            if any(token >= 0 for token in tokens[1:]):
-                yield tokens
+            yield tokens if any(token >= 0 for token in tokens[1:]) else ()
         return
     encode = _encoder(data.tokenizer)
     for text in read_texts(data):
-        yield encode(text)
+        yield () if text is None else encode(text)
 
 
-def _encoder(name: str) -> Callable[[str], list[int]]:
-    if name == "bytes":
-        return lambda text: list(text.encode())
+def _encoder(name: str) -> Callable[[str], Sequence[int]]:
+    if name == BYTES:
+        return str.encode
     tokenizer = load_hugging_face_tokenizer(name)
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     return lambda text: tokenizer.encode(text, add_special_tokens=False) + end

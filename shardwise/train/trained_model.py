@@ -23,13 +23,15 @@ from shardwise.checkpoint.store import Store
 from shardwise.checkpoint.weights import TOKENIZER, Weights, open_weights
 from shardwise.engine.unit.binding import clean_name
 from shardwise.errors import CheckpointError, ConfigError
-from shardwise.train.config import Data, Sharding, parse_sources, with_settings
+from shardwise.train.config import Data, Sharding
 from shardwise.train.hugging_face import HuggingFaceModel
-from shardwise.train.model import Llama, ModelSource
+from shardwise.train.llama import Llama
+from shardwise.train.model import ModelSource
 from shardwise.train.optional_packages import require
 from shardwise.train.parallel import Parallel
 from shardwise.train.recipes import load_recipe
 from shardwise.train.run_folder import CHECKPOINTS
+from shardwise.train.settings import parse_sources, with_settings
 from shardwise.train.team import Team
 from shardwise.train.tokenizers import IDS, tokenizer_of
 

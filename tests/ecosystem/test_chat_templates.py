@@ -53,6 +53,60 @@ def test_a_template_that_changes_what_it_wrote_is_refused(tmp_path):
         read(chat("hi", "yo", "well", "then"), "here")
 
 
+def make_merging_tokenizer(folder, template):
+    """A tokenizer whose tokens reach over the ends of messages: ``: yo`` and a line break are one."""
+    transformers = pytest.importorskip("transformers")
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=["</s>"]
+    )
+    tokenizer.train_from_iterator([": yo\n"] * 50, trainer)
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
+    fast.chat_template = template
+    fast.save_pretrained(str(folder))
+    return fast
+
+
+PLAIN = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def test_answers_are_learnt_whole_where_tokens_reach_over_their_ends(tmp_path):
+    tokenizer = make_merging_tokenizer(tmp_path, PLAIN)
+    read = conversation_reader(str(tmp_path), learns_all=False)
+    rows = {"messages": [{"role": "system", "content": "é 🙂"}, *chat("hi", "yo", "well", "🙂")["messages"]]}
+    tokens = read(rows, "here")
+    learnt, masked = (
+        tokenizer.decode([token if token >= 0 else ~token for token in tokens if (token >= 0) == is_learnt])
+        for is_learnt in (True, False)
+    )
+    everything = "system: é 🙂\nuser: hi\nassistant: yo\nuser: well\nassistant: 🙂\n"
+    whole = tokenizer.encode(everything, add_special_tokens=False)
+    assert [max(token, ~token) for token in tokens] == whole
+    # One token is the end of the prompt and the beginning of the answer.
+    assert learnt == ": yo\n🙂\n"
+    assert masked == "system: é 🙂\nuser: hi\nassistantuser: well\nassistant: "
+
+
+def test_a_conversation_that_a_template_refuses_is_named(tmp_path):
+    strict = (
+        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system turns') }}{% endif %}"
+        + TEMPLATE
+    )
+    make_tokenizer(tmp_path, strict)
+    read = conversation_reader(str(tmp_path), learns_all=False)
+    row = {"messages": [{"role": "system", "content": "hi"}, *chat("hi", "yo")["messages"]]}
+    with pytest.raises(ConfigError, match=r"refuses it: TemplateError: no system turns(.|\n)*line 7"):
+        read(row, "a.jsonl, line 7")
+    assert read(chat("hi", "yo"), "here")
+
+
 def test_a_model_of_transformers_keeps_packed_conversations_apart():
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(

@@ -311,6 +311,7 @@ def test_the_reference_has_every_public_name_and_every_setting():
         }
         assert not missing, f"run make reference: {name} lacks {missing}"
     settings = set(re.findall(r"^\| `(\w+\.\w+)` \|", written, re.MULTILINE))
-    from shardwise.train.config import Config, settings_of
+    from shardwise.train.config import Config
+    from shardwise.train.settings import settings_of
 
     assert {name for name, _, _ in settings_of(Config()) if "." in name} == settings

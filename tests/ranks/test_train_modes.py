@@ -12,9 +12,10 @@ import torch.nn.functional as F  # noqa: N812  the name everyone knows
 from shardwise.checkpoint.manifest import read_manifest
 from shardwise.errors import ConfigError, StateError
 from shardwise.testing import run_ranks
-from shardwise.train.config import Sharding, with_settings
+from shardwise.train.config import Sharding
 from shardwise.train.model import OwnModel
 from shardwise.train.rank_grid import plan_grid
+from shardwise.train.settings import with_settings
 from tests.ranks.tables import slow
 from tests.ranks.test_train_sources import settings_of
 from tests.ranks.training import (

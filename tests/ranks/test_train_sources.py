@@ -7,7 +7,7 @@ import json
 import pytest
 
 from shardwise.testing import run_ranks
-from shardwise.train.config import with_settings
+from shardwise.train.settings import with_settings
 from tests.ranks.tables import slow
 from tests.ranks.training import assert_same, checkpoint_at, run_part, small_config, whole_tensors, write_text
 

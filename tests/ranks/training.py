@@ -11,18 +11,11 @@ import torch
 
 from shardwise.checkpoint.manifest import read_manifest
 from shardwise.checkpoint.reading import MappedFiles
-from shardwise.train.config import (
-    Checkpoints,
-    Config,
-    Data,
-    Evaluation,
-    Optimization,
-    Training,
-    with_settings,
-)
+from shardwise.train.config import Checkpoints, Config, Data, Evaluation, Optimization, Training
+from shardwise.train.llama import Llama
 from shardwise.train.loop import Trainer
-from shardwise.train.model import Llama
 from shardwise.train.report import Report
+from shardwise.train.settings import with_settings
 from shardwise.train.team import Team
 
 STEPS = 6

@@ -12,9 +12,10 @@ import pytest
 from shardwise.cli import main, parser
 from shardwise.cli.completion import RECIPE_NAMES, completion_script
 from shardwise.cli.settings import explanations, setting_choices
-from shardwise.train.config import Config, settings_of
+from shardwise.train.config import Config
 from shardwise.train.recipes import RECIPES
 from shardwise.train.request import Request, resolve
+from shardwise.train.settings import settings_of
 
 REPOSITORY = Path(__file__).parents[2]
 COMMANDS = ("train", "generate", "eval", "runs", "watch", "convert", "doctor", "run", "trace", "completion")

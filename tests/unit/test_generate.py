@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from shardwise.errors import ConfigError, StateError
-from shardwise.train.model import KeyValueCache, Llama, OwnModel
+from shardwise.train.llama import KeyValueCache, Llama
+from shardwise.train.model import OwnModel
 from shardwise.train.sampling import Sampling, draw, probabilities, tokens_after
 from shardwise.train.tokenizers import Bytes, Ids, load_tokenizer, save_tokenizer
 

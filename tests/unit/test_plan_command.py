@@ -10,7 +10,6 @@ import torch
 from shardwise import ConfigError
 from shardwise.cli import main
 from shardwise.forecast.memory_play import MemoryForecast, Place
-from shardwise.train.config import with_settings
 from shardwise.train.prediction import (
     PeakCheck,
     as_settings,
@@ -20,6 +19,7 @@ from shardwise.train.prediction import (
     question_of,
 )
 from shardwise.train.recipes import RECIPES
+from shardwise.train.settings import with_settings
 
 
 def tiny(*settings):

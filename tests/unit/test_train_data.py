@@ -115,6 +115,23 @@ def test_too_little_data_and_tokens_beyond_the_vocabulary_are_reported():
         samples.batch([0, 2])
 
 
+def test_a_change_anywhere_in_data_of_the_same_length_changes_its_fingerprint():
+    tokens = torch.arange(100_000) % 251
+    before = data.Corpus([tokens]).fingerprint()
+    assert before == data.Corpus([tokens[:70_001], tokens[70_001:].to(torch.uint8)]).fingerprint()
+    for place in (0, 16_384, 50_000, 99_999):
+        changed = tokens.clone()
+        changed[place] += 1
+        assert data.Corpus([changed]).fingerprint() != before
+
+
+def test_negative_tokens_are_refused_before_the_first_step(tmp_path):
+    (tmp_path / "a.bin").write_bytes(torch.tensor([5, -1] * 500, dtype=torch.int32).numpy().tobytes())
+    corpus = data.open_corpus(Data(path=str(tmp_path / "a.bin"), token_dtype="int32"))
+    with pytest.raises(ConfigError, match="contains token -1"):
+        samples_of.check_vocabulary(corpus, 256, is_chat=False)
+
+
 class Rows(list):
     column_names = ("text", "id")
 

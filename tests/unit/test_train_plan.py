@@ -10,13 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError
-from shardwise.train.config import Config, Optimization, Sharding, Training, settings_of, with_settings
+from shardwise.train.config import Config, Optimization, Sharding, Training
 from shardwise.train.launch import given_ranks, plan_ranks
 from shardwise.train.rank_grid import num_replicas
 from shardwise.train.recipes import RECIPES, load_recipe
 from shardwise.train.records import sparkline
 from shardwise.train.sample_order import SampleOrder, plan_order, shuffled
 from shardwise.train.schedules import learning_rate
+from shardwise.train.settings import settings_of, with_settings
 
 # --- settings -----------------------------------------------------------------------------------------------------
 

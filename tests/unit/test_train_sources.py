@@ -13,14 +13,16 @@ from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError
 from shardwise.train.chat import conversation_reader
-from shardwise.train.config import Config, Data, Source, settings_of, with_settings
+from shardwise.train.config import Config, Data, Source
 from shardwise.train.data import Corpus, open_corpus
+from shardwise.train.llama import Llama, LlamaModel
 from shardwise.train.losses import IGNORED
-from shardwise.train.model import Llama, LlamaModel, OwnModel, segment_mask, segment_positions
+from shardwise.train.model import OwnModel, segment_mask, segment_positions
 from shardwise.train.sample_order import Mix, SampleOrder
 from shardwise.train.samples import Conversations, Mixture, Texts
+from shardwise.train.settings import settings_of, with_settings
 from shardwise.train.sources import open_data, tokenize_sources
-from shardwise.train.tokenizing import tokenize
+from shardwise.train.tokenizing import token_lists, tokenize
 
 
 def write_lines(path, rows):
@@ -73,6 +75,42 @@ def test_a_bad_row_is_reported_with_its_line_and_leaves_no_tokens(tmp_path, line
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
+def test_rows_without_text_are_left_out_with_a_word_and_half_characters_are_replaced(tmp_path):
+    rows = [{"text": "one"}, {"text": None}, {"text": ""}, {"text": "t\ud800wo"}]
+    path, said = write_lines(tmp_path / "a.jsonl", rows), []
+    tokenize_sources(Data(path=path), tmp_path, said.append)
+    found = bytes_in(open_corpus(Data(path=path), tmp_path / "tokens.bin"))
+    assert found.decode() == "one\n\nt\N{REPLACEMENT CHARACTER}wo\n"
+    assert said[-1] == f"left out 1 of 4 rows of {path}: they have no text"
+
+
+def test_a_column_of_a_column_is_named_with_dots(tmp_path):
+    rows = [{"a.b": "not this", "a": {"b": "deep"}}, {"a": {"b": None}}]
+    path = write_lines(tmp_path / "a.jsonl", rows[::-1])
+    assert [bytes(each) for each in token_lists(Data(path=path, column="a.b"))] == [b"", b"not this\n"]
+    path = write_lines(tmp_path / "b.jsonl", [{"id": 1, "a": {"b": "deep"}}])
+    assert [bytes(each) for each in token_lists(Data(path=path, column="a.b"))] == [b"deep\n"]
+    with pytest.raises(ConfigError, match=r"'a' is no text(.|\n)*a column with text; there are id, a"):
+        list(token_lists(Data(path=path, column="a")))
+
+
+def test_of_parquet_only_the_column_is_read_and_a_damaged_file_is_named(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"text": ["x" * 1000, None], "meta": [{"a": "m"}, {"a": "n"}]}), path)
+    assert [bytes(each) for each in token_lists(Data(path=str(path)))] == [b"x" * 1000 + b"\n", b""]
+    assert [bytes(each) for each in token_lists(Data(path=str(path), column="meta.a"))] == [b"m\n", b"n\n"]
+    with pytest.raises(ConfigError, match=r"data\.column to one of: text"):
+        list(token_lists(Data(path=str(path), column="body")))
+    content = bytearray(path.read_bytes())
+    content[10:60] = bytes(50)
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"it cannot be read(.|\n)*a\.parquet, after row 0"):
+        list(token_lists(Data(path=str(path))))
+
+
 # --- several sources ------------------------------------------------------------------------------------------------
 
 
@@ -82,9 +120,11 @@ def test_sources_are_settings_with_weights():
     text = next(value for name, _, value in settings_of(config) if name == "data.sources")
     assert with_settings(Config(), [f"data.sources={text}"]).data.sources == config.data.sources
     assert with_settings(Config(), ["data.sources=a.txt,b.txt"]).data.sources[1] == Source("b.txt")
-    for bad in ("a.txt*x", "a.txt*1,b.txt", "a.txt*0,b.txt*1"):
+    for bad in ("a.txt*x", "a.txt*1,b.txt", "a.txt*0,b.txt*1", "a.txt*inf,b.txt*1"):
         with pytest.raises(ConfigError):
             with_settings(Config(), [f"data.sources={bad}"])
+    with pytest.raises(ConfigError, match=r"data\.path is c\.txt, and data\.sources is a\.txt"):
+        with_settings(Config(), ["data.path=c.txt", "data.sources=a.txt"])
 
 
 @settings(max_examples=30, deadline=None)
@@ -164,6 +204,52 @@ def test_rows_that_are_no_conversations_are_refused():
         read({"messages": ["x"]}, "here")
 
 
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"prompt": ["x"], "completion": "y"}, r"its prompt is no text, but \['x'\]"),
+        (
+            {"messages": [{"role": "user", "content": None}, CHAT["messages"][1]]},
+            "message 0 is no text, but None",
+        ),
+        ({"messages": [{"role": "assistant", "content": ["x"]}]}, "message 0 is no text"),
+    ],
+)
+def test_contents_that_are_no_text_are_refused_and_not_written_as_python_shows_them(row, problem):
+    with pytest.raises(ConfigError, match=problem):
+        conversation_reader("bytes", learns_all=False)(row, "here")
+
+
+def test_conversations_without_an_answer_are_left_out_with_a_word(tmp_path):
+    alone = {"messages": CHAT["messages"][:1]}
+    rows = [CHAT, alone, {"messages": None}, {"prompt": "a", "completion": None}, CHAT]
+    path, said = write_lines(tmp_path / "chat.jsonl", rows), []
+    tokenize_sources(Data(path=path, format="chat"), tmp_path, said.append)
+    assert said[-1] == f"left out 3 of 5 rows of {path}: nothing in them is to be learnt"
+
+
+def test_conversations_whose_answers_begin_beyond_the_context_are_left_out_and_cut_ones_are_told(tmp_path):
+    rows = [{"prompt": "p" * length, "completion": "yes"} for length in (2, 9, 4, 5, 30)]
+    path = write_lines(tmp_path / "chat.jsonl", rows)
+    for packing in (False, True):
+        config = Config(
+            model=replace(LLAMA, context=6),
+            data=Data(path=path, format="chat", held_out=0.0, packing=packing),
+        )
+        tokenize_sources(config.data, tmp_path, print)
+        samples = open_data(config, tmp_path, 1).samples
+        assert samples.remark == (
+            "longer than model.context=6 and cut: 4 of 5 conversations; left out, as nothing to learn remains: 2"
+        )
+        found = [samples.read(number).targets.tolist() for number in range(samples.num_training)]
+        assert all(any(target != IGNORED for target in targets) for targets in found)
+        assert [len(targets) for targets in found] == [5, 6, 6]
+    with pytest.raises(
+        ConfigError, match=r"in 5 conversations, nothing to learn is within 1 tokens(.|\n)*raise"
+    ):
+        open_data(replace(config, model=replace(LLAMA, context=1)), tmp_path, 1)
+
+
 def conversations(lengths, context, *, packing, held_out=0.0):
     """Conversations of some lengths; every other token is not learnt; conversation c has tokens 10c, 10c + 1, ..."""
     tokens = [
@@ -171,8 +257,10 @@ def conversations(lengths, context, *, packing, held_out=0.0):
         for number, length in enumerate(lengths)
         for place in range(length)
     ]
-    ends = torch.tensor(lengths).cumsum(0)
-    return Conversations(Corpus([torch.tensor(tokens)]), ends, context, 256, held_out, packing=packing)
+    bounds = torch.stack(
+        (torch.tensor(lengths).cumsum(0), torch.ones(len(lengths), dtype=torch.int64)), dim=1
+    )
+    return Conversations(Corpus([torch.tensor(tokens)]), bounds, context, 512, held_out, packing=packing)
 
 
 def test_padded_conversations_have_one_row_each_and_no_targets_in_padding_or_prompts():
