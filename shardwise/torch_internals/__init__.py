@@ -3,7 +3,7 @@
 When a torch release moves one of these names, only a file here changes. Ranks as threads are in ``torch_threads.py``.
 """
 
-from shardwise.torch_internals.autograd import *
+from shardwise.torch_internals.step import *
 from shardwise.torch_internals.dispatch import *
 from shardwise.torch_internals.dtensor import *
 from shardwise.torch_internals.groups import *
@@ -11,4 +11,4 @@ from shardwise.torch_internals.modules import *
 from shardwise.torch_internals.process_wide import *
 from shardwise.torch_internals.sharded_tensors import *
 from shardwise.torch_internals.state_dict_functions import *
-from shardwise.torch_internals.tensors import *
+from shardwise.torch_internals.trees import *
