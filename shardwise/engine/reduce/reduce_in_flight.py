@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 from shardwise.comm.collectives.group import Work, drain
 from shardwise.comm.streams import SideStreams, StreamEvent
 from shardwise.engine.reduce.gradient_buffer import GradientBuffer, GradientView, Presence
-from shardwise.engine.reduce.pack import Slice
 from shardwise.engine.unit.binding import Slot
 from shardwise.torch_internals import (
     add_all,
@@ -117,20 +116,15 @@ class ReduceInFlight:
                     plan.rows.grow_in(calls.lend(plan.rows.size_bytes))
                 if not packs_at_once:
                     each.pack.fill(gradients, is_complete=present is None)
-                self._issue_slice(each)
+                if self._division.before != 1.0:
+                    each.rows.div_(self._division.before)
+                self._work = calls.issue_reduce_scatter(
+                    each.own_span(self._own_row), each.rows, self._division.group_averages, self._code
+                )
             if calls.ordered_by_stream:
                 self._receive_own_row()
                 if self._work is not None:
                     self._receive_replicas()
-
-    def _issue_slice(self, each: Slice) -> None:
-        division = self._division
-        assert self._own_row is not None
-        if division.before != 1.0:
-            each.rows.div_(division.before)
-        self._work = self._settings.calls.issue_reduce_scatter(
-            each.own_span(self._own_row), each.rows, division.group_averages, self._code
-        )
 
     def _make_own_row(self) -> torch.Tensor:
         """Allocates an own row that is cast or added to, on the reduce stream, which frees it when that is done."""

@@ -89,13 +89,13 @@ class OptimizerHooks:
         for unit in units:
             unit.gradients.hide_stash()
         for root in _roots_of(units):
-            root.before_optimizer(optimizer)
+            root.agreement.before_optimizer(optimizer, root.in_backward)
 
     @untraced
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         units = self._units_of(optimizer)
         for root in _roots_of(units):
-            root.after_optimizer()
+            root.agreement.after_optimizer()
         for unit in units:
             unit.was_stepped()
 

@@ -481,6 +481,16 @@ class Unit:
         if self.gathered.is_hidden:
             self.gathered.reveal()
 
+    def hold_for_forward(self) -> None:
+        """Holds the parameters for a visit; frees what is kept and stale, so that it is gathered again."""
+        if (
+            self.state is not SHARDED
+            and self.holders == 0
+            and (self.gathered.awaits_unseen_backward or self.gathered.is_stale())
+        ):
+            self.reshard(trace.IN_FORWARD)
+        self.hold()
+
     def release(self) -> bool:
         """Ends one ``hold``; returns whether it was the last."""
         self.holders -= 1

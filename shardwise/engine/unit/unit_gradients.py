@@ -140,6 +140,28 @@ class UnitGradients:
                 fix="shard the stages of such a pipeline with reshard_after_forward=False",
             )
 
+    def check_were_announced(self) -> None:
+        """Raises if gradients were computed with parameters that had not been gathered.
+
+        Gradients of parameters that another unit shows, too, may have come while that one held them.
+        """
+        unit = self._unit
+        others = [other for other in unit.root.units if other is not unit and unit in other.needs]
+        elsewhere = {module for other in others for top in other.modules for module in top.modules()}
+        if not any(
+            slot.unsharded.grad is not None and elsewhere.isdisjoint(place.module for place in slot.places)
+            for slot in unit.slots
+        ):
+            return
+        self.drop()
+        raise StateError(
+            f"backward went through unit '{unit.name}' before its weights were gathered, so its gradients are wrong: "
+            "it started from a tensor that forward stored somewhere else than in its output",
+            where=f"backward, rank {unit.rank}",
+            fix="return that tensor from forward (inside a tuple, dict or dataclass will do), or keep the weights with "
+            "reshard_after_forward=False; and do not remove hooks from outputs",
+        )
+
     def reduce(self) -> bool:
         """Starts to reduce the gradients, together with stashed ones; without sync, stashes them.
 
@@ -235,8 +257,11 @@ class UnitGradients:
         if root.agreement.guard is not None:
             root.agreement.guard.look(unit.name, plan.slots, gradients)
         present = presence(gradients)
+        root.finish_earlier_reduces(plan, self.max_inputs)
         codes = unit.collective_names.reduce(plan, self.settings, present)
-        root.start_reduce(plan, self.settings, gradients, present, self.max_inputs, codes)
+        reduction = plan.begin(self.settings, root.streams, codes)
+        reduction.issue(gradients, present)
+        root.reduces.append(reduction)
         if unit.settings.recorder is not None:
             unit.settings.recorder.add(trace.REDUCE, unit.name, trace.IN_POST_BACKWARD, unit.rank)
 
