@@ -19,7 +19,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardwise.engine.reduce.gradient_buffer import make_traceable
-from shardwise.engine.unit.membership import check_not_sharded, is_member, membership, units_of
+from shardwise.engine.unit.membership import is_member, membership, units_of
+from shardwise.engine.unit.replaced import check_not_sharded
 from shardwise.errors import StateError
 from shardwise.torch_internals import (
     before_functional_call,

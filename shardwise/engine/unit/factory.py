@@ -18,7 +18,8 @@ from shardwise.engine.unit.binding import FoundParameter, Place, Slot, clean_nam
 from shardwise.engine.unit.dtensor_form import PlacementFn, ShardedForm, chosen_placement
 from shardwise.engine.unit.hooks import UnitHooks
 from shardwise.engine.unit.membership import UNITS_ATTRIBUTE, hidden, membership, tag, tag_hidden, units_of
-from shardwise.engine.unit.unit import Unit, UnitSettings, shard_device
+from shardwise.engine.unit.settings import UnitSettings, shard_device
+from shardwise.engine.unit.unit import Unit
 from shardwise.errors import ConfigAssertionError, ConfigError
 from shardwise.planning.layout import ceil_div
 from shardwise.planning.schedule import AfterForward

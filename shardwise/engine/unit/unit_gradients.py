@@ -7,27 +7,52 @@ reduce that has been issued belongs to the root.
 from __future__ import annotations
 
 from collections.abc import Callable, Container
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
+from torch import nn
 
 from shardwise import trace
+from shardwise.comm.mesh import DataMesh
 from shardwise.engine.reduce.gradient_buffer import GradientBuffer, presence
 from shardwise.engine.reduce.reduce_plan import ReducePlan, Summation
-from shardwise.engine.unit.binding import is_wider
+from shardwise.engine.unit.binding import Slot, is_wider
+from shardwise.engine.unit.collective_names import CollectiveNames
+from shardwise.engine.unit.dtensor_form import ShardedForm
 from shardwise.engine.unit.flat_form import FlatForm
+from shardwise.engine.unit.interfaces import NamedUnit, RootInterface
+from shardwise.engine.unit.settings import UnitSettings
 from shardwise.engine.unit.shown_stash import ShownStash
 from shardwise.errors import StateError
 from shardwise.torch_internals import backward_reaches
 
-if TYPE_CHECKING:
-    from shardwise.engine.unit.unit import Unit
+
+class ReducedUnit(NamedUnit, Protocol):
+    """What is read of the unit here."""
+
+    modules: tuple[nn.Module, ...]
+    slots: list[Slot]
+    form: ShardedForm
+    mesh: DataMesh
+    settings: UnitSettings
+    root: RootInterface
+    collective_names: CollectiveNames
+    holders: int
+
+    @property
+    def shard_device(self) -> torch.device: ...
+    @property
+    def pins(self) -> bool: ...
+    @property
+    def stays_in_view(self) -> bool: ...
+
+    def reshard(self, phase: str) -> None: ...
 
 
 class UnitGradients:
     """The gradients of one unit."""
 
-    def __init__(self, unit: Unit, sums: Summation) -> None:
+    def __init__(self, unit: ReducedUnit, sums: Summation) -> None:
         self._unit = unit
         self.sums = sums
         self._is_tensor_parallel = any(slot.tensor_parallel is not None for slot in unit.slots)
