@@ -171,6 +171,8 @@ class UnitGather:
         self._temporary = [] if self._rows is full else [self._rows]
         self._work: Work | None = None
         self._lent: LentRows | None = None
+        # Whether the gather issued last keeps a part of the rows when it finishes.
+        self.keeps_part = False
 
         self._part: ElasticBuffer | None = None
         if part_calls is not None:
@@ -238,8 +240,12 @@ class UnitGather:
             buffer.size_bytes for buffer in self._temporary if buffer is not self._rows or not gathers_each
         )
 
-    def issue(self, code: int, from_part: bool) -> None:
-        """Starts the gather, from every rank's shards or from the parts kept after forward."""
+    def issue(self, code: int, from_part: bool, keeps_part: bool) -> None:
+        """Starts the gather, from every rank's shards or from the parts kept after forward.
+
+        With ``keeps_part`` this rank's part of the rows stays, from ``finish`` to ``drop_part``.
+        """
+        self.keeps_part = keeps_part
         if from_part:
             assert self._part_calls is not None
             self._full.grow()
@@ -262,8 +268,8 @@ class UnitGather:
             self._rows.grow()
             self._work = self.calls.issue_all_gather(self._all_rows, self._own, code)
 
-    def finish(self, keep_part: bool) -> None:
-        """Waits for the rows and copies them out; with ``keep_part``, keeps this rank's part of the rows."""
+    def finish(self) -> None:
+        """Waits for the rows and copies them out."""
         assert self._work is not None
         self._work.wait()
         self._work = None
@@ -273,7 +279,7 @@ class UnitGather:
             self._lent = None
         elif self._copy_out is not None and self._rows.is_grown:
             self._copy_out.run()
-        if keep_part:
+        if self.keeps_part:
             assert self._part is not None
             self._part.grow()
             self._part_row.copy_(self._part_source)

@@ -46,7 +46,7 @@ class OptimizerHooks:
         self._lock = threading.Lock()
         self._is_installed = False
         self._of_thread = threading.local()
-        self._units: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[weakref.ref[Unit]]]] = (
+        self._units: weakref.WeakKeyDictionary[Optimizer, tuple[list[int], list[weakref.ref[Unit]]]] = (
             weakref.WeakKeyDictionary()
         )
 
@@ -101,23 +101,45 @@ class OptimizerHooks:
             unit.was_stepped()
 
     def _units_of(self, optimizer: Optimizer) -> list[Unit]:
-        num_params = sum(len(group["params"]) for group in optimizer.param_groups)
-        known = self._units.get(optimizer)
-        if known is None or known[0] != num_params:
-            units: dict[Unit, None] = {}
-            for group in optimizer.param_groups:
-                for param in group["params"]:
-                    if (found := membership(param)) is not None:
-                        _check_is_sharded(optimizer, param, *found)
-                        units[found[0]] = None
-            known = self._units[optimizer] = (num_params, [weakref.ref(unit) for unit in units])
-        return [unit for reference in known[1] if (unit := reference()) is not None]
+        units = self.known_units(optimizer)
+        if units is None:
+            found = _members(optimizer)
+            for param, (unit, slot) in found.items():
+                _check_is_sharded(optimizer, param, unit, slot)
+            units = list(dict.fromkeys(unit for unit, _ in found.values()))
+            self._units[optimizer] = (_ids_of_params(optimizer), [weakref.ref(unit) for unit in units])
+        return units
+
+    def known_units(self, optimizer: Optimizer) -> list[Unit] | None:
+        """The units whose parameters an optimizer holds, as of its last step; None if it has got others since."""
+        ids, units = self._units.get(optimizer, (None, []))
+        if ids != _ids_of_params(optimizer):
+            return None
+        return [unit for reference in units if (unit := reference()) is not None]
+
+
+def _ids_of_params(optimizer: Optimizer) -> list[int]:
+    ids: list[int] = []
+    for group in optimizer.param_groups:
+        ids += map(id, group["params"])
+    return ids
+
+
+def _members(optimizer: Optimizer) -> dict[torch.Tensor, tuple[Unit, Slot]]:
+    return {
+        param: found
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if (found := membership(param)) is not None
+    }
 
 
 def optimizer_zeroed(optimizer: Optimizer, set_to_none: bool) -> None:
     """Zeroes stashed gradients, too, after an optimizer's ``zero_grad``."""
+    units = OPTIMIZER_HOOKS.known_units(optimizer)
+    if units is None:
+        units = list(dict.fromkeys(unit for unit, _ in _members(optimizer).values()))
     shards = {param for group in optimizer.param_groups for param in group["params"]}
-    units = {found[0]: None for param in shards if (found := membership(param)) is not None}
     for unit in units:
         unit.gradients.zero(shards, set_to_none)
 

@@ -82,7 +82,6 @@ class Unit:
         self.state = SHARDED
         self.holders = 0
         self.prefetched = False
-        self._gathers_part = False
         self.shown = ShownForms(Shown(), Shown(), None)
         self.gathered = GatheredParameters(self)
         self.gradients = UnitGradients(self, sums)
@@ -252,16 +251,15 @@ class Unit:
             catch_up(self)
         root.make_room(self, prefetch)
         stream = root.streams.gather
-        self._gathers_part = (
+        from_part = state is SHARDED_AFTER_FORWARD and not in_forward
+        keeps_part = (
             in_forward
             and settings.after_forward.part_world > 0
             and root.expects_backward
             and not self.keeps_after_forward()
         )
         with stream:
-            self.buffers.issue_gather(
-                self.collective_names.gather[phase], state is SHARDED_AFTER_FORWARD and not in_forward
-            )
+            self.buffers.issue_gather(self.collective_names.gather[phase], from_part, keeps_part)
             if settings.gather_calls.ordered_by_stream:
                 self._finish_gather()
         self.state = TRANSITIONS[state, GATHER]
@@ -271,7 +269,7 @@ class Unit:
             settings.recorder.add(trace.UNSHARD, self.name, phase, self.rank)
 
     def _finish_gather(self) -> None:
-        self.buffers.finish_gather(self._gathers_part)
+        self.buffers.finish_gather()
         self._arrival = self.settings.gather_calls.channel.last_event = (
             self.root.streams.gather.record_event()
         )
@@ -314,7 +312,7 @@ class Unit:
                 self.show_in_all_places()
         step = RESHARD
         gathered.kept_version = None
-        if self._gathers_part:
+        if self.buffers.gather.keeps_part:
             if keep_part:
                 step = KEEP_PART
                 gathered.kept_version = gathered.shard_version()

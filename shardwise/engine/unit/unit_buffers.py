@@ -107,14 +107,14 @@ class UnitBuffers:
             start = stop
         self.free()
 
-    def _issue_with_extensions(self, code: int, from_parts: bool) -> None:
-        if not from_parts:
+    def _issue_with_extensions(self, code: int, from_part: bool, keeps_part: bool) -> None:
+        if not from_part:
             for extension in self._extensions:
                 extension.write_row()
-        self.gather.issue(code, from_parts)
+        self.gather.issue(code, from_part, keeps_part)
 
-    def _finish_with_extensions(self, keep_part: bool) -> None:
-        self.gather.finish(keep_part)
+    def _finish_with_extensions(self) -> None:
+        self.gather.finish()
         for extension in self._extensions:
             extension.rebuild()
 

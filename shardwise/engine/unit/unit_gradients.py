@@ -6,8 +6,10 @@ reduce that has been issued belongs to the root.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Container
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -292,6 +294,15 @@ class UnitGradients:
 
     # --- between steps --------------------------------------------------------------------------------------------
 
+    def listen(self, method: Callable[[Any, Callable[[], None], bool], None]) -> None:
+        """Calls ``method(unit, wait, is_last)`` whenever gradients have been assigned; does not keep it alive.
+
+        ``wait`` returns when the host may read them; ``is_last``: in the last backward of the step. An object listens
+        once: with another method it replaces the first.
+        """
+        callback = partial(_call, weakref.WeakMethod(method), weakref.ref(self._unit))
+        self.settings.listeners[id(method.__self__)] = callback  # type: ignore[attr-defined]
+
     def lent(self) -> GradientBuffer | None:
         """Returns the buffer of all of the unit's gradients, if nobody has replaced one since the last backward."""
         return None if self.plan is None or self._is_tensor_parallel else self.plan.lent
@@ -349,3 +360,14 @@ class UnitGradients:
         for plan in self._plans.values():
             if plan is not None:
                 plan.partial = None
+
+
+def _call(
+    method_ref: weakref.WeakMethod[Callable[..., None]],
+    unit_ref: weakref.ref[ReducedUnit],
+    wait: Callable[[], None],
+    is_last: bool,
+) -> None:
+    method, unit = method_ref(), unit_ref()
+    if method is not None and unit is not None:
+        method(unit, wait, is_last)
