@@ -250,10 +250,10 @@ class ReduceInFlight:
             if source.is_complex() and not dtype.is_complex:
                 # Real gradients were sent as complex numbers beside complex ones: their imaginary part is zero.
                 source = source.real
-            if plan.is_offloaded:
+            if plan.home.is_offloaded:
                 # Cast on the device, where it is fast; the host waits for the transfer before anything reads it.
-                target = torch.empty(numel, dtype=dtype, device=plan.shard_device, pin_memory=plan.pins)
-                segments.append(target.copy_(source.to(dtype), non_blocking=plan.pins))
+                target = torch.empty(numel, dtype=dtype, device=plan.home.device, pin_memory=plan.home.pins)
+                segments.append(target.copy_(source.to(dtype), non_blocking=plan.home.pins))
             else:
                 segments.append(source.to(dtype, copy=True))
         return segments
@@ -287,7 +287,7 @@ class ReduceInFlight:
         """Assigns a gradient after the hooks of ``register_hook`` have changed it."""
         param, stream = view.slot.sharded, self._streams.reduce
         with stream, with_torch_function():
-            if self.plan.is_offloaded:
+            if self.plan.home.is_offloaded:
                 # order: the transfer before the hooks, because they read the gradient on the host
                 self._streams.host_waits_for(stream.record_event())
             gradient = view.slot.gradient(self._tensor_of(view).clone())
@@ -315,7 +315,7 @@ class ReduceInFlight:
             sums.append(local_of(existing) if isinstance(existing, DTensor) else existing)
         stream = self._streams.reduce
         with stream:
-            if self.plan.is_offloaded:
+            if self.plan.home.is_offloaded:
                 # order: the transfer before the sum, because the host adds
                 self._streams.host_waits_for(stream.record_event())
             add_all(sums, [self._tensor_of(view) for view in views])

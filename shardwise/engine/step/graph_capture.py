@@ -25,7 +25,7 @@ def why_not_capturable(root: Root) -> str | None:
     if not root.streams.host_runs_ahead:
         return f"the model is sharded over {root.top.mesh.device}"
     for unit in root.units:
-        if unit.is_offloaded:
+        if unit.home.is_offloaded:
             return f"the shards of unit '{unit.name}' live on the host, which would have to run in every step"
         for calls in (unit.mesh.shard, unit.mesh.replicate):
             if calls is not None and not calls.ordered_by_stream:

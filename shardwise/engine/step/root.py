@@ -139,7 +139,7 @@ class Root:
             self._adopt(unit, name, model)
         check_model(self.units, f"first forward, rank {self.top.rank}")
         self._check_agreement()
-        self._is_offloaded = any(unit.is_offloaded for unit in self.units)
+        self._is_offloaded = any(unit.home.is_offloaded for unit in self.units)
         self._has_adopted = True
         self.update_joint_units()
         take_workspaces(self.top.mesh.device)
@@ -317,7 +317,7 @@ class Root:
 
     def _run_hooks(self, reduction: ReduceInFlight, hooked: list[Slot]) -> None:
         stream = self.streams.reduce
-        if reduction.plan.is_offloaded:
+        if reduction.plan.home.is_offloaded:
             # order: the transfer before the hooks, because they read the gradients on the host
             self.streams.host_waits_for(stream.record_event())
         with stream:

@@ -18,7 +18,7 @@ from shardwise.engine.unit.binding import FoundParameter, Place, Slot, clean_nam
 from shardwise.engine.unit.dtensor_form import PlacementFn, ShardedForm, chosen_placement
 from shardwise.engine.unit.hooks import UnitHooks
 from shardwise.engine.unit.membership import UNITS_ATTRIBUTE, hidden, membership, tag, tag_hidden, units_of
-from shardwise.engine.unit.settings import UnitSettings, shard_device
+from shardwise.engine.unit.settings import UnitSettings, shard_home
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import ConfigAssertionError, ConfigError
 from shardwise.planning.layout import ceil_div
@@ -195,7 +195,7 @@ def make_unit(
             own.append(found)
 
     offload = _within_budget(offload, own, mesh)
-    slots = form.make_slots(own, mesh, precision, shard_device(mesh, offload), name)
+    slots = form.make_slots(own, mesh, precision, shard_home(mesh, offload).device, name)
     settings = UnitSettings(precision, offload, after_forward, gather_calls=mesh.shard)
     unit = Unit(name, modules, slots, form, mesh, settings, sums, UnitHooks, Root)
     OPTIMIZER_HOOKS.install()

@@ -50,7 +50,7 @@ def move_from_meta(unit: Unit) -> None:
     """
     if unit.has_memory or not unit.slots:
         return
-    home = unit.shard_device
+    home = unit.home.device
     found = [slot.found() for slot in unit.slots]
     for slot, param in zip(unit.slots, found, strict=True):
         if param is None or not slot.fits(param) or param.device.type != home.type:
@@ -194,7 +194,7 @@ def _adopt_found(unit: Unit) -> None:
 
 def _check_are_home(unit: Unit) -> None:
     """Raises unless all shards have memory on the kind of device where the unit keeps them."""
-    home = unit.shard_device
+    home = unit.home.device
     if meta := [slot.name for slot in unit.slots if slot.local.device.type == "meta"]:
         raise StateError(
             f"parameters {meta} of unit '{unit.name}' are still on the meta device",
@@ -208,7 +208,7 @@ def _check_are_home(unit: Unit) -> None:
             f"{moved[0].local.device}, but its shards live on {home}",
             where=f"rank {unit.rank}",
             fix=f"move the model back with .to('{home.type}')"
-            + (": with CPUOffloadPolicy shards stay on the host" if unit.is_offloaded else ""),
+            + (": with CPUOffloadPolicy shards stay on the host" if unit.home.is_offloaded else ""),
         )
 
 

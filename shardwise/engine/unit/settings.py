@@ -1,4 +1,4 @@
-"""What users chose for a unit, as one record that is replaced as a whole."""
+"""What users chose for a unit, as one record that is replaced as a whole; and where its shards live."""
 
 from __future__ import annotations
 
@@ -37,6 +37,17 @@ class UnitSettings:
     recorder: trace.Recorder | None = None
 
 
-def shard_device(mesh: DataMesh, offload: OffloadPolicy) -> torch.device:
-    """The device that shards live on."""
-    return torch.device("cpu") if isinstance(offload, CPUOffloadPolicy) else mesh.device
+@dataclass(frozen=True, slots=True)
+class ShardHome:
+    """Where a unit's shards live: on the device of its mesh or, offloaded, on the host, perhaps in pinned memory."""
+
+    device: torch.device
+    is_offloaded: bool
+    pins: bool
+
+
+def shard_home(mesh: DataMesh, offload: OffloadPolicy) -> ShardHome:
+    host = torch.device("cpu")
+    if not isinstance(offload, CPUOffloadPolicy) or mesh.device == host:
+        return ShardHome(mesh.device, is_offloaded=False, pins=False)
+    return ShardHome(host, is_offloaded=True, pins=offload.pin_memory)

@@ -27,7 +27,7 @@ from shardwise.engine.unit.gathered_parameters import GatheredParameters
 from shardwise.engine.unit.interfaces import HooksInterface, RootInterface
 from shardwise.engine.unit.membership import sharded_shown, tag
 from shardwise.engine.unit.replaced import catch_up, ties_while_gathered
-from shardwise.engine.unit.settings import UnitSettings, shard_device
+from shardwise.engine.unit.settings import ShardHome, UnitSettings, shard_home
 from shardwise.engine.unit.unit_buffers import UnitBuffers
 from shardwise.engine.unit.unit_gradients import UnitGradients
 from shardwise.planning.lifecycle import (
@@ -43,7 +43,6 @@ from shardwise.planning.lifecycle import (
     UNSHARDED,
 )
 from shardwise.planning.schedule import KEEP
-from shardwise.policies import CPUOffloadPolicy
 
 
 class Unit:
@@ -136,18 +135,8 @@ class Unit:
         return self.mesh.rank
 
     @property
-    def shard_device(self) -> torch.device:
-        return shard_device(self.mesh, self.settings.offload)
-
-    @property
-    def is_offloaded(self) -> bool:
-        return self.shard_device != self.mesh.device
-
-    @property
-    def pins(self) -> bool:
-        """Whether shards on the host are in pinned memory."""
-        offload = self.settings.offload
-        return self.is_offloaded and isinstance(offload, CPUOffloadPolicy) and offload.pin_memory
+    def home(self) -> ShardHome:
+        return shard_home(self.mesh, self.settings.offload)
 
     # --- memory ---------------------------------------------------------------------------------------------------
 
@@ -166,8 +155,7 @@ class Unit:
                 self.form,
                 self.mesh,
                 settings.precision,
-                self.shard_device,
-                self.pins,
+                self.home,
                 settings.gather_calls,
                 self.mesh.part(part_world) if part_world else None,
             )

@@ -15,6 +15,7 @@ from shardwise.engine.gather.tensor_extensions import TensorExtension, is_tensor
 from shardwise.engine.gather.unit_gather import UnitGather
 from shardwise.engine.unit.binding import Slot
 from shardwise.engine.unit.dtensor_form import ShardedForm
+from shardwise.engine.unit.settings import ShardHome
 from shardwise.planning.layout import RowParam
 from shardwise.planning.memory import GATHERED
 from shardwise.policies import MixedPrecisionPolicy
@@ -30,8 +31,7 @@ class UnitBuffers:
         form: ShardedForm,
         mesh: DataMesh,
         precision: MixedPrecisionPolicy,
-        shard_device: torch.device,
-        pins: bool,
+        home: ShardHome,
         gather_calls: GroupCollectives,
         part_calls: GroupCollectives | None,
     ) -> None:
@@ -51,7 +51,7 @@ class UnitBuffers:
             sent += extension.input_dtypes
         layout = form.plan(params, world)
 
-        shards, parts = allocate_shards(layout, shard_device, stored, mesh.shard.rank, pins)
+        shards, parts = allocate_shards(layout, home.device, stored, mesh.shard.rank, home.pins)
         # Where each shard starts, in order: flat optimizers step neighbours as one tensor.
         starts = [layout.shard_start_bytes(index, mesh.shard.rank) for index in range(len(plain))]
         self.shards = shards

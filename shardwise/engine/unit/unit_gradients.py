@@ -23,7 +23,7 @@ from shardwise.engine.unit.collective_names import CollectiveNames
 from shardwise.engine.unit.dtensor_form import ShardedForm
 from shardwise.engine.unit.flat_form import FlatForm
 from shardwise.engine.unit.interfaces import NamedUnit, RootInterface
-from shardwise.engine.unit.settings import UnitSettings
+from shardwise.engine.unit.settings import ShardHome, UnitSettings
 from shardwise.engine.unit.shown_stash import ShownStash
 from shardwise.errors import StateError
 from shardwise.torch_internals import backward_reaches
@@ -42,9 +42,7 @@ class ReducedUnit(NamedUnit, Protocol):
     holders: int
 
     @property
-    def shard_device(self) -> torch.device: ...
-    @property
-    def pins(self) -> bool: ...
+    def home(self) -> ShardHome: ...
     @property
     def stays_in_view(self) -> bool: ...
 
@@ -91,9 +89,7 @@ class UnitGradients:
             # Its buffers are for backward, even if a forward in inference mode noticed the change.
             with torch.inference_mode(False):
                 self._plans[key] = (
-                    self.sums.plan(
-                        slots, unit.form, unit.mesh, unit.settings.precision, unit.shard_device, unit.pins
-                    )
+                    self.sums.plan(slots, unit.form, unit.mesh, unit.settings.precision, unit.home)
                     if slots
                     else None
                 )
