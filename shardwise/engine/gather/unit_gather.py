@@ -13,6 +13,7 @@ gather in backward then runs over a smaller group, and yields the same rows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -20,6 +21,7 @@ import torch
 from shardwise.comm.collectives.group import GroupCollectives, LentRows, Work, drain
 from shardwise.comm.dry_run import is_like_cuda
 from shardwise.engine.buffers import ElasticBuffer
+from shardwise.engine.gather.tensor_extensions import TensorExtension
 from shardwise.engine.kernels import plan_copy_out_kernel
 from shardwise.planning.column_blocks import column_blocks_of_layout
 from shardwise.planning.layout import Block, EvenShard, Layout, blocks_by_rank
@@ -158,8 +160,11 @@ class UnitGather:
         device: torch.device,
         calls: GroupCollectives,
         part_calls: GroupCollectives | None,
+        extensions: Sequence[TensorExtension],
     ) -> None:
         self.calls = calls
+        # Parameters that decide themselves what is sent.
+        self._extensions = extensions
         self._part_calls = part_calls
         self._full = full
         # Where the rows of all ranks are the full buffer, they are received there and nothing is copied out.
@@ -252,6 +257,8 @@ class UnitGather:
             self._rows.grow()
             self._work = self._part_calls.issue_all_gather(self._all_rows, self._part_row, code)
             return
+        for extension in self._extensions:
+            extension.write_row()
         if self._part is not None:
             self._part.shrink()
         self._full.grow()
@@ -287,6 +294,8 @@ class UnitGather:
             self._part.shrink()
         for buffer in self._temporary:
             buffer.shrink()
+        for extension in self._extensions:
+            extension.rebuild()
 
     def abandon(self) -> bool:
         """Drops a gather that nobody waits for, once it has ended; False if its buffers may still be written to."""

@@ -184,6 +184,7 @@ def make_unit(
     offload: OffloadPolicy,
     ignored: set[nn.Parameter],
     sums: Summation = DEFAULT_SUMMATION,
+    companions: tuple[Unit, ...] = (),
 ) -> Unit:
     """Makes a unit of the parameters of ``modules`` that belong to no unit yet, in place, and returns it."""
     own: list[FoundParameter] = []
@@ -197,7 +198,7 @@ def make_unit(
     offload = _within_budget(offload, own, mesh)
     slots = form.make_slots(own, mesh, precision, shard_home(mesh, offload).device, name)
     settings = UnitSettings(precision, offload, after_forward, gather_calls=mesh.shard)
-    unit = Unit(name, modules, slots, form, mesh, settings, sums, UnitHooks, Root)
+    unit = Unit(name, modules, slots, form, mesh, settings, sums, UnitHooks, Root, companions)
     OPTIMIZER_HOOKS.install()
     for found, slot in zip(own, slots, strict=True):
         tag(found.param, unit, slot)

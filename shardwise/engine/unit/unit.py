@@ -67,6 +67,7 @@ class Unit:
         sums: Summation,
         make_hooks: Callable[[Unit], HooksInterface],
         make_root: Callable[[Unit], RootInterface],
+        companions: tuple[Unit, ...] = (),
     ) -> None:
         self.name = name
         self.modules = modules
@@ -77,7 +78,7 @@ class Unit:
         # Units whose parameters this unit's modules show: itself, and the owners of tied parameters.
         self.needs: tuple[Unit, ...] = (self,) if slots else ()
         # Units of the same modules on other meshes; they are among ``needs``, and have no visits of their own.
-        self.companions: tuple[Unit, ...] = ()
+        self.companions = companions
         self.state = SHARDED
         self.holders = 0
         self.prefetched = False
@@ -107,7 +108,7 @@ class Unit:
         if all(getattr(self.settings, name) == value for name, value in changes.items()):
             return
         self.settings = replace(self.settings, **changes)
-        if "gather_calls" in changes and not self._is_meta:
+        if "gather_calls" in changes and self.has_memory:
             self.buffers.gather.calls = self.settings.gather_calls
 
     def rebuild(self, **changes: Any) -> None:
@@ -142,10 +143,11 @@ class Unit:
 
     def build(self) -> None:
         """Allocates the unit's buffers; sharded parameters keep their values and identity."""
-        self._is_meta = not is_dry(self.mesh.device) and any(
-            slot.local.device.type == "meta" for slot in self.slots
+        # Whether the parameters have left the meta device.
+        self.has_memory = is_dry(self.mesh.device) or all(
+            slot.local.device.type != "meta" for slot in self.slots
         )
-        if self._is_meta:
+        if not self.has_memory:
             return
         settings = self.settings
         part_world = settings.after_forward.part_world
@@ -169,29 +171,21 @@ class Unit:
         self.shown = ShownForms(
             sharded_shown(self.slots, self),
             unsharded_shown(self.slots),
-            None if self._is_meta else self.form.snapshot(self.slots),
+            self.form.snapshot(self.slots) if self.has_memory else None,
         )
 
-    def show_in_all_places(self, is_gathered: bool = False) -> None:
-        """Lists the places of the parameters again, which may have changed, and shows one form there."""
+    def show_in_all_places(self) -> None:
+        """Lists the places of the parameters again, which may have changed, and shows the shards there."""
         self._list_shown()
-        self._shown_now(is_gathered).show()
+        self.shown.sharded.show()
 
     def show_in(self, places: list[Place]) -> None:
         """Shows the current form in places that are new; others may show what users put there since."""
         self._list_shown()
         is_gathered = self.state is UNSHARDED and not self.gathered.is_hidden
+        shown = self.shown.unsharded if is_gathered else self.shown.sharded
         new = {(id(names), place.name) for place in places for names in (place.params, place.module.__dict__)}
-        entries = self._shown_now(is_gathered).entries
-        Shown([entry for entry in entries if (id(entry[0]), entry[1]) in new]).show()
-
-    def _shown_now(self, is_gathered: bool) -> Shown:
-        return self.shown.unsharded if is_gathered else self.shown.sharded
-
-    @property
-    def has_memory(self) -> bool:
-        """Whether parameters have left the meta device."""
-        return not self._is_meta
+        Shown([entry for entry in shown.entries if (id(entry[0]), entry[1]) in new]).show()
 
     def descriptions(self) -> list[str]:
         """A line for each parameter; ranks hold the same model if all their lines are equal."""
@@ -217,7 +211,7 @@ class Unit:
 
     def is_unchanged(self) -> bool:
         """Whether modules show the same parameters as after the last gather, none frozen or thawed since."""
-        return not self._is_meta and self.form.all_show(self.shown.snapshot)
+        return self.has_memory and self.form.all_show(self.shown.snapshot)
 
     def all_calls(self) -> list[GroupCollectives]:
         """The groups that this unit communicates on."""
@@ -235,7 +229,7 @@ class Unit:
             return
         root, settings = self.root, self.settings
         # Between a forward and its backward nobody may replace, freeze or thaw parameters.
-        if not root.in_backward and (self._is_meta or not self.form.all_show(self.shown.snapshot)):
+        if not root.in_backward and (not self.has_memory or not self.form.all_show(self.shown.snapshot)):
             catch_up(self)
         root.make_room(self, prefetch)
         stream = root.streams.gather
@@ -247,7 +241,7 @@ class Unit:
             and not self.keeps_after_forward()
         )
         with stream:
-            self.buffers.issue_gather(self.collective_names.gather[phase], from_part, keeps_part)
+            self.buffers.gather.issue(self.collective_names.gather[phase], from_part, keeps_part)
             if settings.gather_calls.ordered_by_stream:
                 self._finish_gather()
         self.state = TRANSITIONS[state, GATHER]
@@ -257,7 +251,7 @@ class Unit:
             settings.recorder.add(trace.UNSHARD, self.name, phase, self.rank)
 
     def _finish_gather(self) -> None:
-        self.buffers.finish_gather()
+        self.buffers.gather.finish()
         self._arrival = self.settings.gather_calls.channel.last_event = (
             self.root.streams.gather.record_event()
         )

@@ -76,12 +76,8 @@ class UnitBuffers:
         # The memory that a gather allocates for the full parameters.
         self.full_bytes = self._full.size_bytes
         self.gather = UnitGather(
-            layout, shards, stored, sent, self._full, mesh.device, gather_calls, part_calls
+            layout, shards, stored, sent, self._full, mesh.device, gather_calls, part_calls, self._extensions
         )
-        # Chosen once: tensor extensions decide themselves what is sent.
-        self.issue_gather = self._issue_with_extensions if self._extensions else self.gather.issue
-        self.finish_gather = self._finish_with_extensions if self._extensions else self.gather.finish
-        self.free = self._free_with_extensions if self._extensions else self._full.shrink
         fulls = [
             self._full.tensor(dtype, start, param.shape)
             for param, dtype, start in zip(params, sent, layout.full_starts_bytes, strict=True)
@@ -107,18 +103,8 @@ class UnitBuffers:
             start = stop
         self.free()
 
-    def _issue_with_extensions(self, code: int, from_part: bool, keeps_part: bool) -> None:
-        if not from_part:
-            for extension in self._extensions:
-                extension.write_row()
-        self.gather.issue(code, from_part, keeps_part)
-
-    def _finish_with_extensions(self) -> None:
-        self.gather.finish()
-        for extension in self._extensions:
-            extension.rebuild()
-
-    def _free_with_extensions(self) -> None:
+    def free(self) -> None:
+        """Frees the full parameters."""
         self._full.shrink()
         for extension in self._extensions:
             extension.free()
