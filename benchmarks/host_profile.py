@@ -68,7 +68,7 @@ METHODS = {
         "shardwise.engine.unit.autograd_signals.Visit": "outputs_gradient_arrives inputs_gradients_are_done",
         "shardwise.engine.unit.unit.Unit": "issue_gather wait_gather reshard",
         "shardwise.engine.unit.unit_gradients.UnitGradients": "reduce",
-        "shardwise.engine.step.root.Root": "begin_forward start_reduce prefetch_before end_backward",
+        "shardwise.engine.step.root.Root": "begin_forward finish_earlier_reduces prefetch_before end_backward",
         "shardwise.engine.gather.unit_gather.UnitGather": "issue finish",
         "shardwise.comm.channels.channel.Channel": "record",
         "shardwise.engine.reduce.reduce_in_flight.ReduceInFlight": "issue finish",

@@ -29,6 +29,7 @@ from shardwise.engine.step.agreement import forget_torn_steps
 from shardwise.engine.step.joint_units import set_joint
 from shardwise.engine.unit.binding import not_copied
 from shardwise.engine.unit.membership import UNITS_ATTRIBUTE, units_of
+from shardwise.engine.unit.replaced import move_from_meta
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import ConfigAssertionError, ConfigError, ConfigTypeError
 from shardwise.planning.schedule import FREE, KEEP
@@ -366,7 +367,7 @@ class FSDPModule(_AnyModule):
         for param, kept in zip(params, attributes, strict=True):
             param.__dict__.update({**kept, **param.__dict__})
         for unit in _own_units(self):
-            unit.move_from_meta()
+            move_from_meta(unit)
         return applied
 
 

@@ -232,15 +232,14 @@ class _UnitPlan:
             self._make(mesh, self._left_out_by(mesh)) for mesh in self.params if mesh is not self.mesh
         )
         # It finds the companions' parameters in its modules, and so gathers them together with its own.
-        unit = self._make(self.mesh, self.ignored)
-        unit.companions = companions
+        unit = self._make(self.mesh, self.ignored, companions)
         for module in self.modules:
             module.__dict__[UNITS_ATTRIBUTE] = (unit, *companions)
             become_fsdp_module(module)
             register_as_fully_sharded(module)
         keep_state_dicts_sharded((unit, *unit.needs))
 
-    def _make(self, mesh: DataMesh, ignored: set[nn.Parameter]) -> Unit:
+    def _make(self, mesh: DataMesh, ignored: set[nn.Parameter], companions: tuple[Unit, ...] = ()) -> Unit:
         return make_unit(
             self.name,
             self.modules,
@@ -251,6 +250,7 @@ class _UnitPlan:
             self.offload,
             ignored,
             self.sums,
+            companions,
         )
 
     def _after_forward(self, mesh: DataMesh) -> AfterForward:

@@ -41,7 +41,7 @@ class DryOptimizer:
         if self._name is None:
             return
         shards = [
-            (slot.local.numel(), slot.stored_dtype.itemsize, unit.is_offloaded)
+            (slot.local.numel(), slot.stored_dtype.itemsize, unit.home.is_offloaded)
             for unit in self._units
             for slot in unit.slots
             if slot.sharded.requires_grad

@@ -82,7 +82,7 @@ def rehearse(job: Job, settings: Settings, ranks: int, num_steps: int = 2, on_cu
             )
         for unit in units:
             unit.configure(recorder=events)
-            if not unit.is_offloaded:
+            if not unit.home.is_offloaded:
                 recorder.hold(unit.buffers.shards.nbytes, SHARDS)
         for buffer in sharded.buffers():
             recorder.hold(buffer.nbytes, INPUTS)

@@ -7,10 +7,8 @@ dicts work as usual. Only inside ``step()`` are parameters and their state repla
 from __future__ import annotations
 
 import functools
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 import torch
@@ -189,7 +187,6 @@ class FlatOptimizer(Optimizer):
         """Registers with units, so that they report when their gradients are reduced."""
         if self._backward_steps is None or self._runs is None:
             return
-        callback = weakref.WeakMethod(self._gradients_arrived)
         self._runs_of_unit = {}
         for number, runs in enumerate(self._runs):
             for run in runs:
@@ -197,9 +194,11 @@ class FlatOptimizer(Optimizer):
                 if unit is not None and run.tensor.device.type == "cpu":
                     self._runs_of_unit.setdefault(unit, []).append((number, run))
         for unit in self._runs_of_unit:
-            unit.gradients.settings.listeners[id(self)] = partial(_notify, callback, weakref.ref(unit))
+            unit.gradients.listen(self._gradients_arrived)
 
-    def _gradients_arrived(self, unit: Unit, wait: Callable[[], None]) -> None:
+    def _gradients_arrived(self, unit: Unit, wait: Callable[[], None], is_last: bool) -> None:
+        if not is_last:
+            return
         assert self._backward_steps is not None
         ready: list[tuple[int, FlatRun, list[torch.Tensor]]] = []
         for number, run in self._runs_of_unit.get(unit, ()):
@@ -308,18 +307,6 @@ class FlatOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._runs = None
         super().__setstate__(state)
-
-
-def _notify(
-    callback: weakref.WeakMethod[Callable[..., None]],
-    unit_ref: weakref.ref[Unit],
-    wait: Callable[[], None],
-    is_last: bool,
-) -> None:
-    """A unit's listener; it does not keep the optimizer alive."""
-    gradients_arrived, unit = callback(), unit_ref()
-    if is_last and gradients_arrived is not None and unit is not None:
-        gradients_arrived(unit, wait)
 
 
 def _is_partial(gradients: list[torch.Tensor | None]) -> bool:

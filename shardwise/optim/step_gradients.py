@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -106,13 +105,12 @@ class StepGradients:
         for each in held:
             if each.unit is not None and each.param.requires_grad:
                 self._of_unit.setdefault(each.unit, []).append(each.index)
-        callback = weakref.WeakMethod(self._unit_reduced)
         for unit in self._of_unit:
-            unit.gradients.settings.listeners[id(self)] = partial(_notify, callback, weakref.ref(unit))
+            unit.gradients.listen(self._unit_reduced)
 
     # --- in backward ----------------------------------------------------------------------------------------------
 
-    def _unit_reduced(self, unit: Unit, is_last: bool) -> None:
+    def _unit_reduced(self, unit: Unit, _wait: Callable[[], None], is_last: bool) -> None:
         """Sends gradients to their owners; all ranks call it for the same units in the same order."""
         members = self._of_unit.get(unit, ())
         self._drop(members)
@@ -278,18 +276,6 @@ class StepGradients:
         key = (*members, *(own.dtype for own in routes))
         movement = self._moves.to_owners(routes, shards, [wholes.get(index) for index in members], key)
         return movement, wholes
-
-
-def _notify(
-    callback: weakref.WeakMethod[Callable[..., None]],
-    unit_ref: weakref.ref[Unit],
-    wait: Callable[[], None],
-    is_last: bool,
-) -> None:
-    """A unit's listener; it does not keep the optimizer alive."""
-    unit_reduced, unit = callback(), unit_ref()
-    if unit_reduced is not None and unit is not None:
-        unit_reduced(unit, is_last)
 
 
 def _words(code: int) -> str:

@@ -1,24 +1,23 @@
-"""DTensors and device meshes: creates DTensors and replaces their local tensors without torch's per-call checks."""
+"""Sharded tensors and device meshes at set-up: specs, parameters, and slices of meshes."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
 from math import prod
-from operator import attrgetter, is_
 from typing import Any, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor as ShardedTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from shardwise.torch_internals.step import dtensor
+
 T = TypeVar("T", bound=torch.Tensor)
 
-
-# As in torch, parameters that are DTensors are typed as plain tensors or parameters.
 
 Spec = DTensorSpec
 
@@ -33,89 +32,12 @@ def dtensor_spec(
     return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, dtype))
 
 
-def dtensor(local: torch.Tensor, spec: DTensorSpec, outline: torch.Tensor | None = None) -> DTensor:
-    """Wraps a local tensor as a DTensor, without the checks and communication of ``from_local``: 20 times as fast.
-
-    Only ``__new__``: ``__init__`` does nothing but pass through several wrappers. ``outline`` is a tensor like
-    ``local`` without a storage offset: torch fails to copy a DTensor created with one.
-    """
-    made = DTensor.__new__(DTensor, local if outline is None else outline, spec, requires_grad=False)
-    if outline is not None:
-        made._local_tensor = local
-    return made
-
-
 def dtensor_parameter(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool) -> nn.Parameter:
     """Returns a new DTensor as a parameter. ``nn.Parameter`` would detach it first, for which DTensor propagates
     shardings: milliseconds for each new shape."""
     made: Any = dtensor(local, spec).requires_grad_(requires_grad)
     made._is_param = True
     return cast(nn.Parameter, made)
-
-
-def spec_of(tensor: torch.Tensor) -> DTensorSpec:
-    spec: DTensorSpec = tensor._spec  # type: ignore[attr-defined]
-    return spec
-
-
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the local tensor itself; ``to_local()`` would create a new one each time."""
-    local: torch.Tensor = tensor._local_tensor  # type: ignore[attr-defined]
-    return local
-
-
-_local = attrgetter("_local_tensor")
-_requires_grad = attrgetter("requires_grad")
-
-
-def all_show(columns: Sequence[Sequence[Any]]) -> bool:
-    """Returns whether each module still has, under that name, the same parameter with the same local tensor and the
-    same ``requires_grad``. The columns are dicts of parameters, names, parameters, local tensors, ``requires_grad``.
-
-    One call for all parameters of a unit, because every step makes it.
-    """
-    holders, names, params, locals_, trainable = columns
-    with without_torch_function():
-        return (
-            all(map(is_, map(dict.get, holders, names), params))
-            and all(map(is_, map(_local, params), locals_))
-            and all(map(is_, map(_requires_grad, params), trainable))
-        )
-
-
-# A context in which reading attributes of DTensors is as fast as of plain tensors: without ``__torch_function__``.
-without_torch_function = torch._C.DisableTorchFunctionSubclass
-
-
-# A context inside it for users' code, in which ``__torch_function__`` works as usual.
-with_torch_function = torch._C._EnableTorchFunction
-
-
-def have_local_tensors(tensors: Collection[torch.Tensor], locals_: Collection[torch.Tensor]) -> bool:
-    """Returns whether the DTensors have exactly these local tensors, in order, and require no gradient."""
-    return all(map(is_, map(_local, tensors), locals_)) and not any(map(_requires_grad, tensors))
-
-
-def replace_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
-    """Points a DTensor at another local tensor of the same shape, keeping the object that optimizers hold."""
-    tensor._local_tensor = local  # type: ignore[attr-defined]
-
-
-def redistributed_local(gradient: torch.Tensor, spec: Spec, left: tuple[int, ...] = ()) -> torch.Tensor:
-    """Redistributes a DTensor gradient, which may be partial sums, as ``spec`` says; returns its local tensor.
-
-    On the axes ``left`` its placements stay as they are.
-    """
-    assert isinstance(gradient, DTensor)
-    wanted = spec.placements
-    if left:
-        wanted = tuple(
-            gradient.placements[axis] if axis in left else wanted[axis] for axis in range(len(wanted))
-        )
-    if gradient.placements != wanted:
-        gradient = gradient.redistribute(placements=wanted)
-    local = gradient._local_tensor
-    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
 def strided_shard(dim: int, split_factor: int) -> Placement:
@@ -168,3 +90,15 @@ def without_memory_like(cls: type[T], param: torch.Tensor) -> T:
         cls, param.shape, dtype=param.dtype, device=param.device, requires_grad=param.requires_grad
     )
     return made
+
+
+def group_of_sharded_tensor(value: ShardedTensor) -> tuple[dist.ProcessGroup, torch.device]:
+    """Returns the process group of a sharded tensor, and a device on which the group communicates.
+
+    ``ShardedTensor`` is the older kind, without a mesh, in which torch's FSDP saves shards.
+    """
+    group = value._process_group
+    kind = dist.distributed_c10d._get_object_coll_device(group)
+    if kind == "cpu":
+        return group, torch.device(kind)
+    return group, torch.device(kind, torch.get_device_module(kind).current_device())

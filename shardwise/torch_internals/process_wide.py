@@ -19,7 +19,7 @@ from torch.nn.utils import stateless
 from torch.utils._pytree import tree_map_only
 
 from shardwise.errors import ConfigError
-from shardwise.torch_internals.dtensor import local_of
+from shardwise.torch_internals.step import local_of
 
 
 def count_foreach_writes(is_counted: Callable[[torch.Tensor], bool]) -> None:

@@ -22,14 +22,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise.engine.step.graph_capture import (
     begin_replay,
-    collect_roots,
     end_replay,
     is_unchanged,
     join_streams,
     recording,
     why_not_capturable,
 )
-from shardwise.engine.step.root import Root
+from shardwise.engine.step.root import Root, collect_roots
 from shardwise.engine.tensor_trees import map_tensors, tensors_in
 from shardwise.errors import ShardwiseError
 from shardwise.torch_internals import same_structure

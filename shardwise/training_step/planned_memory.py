@@ -68,7 +68,7 @@ def _unit_bytes(unit: Unit) -> UnitBytes:
     part_world = settings.after_forward.part_world
     found = UnitBytes(
         unit.name,
-        shards=0 if unit.is_offloaded else buffers.shards.nbytes,
+        shards=0 if unit.home.is_offloaded else buffers.shards.nbytes,
         full=full,
         gathering=buffers.gather.temporary_bytes,
         gradients=0,
@@ -86,7 +86,7 @@ def _unit_bytes(unit: Unit) -> UnitBytes:
         rows=plan.rows.size_bytes,
         own_row=plan.row_numel * plan.sum_dtype.itemsize,
         shard_gradients=0
-        if plan.is_offloaded
+        if plan.home.is_offloaded
         else sum(segment.numel * segment.dtype.itemsize for segment in plan.segments),
         is_sliced=len(plan.slices) > 1,
     )

@@ -36,6 +36,7 @@ from shardwise.engine.state_dict_check import check_state_dict, size_mismatch
 from shardwise.engine.unit.binding import WRAPPED_NAME, Place, clean_name, is_wrapper
 from shardwise.engine.unit.flat_form import FlatSlot, part_of
 from shardwise.engine.unit.membership import units_of
+from shardwise.engine.unit.replaced import take_back_replaced
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import CheckpointError, UnsupportedError
 from shardwise.planning.layout import cut_evenly
@@ -92,7 +93,7 @@ def read_state(
             if not is_summoned(unit):
                 # A name that was tied to another unit's parameter needs that unit, too.
                 unit.reshard(trace.IDLE)
-                unit.take_back_replaced()
+                take_back_replaced(unit)
             for needed in _units_to_summon(unit):
                 for slot, full in stack.enter_context(summoned_unit(needed)).items():
                     unit_of_storage[full.untyped_storage().data_ptr()] = needed
@@ -269,7 +270,7 @@ class LoadHooks:
             check_idle(needed, "load_state_dict")
             if is_flat(needed) and not is_summoned(needed):
                 needed.reshard(trace.IDLE)
-                needed.take_back_replaced()
+                take_back_replaced(needed)
         if is_local:
             for key, value in state.items():
                 if isinstance(value, CheckpointSpan):

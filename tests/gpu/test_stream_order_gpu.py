@@ -434,7 +434,7 @@ WAITS = {
         Site("make_room", "wait_compute"), weights_are_written_late_before_unshard
     ),
     "replaced weights are in the unit's buffer before it is gathered": Wait(
-        Site("_catch_up", "wait_compute"), weights_are_replaced_late
+        Site("catch_up", "wait_compute"), weights_are_replaced_late
     ),
     "compute leaves weights before their memory is gathered into": Wait(
         Site("_reclaim", "wait_event"), compute_uses_weights_late

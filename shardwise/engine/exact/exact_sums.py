@@ -31,6 +31,7 @@ from shardwise.engine.reduce.reduce_in_flight import ReduceInFlight
 from shardwise.engine.reduce.reduce_plan import ReducePlan, ReduceSettings, Summation, computed_dtype
 from shardwise.engine.unit.binding import Slot
 from shardwise.engine.unit.dtensor_form import ShardedForm
+from shardwise.engine.unit.settings import ShardHome
 from shardwise.errors import ConfigError, StateError
 from shardwise.planning.sums import is_power_of_two, total, with_term
 from shardwise.policies import MixedPrecisionPolicy
@@ -57,16 +58,13 @@ class ExactSummation(Summation):
         form: ShardedForm,
         mesh: DataMesh,
         precision: MixedPrecisionPolicy,
-        shard_device: torch.device,
-        pins: bool,
+        home: ShardHome,
     ) -> ReducePlan:
         sent = computed_dtype(slots)
         reduce_dtype = precision.reduce_dtype
         if reduce_dtype is not None and reduce_dtype.itemsize < sent.itemsize:
             sent = reduce_dtype
-        return ExactReducePlan(
-            slots, form, mesh, sent, shard_device, pins, torch.promote_types(sent, torch.float32)
-        )
+        return ExactReducePlan(slots, form, mesh, sent, home, torch.promote_types(sent, torch.float32))
 
 
 EXACT_SUMMATION = ExactSummation()
@@ -120,11 +118,10 @@ class ExactReducePlan(ReducePlan):
         form: ShardedForm,
         mesh: DataMesh,
         sent_dtype: torch.dtype,
-        shard_device: torch.device,
-        pins: bool,
+        home: ShardHome,
         sum_dtype: torch.dtype,
     ) -> None:
-        super().__init__(slots, form, mesh, sent_dtype, shard_device, pins, sum_dtype)
+        super().__init__(slots, form, mesh, sent_dtype, home, sum_dtype)
         # Counts the reduces of one backward.
         self.reduce_number = 0
         # Identifies the gradients of this plan, and of one that replaces it later.
@@ -276,7 +273,7 @@ class ExactReduceInFlight(ReduceInFlight):
         gradient = segments[view.segment].as_strided(view.shape, view.strides, view.start)
         if base is None:
             return gradient
-        if self.plan.is_offloaded:
+        if self.plan.home.is_offloaded:
             # order: the transfer before the sum, because the host adds
             self._streams.host_waits_for(self._streams.reduce.record_event())
         return torch.add(base, gradient)

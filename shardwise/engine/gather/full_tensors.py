@@ -17,6 +17,7 @@ from torch.overrides import is_tensor_like
 from shardwise.comm.collectives.agreement import gather_objects
 from shardwise.comm.collectives.group import GroupCollectives
 from shardwise.engine.unit.flat_form import FlatForm, FlatSlot, Line
+from shardwise.engine.unit.replaced import take_back_replaced
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import RankDisagreement
 from shardwise.torch_internals import (
@@ -143,7 +144,7 @@ def full_tensors_of(unit: Unit, number: int, values: torch.Tensor) -> list[torch
 
 def gather_parameters(unit: Unit) -> dict[FlatSlot, torch.Tensor]:
     """Gathers every parameter of the unit, in its stored dtype. Every rank must call it."""
-    unit.take_back_replaced()
+    take_back_replaced(unit)
     found: dict[FlatSlot, torch.Tensor] = {}
     for number, line in enumerate(flat_form(unit).lines):
         full = gather_segment(unit, line.share)

@@ -13,6 +13,7 @@ gather in backward then runs over a smaller group, and yields the same rows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -20,6 +21,7 @@ import torch
 from shardwise.comm.collectives.group import GroupCollectives, LentRows, Work, drain
 from shardwise.comm.dry_run import is_like_cuda
 from shardwise.engine.buffers import ElasticBuffer
+from shardwise.engine.gather.tensor_extensions import TensorExtension
 from shardwise.engine.kernels import plan_copy_out_kernel
 from shardwise.planning.column_blocks import column_blocks_of_layout
 from shardwise.planning.layout import Block, EvenShard, Layout, blocks_by_rank
@@ -158,8 +160,11 @@ class UnitGather:
         device: torch.device,
         calls: GroupCollectives,
         part_calls: GroupCollectives | None,
+        extensions: Sequence[TensorExtension],
     ) -> None:
         self.calls = calls
+        # Parameters that decide themselves what is sent.
+        self._extensions = extensions
         self._part_calls = part_calls
         self._full = full
         # Where the rows of all ranks are the full buffer, they are received there and nothing is copied out.
@@ -171,6 +176,8 @@ class UnitGather:
         self._temporary = [] if self._rows is full else [self._rows]
         self._work: Work | None = None
         self._lent: LentRows | None = None
+        # Whether the gather issued last keeps a part of the rows when it finishes.
+        self.keeps_part = False
 
         self._part: ElasticBuffer | None = None
         if part_calls is not None:
@@ -238,14 +245,20 @@ class UnitGather:
             buffer.size_bytes for buffer in self._temporary if buffer is not self._rows or not gathers_each
         )
 
-    def issue(self, code: int, from_part: bool) -> None:
-        """Starts the gather, from every rank's shards or from the parts kept after forward."""
+    def issue(self, code: int, from_part: bool, keeps_part: bool) -> None:
+        """Starts the gather, from every rank's shards or from the parts kept after forward.
+
+        With ``keeps_part`` this rank's part of the rows stays, from ``finish`` to ``drop_part``.
+        """
+        self.keeps_part = keeps_part
         if from_part:
             assert self._part_calls is not None
             self._full.grow()
             self._rows.grow()
             self._work = self._part_calls.issue_all_gather(self._all_rows, self._part_row, code)
             return
+        for extension in self._extensions:
+            extension.write_row()
         if self._part is not None:
             self._part.shrink()
         self._full.grow()
@@ -262,8 +275,8 @@ class UnitGather:
             self._rows.grow()
             self._work = self.calls.issue_all_gather(self._all_rows, self._own, code)
 
-    def finish(self, keep_part: bool) -> None:
-        """Waits for the rows and copies them out; with ``keep_part``, keeps this rank's part of the rows."""
+    def finish(self) -> None:
+        """Waits for the rows and copies them out."""
         assert self._work is not None
         self._work.wait()
         self._work = None
@@ -273,7 +286,7 @@ class UnitGather:
             self._lent = None
         elif self._copy_out is not None and self._rows.is_grown:
             self._copy_out.run()
-        if keep_part:
+        if self.keeps_part:
             assert self._part is not None
             self._part.grow()
             self._part_row.copy_(self._part_source)
@@ -281,6 +294,8 @@ class UnitGather:
             self._part.shrink()
         for buffer in self._temporary:
             buffer.shrink()
+        for extension in self._extensions:
+            extension.rebuild()
 
     def abandon(self) -> bool:
         """Drops a gather that nobody waits for, once it has ended; False if its buffers may still be written to."""

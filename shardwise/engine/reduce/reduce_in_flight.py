@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 from shardwise.comm.collectives.group import Work, drain
 from shardwise.comm.streams import SideStreams, StreamEvent
 from shardwise.engine.reduce.gradient_buffer import GradientBuffer, GradientView, Presence
-from shardwise.engine.reduce.pack import Slice
 from shardwise.engine.unit.binding import Slot
 from shardwise.torch_internals import (
     add_all,
@@ -117,20 +116,15 @@ class ReduceInFlight:
                     plan.rows.grow_in(calls.lend(plan.rows.size_bytes))
                 if not packs_at_once:
                     each.pack.fill(gradients, is_complete=present is None)
-                self._issue_slice(each)
+                if self._division.before != 1.0:
+                    each.rows.div_(self._division.before)
+                self._work = calls.issue_reduce_scatter(
+                    each.own_span(self._own_row), each.rows, self._division.group_averages, self._code
+                )
             if calls.ordered_by_stream:
                 self._receive_own_row()
                 if self._work is not None:
                     self._receive_replicas()
-
-    def _issue_slice(self, each: Slice) -> None:
-        division = self._division
-        assert self._own_row is not None
-        if division.before != 1.0:
-            each.rows.div_(division.before)
-        self._work = self._settings.calls.issue_reduce_scatter(
-            each.own_span(self._own_row), each.rows, division.group_averages, self._code
-        )
 
     def _make_own_row(self) -> torch.Tensor:
         """Allocates an own row that is cast or added to, on the reduce stream, which frees it when that is done."""
@@ -256,10 +250,10 @@ class ReduceInFlight:
             if source.is_complex() and not dtype.is_complex:
                 # Real gradients were sent as complex numbers beside complex ones: their imaginary part is zero.
                 source = source.real
-            if plan.is_offloaded:
+            if plan.home.is_offloaded:
                 # Cast on the device, where it is fast; the host waits for the transfer before anything reads it.
-                target = torch.empty(numel, dtype=dtype, device=plan.shard_device, pin_memory=plan.pins)
-                segments.append(target.copy_(source.to(dtype), non_blocking=plan.pins))
+                target = torch.empty(numel, dtype=dtype, device=plan.home.device, pin_memory=plan.home.pins)
+                segments.append(target.copy_(source.to(dtype), non_blocking=plan.home.pins))
             else:
                 segments.append(source.to(dtype, copy=True))
         return segments
@@ -293,7 +287,7 @@ class ReduceInFlight:
         """Assigns a gradient after the hooks of ``register_hook`` have changed it."""
         param, stream = view.slot.sharded, self._streams.reduce
         with stream, with_torch_function():
-            if self.plan.is_offloaded:
+            if self.plan.home.is_offloaded:
                 # order: the transfer before the hooks, because they read the gradient on the host
                 self._streams.host_waits_for(stream.record_event())
             gradient = view.slot.gradient(self._tensor_of(view).clone())
@@ -321,7 +315,7 @@ class ReduceInFlight:
             sums.append(local_of(existing) if isinstance(existing, DTensor) else existing)
         stream = self._streams.reduce
         with stream:
-            if self.plan.is_offloaded:
+            if self.plan.home.is_offloaded:
                 # order: the transfer before the sum, because the host adds
                 self._streams.host_waits_for(stream.record_event())
             add_all(sums, [self._tensor_of(view) for view in views])

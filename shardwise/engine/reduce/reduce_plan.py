@@ -32,6 +32,7 @@ from shardwise.engine.reduce.pack import plan_slices
 from shardwise.engine.reduce.reduce_in_flight import PartialSum, ReduceInFlight
 from shardwise.engine.unit.binding import Slot
 from shardwise.engine.unit.dtensor_form import ShardedForm
+from shardwise.engine.unit.settings import ShardHome
 from shardwise.planning.layout import Packing
 from shardwise.planning.sums import Division, plan_division
 from shardwise.policies import MixedPrecisionPolicy
@@ -86,12 +87,11 @@ class Summation:
         form: ShardedForm,
         mesh: DataMesh,
         precision: MixedPrecisionPolicy,
-        shard_device: torch.device,
-        pins: bool,
+        home: ShardHome,
     ) -> ReducePlan:
         """Plans the reduce of these slots in one dtype: the policy's, or one that holds all gradients without loss."""
         dtype = precision.reduce_dtype or computed_dtype(slots)
-        return ReducePlan(slots, form, mesh, dtype, shard_device, pins)
+        return ReducePlan(slots, form, mesh, dtype, home)
 
 
 DEFAULT_SUMMATION = Summation()
@@ -139,8 +139,7 @@ class ReducePlan:
         form: ShardedForm,
         mesh: DataMesh,
         reduce_dtype: torch.dtype,
-        shard_device: torch.device,
-        pins: bool,
+        home: ShardHome,
         sum_dtype: torch.dtype | None = None,
     ) -> None:
         self.slots = slots
@@ -151,9 +150,7 @@ class ReducePlan:
         self.sum_dtype = sum_dtype or reduce_dtype
         # Whether this backward has reduced gradients of the unit before: they may arrive in several groups.
         self.is_again = False
-        self.shard_device = shard_device
-        self.is_offloaded = shard_device != mesh.device
-        self.pins = pins
+        self.home = home
         packing = form.packing(slots, mesh.shard.world, reduce_dtype.itemsize)
         self.row_numel = packing.row_numel
         self.rows, self.slices = plan_slices(
@@ -187,7 +184,9 @@ class ReducePlan:
         self.split_sizes = _split_sizes(assigned, self.segments)
         # Whether the own row is the gradient buffer, without a cast or a transfer.
         self.needs_no_cast = (
-            len(self.segments) == 1 and self.segments[0].dtype == self.sum_dtype and not self.is_offloaded
+            len(self.segments) == 1
+            and self.segments[0].dtype == self.sum_dtype
+            and not self.home.is_offloaded
         )
         self._lends = self._reuses_gradients and self.needs_no_cast and form.lends_gradients
 

@@ -7,45 +7,15 @@ Recording runs nothing on the device, and a replay runs no Python: channels must
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 
 from shardwise import trace
+from shardwise.engine.step.root import Root
 from shardwise.engine.unit.collective_names import REPLAY
 from shardwise.planning.lifecycle import SHARDED
-
-if TYPE_CHECKING:
-    from shardwise.engine.step.root import Root
-
-
-class _RootCollector(threading.local):
-    """The list that collects the roots which run on this thread, if any."""
-
-    seen: list[Root] | None = None
-
-
-_root_collector = _RootCollector()
-
-
-@contextmanager
-def collect_roots(seen: list[Root]) -> Iterator[None]:
-    """Within it, adds each root whose forward begins on this thread to ``seen``, in order."""
-    outer, _root_collector.seen = _root_collector.seen, seen
-    try:
-        yield
-    finally:
-        _root_collector.seen = outer
-
-
-def report_root(root: Root) -> None:
-    """Adds a root whose forward begins to the open collection, if there is one."""
-    if _root_collector.seen is not None and root not in _root_collector.seen:
-        _root_collector.seen.append(root)
-
 
 # --- recording --------------------------------------------------------------------------------------------------------
 
@@ -55,7 +25,7 @@ def why_not_capturable(root: Root) -> str | None:
     if not root.streams.host_runs_ahead:
         return f"the model is sharded over {root.top.mesh.device}"
     for unit in root.units:
-        if unit.is_offloaded:
+        if unit.home.is_offloaded:
             return f"the shards of unit '{unit.name}' live on the host, which would have to run in every step"
         for calls in (unit.mesh.shard, unit.mesh.replicate):
             if calls is not None and not calls.ordered_by_stream:

@@ -19,7 +19,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardwise.engine.reduce.gradient_buffer import make_traceable
-from shardwise.engine.unit.membership import check_not_sharded, is_member, membership, units_of
+from shardwise.engine.unit.membership import is_member, membership, units_of
+from shardwise.engine.unit.replaced import check_not_sharded
 from shardwise.errors import StateError
 from shardwise.torch_internals import (
     before_functional_call,
@@ -45,7 +46,7 @@ class OptimizerHooks:
         self._lock = threading.Lock()
         self._is_installed = False
         self._of_thread = threading.local()
-        self._units: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[weakref.ref[Unit]]]] = (
+        self._units: weakref.WeakKeyDictionary[Optimizer, tuple[list[int], list[weakref.ref[Unit]]]] = (
             weakref.WeakKeyDictionary()
         )
 
@@ -89,34 +90,56 @@ class OptimizerHooks:
         for unit in units:
             unit.gradients.hide_stash()
         for root in _roots_of(units):
-            root.before_optimizer(optimizer)
+            root.agreement.before_optimizer(optimizer, root.in_backward)
 
     @untraced
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         units = self._units_of(optimizer)
         for root in _roots_of(units):
-            root.after_optimizer()
+            root.agreement.after_optimizer()
         for unit in units:
             unit.was_stepped()
 
     def _units_of(self, optimizer: Optimizer) -> list[Unit]:
-        num_params = sum(len(group["params"]) for group in optimizer.param_groups)
-        known = self._units.get(optimizer)
-        if known is None or known[0] != num_params:
-            units: dict[Unit, None] = {}
-            for group in optimizer.param_groups:
-                for param in group["params"]:
-                    if (found := membership(param)) is not None:
-                        _check_is_sharded(optimizer, param, *found)
-                        units[found[0]] = None
-            known = self._units[optimizer] = (num_params, [weakref.ref(unit) for unit in units])
-        return [unit for reference in known[1] if (unit := reference()) is not None]
+        units = self.known_units(optimizer)
+        if units is None:
+            found = _members(optimizer)
+            for param, (unit, slot) in found.items():
+                _check_is_sharded(optimizer, param, unit, slot)
+            units = list(dict.fromkeys(unit for unit, _ in found.values()))
+            self._units[optimizer] = (_ids_of_params(optimizer), [weakref.ref(unit) for unit in units])
+        return units
+
+    def known_units(self, optimizer: Optimizer) -> list[Unit] | None:
+        """The units whose parameters an optimizer holds, as of its last step; None if it has got others since."""
+        ids, units = self._units.get(optimizer, (None, []))
+        if ids != _ids_of_params(optimizer):
+            return None
+        return [unit for reference in units if (unit := reference()) is not None]
+
+
+def _ids_of_params(optimizer: Optimizer) -> list[int]:
+    ids: list[int] = []
+    for group in optimizer.param_groups:
+        ids += map(id, group["params"])
+    return ids
+
+
+def _members(optimizer: Optimizer) -> dict[torch.Tensor, tuple[Unit, Slot]]:
+    return {
+        param: found
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if (found := membership(param)) is not None
+    }
 
 
 def optimizer_zeroed(optimizer: Optimizer, set_to_none: bool) -> None:
     """Zeroes stashed gradients, too, after an optimizer's ``zero_grad``."""
+    units = OPTIMIZER_HOOKS.known_units(optimizer)
+    if units is None:
+        units = list(dict.fromkeys(unit for unit, _ in _members(optimizer).values()))
     shards = {param for group in optimizer.param_groups for param in group["params"]}
-    units = {found[0]: None for param in shards if (found := membership(param)) is not None}
     for unit in units:
         unit.gradients.zero(shards, set_to_none)
 

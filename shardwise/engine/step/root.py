@@ -13,8 +13,11 @@ it. The gather stream reclaims that memory before it gathers the next unit but o
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -25,9 +28,8 @@ from shardwise.comm.collectives.agreement import check_same_model
 from shardwise.comm.streams import StreamEvent, side_streams_for, take_workspaces
 from shardwise.engine.exact.exact_sums import check_model
 from shardwise.engine.reduce.reduce_in_flight import ReduceInFlight, run_user_hooks
-from shardwise.engine.reduce.reduce_plan import ReducePlan, ReduceSettings
+from shardwise.engine.reduce.reduce_plan import ReducePlan
 from shardwise.engine.step.agreement import StepAgreement
-from shardwise.engine.step.graph_capture import report_root
 from shardwise.engine.step.joint_units import JointUnits
 from shardwise.engine.unit.binding import Slot, clean_name
 from shardwise.engine.unit.membership import units_of
@@ -37,7 +39,6 @@ from shardwise.planning.schedule import Window
 from shardwise.torch_internals import backward_executes, do_aside, inside_backward, queue_end_of_backward
 
 if TYPE_CHECKING:
-    from shardwise.engine.reduce.gradient_buffer import Presence
     from shardwise.engine.unit.autograd_signals import Visit
     from shardwise.engine.unit.unit import Unit
 
@@ -85,8 +86,8 @@ class Root:
         self._has_adopted = False
         # Freed units whose memory is still to be reclaimed, with the end of their last compute.
         self._freed: deque[tuple[Unit, StreamEvent]] = deque()
-        self._in_flight: deque[ReduceInFlight] = deque()
-        # Finished reduces whose rows the reduce stream may still read.
+        # Reduces in flight, the oldest first.
+        self.reduces: deque[ReduceInFlight] = deque()
         self._is_offloaded = False
         self.post_optim_event: torch.Event | None = None
         self.agreement = StepAgreement(top)
@@ -138,7 +139,7 @@ class Root:
             self._adopt(unit, name, model)
         check_model(self.units, f"first forward, rank {self.top.rank}")
         self._check_agreement()
-        self._is_offloaded = any(unit.is_offloaded for unit in self.units)
+        self._is_offloaded = any(unit.home.is_offloaded for unit in self.units)
         self._has_adopted = True
         self.update_joint_units()
         take_workspaces(self.top.mesh.device)
@@ -172,7 +173,8 @@ class Root:
         self.recover()
         self.agreement.check_not_torn()
         self.adopt_units()
-        report_root(self)
+        if _collecting.roots is not None and self not in _collecting.roots:
+            _collecting.roots.append(self)
         self.in_forward = True
         self.agreement.begin_forward()
         self.expects_backward = torch.is_grad_enabled()
@@ -286,41 +288,26 @@ class Root:
         number = visit.window.before(visit.place, partial(_is_reached, visit.unit_refs))
         return None if number is None else visit.unit_refs[number]()
 
-    def start_reduce(
-        self,
-        plan: ReducePlan,
-        settings: ReduceSettings,
-        gradients: list[torch.Tensor | None],
-        present: Presence,
-        max_inputs: int,
-        codes: tuple[int, int],
-    ) -> None:
-        """Issues a reduce, after finishing as many earlier ones as needed.
+    def finish_earlier_reduces(self, plan: ReducePlan, max_inputs: int) -> None:
+        """Finishes as many reduces as needed before one of ``plan`` is issued.
 
         At most ``max_inputs`` reduces may have their input in memory; with replicas, one more may be in its all-reduce.
         """
-        if self._in_flight:
-            self._finish_earlier_reduces(plan, max_inputs)
-        reduction = plan.begin(settings, self.streams, codes)
-        reduction.issue(gradients, present)
-        self._in_flight.append(reduction)
-
-    def _finish_earlier_reduces(self, plan: ReducePlan, max_inputs: int) -> None:
-        in_flight = self._in_flight
+        reduces = self.reduces
         if max_inputs == 1 and plan.mesh.replicate is None:
-            while in_flight:
+            while reduces:
                 self._finish_oldest_reduce()
             return
-        while any(reduction.plan is plan for reduction in in_flight):
+        while any(reduction.plan is plan for reduction in reduces):
             self._finish_oldest_reduce()
-        scattering = [reduction for reduction in in_flight if reduction.is_scattering]
+        scattering = [reduction for reduction in reduces if reduction.is_scattering]
         for reduction in scattering[: max(0, len(scattering) + 1 - max_inputs)]:
             reduction.advance()
-        while len(in_flight) > max_inputs or (in_flight and in_flight[0].is_done):
+        while len(reduces) > max_inputs or (reduces and reduces[0].is_done):
             self._finish_oldest_reduce()
 
     def _finish_oldest_reduce(self) -> None:
-        reduction = self._in_flight.popleft()
+        reduction = self.reduces.popleft()
         hooked = reduction.finish()
         if hooked:
             self._run_hooks(reduction, hooked)
@@ -330,7 +317,7 @@ class Root:
 
     def _run_hooks(self, reduction: ReduceInFlight, hooked: list[Slot]) -> None:
         stream = self.streams.reduce
-        if reduction.plan.is_offloaded:
+        if reduction.plan.home.is_offloaded:
             # order: the transfer before the hooks, because they read the gradients on the host
             self.streams.host_waits_for(stream.record_event())
         with stream:
@@ -349,7 +336,7 @@ class Root:
             for unit in reversed(units):
                 unit.hooks.flush()
             self.ends_backward = False
-            while self._in_flight:
+            while self.reduces:
                 self._finish_oldest_reduce()
             if self.is_last_backward:
                 if self.joint_units is not None:
@@ -367,14 +354,6 @@ class Root:
                 # order: the last transfers before the host goes on, because it steps the optimizer
                 self.streams.host_waits_for(reduced)
         self.in_backward = False
-
-    # --- the optimizer --------------------------------------------------------------------------------------------
-
-    def before_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        self.agreement.before_optimizer(optimizer, self.in_backward)
-
-    def after_optimizer(self) -> None:
-        self.agreement.after_optimizer()
 
     # --- recovery -------------------------------------------------------------------------------------------------
 
@@ -419,8 +398,8 @@ class Root:
             )
         self.break_off("it began a new step before the last one had ended")
         with torch.no_grad():
-            in_flight = [self._in_flight.popleft() for _ in range(len(self._in_flight))]
-            unlanded = {reduction.plan for reduction in in_flight if not reduction.abandon()}
+            abandoned, self.reduces = self.reduces, deque()
+            unlanded = {reduction.plan for reduction in abandoned if not reduction.abandon()}
             for unit in self.units:
                 unit.abandon_step(drops_stash)
                 unit.gradients.forget_reduces(unlanded)
@@ -429,3 +408,22 @@ class Root:
             self.joint_units.forget()
         self.agreement.clear_failure()
         self.in_forward = self.in_backward = self.ends_backward = False
+
+
+class _Collecting(threading.local):
+    """The list of the roots whose forward begins on this thread, while somebody collects them."""
+
+    roots: list[Root] | None = None
+
+
+_collecting = _Collecting()
+
+
+@contextmanager
+def collect_roots(roots: list[Root]) -> Iterator[None]:
+    """Within it, adds each root whose forward begins on this thread to ``roots``, in order."""
+    outer, _collecting.roots = _collecting.roots, roots
+    try:
+        yield
+    finally:
+        _collecting.roots = outer

@@ -16,6 +16,9 @@ new node, and the hook stays on a node that backward no longer reaches; a hook o
 With ``create_graph``, a second backward may run through the graph of the first. It reaches a visit through the
 gradients of its inputs, before it reaches the outputs.
 
+A forward may also store tensors in attributes of its modules, beside its output: an auxiliary loss, for example.
+Backward may reach the unit through one of them first, so they get hooks like outputs.
+
 The graph holds the visit (through its hooks), and the visit holds its window. A visit never references a part of the
 graph that leads back to itself: at most the node that produced its input, which backward reaches later.
 """
@@ -26,12 +29,14 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, is_grad_enabled
+from torch import Tensor, is_grad_enabled, nn
 from torch.autograd.graph import register_multi_grad_hook
 
 from shardwise.engine.tensor_trees import InputSwaps, map_tensors, tensors_in
+from shardwise.engine.unit.membership import units_of
 from shardwise.planning.schedule import Window
 from shardwise.torch_internals import (
+    buffers_of,
     current_backward,
     do_aside,
     hook_gradient,
@@ -223,6 +228,43 @@ class Visit:
 
     def _gradients_gradient_arrives(self, gradient: Tensor) -> None:
         do_aside(self.hooks.pre_backward, self)
+
+
+# Attributes that every module has, which never hold a result.
+_OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
+
+
+class GraphAttributes:
+    """The attributes of a unit's modules that hold tensors with a graph after a forward.
+
+    Searching all attributes in every forward would take too long: the first forward finds those that hold such tensors,
+    later ones read only these.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[nn.Module, list[tuple[dict[str, Any], str]]] = {}
+
+    def graph_tensors(self, module: nn.Module) -> list[Tensor]:
+        """Returns the tensors in such attributes of ``module`` and of the modules below it in the same unit."""
+        known = self._known.get(module)
+        if known is None:
+            known = self._known[module] = []
+            _look_through(module, known)
+        if not known:
+            return []
+        return [tensor for attributes, name in known for tensor in tensors_in(attributes.get(name))]
+
+
+def _look_through(module: nn.Module, found: list[tuple[dict[str, Any], str]]) -> None:
+    for attributes in (module.__dict__, buffers_of(module)):
+        for name, value in attributes.items():
+            if name not in _OF_EVERY_MODULE and any(
+                tensor.grad_fn is not None for tensor in tensors_in(value)
+            ):
+                found.append((attributes, name))
+    for child in module.children():
+        if not units_of(child):
+            _look_through(child, found)
 
 
 class _Tied(torch.autograd.Function):

@@ -18,7 +18,8 @@ from shardwise.engine.unit.binding import FoundParameter, Place, Slot, clean_nam
 from shardwise.engine.unit.dtensor_form import PlacementFn, ShardedForm, chosen_placement
 from shardwise.engine.unit.hooks import UnitHooks
 from shardwise.engine.unit.membership import UNITS_ATTRIBUTE, hidden, membership, tag, tag_hidden, units_of
-from shardwise.engine.unit.unit import Unit, UnitSettings, shard_device
+from shardwise.engine.unit.settings import UnitSettings, shard_home
+from shardwise.engine.unit.unit import Unit
 from shardwise.errors import ConfigAssertionError, ConfigError
 from shardwise.planning.layout import ceil_div
 from shardwise.planning.schedule import AfterForward
@@ -183,6 +184,7 @@ def make_unit(
     offload: OffloadPolicy,
     ignored: set[nn.Parameter],
     sums: Summation = DEFAULT_SUMMATION,
+    companions: tuple[Unit, ...] = (),
 ) -> Unit:
     """Makes a unit of the parameters of ``modules`` that belong to no unit yet, in place, and returns it."""
     own: list[FoundParameter] = []
@@ -194,9 +196,9 @@ def make_unit(
             own.append(found)
 
     offload = _within_budget(offload, own, mesh)
-    slots = form.make_slots(own, mesh, precision, shard_device(mesh, offload), name)
+    slots = form.make_slots(own, mesh, precision, shard_home(mesh, offload).device, name)
     settings = UnitSettings(precision, offload, after_forward, gather_calls=mesh.shard)
-    unit = Unit(name, modules, slots, form, mesh, settings, sums, UnitHooks, Root)
+    unit = Unit(name, modules, slots, form, mesh, settings, sums, UnitHooks, Root, companions)
     OPTIMIZER_HOOKS.install()
     for found, slot in zip(own, slots, strict=True):
         tag(found.param, unit, slot)

@@ -15,12 +15,17 @@ import torch
 from torch import Tensor, is_grad_enabled, nn
 
 from shardwise import trace
-from shardwise.engine.tensor_trees import NO_SWAPS, InputSwaps, map_tensors, tensors_in
-from shardwise.engine.unit.autograd_signals import Visit
-from shardwise.engine.unit.side_outputs import GraphAttributes
+from shardwise.engine.tensor_trees import (
+    NO_SWAPS,
+    InputSwaps,
+    cast_inputs,
+    change_inputs,
+    map_tensors,
+    tensors_in,
+)
+from shardwise.engine.unit.autograd_signals import GraphAttributes, Visit
 from shardwise.engine.unit.unit import Unit
-from shardwise.errors import StateError
-from shardwise.planning.lifecycle import GATHERING, SHARDED, UNSHARDED
+from shardwise.planning.lifecycle import GATHERING, UNSHARDED
 from shardwise.planning.schedule import KEEP
 from shardwise.torch_internals import current_backward, do_aside, inside_backward, untraced
 
@@ -51,17 +56,6 @@ def _without_parameters(unit: Unit, output: Any) -> Any:
             lambda tensor: tensor.clone() if _is_plain(tensor) and is_freed(tensor) else tensor, output
         )
     return output
-
-
-def _cast_inputs(dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any], swaps: InputSwaps) -> Any:
-    if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):
-        # The usual input of a block, most often already in this dtype.
-        tensor = args[0]
-        is_cast = tensor.dtype is not dtype and tensor.is_floating_point()
-        return ((tensor.to(dtype),) if is_cast else args), kwargs
-    return swaps.change(
-        lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, (args, kwargs)
-    )
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -121,10 +115,19 @@ class UnitHooks:
 
         ``input_dtype`` is the dtype to cast inputs to in this call, unless the unit's policy names one.
         """
-        unit = self.unit
+        unit, root = self.unit, self.unit.root
         # Only inputs of the whole model may be on another device.
-        enters = self._input_device is not None and (unit.is_top or not unit.root.in_forward)
-        visit = do_aside(self._enter, module)
+        enters = self._input_device is not None and (unit.is_top or not root.in_forward)
+        visit: Visit | None
+        if root.in_backward and inside_backward():
+            visit = do_aside(UnitHooks._gather_for_recompute, self)
+        elif self.has_several and self._calls:
+            # A module that calls itself, or another of the unit's: one visit for all of them.
+            visit = self._calls[-1]
+        elif self._modules_to_run:
+            visit = self._shared_visit
+        else:
+            visit = do_aside(self._begin_forward, module)
         self._calls.append(visit)
         swaps = NO_SWAPS
         if kwargs or len(args) != 1 or not isinstance(args[0], Tensor):
@@ -132,10 +135,12 @@ class UnitHooks:
         self._swaps.append(swaps)
         try:
             if enters:
-                args, kwargs = self._move_inputs(args, kwargs, swaps)
+                args, kwargs = change_inputs(
+                    lambda tensor: tensor.to(self._input_device), args, kwargs, swaps
+                )
             dtype = self._input_dtype or input_dtype
             if dtype is not None:
-                args, kwargs = _cast_inputs(dtype, args, kwargs, swaps)
+                args, kwargs = cast_inputs(dtype, args, kwargs, swaps)
             if visit is not None and is_grad_enabled():
                 args, kwargs = visit.signal_inputs(args, kwargs, swaps)
         except BaseException as error:
@@ -143,35 +148,29 @@ class UnitHooks:
             raise
         return args, kwargs
 
-    def _enter(self, module: nn.Module) -> Visit | None:
-        """Gathers what a call of ``module`` needs; returns the visit that the call belongs to."""
-        if self.unit.root.in_backward and inside_backward():
-            return self._gather_for_recompute()
-        if self.has_several and self._calls:
-            # A module that calls itself, or another of the unit's: one visit for all of them.
-            return self._calls[-1]
-        return self._shared_visit if self._modules_to_run else self._begin_forward(module)
-
     def _begin_forward(self, module: nn.Module) -> Visit | None:
+        """Begins a visit: holds and gathers what the unit's modules show, and prefetches."""
         unit = self.unit
-        root = unit.root
         is_outermost = unit.is_top and not self._calls
-        is_within_model = root.in_forward and not unit.is_top
+        is_within_model = unit.root.in_forward and not unit.is_top
         visit: Visit | None = None
         try:
             if is_outermost:
-                root.begin_forward()
-                root = unit.root
-            elif not root.in_forward:
-                root.begin_unit_alone()
+                unit.root.begin_forward()
+            elif not unit.root.in_forward:
+                unit.root.begin_unit_alone()
             if unit.needs or unit.is_top:
-                visit = Visit(self, root.window)
-                self._hold_and_gather(visit)
-            for chosen in unit.settings.forward_prefetch if root.in_forward else ():
-                chosen.issue_gather(trace.IN_FORWARD, in_forward=True, prefetch=True)
-                if chosen.root is not root:
-                    # Another root: the end of this forward will not free it if it stays unused.
-                    chosen.gathered.keep()
+                visit = Visit(self, unit.root.window)
+                while visit.held is not unit.needs:
+                    # A gather may find parameters tied to another unit's, and add that unit to ``needs``.
+                    needs = unit.needs
+                    for needed in needs[len(visit.held) :]:
+                        needed.hold_for_forward()
+                        visit.held = (*visit.held, needed)
+                        needed.issue_gather(trace.IN_FORWARD, in_forward=True)
+                    visit.held = needs
+            if unit.settings.forward_prefetch and unit.root.in_forward:
+                self._prefetch_in_forward()
             for needed in unit.needs:
                 needed.wait_gather()
         except BaseException as error:
@@ -179,7 +178,7 @@ class UnitHooks:
                 if needed.release():
                     needed.abandon_gather()
             if is_outermost:
-                root.break_off_forward(error)
+                unit.root.break_off_forward(error)
             raise
         if self.has_several:
             # Within a forward of the model the other modules follow; a call outside of it stands alone.
@@ -190,22 +189,12 @@ class UnitHooks:
             recorder.add(trace.PRE_FORWARD, unit.name, trace.IN_FORWARD, unit.rank)
         return visit
 
-    def _hold_and_gather(self, visit: Visit) -> None:
-        unit = self.unit
-        while visit.held is not unit.needs:
-            # A gather may find parameters tied to another unit's, and add that unit to ``needs``.
-            needs = unit.needs
-            for needed in needs[len(visit.held) :]:
-                if (
-                    needed.state is not SHARDED
-                    and needed.holders == 0
-                    and (needed.gathered.awaits_unseen_backward or needed.gathered.is_stale())
-                ):
-                    needed.reshard(trace.IN_FORWARD)
-                needed.hold()
-                visit.held = (*visit.held, needed)
-                needed.issue_gather(trace.IN_FORWARD, in_forward=True)
-            visit.held = needs
+    def _prefetch_in_forward(self) -> None:
+        for chosen in self.unit.settings.forward_prefetch:
+            chosen.issue_gather(trace.IN_FORWARD, in_forward=True, prefetch=True)
+            if chosen.root is not self.unit.root:
+                # Another root: the end of this forward will not free it if it stays unused.
+                chosen.gathered.keep()
 
     def _gather_for_recompute(self) -> Visit | None:
         """Gathers for activation checkpointing, which runs forward again inside backward; that backward frees."""
@@ -215,14 +204,6 @@ class UnitHooks:
             needed.wait_gather()
             needed.gathered.reveal()
         return Visit(self, unit.root.window) if unit.needs else None
-
-    def _move_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], swaps: InputSwaps) -> Any:
-        if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):
-            return (args[0].to(self._input_device),), kwargs
-        return swaps.change(self._move_input, (args, kwargs))
-
-    def _move_input(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._input_device)
 
     def _cast_output(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._output_dtype) if tensor.is_floating_point() else tensor
@@ -346,7 +327,7 @@ class UnitHooks:
             self._arrived = 0
             self._backward = current_backward()
             if unit.state is not UNSHARDED and unit.gradients.have_come():
-                self._check_announced()
+                unit.gradients.check_were_announced()
         self._open_visits.append(visit)
         for needed in unit.needs:
             if needed.root is not root and not needed.root.in_backward:
@@ -406,7 +387,7 @@ class UnitHooks:
         """Reduces, frees and reports at the end of backward what gave no signal."""
         unit = self.unit
         if unit.prefetched and unit.state is GATHERING and unit.gradients.have_come():
-            self._check_announced()
+            unit.gradients.check_were_announced()
         if self._open_visits:
             self._owes_event = True
         for visit in tuple(self._open_visits):
@@ -419,28 +400,6 @@ class UnitHooks:
         if self._owes_event and unit.settings.recorder is not None:
             self._report(unit.settings.recorder)
         self._owes_event = False
-
-    def _check_announced(self) -> None:
-        """Raises if gradients were computed with parameters that had not been gathered.
-
-        Gradients of parameters that another unit shows, too, may have come while that one held them.
-        """
-        unit = self.unit
-        others = [other for other in unit.root.units if other is not unit and unit in other.needs]
-        elsewhere = {module for other in others for top in other.modules for module in top.modules()}
-        if not any(
-            slot.unsharded.grad is not None and elsewhere.isdisjoint(place.module for place in slot.places)
-            for slot in unit.slots
-        ):
-            return
-        unit.gradients.drop()
-        raise StateError(
-            f"backward went through unit '{unit.name}' before its weights were gathered, so its gradients are wrong: "
-            "it started from a tensor that forward stored somewhere else than in its output",
-            where=f"backward, rank {unit.rank}",
-            fix="return that tensor from forward (inside a tuple, dict or dataclass will do), or keep the weights with "
-            "reshard_after_forward=False; and do not remove hooks from outputs",
-        )
 
     def _report(self, recorder: trace.Recorder) -> None:
         unit = self.unit

@@ -7,6 +7,7 @@ are ``Any`` here for the same reason.
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,8 +17,8 @@ from torch import nn
 if TYPE_CHECKING:
     from shardwise.comm.channels.channel import Channel
     from shardwise.comm.streams import SideStreams
-    from shardwise.engine.reduce.gradient_buffer import Presence
-    from shardwise.engine.reduce.reduce_plan import ReducePlan, ReduceSettings
+    from shardwise.engine.reduce.reduce_in_flight import ReduceInFlight
+    from shardwise.engine.reduce.reduce_plan import ReducePlan
     from shardwise.engine.step.non_finite import NonFiniteGuard
     from shardwise.planning.schedule import Window
 
@@ -40,6 +41,8 @@ class AgreementInterface(Protocol):
     @property
     def is_broken(self) -> bool: ...
 
+    def before_optimizer(self, optimizer: torch.optim.Optimizer, in_backward: bool) -> None: ...
+    def after_optimizer(self) -> None: ...
     def forget_torn_step(self) -> None: ...
 
 
@@ -54,6 +57,7 @@ class RootInterface(Protocol):
     is_last_backward: bool
     window: Window
     unit_refs: list[weakref.ref[Any]]
+    reduces: deque[ReduceInFlight]
     post_optim_event: torch.Event | None
 
     @property
@@ -77,18 +81,7 @@ class RootInterface(Protocol):
 
     def make_room(self, unit: Any, prefetch: bool) -> None: ...
     def free_after_compute(self, unit: Any) -> None: ...
-    def start_reduce(
-        self,
-        plan: ReducePlan,
-        settings: ReduceSettings,
-        gradients: list[torch.Tensor | None],
-        present: Presence,
-        max_inputs: int,
-        codes: tuple[int, int],
-    ) -> None: ...
-
-    def before_optimizer(self, optimizer: torch.optim.Optimizer) -> None: ...
-    def after_optimizer(self) -> None: ...
+    def finish_earlier_reduces(self, plan: ReducePlan, max_inputs: int) -> None: ...
 
     def break_off_forward(self, error: BaseException) -> None: ...
     def recover(self) -> None: ...

@@ -1,15 +1,15 @@
 """A unit: parameters that are gathered, freed and reduced together.
 
 The unit owns its memory and its gather, and moves through the states of ``planning/lifecycle``. Its gradients are in
-``unit_gradients``; what users do to parameters that stay gathered is in ``gathered_parameters``. *When* the unit is
-gathered or freed is not decided here: forward and backward reach it through ``hooks``, order and prefetch through
-``engine/step/root``.
+``unit_gradients``; what users do to parameters that stay gathered is in ``gathered_parameters``, and to sharded ones in
+``replaced``. *When* the unit is gathered or freed is not decided here: forward and backward reach it through ``hooks``,
+order and prefetch through ``engine/step/root``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,14 +25,9 @@ from shardwise.engine.unit.collective_names import CollectiveNames
 from shardwise.engine.unit.dtensor_form import ShardedForm
 from shardwise.engine.unit.gathered_parameters import GatheredParameters
 from shardwise.engine.unit.interfaces import HooksInterface, RootInterface
-from shardwise.engine.unit.membership import (
-    adopt_found,
-    check_are_home,
-    follow_ties,
-    sharded_shown,
-    tag,
-    ties_while_gathered,
-)
+from shardwise.engine.unit.membership import sharded_shown, tag
+from shardwise.engine.unit.replaced import catch_up, ties_while_gathered
+from shardwise.engine.unit.settings import ShardHome, UnitSettings, shard_home
 from shardwise.engine.unit.unit_buffers import UnitBuffers
 from shardwise.engine.unit.unit_gradients import UnitGradients
 from shardwise.planning.lifecycle import (
@@ -47,35 +42,7 @@ from shardwise.planning.lifecycle import (
     TRANSITIONS,
     UNSHARDED,
 )
-from shardwise.planning.schedule import KEEP, AfterForward
-from shardwise.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-
-
-@dataclass(frozen=True, slots=True)
-class UnitSettings:
-    """What users chose for a unit; ``Unit.configure`` replaces it as a whole."""
-
-    precision: MixedPrecisionPolicy
-    offload: OffloadPolicy
-    after_forward: AfterForward
-    gather_calls: GroupCollectives
-    # Whether a user set ``after_forward`` after sharding: then it holds for the root, too.
-    after_forward_is_explicit: bool = False
-    frees_after_backward: bool = True
-    gathers_in_backward: bool = True
-    forward_prefetch: tuple[Unit, ...] = ()
-    # None: the unit that ran before this one in forward.
-    backward_prefetch: tuple[Unit, ...] | None = None
-    # Prefetch in backward after this unit's reduce, instead of before its compute.
-    prefetches_late: bool = False
-    # Whether all ranks gather and reduce the unit, whichever of them run it (``engine/step/joint_units``).
-    is_joint: bool = False
-    recorder: trace.Recorder | None = None
-
-
-def shard_device(mesh: DataMesh, offload: OffloadPolicy) -> torch.device:
-    """The device that shards live on."""
-    return torch.device("cpu") if isinstance(offload, CPUOffloadPolicy) else mesh.device
+from shardwise.planning.schedule import KEEP
 
 
 class Unit:
@@ -100,6 +67,7 @@ class Unit:
         sums: Summation,
         make_hooks: Callable[[Unit], HooksInterface],
         make_root: Callable[[Unit], RootInterface],
+        companions: tuple[Unit, ...] = (),
     ) -> None:
         self.name = name
         self.modules = modules
@@ -110,15 +78,14 @@ class Unit:
         # Units whose parameters this unit's modules show: itself, and the owners of tied parameters.
         self.needs: tuple[Unit, ...] = (self,) if slots else ()
         # Units of the same modules on other meshes; they are among ``needs``, and have no visits of their own.
-        self.companions: tuple[Unit, ...] = ()
+        self.companions = companions
         self.state = SHARDED
         self.holders = 0
         self.prefetched = False
-        self._gathers_part = False
         self.shown = ShownForms(Shown(), Shown(), None)
         self.gathered = GatheredParameters(self)
         self.gradients = UnitGradients(self, sums)
-        self._build()
+        self.build()
         self.hooks = make_hooks(self)
         # A unit is its own root until the first forward of an outer unit.
         make_root(self)
@@ -133,7 +100,7 @@ class Unit:
         self.name = name
         self.collective_names = CollectiveNames(name, len(self.slots), model)
         if self.has_memory and self.state is SHARDED and not self.buffers.are_for(self.slots):
-            self._build()
+            self.build()
             self.show_in_all_places()
 
     def configure(self, **changes: Any) -> None:
@@ -141,14 +108,14 @@ class Unit:
         if all(getattr(self.settings, name) == value for name, value in changes.items()):
             return
         self.settings = replace(self.settings, **changes)
-        if "gather_calls" in changes and not self._is_meta:
+        if "gather_calls" in changes and self.has_memory:
             self.buffers.gather.calls = self.settings.gather_calls
 
     def rebuild(self, **changes: Any) -> None:
         """Changes settings that the buffers depend on, between steps; shards keep their values."""
         self.reshard(trace.IDLE)
         self.configure(**changes)
-        self._build()
+        self.build()
         self.show_in_all_places()
         self.hooks.read_settings()
 
@@ -160,32 +127,27 @@ class Unit:
         if owner not in self.needs:
             self.needs = (*self.needs, owner)
 
+    def drop_nameless_slots(self) -> None:
+        """Drops the slots whose names were all tied to other parameters."""
+        self.slots = self.form.named(self.slots)
+
     @property
     def rank(self) -> int:
         return self.mesh.rank
 
     @property
-    def shard_device(self) -> torch.device:
-        return shard_device(self.mesh, self.settings.offload)
-
-    @property
-    def is_offloaded(self) -> bool:
-        return self.shard_device != self.mesh.device
-
-    @property
-    def pins(self) -> bool:
-        """Whether shards on the host are in pinned memory."""
-        offload = self.settings.offload
-        return self.is_offloaded and isinstance(offload, CPUOffloadPolicy) and offload.pin_memory
+    def home(self) -> ShardHome:
+        return shard_home(self.mesh, self.settings.offload)
 
     # --- memory ---------------------------------------------------------------------------------------------------
 
-    def _build(self) -> None:
+    def build(self) -> None:
         """Allocates the unit's buffers; sharded parameters keep their values and identity."""
-        self._is_meta = not is_dry(self.mesh.device) and any(
-            slot.local.device.type == "meta" for slot in self.slots
+        # Whether the parameters have left the meta device.
+        self.has_memory = is_dry(self.mesh.device) or all(
+            slot.local.device.type != "meta" for slot in self.slots
         )
-        if self._is_meta:
+        if not self.has_memory:
             return
         settings = self.settings
         part_world = settings.after_forward.part_world
@@ -195,44 +157,35 @@ class Unit:
                 self.form,
                 self.mesh,
                 settings.precision,
-                self.shard_device,
-                self.pins,
+                self.home,
                 settings.gather_calls,
                 self.mesh.part(part_world) if part_world else None,
             )
             for slot in self.slots:
                 tag(slot.unsharded, self, slot)
             self.gradients.forget_parameters()
-            self._note_trainable()
+            self.note_trainable()
 
     def _list_shown(self) -> None:
         """Lists what modules show in each form, once, so that a step only walks the lists."""
         self.shown = ShownForms(
             sharded_shown(self.slots, self),
             unsharded_shown(self.slots),
-            None if self._is_meta else self.form.snapshot(self.slots),
+            self.form.snapshot(self.slots) if self.has_memory else None,
         )
 
-    def show_in_all_places(self, is_gathered: bool = False) -> None:
-        """Lists the places of the parameters again, which may have changed, and shows one form there."""
+    def show_in_all_places(self) -> None:
+        """Lists the places of the parameters again, which may have changed, and shows the shards there."""
         self._list_shown()
-        self._shown_now(is_gathered).show()
+        self.shown.sharded.show()
 
-    def _show_in(self, places: list[Place]) -> None:
+    def show_in(self, places: list[Place]) -> None:
         """Shows the current form in places that are new; others may show what users put there since."""
         self._list_shown()
         is_gathered = self.state is UNSHARDED and not self.gathered.is_hidden
+        shown = self.shown.unsharded if is_gathered else self.shown.sharded
         new = {(id(names), place.name) for place in places for names in (place.params, place.module.__dict__)}
-        entries = self._shown_now(is_gathered).entries
-        Shown([entry for entry in entries if (id(entry[0]), entry[1]) in new]).show()
-
-    def _shown_now(self, is_gathered: bool) -> Shown:
-        return self.shown.unsharded if is_gathered else self.shown.sharded
-
-    @property
-    def has_memory(self) -> bool:
-        """Whether parameters have left the meta device."""
-        return not self._is_meta
+        Shown([entry for entry in shown.entries if (id(entry[0]), entry[1]) in new]).show()
 
     def descriptions(self) -> list[str]:
         """A line for each parameter; ranks hold the same model if all their lines are equal."""
@@ -246,58 +199,7 @@ class Unit:
             for slot in self.slots
         ]
 
-    def take_back_replaced(self) -> None:
-        """Adopts replaced parameters now, for a caller that reads the shards between steps."""
-        if self._is_meta or not self.form.all_show(self.shown.snapshot):
-            self._catch_up()
-
-    def move_from_meta(self) -> None:
-        """Moves parameters that ``to_empty()`` gave memory into the unit's buffer, if all of them fit.
-
-        The memory of ``to_empty()`` is returned to the device: in the caching allocator, in blocks of the shards' odd
-        sizes, it would be of little use to activations.
-        """
-        if not self._is_meta or not self.slots:
-            return
-        home = self.shard_device
-        found = [slot.found() for slot in self.slots]
-        for slot, param in zip(self.slots, found, strict=True):
-            if param is None or not slot.fits(param) or param.device.type != home.type:
-                return
-        del found, param
-        self.adopt_replaced_parameters()
-        if home.type == "cuda":
-            torch.cuda.empty_cache()
-
-    def adopt_replaced_parameters(self) -> None:
-        """Moves parameters that were replaced from outside into the unit's buffer."""
-        self.gradients.check_none_wait_for_replicas()
-        self._follow_ties()
-        adopt_found(self.slots, self.name, self.rank)
-        for slot in self.slots:
-            tag(slot.sharded, self, slot)
-        self.show_in_all_places()
-        check_are_home(self.slots, self.shard_device, self.is_offloaded, self.name, self.rank)
-        self._build()
-
-    def _follow_ties(self) -> None:
-        """Lets units that show a parameter which was tied to another unit's gather that unit, too."""
-        moved = follow_ties(self)
-        if not moved:
-            return
-        self.slots = self.form.named(self.slots)
-        for owner, places in moved.items():
-            if owner is self:
-                continue
-            for unit in self.root.units:
-                if self in unit.needs:
-                    unit.need(owner)
-            if not owner.holders:
-                # Otherwise what was frozen or thawed since its last gather would go unnoticed.
-                owner._note_trainable()
-            owner._show_in(places)
-
-    def _note_trainable(self) -> None:
+    def note_trainable(self) -> None:
         """Copies ``requires_grad``, which users may flip between steps, to the unsharded parameters."""
         trainable = [slot.sharded.requires_grad for slot in self.slots]
         if trainable == self.gradients.trainable:
@@ -309,18 +211,7 @@ class Unit:
 
     def is_unchanged(self) -> bool:
         """Whether modules show the same parameters as after the last gather, none frozen or thawed since."""
-        return not self._is_meta and self.form.all_show(self.shown.snapshot)
-
-    def _catch_up(self) -> None:
-        """Adopts what changed since the last gather: parameters frozen, thawed or replaced."""
-        if not self._is_meta:
-            self._note_trainable()
-            if self.form.all_show(self.shown.snapshot):
-                return
-        self.adopt_replaced_parameters()
-        # order: the values' move into the unit's buffer before it is gathered, because this step's gathers waited for
-        # what came before the step
-        self.root.streams.gather.wait_compute()
+        return self.has_memory and self.form.all_show(self.shown.snapshot)
 
     def all_calls(self) -> list[GroupCollectives]:
         """The groups that this unit communicates on."""
@@ -338,20 +229,19 @@ class Unit:
             return
         root, settings = self.root, self.settings
         # Between a forward and its backward nobody may replace, freeze or thaw parameters.
-        if not root.in_backward and (self._is_meta or not self.form.all_show(self.shown.snapshot)):
-            self._catch_up()
+        if not root.in_backward and (not self.has_memory or not self.form.all_show(self.shown.snapshot)):
+            catch_up(self)
         root.make_room(self, prefetch)
         stream = root.streams.gather
-        self._gathers_part = (
+        from_part = state is SHARDED_AFTER_FORWARD and not in_forward
+        keeps_part = (
             in_forward
             and settings.after_forward.part_world > 0
             and root.expects_backward
             and not self.keeps_after_forward()
         )
         with stream:
-            self.buffers.issue_gather(
-                self.collective_names.gather[phase], state is SHARDED_AFTER_FORWARD and not in_forward
-            )
+            self.buffers.gather.issue(self.collective_names.gather[phase], from_part, keeps_part)
             if settings.gather_calls.ordered_by_stream:
                 self._finish_gather()
         self.state = TRANSITIONS[state, GATHER]
@@ -361,7 +251,7 @@ class Unit:
             settings.recorder.add(trace.UNSHARD, self.name, phase, self.rank)
 
     def _finish_gather(self) -> None:
-        self.buffers.finish_gather(self._gathers_part)
+        self.buffers.gather.finish()
         self._arrival = self.settings.gather_calls.channel.last_event = (
             self.root.streams.gather.record_event()
         )
@@ -400,11 +290,11 @@ class Unit:
             self.root.free_after_compute(self)
             if gathered.has_moved:
                 gathered.has_moved = False
-                self._build()
+                self.build()
                 self.show_in_all_places()
         step = RESHARD
         gathered.kept_version = None
-        if self._gathers_part:
+        if self.buffers.gather.keeps_part:
             if keep_part:
                 step = KEEP_PART
                 gathered.kept_version = gathered.shard_version()
@@ -422,7 +312,7 @@ class Unit:
         self.gathered.copy_writes_to_shards()
         self.gathered.move_freezing_to_shards()
         self.gradients.stash()
-        tied = ties_while_gathered(self.slots, self.name, self.rank)
+        tied = ties_while_gathered(self)
         self.shown.sharded.show()
         for place, other in tied.items():
             place.params[place.name] = other.sharded
@@ -453,7 +343,7 @@ class Unit:
                 self.root.free_after_compute(self)
             else:
                 # A late peer may still write to the old buffers, which are freed once it has.
-                self._build()
+                self.build()
         self.reshard(trace.IDLE)
 
     def _cancel_gather(self, phase: str) -> None:
@@ -480,6 +370,16 @@ class Unit:
         self.holders += 1
         if self.gathered.is_hidden:
             self.gathered.reveal()
+
+    def hold_for_forward(self) -> None:
+        """Holds the parameters for a visit; frees what is kept and stale, so that it is gathered again."""
+        if (
+            self.state is not SHARDED
+            and self.holders == 0
+            and (self.gathered.awaits_unseen_backward or self.gathered.is_stale())
+        ):
+            self.reshard(trace.IN_FORWARD)
+        self.hold()
 
     def release(self) -> bool:
         """Ends one ``hold``; returns whether it was the last."""

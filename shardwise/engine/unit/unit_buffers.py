@@ -15,6 +15,7 @@ from shardwise.engine.gather.tensor_extensions import TensorExtension, is_tensor
 from shardwise.engine.gather.unit_gather import UnitGather
 from shardwise.engine.unit.binding import Slot
 from shardwise.engine.unit.dtensor_form import ShardedForm
+from shardwise.engine.unit.settings import ShardHome
 from shardwise.planning.layout import RowParam
 from shardwise.planning.memory import GATHERED
 from shardwise.policies import MixedPrecisionPolicy
@@ -30,8 +31,7 @@ class UnitBuffers:
         form: ShardedForm,
         mesh: DataMesh,
         precision: MixedPrecisionPolicy,
-        shard_device: torch.device,
-        pins: bool,
+        home: ShardHome,
         gather_calls: GroupCollectives,
         part_calls: GroupCollectives | None,
     ) -> None:
@@ -51,7 +51,7 @@ class UnitBuffers:
             sent += extension.input_dtypes
         layout = form.plan(params, world)
 
-        shards, parts = allocate_shards(layout, shard_device, stored, mesh.shard.rank, pins)
+        shards, parts = allocate_shards(layout, home.device, stored, mesh.shard.rank, home.pins)
         # Where each shard starts, in order: flat optimizers step neighbours as one tensor.
         starts = [layout.shard_start_bytes(index, mesh.shard.rank) for index in range(len(plain))]
         self.shards = shards
@@ -76,12 +76,8 @@ class UnitBuffers:
         # The memory that a gather allocates for the full parameters.
         self.full_bytes = self._full.size_bytes
         self.gather = UnitGather(
-            layout, shards, stored, sent, self._full, mesh.device, gather_calls, part_calls
+            layout, shards, stored, sent, self._full, mesh.device, gather_calls, part_calls, self._extensions
         )
-        # Chosen once: tensor extensions decide themselves what is sent.
-        self.issue_gather = self._issue_with_extensions if self._extensions else self.gather.issue
-        self.finish_gather = self._finish_with_extensions if self._extensions else self.gather.finish
-        self.free = self._free_with_extensions if self._extensions else self._full.shrink
         fulls = [
             self._full.tensor(dtype, start, param.shape)
             for param, dtype, start in zip(params, sent, layout.full_starts_bytes, strict=True)
@@ -107,18 +103,8 @@ class UnitBuffers:
             start = stop
         self.free()
 
-    def _issue_with_extensions(self, code: int, from_parts: bool) -> None:
-        if not from_parts:
-            for extension in self._extensions:
-                extension.write_row()
-        self.gather.issue(code, from_parts)
-
-    def _finish_with_extensions(self, keep_part: bool) -> None:
-        self.gather.finish(keep_part)
-        for extension in self._extensions:
-            extension.rebuild()
-
-    def _free_with_extensions(self) -> None:
+    def free(self) -> None:
+        """Frees the full parameters."""
         self._full.shrink()
         for extension in self._extensions:
             extension.free()

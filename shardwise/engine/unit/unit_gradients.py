@@ -6,28 +6,53 @@ reduce that has been issued belongs to the root.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Container
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from shardwise import trace
+from shardwise.comm.mesh import DataMesh
 from shardwise.engine.reduce.gradient_buffer import GradientBuffer, presence
 from shardwise.engine.reduce.reduce_plan import ReducePlan, Summation
-from shardwise.engine.unit.binding import is_wider
+from shardwise.engine.unit.binding import Slot, is_wider
+from shardwise.engine.unit.collective_names import CollectiveNames
+from shardwise.engine.unit.dtensor_form import ShardedForm
 from shardwise.engine.unit.flat_form import FlatForm
+from shardwise.engine.unit.interfaces import NamedUnit, RootInterface
+from shardwise.engine.unit.settings import ShardHome, UnitSettings
 from shardwise.engine.unit.shown_stash import ShownStash
 from shardwise.errors import StateError
 from shardwise.torch_internals import backward_reaches
 
-if TYPE_CHECKING:
-    from shardwise.engine.unit.unit import Unit
+
+class ReducedUnit(NamedUnit, Protocol):
+    """What is read of the unit here."""
+
+    modules: tuple[nn.Module, ...]
+    slots: list[Slot]
+    form: ShardedForm
+    mesh: DataMesh
+    settings: UnitSettings
+    root: RootInterface
+    collective_names: CollectiveNames
+    holders: int
+
+    @property
+    def home(self) -> ShardHome: ...
+    @property
+    def stays_in_view(self) -> bool: ...
+
+    def reshard(self, phase: str) -> None: ...
 
 
 class UnitGradients:
     """The gradients of one unit."""
 
-    def __init__(self, unit: Unit, sums: Summation) -> None:
+    def __init__(self, unit: ReducedUnit, sums: Summation) -> None:
         self._unit = unit
         self.sums = sums
         self._is_tensor_parallel = any(slot.tensor_parallel is not None for slot in unit.slots)
@@ -64,9 +89,7 @@ class UnitGradients:
             # Its buffers are for backward, even if a forward in inference mode noticed the change.
             with torch.inference_mode(False):
                 self._plans[key] = (
-                    self.sums.plan(
-                        slots, unit.form, unit.mesh, unit.settings.precision, unit.shard_device, unit.pins
-                    )
+                    self.sums.plan(slots, unit.form, unit.mesh, unit.settings.precision, unit.home)
                     if slots
                     else None
                 )
@@ -139,6 +162,28 @@ class UnitGradients:
                 where=f"end of a pipeline's step, rank {unit.rank}",
                 fix="shard the stages of such a pipeline with reshard_after_forward=False",
             )
+
+    def check_were_announced(self) -> None:
+        """Raises if gradients were computed with parameters that had not been gathered.
+
+        Gradients of parameters that another unit shows, too, may have come while that one held them.
+        """
+        unit = self._unit
+        others = [other for other in unit.root.units if other is not unit and unit in other.needs]
+        elsewhere = {module for other in others for top in other.modules for module in top.modules()}
+        if not any(
+            slot.unsharded.grad is not None and elsewhere.isdisjoint(place.module for place in slot.places)
+            for slot in unit.slots
+        ):
+            return
+        self.drop()
+        raise StateError(
+            f"backward went through unit '{unit.name}' before its weights were gathered, so its gradients are wrong: "
+            "it started from a tensor that forward stored somewhere else than in its output",
+            where=f"backward, rank {unit.rank}",
+            fix="return that tensor from forward (inside a tuple, dict or dataclass will do), or keep the weights with "
+            "reshard_after_forward=False; and do not remove hooks from outputs",
+        )
 
     def reduce(self) -> bool:
         """Starts to reduce the gradients, together with stashed ones; without sync, stashes them.
@@ -235,12 +280,24 @@ class UnitGradients:
         if root.agreement.guard is not None:
             root.agreement.guard.look(unit.name, plan.slots, gradients)
         present = presence(gradients)
+        root.finish_earlier_reduces(plan, self.max_inputs)
         codes = unit.collective_names.reduce(plan, self.settings, present)
-        root.start_reduce(plan, self.settings, gradients, present, self.max_inputs, codes)
+        reduction = plan.begin(self.settings, root.streams, codes)
+        reduction.issue(gradients, present)
+        root.reduces.append(reduction)
         if unit.settings.recorder is not None:
             unit.settings.recorder.add(trace.REDUCE, unit.name, trace.IN_POST_BACKWARD, unit.rank)
 
     # --- between steps --------------------------------------------------------------------------------------------
+
+    def listen(self, method: Callable[[Any, Callable[[], None], bool], None]) -> None:
+        """Calls ``method(unit, wait, is_last)`` whenever gradients have been assigned; does not keep it alive.
+
+        ``wait`` returns when the host may read them; ``is_last``: in the last backward of the step. An object listens
+        once: with another method it replaces the first.
+        """
+        callback = partial(_call, weakref.WeakMethod(method), weakref.ref(self._unit))
+        self.settings.listeners[id(method.__self__)] = callback  # type: ignore[attr-defined]
 
     def lent(self) -> GradientBuffer | None:
         """Returns the buffer of all of the unit's gradients, if nobody has replaced one since the last backward."""
@@ -299,3 +356,14 @@ class UnitGradients:
         for plan in self._plans.values():
             if plan is not None:
                 plan.partial = None
+
+
+def _call(
+    method_ref: weakref.WeakMethod[Callable[..., None]],
+    unit_ref: weakref.ref[ReducedUnit],
+    wait: Callable[[], None],
+    is_last: bool,
+) -> None:
+    method, unit = method_ref(), unit_ref()
+    if method is not None and unit is not None:
+        method(unit, wait, is_last)
