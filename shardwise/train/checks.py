@@ -33,6 +33,7 @@ _AT_LEAST_0 = (
     "train.exact_micro_batches",
     "train.late_seconds",
     "sharding.replicas",
+    "sharding.group_bytes",
     "checkpoint.every",
     "checkpoint.keep",
     "evaluate.every",
@@ -111,12 +112,16 @@ def _check_callbacks(config: Config) -> None:
 
 def _check_combinations(config: Config) -> None:
     sharding, train = config.sharding, config.train
-    if sharding.offload and sharding.mode in ("none", "optimizer"):
-        raise ConfigError(
-            f"sharding.offload moves shards to host memory, but mode '{sharding.mode}' does not shard parameters",
-            where=f"the settings of '{config.name}'",
-            fix="use sharding.mode=full, gradients or hybrid, or sharding.offload=false",
-        )
+    for name, is_set, does, default in (
+        ("offload", sharding.offload, "moves shards to host memory", "false"),
+        ("group_bytes", sharding.group_bytes, "joins units", "0"),
+    ):
+        if is_set and sharding.mode in ("none", "optimizer"):
+            raise ConfigError(
+                f"sharding.{name} {does}, but mode '{sharding.mode}' does not shard parameters",
+                where=f"the settings of '{config.name}'",
+                fix=f"use sharding.mode=full, gradients or hybrid, or sharding.{name}={default}",
+            )
     if train.exact_micro_batches and train.accumulate > 1:
         raise ConfigError(
             f"train.exact_micro_batches is {train.exact_micro_batches}, which says how many micro-batches each of the "

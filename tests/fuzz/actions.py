@@ -317,6 +317,14 @@ def draw_scale(dice: Dice, context: Context, number: int) -> Drawn:
     return Action("scale", (dice.pick((0.5, 1.5)),))
 
 
+def draw_scale_data(dice: Dice, context: Context, number: int) -> Drawn:
+    return Action("scale_data", (dice.pick((0.5, 1.5)), dice.chance(50)))
+
+
+def draw_write_between(dice: Dice, context: Context, number: int) -> Drawn:
+    return Action("write_between", (number, dice.pick(("scale", "step", "load"))))
+
+
 def draw_after_gradient(dice: Dice, context: Context, number: int) -> Drawn:
     params: list[Param] = context.params
     return Action("after_gradient", (dice.pick(params).path,)) if params else None
@@ -398,6 +406,8 @@ DRAW: dict[str, Callable[[Dice, Context, int], Drawn]] = {
     "ema": draw_ema,
     "reload_optimizer": draw_reload,
     "scale": draw_scale,
+    "scale_data": draw_scale_data,
+    "write_between": draw_write_between,
     "after_gradient": draw_after_gradient,
     "set_data": draw_set_data,
     "scale_gradients": draw_scale_gradients,
@@ -434,6 +444,8 @@ OUTER = {
     "ema": 3,
     "reload_optimizer": 4,
     "scale": 4,
+    "scale_data": 4,
+    "write_between": 5,
     "after_gradient": 4,
     "set_data": 1,
     "scale_gradients": 3,
@@ -665,6 +677,30 @@ def write_func(context: Context, number: int, transform: str) -> list[str]:
     return [f"x = {batch(context, number)}", f'side.note("{transform} {number}", {call})']
 
 
+def write_scale_data(context: Context, factor: float, in_place: bool) -> list[str]:
+    # No version tells of writes to the data of plain tensors.
+    change = f"param.data.mul_({factor})" if in_place else f"param.data = param.data * {factor}"
+    return ["side.reshard(model)", "for param in model.parameters():", f"    {change}"]
+
+
+def write_write_between(context: Context, number: int, how: str) -> list[str]:
+    # autograd refuses a backward that needs values of before the write, and allows one that does not.
+    lines = [f"loss = model({batch(context, number)}).square().mean()"]
+    if how == "load":
+        lines.insert(0, "before = side.save(model)")
+    lines += {
+        "scale": ["side.scale(model, 0.5)"],
+        "load": ["model.load_state_dict(before)"],
+        "step": [
+            f"side.backward(model({batch(context, number + 1000)}).square().mean())",
+            "optim.step()",
+            "side.zero_grad(optim)",
+        ],
+    }[how]
+    lines += [f'with side.catch("late backward {number}"):', "    side.backward(loss)"]
+    return [*lines, "side.zero_grad(model)"]
+
+
 def rebuilt(lines: list[str], context: Context) -> list[str]:
     """Appends the lines that build a new optimizer over the current shards."""
     return [*lines, "side.reshard(model)", *write_optimizer(context, context.settings.optimizer)]
@@ -713,6 +749,8 @@ WRITE: dict[str, Callable[..., list[str]]] = {
     "keep_gradients": write_keep_gradients,
     "func": write_func,
     "scale": lambda context, factor: [f"side.scale(model, {factor})"],
+    "scale_data": write_scale_data,
+    "write_between": write_write_between,
     "deepcopy": lambda context: ["side.deepcopy(model)"],
     "look": lambda context, number: [f'side.look("look {number}")'],
 }

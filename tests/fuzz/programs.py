@@ -47,6 +47,8 @@ def draw(seed: int, without: frozenset[str] = frozenset()) -> Program:
         # The oracle casts a unit's parameters around its call. It does not model recomputation, state of another dtype,
         # or a list whose tensors are cast for the module but not for its caller.
         without = without | {"checkpoint", "recurrent", "batch_norm", "buffer", "appended"}
+        # Its casts keep the values of before a write, which a unit's parameters of another dtype do not.
+        without = without | {"write_between"}
     if settings.rows == 2:
         # Of two rows, a batch norm leaves the sign of their difference: gradients before it are rounding errors.
         without = without | {"batch_norm"}
@@ -103,7 +105,9 @@ def draw_actions(dice: Dice, context: Context) -> list[Action]:
         if kind == "load" and not saved:
             kind = "save"
         saved = saved or kind == "save"
-        if kind == "set_data" and any(each.kind in ("replace", "load", "tie") for each in drawn):
+        if kind in ("set_data", "scale_data") and any(
+            each.kind in ("replace", "load", "tie") for each in drawn
+        ):
             continue  # the parameter may now be a user's DTensor, whose data torch itself does not set
         if kind == "func" and (hooked or holds):
             continue  # hooks would note a transform's tensors; whether it syncs stashed gradients is unspecified

@@ -1495,3 +1495,111 @@ def test_freezing_a_gathered_parameter_and_thawing_its_shard_happen_in_their_ord
         return gradients_and_losses(model, optimizer)
 
     twice(program, wrapped, fully_shard)
+
+
+# --- weights written to while a graph needs them ----------------------------------------------------------------------
+
+
+def scale_by_half(model, optimizer, saved):
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(0.5)
+
+
+def step_on(model, optimizer, saved):
+    model(inputs()).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def load_saved(model, optimizer, saved):
+    model.load_state_dict(saved)
+
+
+def differentiates_after(write, optimizer_class):
+    def program(sharding):
+        model = seeded(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)))
+        model = sharding(model) if sharding else model
+        optimizer = optimizer_class(model.parameters())
+        saved = {name: value.detach().clone() for name, value in model.state_dict().items()}
+        loss = model(inputs()).square().mean()
+        write(model, optimizer, saved)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        optimizer.zero_grad()
+        return train(model, optimizer, inputs(), inputs())
+
+    return program
+
+
+@pytest.mark.parametrize("write", [scale_by_half, step_on, load_saved])
+@pytest.mark.parametrize("foreach", [False, True])
+def test_a_backward_that_needs_weights_of_before_a_write_is_refused_as_autograd_does(write, foreach):
+    def kept(model):
+        return shard_children(model, reshard_after_forward=False)
+
+    program = differentiates_after(write, partial(torch.optim.SGD, lr=0.5, foreach=foreach))
+    twice(program, shard_children, kept, wrap_children, wrapped)
+
+
+def test_a_backward_may_follow_a_step_of_weights_that_it_does_not_need():
+    """One optimizer for all, as for a generator that waits while its discriminator is trained."""
+
+    def units_without_a_model_around(model):
+        for child in model.children():
+            fully_shard(child)
+        return model
+
+    def program(sharding):
+        model = seeded(Pair())
+        model = sharding(model) if sharding else model
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.125)
+        made = model.first(inputs())
+        model.second(made.detach()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.second(made).square().mean().backward()
+        return gradients_and_losses(model, optimizer)
+
+    twice(program, units_without_a_model_around)
+
+
+@pytest.mark.parametrize("width", [WIDTH, 1])
+def test_data_written_to_flat_shards_after_an_evaluation_is_used(width):
+    """A moving average of the weights is put in their place for an evaluation, and they are put back by ``data``.
+
+    With a width of 1, the second of two ranks has no elements.
+    """
+
+    def program(sharding):
+        model = seeded(
+            nn.Sequential(nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False))
+        )
+        model = sharding(model) if sharding else model
+        results = []
+        for with_grad in (False, True):
+            with torch.set_grad_enabled(with_grad):
+                results.append(model(inputs()[:, :width]).detach().sum())
+            for number, param in enumerate(model.parameters()):
+                if number:
+                    param.data = param.data * 0.5
+                else:
+                    param.data.mul_(0.5)
+            loss = model(inputs()[:, :width]).square().mean()
+            loss.backward()
+            model.zero_grad()
+            results.append(loss.detach())
+        return results
+
+    def kept(model):
+        for name, child in list(model.named_children()):
+            setattr(model, name, kept_flat(child))
+        return kept_flat(model)
+
+    twice(program, kept, wrap_children, kept_flat, wrapped)
+
+
+def kept_flat(module):
+    return FullyShardedDataParallel(
+        module, use_orig_params=True, sharding_strategy=shardwise.ShardingStrategy.SHARD_GRAD_OP
+    )

@@ -44,6 +44,8 @@ class ShardedForm(Protocol):
     lends_gradients: bool
     # Whether parameters sharded over one rank, and computed in their stored dtype, are used without a copy.
     uses_whole_shards: bool
+    # Whether the versions of shards tell of every write. Those of plain tensors do not tell of ``param.data.copy_()``.
+    sees_all_writes: bool
 
     def make_slots(
         self,
@@ -75,6 +77,9 @@ class ShardedForm(Protocol):
     def all_show(self, snapshot: Any) -> bool:
         """Whether modules still show the parameters of ``snapshot``: none replaced, frozen or thawed."""
 
+    def written(self, slots: list[Slot], changed: list[bool]) -> list[bool]:
+        """Returns which parameters count as written to where the versions of these shards have ``changed``."""
+
     def named(self, slots: list[Slot]) -> list[Slot]:
         """Returns the slots that stay in the unit when some have lost all their names to ties."""
 
@@ -87,6 +92,7 @@ class DTensorForm:
 
     lends_gradients = True
     uses_whole_shards = False
+    sees_all_writes = True
 
     def __init__(self, placement_fn: PlacementFn | None) -> None:
         self._placement_fn = placement_fn
@@ -139,6 +145,9 @@ class DTensorForm:
             [slot.local for _, slot in shown],
             [slot.sharded.requires_grad for _, slot in shown],
         )
+
+    def written(self, slots: list[Slot], changed: list[bool]) -> list[bool]:
+        return changed
 
     def named(self, slots: list[Slot]) -> list[Slot]:
         return [slot for slot in slots if slot.places]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from operator import and_, or_
 from typing import Any
 
 import torch
@@ -190,6 +191,7 @@ class FlatForm:
 
     lends_gradients = False
     uses_whole_shards = True
+    sees_all_writes = False
 
     def __init__(
         self, holder: nn.Module | None, as_stored: Sequence[nn.Module] = (), keeps_reduced: bool = False
@@ -326,6 +328,13 @@ class FlatForm:
             ):
                 return False
         return True
+
+    def written(self, slots: list[Slot], changed: list[bool]) -> list[bool]:
+        # An optimizer skips a parameter on ranks that have no elements of it, but ranks are to notice its step alike.
+        trained = [slot.sharded.requires_grad for slot in slots]
+        if not any(map(and_, changed, trained)):
+            return changed
+        return list(map(or_, changed, trained))
 
     def named(self, slots: list[Slot]) -> list[Slot]:
         # Cuts must not move: slots without names stay in the line, unused.

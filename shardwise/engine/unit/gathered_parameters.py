@@ -10,17 +10,20 @@ show the shards, because those are what a user reads and writes between steps.
 
 from __future__ import annotations
 
+from operator import ne
 from typing import Protocol
 
 import torch
+from torch.autograd.graph import increment_version
 
 from shardwise.comm.mesh import DataMesh
 from shardwise.engine.gather.tensor_extensions import is_tensor_extension
 from shardwise.engine.unit.binding import ShownForms, Slot
 from shardwise.engine.unit.dtensor_form import ShardedForm
-from shardwise.engine.unit.interfaces import NamedUnit
+from shardwise.engine.unit.interfaces import NamedUnit, RootInterface
 from shardwise.errors import StateError
 from shardwise.planning.lifecycle import UNSHARDED, State
+from shardwise.planning.schedule import Window
 
 
 class _Trained(Protocol):
@@ -30,6 +33,7 @@ class _Trained(Protocol):
 class GatheredUnit(NamedUnit, Protocol):
     """What is read of the unit here."""
 
+    root: RootInterface
     slots: list[Slot]
     form: ShardedForm
     mesh: DataMesh
@@ -49,7 +53,11 @@ class GatheredParameters:
         self._unit = unit
         # The version of the shards that the kept parameters were gathered from; None while a step uses them.
         self.kept_version: int | None = None
+        # The forward of the model that they were kept in.
+        self._kept_in: Window | None = None
         self._num_optimizer_steps = 0
+        # The versions of the shards when autograd was last told of writes to them.
+        self._versions: list[int] = []
         # A version and an address for each slot.
         self._last_seen: list[tuple[int, int]] = []
         # A user gave a gathered parameter other memory, which gathers do not fill.
@@ -67,6 +75,28 @@ class GatheredParameters:
         """torch's foreach and fused kernels write to the shards without raising their versions."""
         self._num_optimizer_steps += 1
 
+    def pass_on_writes(self) -> None:
+        """Tells autograd, when they are to be gathered, which parameters were written to as shards since the last time.
+
+        A backward that needs the values of before then raises, as it does where a plain parameter was written to.
+        """
+        unit, before = self._unit, self._versions
+        try:
+            self._versions = now = [slot.sharded._version for slot in unit.slots]
+        except RuntimeError:
+            # Tensors made in inference mode have no versions, and no backward needs them.
+            return
+        if now == before or len(now) != len(before):
+            return
+        is_kept = unit.state is UNSHARDED and self.kept_version is not None
+        written = unit.form.written(unit.slots, list(map(ne, now, before)))
+        for index, slot in enumerate(unit.slots):
+            if written[index]:
+                is_as_seen = is_kept and _contents(slot) == self._last_seen[index]
+                increment_version(slot.unsharded)
+                if is_as_seen:
+                    self._last_seen[index] = _contents(slot)
+
     def keep(self, is_hidden: bool = False) -> None:
         """Notes the shards' version, to find out later whether the kept parameters are stale.
 
@@ -75,6 +105,7 @@ class GatheredParameters:
         unit = self._unit
         if self.kept_version is None:
             self.kept_version = self.shard_version()
+            self._kept_in = unit.root.window
             if unit.state is UNSHARDED:
                 self.note_contents()
             if is_hidden and unit.state is UNSHARDED:
@@ -109,6 +140,7 @@ class GatheredParameters:
         unit = self._unit
         return self.kept_version is not None and (
             self.shard_version() != self.kept_version
+            or (not unit.form.sees_all_writes and self._is_of_earlier_forward())
             or (self.is_hidden and not unit.form.all_show(unit.shown.snapshot))
             or (unit.state is UNSHARDED and not self.is_hidden and self._are_replaced())
             or (
@@ -119,6 +151,10 @@ class GatheredParameters:
                 )
             )
         )
+
+    def _is_of_earlier_forward(self) -> bool:
+        root = self._unit.root
+        return not root.in_forward or root.window is not self._kept_in
 
     def _are_replaced(self) -> bool:
         """Whether modules show other parameters than the gathered ones, or those have other memory."""

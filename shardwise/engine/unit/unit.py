@@ -225,12 +225,16 @@ class Unit:
     def issue_gather(self, phase: str, in_forward: bool = False, prefetch: bool = False) -> None:
         """Starts to gather the parameters, unless they are gathered already or on their way."""
         state = self.state
-        if state is UNSHARDED or state is GATHERING or not self.slots:
+        if state is GATHERING or not self.slots:
+            return
+        if state is UNSHARDED:
+            self.gathered.pass_on_writes()
             return
         root, settings = self.root, self.settings
         # Between a forward and its backward nobody may replace, freeze or thaw parameters.
         if not root.in_backward and (not self.has_memory or not self.form.all_show(self.shown.snapshot)):
             catch_up(self)
+        self.gathered.pass_on_writes()
         root.make_room(self, prefetch)
         stream = root.streams.gather
         from_part = state is SHARDED_AFTER_FORWARD and not in_forward
