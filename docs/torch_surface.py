@@ -560,7 +560,7 @@ SECTIONS = {
 }
 # Arguments that torch does not have.
 OWN_ARGUMENTS = {
-    "fully_shard": ("device_type", "wrap", "exact"),
+    "fully_shard": ("device_type", "wrap", "group_bytes", "exact"),
     "CPUOffloadPolicy": ("device_budget_gb",),
     "FullyShardedDataParallel": ("exact",),
     "UnshardHandle": ("units",),

@@ -129,13 +129,15 @@ def test_a_tokenizer_of_another_model_is_refused(monkeypatch, tmp_path):
 def test_tokens_beyond_the_vocabulary_are_found_before_the_first_step_also_in_chats(monkeypatch):
     monkeypatch.setattr("shardwise.train.samples._BLOCK", 8)
     tokens = torch.arange(100, dtype=torch.int32) % 50
-    check_vocabulary(Corpus([tokens, ~tokens]), 50)
+    check_vocabulary(Corpus([tokens, ~tokens]), 50, is_chat=True)
     for odd in (50, ~50):
         with pytest.raises(ConfigError, match="token 50, but the model's vocabulary is 50"):
-            check_vocabulary(Corpus([tokens, torch.tensor([odd], dtype=torch.int32)]), 50)
+            check_vocabulary(Corpus([tokens, torch.tensor([odd], dtype=torch.int32)]), 50, is_chat=True)
+    with pytest.raises(ConfigError, match="token -4, but"):
+        check_vocabulary(Corpus([tokens, ~tokens]), 50, is_chat=False)
     # Bytes need not be read for a vocabulary that has them all.
     monkeypatch.setattr(Corpus, "read", lambda *_: pytest.fail("read"))
-    check_vocabulary(Corpus([torch.zeros(9, dtype=torch.uint8)]), 256)
+    check_vocabulary(Corpus([torch.zeros(9, dtype=torch.uint8)]), 256, is_chat=False)
 
 
 # --- what a model returns -----------------------------------------------------------------------------------------
