@@ -228,7 +228,7 @@ class Root:
     def free_after_compute(self, unit: Unit) -> None:
         """Frees a unit's full parameters as soon as the compute stream has passed them."""
         if not self.streams.host_runs_ahead:
-            unit.buffers.free()
+            unit.buffers.gather.free()
             return
         self._freed.append((unit, self.streams.record_compute()))
         if self.in_backward:
@@ -241,7 +241,7 @@ class Root:
             # order: compute's last use before the memory goes back to the stream, because the next gather writes it
             self.streams.gather.wait_event(event)
             # Returns the memory to the stream it was allocated on, whatever stream is current.
-            freed.buffers.free()
+            freed.buffers.gather.free()
 
     # --- backward -------------------------------------------------------------------------------------------------
 

@@ -264,7 +264,7 @@ class UnitHooks:
         held, visit.held = visit.held, ()
         for needed in held:
             if visit.is_unseen and not has_raised:
-                needed.gathered.expect_unseen_backward()
+                needed.gathered.awaits_unseen_backward = True
             if needed.release():
                 # What had been computed when forward raised may still be used in this step.
                 is_kept = is_grad_enabled() if has_raised else needed.gathered.awaits_unseen_backward
@@ -350,7 +350,7 @@ class UnitHooks:
         if not visit.is_open:
             if visit.is_unseen:
                 # Only now do we know that backward has passed the unit.
-                unit.gathered.unseen_backward_came()
+                unit.gathered.awaits_unseen_backward = False
             return
         self._close(visit)
         unit.gradients.reduce()
@@ -395,7 +395,7 @@ class UnitHooks:
         if unit.gradients.reduce():
             self._owes_event = True
         if self._owes_event:
-            unit.gathered.unseen_backward_came()
+            unit.gathered.awaits_unseen_backward = False
         unit.gradients.reduce_the_rest()
         if self._owes_event and unit.settings.recorder is not None:
             self._report(unit.settings.recorder)
