@@ -398,7 +398,8 @@ class Root:
             )
         self.break_off("it began a new step before the last one had ended")
         with torch.no_grad():
-            abandoned, self.reduces = self.reduces, deque()
+            abandoned = list(self.reduces)
+            self.reduces.clear()
             unlanded = {reduction.plan for reduction in abandoned if not reduction.abandon()}
             for unit in self.units:
                 unit.abandon_step(drops_stash)
