@@ -73,7 +73,6 @@ CASES = {
 
 def counted_and_planned(case, monkeypatch):
     counted = Counted()
-    # Units keep bound methods of their buffers.
     counted.install(monkeypatch)
     model = blocks()
     for block in model:
