@@ -1,4 +1,4 @@
-"""Side streams: CUDA streams beside the user's compute stream, and their no-op counterparts on a CPU.
+"""Side streams: CUDA streams beside the user's compute stream, and what stands for them on a CPU.
 
 Work on a side stream runs beside the compute stream. What crosses from one to the other is ordered by an event on the
 device, so the host never waits.
@@ -31,12 +31,17 @@ class StreamEvent(Protocol):
     """A point in a stream's work that another stream can wait for."""
 
 
-class SideStream(Protocol):
-    """A stream beside the compute stream; ``with stream:`` issues work on it."""
+_NO_EVENT: StreamEvent = object()
 
-    def __enter__(self) -> None: ...
 
-    def __exit__(self, *exception: object) -> None: ...
+class SideStream:
+    """A stream beside the compute stream; ``with stream:`` issues work on it. This one is a CPU's: it does nothing."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *exception: object) -> None:
+        pass
 
     def wait_compute(self) -> None:
         """Makes this stream wait for everything issued on the compute stream so far."""
@@ -46,56 +51,18 @@ class SideStream(Protocol):
 
     def record_event(self) -> StreamEvent:
         """Records an event behind everything issued on this stream so far."""
-
-
-class SideStreams(Protocol):
-    """The side streams of one root, and waits between them and the compute stream or the host."""
-
-    gather: SideStream
-    reduce: SideStream
-    replicate: SideStream
-    host_runs_ahead: bool
-
-    def record_compute(self) -> StreamEvent: ...
-
-    def compute_waits_for(self, event: StreamEvent) -> None: ...
-
-    def host_waits_for(self, event: StreamEvent) -> None:
-        """Blocks the host until the event is reached: only where the host itself reads or writes the data."""
-
-
-class _NoEvent:
-    __slots__ = ()
-
-
-_NO_EVENT = _NoEvent()
-
-
-class HostStream:
-    """The counterpart on a CPU: no stream, no waiting."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *exception: object) -> None:
-        pass
-
-    def wait_compute(self) -> None:
-        pass
-
-    def wait_event(self, event: StreamEvent) -> None:
-        pass
-
-    def record_event(self) -> StreamEvent:
         return _NO_EVENT
 
 
-class HostStreams:
-    def __init__(self) -> None:
-        self.host_runs_ahead = False
-        self.gather: SideStream = HostStream()
-        self.reduce: SideStream = self.gather
-        self.replicate: SideStream = self.gather
+class SideStreams:
+    """The side streams of one root, and waits between them and the compute stream or the host. These are a CPU's."""
+
+    host_runs_ahead = False
+
+    def __init__(self, gather: SideStream, reduce: SideStream, replicate: SideStream) -> None:
+        self.gather = gather
+        self.reduce = reduce
+        self.replicate = replicate
 
     def record_compute(self) -> StreamEvent:
         return _NO_EVENT
@@ -104,7 +71,7 @@ class HostStreams:
         pass
 
     def host_waits_for(self, event: StreamEvent) -> None:
-        pass
+        """Blocks the host until the event is reached: only where the host itself reads or writes the data."""
 
 
 # More events than are ever waited for on one stream at a time.
@@ -144,7 +111,7 @@ class _Compute:
         return known
 
 
-class CudaSideStream(_CudaStream):
+class CudaSideStream(_CudaStream, SideStream):
     """A CUDA stream beside the compute stream. Not reentrant: it must not be entered twice."""
 
     def __init__(self, device: torch.device, priority: int, compute: _Compute) -> None:
@@ -169,15 +136,14 @@ class CudaSideStream(_CudaStream):
         event.wait(self.stream)
 
 
-class CudaSideStreams:
+class CudaSideStreams(SideStreams):
+    host_runs_ahead = True
+
     def __init__(self, device: torch.device) -> None:
-        self.host_runs_ahead = True
         index = torch.cuda.current_device() if device.index is None else device.index
         self._compute = _Compute(index)
         # Communication is on the critical path of the next units: it has priority over compute.
-        self.gather: SideStream = CudaSideStream(device, priority=-1, compute=self._compute)
-        self.reduce: SideStream = CudaSideStream(device, priority=-1, compute=self._compute)
-        self.replicate: SideStream = CudaSideStream(device, priority=-1, compute=self._compute)
+        super().__init__(*(CudaSideStream(device, priority=-1, compute=self._compute) for _ in range(3)))
 
     def record_compute(self) -> StreamEvent:
         return self._compute.current().record_event()
@@ -206,4 +172,7 @@ def take_workspaces(device: torch.device) -> None:
 def side_streams_for(device: torch.device) -> SideStreams:
     if is_dry(device):
         return current_dry_run().side_streams()
-    return CudaSideStreams(device) if device.type == "cuda" else HostStreams()
+    if device.type == "cuda":
+        return CudaSideStreams(device)
+    stream = SideStream()
+    return SideStreams(stream, stream, stream)

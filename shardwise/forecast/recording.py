@@ -136,7 +136,7 @@ class TapeRecorder:
         self.tape.append(HostWork(kind, num_bytes))
 
 
-class _Stream:
+class _Stream(SideStream):
     """A side stream of the dry run."""
 
     def __init__(self, recorder: TapeRecorder, name: str) -> None:
@@ -161,14 +161,12 @@ class _Stream:
         return self._recorder.record_event(self._name)
 
 
-class _Streams:
+class _Streams(SideStreams):
     host_runs_ahead = True
 
     def __init__(self, recorder: TapeRecorder) -> None:
         self._recorder = recorder
-        self.gather: SideStream = _Stream(recorder, GATHER)
-        self.reduce: SideStream = _Stream(recorder, REDUCE)
-        self.replicate: SideStream = _Stream(recorder, REPLICATE)
+        super().__init__(*(_Stream(recorder, name) for name in (GATHER, REDUCE, REPLICATE)))
 
     def record_compute(self) -> Any:
         return self._recorder.record_event(COMPUTE)

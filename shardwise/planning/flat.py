@@ -44,7 +44,7 @@ def grid_of(itemsize: int) -> int:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """See ``plan.layout.Layout``. A segment's ``starts`` count in the full segment, its ``numel`` is one rank's shard.
+    """See ``planning.layout.Layout``. A segment's ``starts`` count in the full segment; ``numel`` is one rank's shard.
 
     ``positions`` has, for each parameter, the number of its segment and its start in the full segment.
     """

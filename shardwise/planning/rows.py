@@ -82,7 +82,7 @@ class RowCut:
 
 @dataclass(frozen=True)
 class RowsLayout:
-    """See ``plan.layout.Layout``."""
+    """See ``planning.layout.Layout``."""
 
     world: int
     cuts: tuple[RowCut, ...]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from shardwise.errors import ConfigError
 
@@ -58,23 +59,23 @@ def plan_after_forward(requested: object, shard_world: int, unit: str, where: st
 
 
 class Window:
-    """The order in which units ran in one root forward."""
+    """The order in which units ran in one root forward. What stands for a unit is the caller's choice."""
 
     __slots__ = ("__weakref__", "_units")
 
     def __init__(self) -> None:
-        self._units: list[int] = []
+        self._units: list[Any] = []
 
-    def ran(self, unit: int) -> int:
+    def ran(self, unit: Any) -> int:
         """Records that ``unit`` has run; returns its position."""
         self._units.append(unit)
         return len(self._units) - 1
 
-    def __contains__(self, unit: int) -> bool:
+    def __contains__(self, unit: Any) -> bool:
         return unit in self._units
 
-    def before(self, position: int, wanted: Callable[[int], bool]) -> int | None:
-        """The nearest ``wanted`` unit that ran before ``position``, which a backward there prefetches."""
+    def before(self, position: int, wanted: Callable[[Any], bool]) -> Any:
+        """The nearest ``wanted`` unit that ran before ``position``, which a backward there prefetches; None if none."""
         units = self._units
         current = units[position]
         for earlier in range(position - 1, -1, -1):

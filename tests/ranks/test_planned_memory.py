@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise
 from shardwise import ConfigError, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
-from shardwise.comm.streams import HostStreams
+from shardwise.comm.streams import SideStream, SideStreams
 from shardwise.engine.buffers import ElasticBuffer
 from shardwise.engine.unit.membership import units_of
 from shardwise.planning import memory
@@ -55,12 +55,10 @@ class Counted:
         monkeypatch.setattr(ElasticBuffer, "shrink", counted_shrink)
 
 
-class RunsAhead(HostStreams):
+class RunsAhead(SideStreams):
     """Frees memory when a device's host would."""
 
-    def __init__(self):
-        super().__init__()
-        self.host_runs_ahead = True
+    host_runs_ahead = True
 
 
 CASES = {
@@ -75,14 +73,13 @@ CASES = {
 
 def counted_and_planned(case, monkeypatch):
     counted = Counted()
-    # Units keep bound methods of their buffers.
     counted.install(monkeypatch)
     model = blocks()
     for block in model:
         fully_shard(block, **CASES[case])
     fully_shard(model, **CASES[case])
     root = units_of(model)[0].root
-    root.streams = RunsAhead()
+    root.streams = RunsAhead(*[SideStream()] * 3)
     x = torch.ones(2, WIDTH)
     model(x).sum().backward()
     model.zero_grad()

@@ -22,8 +22,7 @@ from shardwise import (
     ModuleWrapPolicy,
     ShardingStrategy,
 )
-from shardwise.engine.unit.membership import units_of
-from shardwise.engine.unit.sharded_placeholder import ShardedPlaceholder
+from shardwise.engine.unit.membership import ShardedPlaceholder, units_of
 from shardwise.errors import StateError
 from shardwise.testing import run_ranks
 from shardwise.testing.parity import Accumulation, History, differences, run_plain

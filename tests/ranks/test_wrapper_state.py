@@ -23,7 +23,7 @@ from shardwise import (
     clip_grad_norm_,
     fully_shard,
 )
-from shardwise.engine.unit.sharded_placeholder import ShardedPlaceholder
+from shardwise.engine.unit.membership import ShardedPlaceholder
 from shardwise.errors import CheckpointError, ConfigError, StateError
 from shardwise.testing import run_ranks
 from shardwise.testing.workloads import WORKLOADS, seeded

@@ -297,6 +297,12 @@ class UnitGather:
         for extension in self._extensions:
             extension.rebuild()
 
+    def free(self) -> None:
+        """Frees the full parameters."""
+        self._full.shrink()
+        for extension in self._extensions:
+            extension.free()
+
     def abandon(self) -> bool:
         """Drops a gather that nobody waits for, once it has ended; False if its buffers may still be written to."""
         work, self._work, self._lent = self._work, None, None

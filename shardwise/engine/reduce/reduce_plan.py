@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -27,7 +27,7 @@ from shardwise.comm.collectives.custom import HookedCollectives
 from shardwise.comm.collectives.group import AllReduceHook, GroupCollectives
 from shardwise.comm.mesh import DataMesh
 from shardwise.comm.streams import SideStreams
-from shardwise.engine.reduce.gradient_buffer import GradientBuffer, GradientView
+from shardwise.engine.reduce.gradient_buffer import GradientBuffer, GradientView, Presence
 from shardwise.engine.reduce.pack import plan_slices
 from shardwise.engine.reduce.reduce_in_flight import PartialSum, ReduceInFlight
 from shardwise.engine.unit.binding import Slot
@@ -127,6 +127,12 @@ def _split_sizes(views: list[GradientView], segments: list[_RowSegment]) -> list
     return numels if end == segments[0].numel else [*numels, segments[0].numel - end]
 
 
+class ReduceNames(Protocol):
+    """What names a unit's reduces: ``engine/unit/collective_names.CollectiveNames``."""
+
+    def reduce(self, plan: ReducePlan, present: Presence, divide_factor: float | None) -> tuple[int, int]: ...
+
+
 class ReducePlan:
     """The reduce of one set of trainable slots, planned once."""
 
@@ -167,7 +173,7 @@ class ReducePlan:
         self.partial: PartialSum | None = None
         self._buffer: GradientBuffer | None = None
         # The collective codes of this reduce, for each set of gradients that were present.
-        self.codes: dict[object, tuple[int, int]] = {}
+        self._codes: dict[object, tuple[int, int]] = {}
         self._divisions: dict[tuple[float | None, bool], Division] = {}
 
     def _plan_own_row(self, form: ShardedForm, packing: Packing) -> None:
@@ -189,6 +195,16 @@ class ReducePlan:
             and not self.home.is_offloaded
         )
         self._lends = self._reuses_gradients and self.needs_no_cast and form.lends_gradients
+
+    def codes(self, names: ReduceNames, settings: ReduceSettings, present: Presence) -> tuple[int, int]:
+        """The codes of a reduce, over the shard axis and over replicas; named once for each set of gradients."""
+        if settings.includes_unused:
+            present = None
+        key = (names, present, settings.divide_factor)
+        codes = self._codes.get(key)
+        if codes is None:
+            codes = self._codes[key] = names.reduce(self, present, settings.divide_factor)
+        return codes
 
     def begin(self, settings: ReduceSettings, streams: SideStreams, codes: tuple[int, int]) -> ReduceInFlight:
         return ReduceInFlight(self, settings, streams, codes)

@@ -137,7 +137,8 @@ def _members(optimizer: Optimizer) -> dict[torch.Tensor, tuple[Unit, Slot]]:
 def optimizer_zeroed(optimizer: Optimizer, set_to_none: bool) -> None:
     """Zeroes stashed gradients, too, after an optimizer's ``zero_grad``."""
     units = OPTIMIZER_HOOKS.known_units(optimizer)
-    if units is None:
+    if not units:
+        # Its parameters may have become a unit's since it last stepped.
         units = list(dict.fromkeys(unit for unit, _ in _members(optimizer).values()))
     shards = {param for group in optimizer.param_groups for param in group["params"]}
     for unit in units:

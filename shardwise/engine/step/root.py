@@ -63,8 +63,8 @@ class _EndOfBackward:
             self._root.break_off_backward()
 
 
-def _is_reached(unit_refs: list[weakref.ref[Unit]], number: int) -> bool:
-    unit = unit_refs[number]()
+def _is_reached(reference: weakref.ref[Unit]) -> bool:
+    unit = reference()
     return unit is not None and unit.gradients.are_reached_by_backward()
 
 
@@ -82,7 +82,7 @@ class Root:
         self.ends_backward = False
         self.is_last_backward = True
         self.window = Window()
-        self.unit_refs: list[weakref.ref[Unit]] = []
+        self._unit_refs: list[weakref.ref[Unit]] = []
         self._has_adopted = False
         # Freed units whose memory is still to be reclaimed, with the end of their last compute.
         self._freed: deque[tuple[Unit, StreamEvent]] = deque()
@@ -106,11 +106,11 @@ class Root:
 
     @property
     def units(self) -> list[Unit]:
-        return [unit for reference in self.unit_refs if (unit := reference()) is not None]
+        return [unit for reference in self._unit_refs if (unit := reference()) is not None]
 
     def _adopt(self, unit: Unit, name: str, model: int = 1) -> None:
-        unit.adopt(self, len(self.unit_refs), name, model)
-        self.unit_refs.append(weakref.ref(unit))
+        unit.adopt(self, len(self._unit_refs), name, model)
+        self._unit_refs.append(weakref.ref(unit))
 
     def adopt_units(self) -> None:
         """Adopts all units of the model, names them, and checks that all ranks hold the same model; once."""
@@ -134,7 +134,7 @@ class Root:
                     fix="finish its backward before the outer model runs for the first time",
                 )
         model = self.agreement.register_units(names)
-        self.unit_refs = []
+        self._unit_refs = []
         for unit, name in names.items():
             self._adopt(unit, name, model)
         check_model(self.units, f"first forward, rank {self.top.rank}")
@@ -228,7 +228,7 @@ class Root:
     def free_after_compute(self, unit: Unit) -> None:
         """Frees a unit's full parameters as soon as the compute stream has passed them."""
         if not self.streams.host_runs_ahead:
-            unit.buffers.free()
+            unit.buffers.gather.free()
             return
         self._freed.append((unit, self.streams.record_compute()))
         if self.in_backward:
@@ -241,7 +241,7 @@ class Root:
             # order: compute's last use before the memory goes back to the stream, because the next gather writes it
             self.streams.gather.wait_event(event)
             # Returns the memory to the stream it was allocated on, whatever stream is current.
-            freed.buffers.free()
+            freed.buffers.gather.free()
 
     # --- backward -------------------------------------------------------------------------------------------------
 
@@ -256,7 +256,7 @@ class Root:
     def reduce_stash(self) -> None:
         """Reduces gradients that backwards without sync have kept back, when no backward with sync will follow."""
         for unit in self.units:
-            if unit.number in self.window and not unit.keeps_after_forward():
+            if weakref.ref(unit) in self.window and not unit.keeps_after_forward():
                 unit.gradients.check_some_have_come()
         self.in_backward = True
         self.agreement.begin_backward()
@@ -285,8 +285,8 @@ class Root:
         ):
             # In a chain of units one look at the graph is enough; otherwise each unit's parameters are asked.
             return before.hooks.unit
-        number = visit.window.before(visit.place, partial(_is_reached, visit.unit_refs))
-        return None if number is None else visit.unit_refs[number]()
+        reference: weakref.ref[Unit] | None = visit.window.before(visit.place, _is_reached)
+        return None if reference is None else reference()
 
     def finish_earlier_reduces(self, plan: ReducePlan, max_inputs: int) -> None:
         """Finishes as many reduces as needed before one of ``plan`` is issued.
@@ -398,7 +398,8 @@ class Root:
             )
         self.break_off("it began a new step before the last one had ended")
         with torch.no_grad():
-            abandoned, self.reduces = self.reduces, deque()
+            abandoned = list(self.reduces)
+            self.reduces.clear()
             unlanded = {reduction.plan for reduction in abandoned if not reduction.abandon()}
             for unit in self.units:
                 unit.abandon_step(drops_stash)

@@ -65,15 +65,12 @@ class Visit:
         "num_outputs",
         "place",
         "seen_in",
-        "unit_refs",
         "window",
     )
 
     def __init__(self, hooks: UnitHooks, window: Window) -> None:
         self.hooks = hooks
         self.window = window
-        # The units that the window's numbers refer to; another root may adopt this unit before backward.
-        self.unit_refs = hooks.unit.root.unit_refs
         # Units held for this visit until its forward ends.
         self.held: tuple[Unit, ...] = ()
         self.place: int | None = None
@@ -154,7 +151,7 @@ class Visit:
             return self._with_backward(output) if unit.root.joint_units is not None else output
         # Joint units have no place in the order: they are gathered anyway, and ranks may run different ones.
         if self.place is None and not recomputes and not unit.settings.is_joint:
-            self.place = self.window.ran(unit.number)
+            self.place = self.window.ran(weakref.ref(unit))
         if not self.has_input_signal:
             unit.gradients.watch(self.hooks.on_gradient)
         return output

@@ -14,7 +14,7 @@ from shardwise.comm.channels.collective_log import collective_code, listed
 
 if TYPE_CHECKING:
     from shardwise.engine.reduce.gradient_buffer import Presence
-    from shardwise.engine.reduce.reduce_plan import ReducePlan, ReduceSettings
+    from shardwise.engine.reduce.reduce_plan import ReducePlan
 
 _PHASES = {
     trace.IN_FORWARD: "in forward",
@@ -39,17 +39,8 @@ class CollectiveNames:
             phase: collective_code(f"gather {self._name} {words}") for phase, words in _PHASES.items()
         }
 
-    def reduce(self, plan: ReducePlan, settings: ReduceSettings, present: Presence) -> tuple[int, int]:
-        """The codes of a reduce: over the shard axis, and over replicas."""
-        if settings.includes_unused:
-            present = None
-        key = (self, present, settings.divide_factor)
-        codes = plan.codes.get(key)
-        if codes is None:
-            codes = plan.codes[key] = self._make(plan, present, settings.divide_factor)
-        return codes
-
-    def _make(self, plan: ReducePlan, present: Presence, divide_factor: float | None) -> tuple[int, int]:
+    def reduce(self, plan: ReducePlan, present: Presence, divide_factor: float | None) -> tuple[int, int]:
+        """Names a reduce; returns its codes: over the shard axis, and over replicas. ``plan`` keeps them."""
         words = f"reduce {self._name} in {str(plan.dtype).removeprefix('torch.')}"
         if len(plan.slots) < self._num_slots:
             words += f", training only {listed([slot.name for slot in plan.slots])}"
@@ -79,5 +70,5 @@ class UnnamedCollectives(CollectiveNames):
     def __init__(self) -> None:
         self.gather = {phase: collective_code(f"gather a unit {words}") for phase, words in _PHASES.items()}
 
-    def reduce(self, plan: ReducePlan, settings: ReduceSettings, present: Presence) -> tuple[int, int]:
+    def reduce(self, plan: ReducePlan, present: Presence, divide_factor: float | None) -> tuple[int, int]:
         return collective_code("reduce a unit"), collective_code("reduce a unit, over replicas")

@@ -125,12 +125,6 @@ class GatheredParameters:
             self._unit.shown.unsharded.show()
             self.note_contents()
 
-    def expect_unseen_backward(self) -> None:
-        self.awaits_unseen_backward = True
-
-    def unseen_backward_came(self) -> None:
-        self.awaits_unseen_backward = False
-
     def note_contents(self) -> None:
         """Notes what the gathered parameters hold, to find out later whether somebody wrote to them."""
         self._last_seen = list(map(_contents, self._unit.slots))

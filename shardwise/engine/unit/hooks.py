@@ -67,10 +67,9 @@ class UnitHooks:
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
-        # The visits of the calls that are running, the innermost last: a module may call itself. None for a unit that
-        # needs no gather.
-        self._calls: list[Visit | None] = []
-        self._swaps: list[InputSwaps] = []
+        # The calls that are running, the innermost last: a module may call itself. Each has its visit, None for a unit
+        # that needs no gather, and the inputs that were swapped for it.
+        self._calls: list[tuple[Visit | None, InputSwaps]] = []
         self._attributes = GraphAttributes()
         self._open_visits: list[Visit] = []
         # How many gradients have arrived in the backward that opened the first of those visits.
@@ -123,16 +122,14 @@ class UnitHooks:
             visit = do_aside(UnitHooks._gather_for_recompute, self)
         elif self.has_several and self._calls:
             # A module that calls itself, or another of the unit's: one visit for all of them.
-            visit = self._calls[-1]
+            visit = self._calls[-1][0]
         elif self._modules_to_run:
             visit = self._shared_visit
         else:
             visit = do_aside(self._begin_forward, module)
-        self._calls.append(visit)
-        swaps = NO_SWAPS
-        if kwargs or len(args) != 1 or not isinstance(args[0], Tensor):
-            swaps = InputSwaps((args, kwargs))
-        self._swaps.append(swaps)
+        is_usual = not kwargs and len(args) == 1 and isinstance(args[0], Tensor)
+        swaps = NO_SWAPS if is_usual else InputSwaps((args, kwargs))
+        self._calls.append((visit, swaps))
         try:
             if enters:
                 args, kwargs = change_inputs(
@@ -211,7 +208,7 @@ class UnitHooks:
     @untraced
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Hooks the outputs and releases the parameters; returns the outputs, cast and hooked."""
-        unit, visit = self.unit, self._calls[-1]
+        unit, (visit, swaps) = self.unit, self._calls[-1]
         recomputes = unit.root.in_backward and inside_backward()
         if self._output_dtype is not None:
             output = map_tensors(self._cast_output, output)
@@ -219,7 +216,7 @@ class UnitHooks:
             if needed.settings.after_forward is not KEEP:
                 output = _without_parameters(needed, output)
         if visit is not None and is_grad_enabled():
-            if side_outputs := self._side_outputs(module, args):
+            if side_outputs := self._side_outputs(module, args, swaps):
                 visit.signal_side_outputs(side_outputs)
             output = visit.signal_outputs(output, recomputes)
         if not recomputes:
@@ -229,8 +226,7 @@ class UnitHooks:
         self._leave_call()
         return output
 
-    def _side_outputs(self, module: nn.Module, args: tuple[Any, ...]) -> list[Tensor]:
-        swaps = self._swaps[-1]
+    def _side_outputs(self, module: nn.Module, args: tuple[Any, ...], swaps: InputSwaps) -> list[Tensor]:
         found = self._attributes.graph_tensors(module)
         if swaps is not NO_SWAPS:
             found = found + swaps.written()
@@ -240,13 +236,15 @@ class UnitHooks:
         return [tensor for tensor in found if id(tensor) not in inputs]
 
     def _leave_call(self) -> None:
-        self._calls.pop()
-        if (swaps := self._swaps.pop()) is not NO_SWAPS:
+        _, swaps = self._calls.pop()
+        if swaps is not NO_SWAPS:
             swaps.put_back()
 
     def _is_last_call(self) -> bool:
         """Whether the call that is about to return is the last of its visit."""
-        return not self._modules_to_run and (len(self._calls) < 2 or self._calls[-2] is not self._calls[-1])
+        return not self._modules_to_run and (
+            len(self._calls) < 2 or self._calls[-2][0] is not self._calls[-1][0]
+        )
 
     def _end_forward(self, visit: Visit | None) -> None:
         unit = self.unit
@@ -264,7 +262,7 @@ class UnitHooks:
         held, visit.held = visit.held, ()
         for needed in held:
             if visit.is_unseen and not has_raised:
-                needed.gathered.expect_unseen_backward()
+                needed.gathered.awaits_unseen_backward = True
             if needed.release():
                 # What had been computed when forward raised may still be used in this step.
                 is_kept = is_grad_enabled() if has_raised else needed.gathered.awaits_unseen_backward
@@ -292,7 +290,7 @@ class UnitHooks:
 
         If the whole model's forward raised, peers are told.
         """
-        visit, root = self._calls[-1], self.unit.root
+        visit, root = self._calls[-1][0], self.unit.root
         if not (root.in_backward and inside_backward()):
             self._modules_to_run.discard(module)
             if self._modules_to_run and visit is not None and is_grad_enabled():
@@ -350,7 +348,7 @@ class UnitHooks:
         if not visit.is_open:
             if visit.is_unseen:
                 # Only now do we know that backward has passed the unit.
-                unit.gathered.unseen_backward_came()
+                unit.gathered.awaits_unseen_backward = False
             return
         self._close(visit)
         unit.gradients.reduce()
@@ -395,7 +393,7 @@ class UnitHooks:
         if unit.gradients.reduce():
             self._owes_event = True
         if self._owes_event:
-            unit.gathered.unseen_backward_came()
+            unit.gathered.awaits_unseen_backward = False
         unit.gradients.reduce_the_rest()
         if self._owes_event and unit.settings.recorder is not None:
             self._report(unit.settings.recorder)
@@ -422,7 +420,6 @@ class UnitHooks:
             visit.is_open = False
         self._open_visits.clear()
         self._calls.clear()
-        self._swaps.clear()
         self._modules_to_run.clear()
         self._shared_visit = None
         self._owes_event = False

@@ -6,7 +6,6 @@ are ``Any`` here for the same reason.
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -56,7 +55,6 @@ class RootInterface(Protocol):
     ends_backward: bool
     is_last_backward: bool
     window: Window
-    unit_refs: list[weakref.ref[Any]]
     reduces: deque[ReduceInFlight]
     post_optim_event: torch.Event | None
 

@@ -9,13 +9,16 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
 
+from shardwise.engine.tensor_trees import tensors_in
 from shardwise.engine.unit.binding import Shown, Slot
-from shardwise.engine.unit.sharded_placeholder import ShardedPlaceholder
+from shardwise.engine.unit.interfaces import NamedUnit
+from shardwise.errors import StateError
+from shardwise.torch_internals import without_memory_like
 
 if TYPE_CHECKING:
     from shardwise.engine.unit.unit import Unit
@@ -81,6 +84,42 @@ def units_of(module: nn.Module) -> tuple[Unit, ...]:
     """The units of a module: first the one that follows its forward, then its companions on other meshes."""
     units: tuple[Unit, ...] = module.__dict__.get(UNITS_ATTRIBUTE, ())
     return units
+
+
+class ShardedPlaceholder(torch.Tensor):
+    """What modules show for a parameter inside a flat parameter, while its unit is sharded.
+
+    It has the parameter's shape, dtype and device, and no memory. Computing with it raises an error that says what to
+    do.
+    """
+
+    param_name: str
+    # Weak: modules hold the placeholder, and must not keep the unit alive through it.
+    unit: weakref.ref[NamedUnit]
+
+    @classmethod
+    def of(cls, param: torch.Tensor, name: str, unit: NamedUnit) -> ShardedPlaceholder:
+        made = without_memory_like(cls, param)
+        made.param_name, made.unit = name, weakref.ref(unit)
+        return made
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"<parameter '{self.param_name}', {list(self.shape)} {self.dtype}, sharded>"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> NoReturn:
+        used = next(tensor for tensor in tensors_in((args, kwargs)) if isinstance(tensor, cls))
+        unit = used.unit()
+        raise StateError(
+            f"parameter '{used.param_name}' was used while its unit is sharded ({func})",
+            where=f"unit '{unit.name}', rank {unit.rank}"
+            if unit is not None
+            else "a unit that no longer exists",
+            fix="call the wrapper rather than the module inside it; name other methods that compute with "
+            "register_fsdp_forward_method(), or use summon_full_params()",
+        )
 
 
 def sharded_shown(slots: Iterable[Slot], unit: Unit) -> Shown:

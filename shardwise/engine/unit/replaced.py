@@ -141,7 +141,7 @@ def _wraps_frozen(shown: torch.Tensor | None, slot: Slot) -> bool:
     bitsandbytes puts a weight into such an object in every forward. Nothing is lost with it: it holds the same values,
     and has no gradient.
     """
-    if shown is None or slot.unsharded is None or shown.requires_grad or slot.sharded.requires_grad:
+    if shown is None or shown.requires_grad or slot.sharded.requires_grad:
         return False
     return isinstance(shown, nn.Parameter) and shown.is_set_to(slot.unsharded)
 

@@ -365,8 +365,10 @@ class Unit:
 
     def was_stepped(self) -> None:
         """Frees parameters that were kept from before an optimizer's step: they are stale."""
+        if self.state is SHARDED:
+            return
         self.gathered.count_optimizer_step()
-        if self.state is not SHARDED and not self.holders and not self.root.is_busy:
+        if not self.holders and not self.root.is_busy:
             self.reshard(trace.IDLE)
 
     def hold(self) -> None:

@@ -101,13 +101,7 @@ class UnitBuffers:
             stop = start + len(extension.input_dtypes)
             extension.allocate(parts[start:stop], fulls[start:stop])
             start = stop
-        self.free()
-
-    def free(self) -> None:
-        """Frees the full parameters."""
-        self._full.shrink()
-        for extension in self._extensions:
-            extension.free()
+        self.gather.free()
 
 
 def _row_param(slot: Slot, precision: MixedPrecisionPolicy) -> RowParam:

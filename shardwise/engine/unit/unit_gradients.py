@@ -281,7 +281,7 @@ class UnitGradients:
             root.agreement.guard.look(unit.name, plan.slots, gradients)
         present = presence(gradients)
         root.finish_earlier_reduces(plan, self.max_inputs)
-        codes = unit.collective_names.reduce(plan, self.settings, present)
+        codes = plan.codes(unit.collective_names, self.settings, present)
         reduction = plan.begin(self.settings, root.streams, codes)
         reduction.issue(gradients, present)
         root.reduces.append(reduction)
