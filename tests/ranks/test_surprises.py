@@ -1603,3 +1603,16 @@ def kept_flat(module):
     return FullyShardedDataParallel(
         module, use_orig_params=True, sharding_strategy=shardwise.ShardingStrategy.SHARD_GRAD_OP
     )
+
+
+def test_gradients_of_gathered_parameters_may_be_asked_for():
+    def program(sharding):
+        model = seeded(Pair())
+        model = sharding(model) if sharding else model
+        loss = model(inputs()).square().mean()
+        return list(torch.autograd.grad(loss, list(model.parameters())))
+
+    def kept(model):
+        return shard_children(model, reshard_after_forward=False)
+
+    twice(program, kept)
