@@ -81,6 +81,8 @@ class Root:
         self.ends_backward = False
         self.is_last_backward = True
         self.window = Window()
+        # The visit that the running backward has reached last.
+        self.reached: Visit | None = None
         self.unit_refs: list[weakref.ref[Unit]] = []
         self._has_adopted = False
         # Freed units whose memory is still to be reclaimed, with the end of their last compute.
@@ -367,6 +369,7 @@ class Root:
                 # order: the last transfers before the host goes on, because it steps the optimizer
                 self.streams.host_waits_for(reduced)
         self.in_backward = False
+        self.reached = None
 
     # --- the optimizer --------------------------------------------------------------------------------------------
 
@@ -429,3 +432,4 @@ class Root:
             self.joint_units.forget()
         self.agreement.clear_failure()
         self.in_forward = self.in_backward = self.ends_backward = False
+        self.reached = None

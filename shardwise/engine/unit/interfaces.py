@@ -53,6 +53,7 @@ class RootInterface(Protocol):
     ends_backward: bool
     is_last_backward: bool
     window: Window
+    reached: Any
     unit_refs: list[weakref.ref[Any]]
     post_optim_event: torch.Event | None
 
