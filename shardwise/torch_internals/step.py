@@ -80,7 +80,11 @@ def backward_reaches(leaf: torch.Tensor) -> bool:
     torch._C._set_grad_enabled(was_enabled)
     node = follower.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
     assert node is not None
-    return backward_executes(node)
+    try:
+        return backward_executes(node)
+    except RuntimeError:
+        # torch has no answer where ``autograd.grad`` was asked for this very gradient.
+        return True
 
 
 class _Follower(torch.autograd.Function):

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import shardwise
-from shardwise import FullyShardedDataParallel, MixedPrecisionPolicy, StateError, fully_shard
+from shardwise import FullyShardedDataParallel, MixedPrecisionPolicy, StateError, fully_shard, trace
 from shardwise.testing import run_ranks
 from shardwise.testing.workloads import seeded
 from tests.ranks.models import is_gathered, is_sharded
@@ -1603,3 +1603,41 @@ def kept_flat(module):
     return FullyShardedDataParallel(
         module, use_orig_params=True, sharding_strategy=shardwise.ShardingStrategy.SHARD_GRAD_OP
     )
+
+
+def test_gradients_of_gathered_parameters_may_be_asked_for():
+    def program(sharding):
+        model = seeded(Pair())
+        model = sharding(model) if sharding else model
+        loss = model(inputs()).square().mean()
+        return list(torch.autograd.grad(loss, list(model.parameters())))
+
+    def kept(model):
+        return shard_children(model, reshard_after_forward=False)
+
+    twice(program, kept)
+
+
+def wrap_children_late(model):
+    late = partial(
+        FullyShardedDataParallel,
+        use_orig_params=True,
+        backward_prefetch=shardwise.BackwardPrefetch.BACKWARD_POST,
+    )
+    for name, child in list(model.named_children()):
+        setattr(model, name, late(child))
+    return late(model)
+
+
+def test_a_late_prefetch_gathers_nothing_that_backward_has_passed():
+    """The outermost unit's backward ends after all others, where its inputs need gradients: here, on one rank."""
+
+    def on_a_rank():
+        model = wrap_children_late(seeded(Pair()))
+        for needs_grad in (False, torch.distributed.get_rank() == 0):
+            with trace.record(model) as recorder:
+                model(inputs().requires_grad_(needs_grad)).sum().backward()
+        gathered = [phase for _, _, phase in recorder.of(trace.UNSHARD)]
+        assert gathered.count(trace.IN_PRE_BACKWARD) == 2
+
+    run_ranks(on_a_rank, 2)

@@ -82,6 +82,8 @@ class Root:
         self.ends_backward = False
         self.is_last_backward = True
         self.window = Window()
+        # The visit that the running backward has reached last.
+        self.reached: Visit | None = None
         self._unit_refs: list[weakref.ref[Unit]] = []
         self._has_adopted = False
         # Freed units whose memory is still to be reclaimed, with the end of their last compute.
@@ -354,6 +356,7 @@ class Root:
                 # order: the last transfers before the host goes on, because it steps the optimizer
                 self.streams.host_waits_for(reduced)
         self.in_backward = False
+        self.reached = None
 
     # --- recovery -------------------------------------------------------------------------------------------------
 
@@ -409,6 +412,7 @@ class Root:
             self.joint_units.forget()
         self.agreement.clear_failure()
         self.in_forward = self.in_backward = self.ends_backward = False
+        self.reached = None
 
 
 class _Collecting(threading.local):

@@ -30,6 +30,11 @@ class _Trained(Protocol):
     trainable: list[bool]
 
 
+class _Kept(Protocol):
+    @property
+    def frees_after_backward(self) -> bool: ...
+
+
 class GatheredUnit(NamedUnit, Protocol):
     """What is read of the unit here."""
 
@@ -42,6 +47,8 @@ class GatheredUnit(NamedUnit, Protocol):
 
     @property
     def gradients(self) -> _Trained: ...
+    @property
+    def settings(self) -> _Kept: ...
 
     def show_shards(self) -> None: ...
 
@@ -53,7 +60,7 @@ class GatheredParameters:
         self._unit = unit
         # The version of the shards that the kept parameters were gathered from; None while a step uses them.
         self.kept_version: int | None = None
-        # The forward of the model that they were kept in.
+        # The forward of the model that they were kept in; None if they were told to stay for others.
         self._kept_in: Window | None = None
         self._num_optimizer_steps = 0
         # The versions of the shards when autograd was last told of writes to them.
@@ -105,7 +112,7 @@ class GatheredParameters:
         unit = self._unit
         if self.kept_version is None:
             self.kept_version = self.shard_version()
-            self._kept_in = unit.root.window
+            self._kept_in = unit.root.window if unit.settings.frees_after_backward else None
             if unit.state is UNSHARDED:
                 self.note_contents()
             if is_hidden and unit.state is UNSHARDED:
@@ -134,7 +141,7 @@ class GatheredParameters:
         unit = self._unit
         return self.kept_version is not None and (
             self.shard_version() != self.kept_version
-            or (not unit.form.sees_all_writes and self._is_of_earlier_forward())
+            or (not unit.form.sees_all_writes and self._are_of_earlier_forward())
             or (self.is_hidden and not unit.form.all_show(unit.shown.snapshot))
             or (unit.state is UNSHARDED and not self.is_hidden and self._are_replaced())
             or (
@@ -146,9 +153,9 @@ class GatheredParameters:
             )
         )
 
-    def _is_of_earlier_forward(self) -> bool:
+    def _are_of_earlier_forward(self) -> bool:
         root = self._unit.root
-        return not root.in_forward or root.window is not self._kept_in
+        return self._kept_in is not None and not (root.in_forward and root.window is self._kept_in)
 
     def _are_replaced(self) -> bool:
         """Whether modules show other parameters than the gathered ones, or those have other memory."""

@@ -327,6 +327,7 @@ class UnitHooks:
             if unit.state is not UNSHARDED and unit.gradients.have_come():
                 unit.gradients.check_were_announced()
         self._open_visits.append(visit)
+        root.reached = visit
         for needed in unit.needs:
             if needed.root is not root and not needed.root.in_backward:
                 # No model around both has run yet; this backward's end must end that root's backward, too.
@@ -356,7 +357,8 @@ class UnitHooks:
             companion.gradients.reduce()
         if unit.settings.recorder is not None:
             self._report(unit.settings.recorder)
-        if unit.settings.prefetches_late:
+        if unit.settings.prefetches_late and unit.root.reached is visit:
+            # Otherwise backward has been in what ran inside this unit, which is before it in the order of forward.
             unit.root.prefetch_before(unit, visit)
 
     def _gradient_arrived(self, param: Tensor) -> None:

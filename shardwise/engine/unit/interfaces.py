@@ -56,6 +56,7 @@ class RootInterface(Protocol):
     is_last_backward: bool
     window: Window
     reduces: deque[ReduceInFlight]
+    reached: Any
     post_optim_event: torch.Event | None
 
     @property
