@@ -13,13 +13,13 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.engine.unit.binding import Place, Shown, Slot
+from shardwise.engine.unit.binding import Place, Shown, ShownEntry, Slot
 from shardwise.engine.unit.sharded_placeholder import ShardedPlaceholder
 from shardwise.errors import StateError
 from shardwise.torch_internals import parameters_of
@@ -96,7 +96,7 @@ def sharded_shown(slots: Iterable[Slot], unit: Unit) -> Shown:
     Code outside of the unit may still read such a parameter's dtype or shape, or test whether there is a bias: it finds
     a placeholder, as an attribute of the module that Python looks up before ``_parameters``.
     """
-    entries: list[tuple[dict[str, Any], str, Any]] = []
+    entries: list[ShownEntry] = list(unit.form.flat_entries())
     for slot in slots:
         placeholder = None if slot.is_shown else ShardedPlaceholder.of(slot.unsharded, slot.name, unit)
         for place in slot.places:
