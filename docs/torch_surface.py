@@ -178,7 +178,7 @@ FULLY_SHARD = (
     ),
     _better(
         "fully_shard",
-        "an optimizer made of gathered parameters",
+        "an optimizer made before the model was sharded, or of gathered parameters",
         "torch's steps in vain; here the first step says so",
         "test_optimizers.py::test_an_optimizer_that_would_step_in_vain_says_so",
     ),
@@ -406,18 +406,40 @@ WRAPPER = (
     ),
     _differs(
         "FullyShardedDataParallel",
-        "what modules have between a forward and its backward",
-        "`parameters()` always gives shards; torch's gives full parameters with SHARD_GRAD_OP and `use_orig_params`. "
-        "Modules show what torch's show, but for those of the outermost wrapper with FULL_SHARD and `use_orig_params`: "
-        "they go on to have the full parameters that backward uses",
-        "test_wrapper_like_torch.py::"
-        "test_modules_show_what_they_show_in_torch_but_for_original_parameters_of_the_outermost_wrapper",
+        "`parameters()` between a forward and its backward, with SHARD_GRAD_OP and `use_orig_params`",
+        "it gives shards, as always; torch's gives full parameters then",
+        "test_wrapper_like_torch.py::test_what_differs_between_passes",
+    ),
+    _better(
+        "FullyShardedDataParallel",
+        "`parameters()` of a module inside, in its forward, without `use_orig_params`",
+        "the full parameters under their names; torch's gives the full flat parameter",
+        "test_wrapper_like_torch.py::test_what_differs_between_passes",
     ),
     _differs(
-        "ShardingStrategy",
-        "`NO_SHARD`",
+        "FullyShardedDataParallel",
+        "what torch deprecates: `NO_SHARD`, `state_dict_type`, `full_optim_state_dict` and their like",
         "is not deprecated here, so nothing warns of it",
-        "test_wrapper.py::test_each_strategy_gathers_reduces_and_frees_as_it_says",
+        "test_wrapper_like_torch.py::test_what_torch_refuses_and_shardwise_does",
+    ),
+    _better(
+        "MixedPrecision(keep_low_precision_grads)",
+        "a `reduce_dtype` that is not the `param_dtype`",
+        "gradients stay in the dtype they were reduced in, as torch's documentation says; torch casts them once more",
+        "test_wrapper_like_torch.py::test_what_torch_refuses_and_shardwise_does",
+    ),
+    _better(
+        "FullyShardedDataParallel.clip_grad_norm_",
+        "when all gradients are of backwards under `no_sync`",
+        "it says so; torch clips each rank's own sums, which are not the gradients yet",
+        "test_wrapper_gradients.py::"
+        "test_gradients_held_without_sync_are_neither_clipped_nor_shown_as_if_there_were_none",
+    ),
+    _better(
+        "FullyShardedDataParallel.state_dict_type",
+        "FULL state dicts with tensor parallelism",
+        "full tensors; torch's are this rank's parts, as DTensors, so that the first rank's file lacks the others",
+        "test_wrapper_tensor_parallel.py::test_a_tensor_parallel_model_trains_clips_and_saves_as_a_plain_one",
     ),
     _better(
         "enable_wrap",

@@ -222,6 +222,20 @@ def show_flat_parameters(unit: Unit) -> None:
         line.params[line.name] = line.flat
 
 
+@contextmanager
+def flat_parameters_shown(units: Iterable[Unit]) -> Iterator[None]:
+    """Shows flat parameters of gathered units beside the full ones."""
+    lines = [line for unit in units if is_flat(unit) for line in flat_lines(unit)]
+    hidden = [line for line in lines if line.params.get(line.name, line.flat) is None]
+    for line in hidden:
+        line.params[line.name] = line.flat
+    try:
+        yield
+    finally:
+        for line in hidden:
+            line.params[line.name] = None
+
+
 def _final_parameter(slot: FlatSlot, param: nn.Parameter) -> torch.Tensor | None:
     """The full parameter as the user leaves it: ``param``, or what a module has in its place."""
     found = [place.params.get(place.name) for place in slot.places]

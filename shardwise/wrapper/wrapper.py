@@ -53,6 +53,7 @@ from shardwise.wrapper.options import (
 from shardwise.wrapper.summon_full_params import (
     SUMMONED_ATTRIBUTE,
     check_has_full_parameters,
+    flat_parameters_shown,
     is_summoned,
     summoned,
 )
@@ -353,7 +354,9 @@ class FullyShardedDataParallel(ModelMethods):
             for unit in self._units
             for slot in unit.slots
         }
-        for name, param in super().named_parameters(*args, **kwargs):
+        with flat_parameters_shown(self._units):
+            found = list(super().named_parameters(*args, **kwargs))
+        for name, param in found:
             sharded = shown.get(id(param), param)
             if sharded is not None:
                 yield self._shown_name(name), sharded
@@ -389,7 +392,7 @@ class FullyShardedDataParallel(ModelMethods):
 
         It needs the memory of full gradients. Without ``no_sync``, sharded gradients accumulate.
         """
-        self._check_outermost("no_sync", may_be_alone=False)
+        self._check_outermost("no_sync")
         units = self._units
         check_not_exact(units, "no_sync", "sums micro-batches before ranks")
         before = [(unit.gradients.are_synced, unit.settings.frees_after_backward) for unit in units]
@@ -439,11 +442,9 @@ class FullyShardedDataParallel(ModelMethods):
             )
         reduce_with_hook(self._units, state, hook)
 
-    def _check_outermost(
-        self, call: str, may_be_alone: bool = True, error: type[StateError] = StateError
-    ) -> None:
-        """Raises on a wrapper inside another one; if it may be alone, only once that one is used as a whole."""
-        is_alone = may_be_alone and self._unit.is_top and not self._has_root
+    def _check_outermost(self, call: str, error: type[StateError] = StateError) -> None:
+        """Raises on a wrapper inside another one, once that one is used as a whole."""
+        is_alone = self._unit.is_top and not self._has_root
         if not self.check_is_root() and not is_alone:
             raise error(
                 f"{call} was called on a wrapper inside another one",

@@ -246,6 +246,7 @@ def test_zero_grad_can_keep_the_gradients_and_fill_them_with_zeros():
 
 def no_sync_on_a_child():
     model = wrapped()
+    assert model.check_is_root()
     with (
         pytest.raises(
             StateError, match=r"no_sync was called on a wrapper inside another one(.|\n)*outermost"

@@ -258,6 +258,41 @@ def groups_of_a_hybrid_strategy(lib):
     return model.process_group is world, model._inter_node_pg is alone, model._device_mesh
 
 
+class ReadsItsParameters(nn.Module):
+    """Casts to the dtype of its first parameter, and adds a penalty over all of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        self.dtype = next(self.parameters()).dtype
+        self.numel = sum(param.numel() for param in self.parameters())
+        return self.linear(x.to(self.dtype)).sum() + sum(param.square().sum() for param in self.parameters())
+
+
+def parameters_in_forward(lib):
+    found = []
+    for orig in (False, True):
+        for precision in (None, to_bf16(lib)):
+            model = lib.make(ReadsItsParameters(), use_orig_params=orig, mixed_precision=precision)
+            loss = step(model)
+            torch.optim.SGD(model.parameters(), 0.1).step()
+            found.append((model.module.dtype, model.module.numel, loss.detach(), sums_of(model)))
+    return found
+
+
+def parameters_between_passes(lib):
+    found = []
+    for strategy in (lib.ShardingStrategy.FULL_SHARD, lib.ShardingStrategy.SHARD_GRAD_OP):
+        model = nested(lib, sharding_strategy=strategy)
+        output = model(torch.ones(2, 4))
+        found.append([name for name, _ in model.named_parameters()])
+        output.sum().backward()
+        found.append([name for name, _ in model.named_parameters()])
+    return found
+
+
 # --- methods --------------------------------------------------------------------------------------------------------
 
 
@@ -409,6 +444,16 @@ def shown_flat_without_sync(lib):
     return [round(float(param.grad.sum()), 4) for param in model.parameters()]
 
 
+def an_inner_wrapper_alone_without_sync(lib):
+    part = nested(lib).module[2]
+    x = torch.ones(2, 8)
+    with part.no_sync():
+        step(part, x)
+    step(part, x)
+    torch.optim.SGD(part.parameters(), 0.1).step()
+    return sums_of(part)
+
+
 def changed_without_sync(lib):
     found = []
     for orig in (False, True):
@@ -552,6 +597,8 @@ CHECKS = [
     weights_stored_wider_after_wrapping,
     the_defaults_of_the_size_policy,
     groups_of_a_hybrid_strategy,
+    parameters_in_forward,
+    parameters_between_passes,
     norms,
     a_norm_without_gradients,
     a_norm_of_an_inner_wrapper_that_is_alone,
@@ -571,6 +618,7 @@ CHECKS = [
     deprecated_input_of_an_optimizer,
     shown_without_sync,
     shown_flat_without_sync,
+    an_inner_wrapper_alone_without_sync,
     changed_without_sync,
     optimizers_from_before_wrapping,
     optimizers_from_after_wrapping,
@@ -631,16 +679,30 @@ def what_modules_show(lib):
     return found
 
 
-def modules_show_the_same_but():
+def modules_show_the_same():
     theirs, ours = (what_modules_show(lib) for lib in libraries())
-    # Memory is kept for backward in both.
-    assert theirs.pop(("FULL_SHARD", True)) == ([1, 1], [1, 1])
-    assert ours.pop(("FULL_SHARD", True)) == ([2, 1], [1, 1])
     assert ours == theirs
 
 
-def test_modules_show_what_they_show_in_torch_but_for_original_parameters_of_the_outermost_wrapper():
-    run_ranks(modules_show_the_same_but, 2, kind="gloo")
+def test_modules_show_what_they_show_in_torch():
+    run_ranks(modules_show_the_same, 2, kind="gloo")
+
+
+def parameters_that_differ():
+    theirs, ours = libraries()
+    for lib in (theirs, ours):
+        model = nested(lib, sharding_strategy=lib.ShardingStrategy.SHARD_GRAD_OP, use_orig_params=True)
+        model(torch.ones(2, 4))
+        assert {param.dim() for param in model.parameters()} == ({1} if lib is ours else {1, 2})
+    model = ours.make(ReadsItsParameters())
+    names = []
+    model.module.register_forward_hook(lambda module, *_: names.extend(dict(module.named_parameters())))
+    step(model)
+    assert names == ["linear.weight", "linear.bias"]
+
+
+def test_what_differs_between_passes():
+    run_ranks(parameters_that_differ, 2, kind="gloo")
 
 
 # --- more than torch ------------------------------------------------------------------------------------------------
@@ -675,6 +737,16 @@ def beyond_torch():
         assert all(param.grad is not None for param in model.parameters()) or dist.get_rank()
     with fsdp.summon_full_params(model), torch.no_grad():
         assert torch.equal(model(torch.ones(2, 4)), want)
+    precision = to_bf16(lib, reduce_dtype=torch.float32, keep_low_precision_grads=True)
+    model = lib.make(net(), mixed_precision=precision)
+    step(model)
+    assert {param.grad.dtype for param in model.parameters()} == {torch.float32}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = lib.make(net(), sharding_strategy=lib.ShardingStrategy.NO_SHARD)
+        fsdp.full_optim_state_dict(model, torch.optim.SGD(model.parameters(), 0.1))
+        with fsdp.state_dict_type(model, lib.StateDictType.FULL_STATE_DICT):
+            model.state_dict()
     buffers = lib.make(nn.Sequential(normed()), use_orig_params=True).named_buffers()
     assert [name for name, _ in buffers] == ["0.1.running_mean", "0.1.running_var", "0.1.num_batches_tracked"]
 

@@ -235,12 +235,16 @@ def _in_wider(gradient: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor
     return gradient.to(dtype) if is_wider(dtype, gradient.dtype) else gradient
 
 
+# A dict, a key and what to put there.
+ShownEntry = tuple[dict[str, Any], str, Any]
+
+
 class Shown:
-    """What to write where, for modules to show one form of their parameters: entries of dict, key and value."""
+    """What to write where, for modules to show one form of their parameters."""
 
     __slots__ = ("_columns", "entries")
 
-    def __init__(self, entries: Sequence[tuple[dict[str, Any], str, Any]] = ()) -> None:
+    def __init__(self, entries: Sequence[ShownEntry] = ()) -> None:
         self.entries = entries
         self._columns = tuple(zip(*entries, strict=True)) or ((), (), ())
 
@@ -265,8 +269,9 @@ class ShownForms:
     snapshot: Any
 
 
-def unsharded_shown(slots: Iterable[Slot]) -> Shown:
-    entries: list[tuple[dict[str, Any], str, Any]] = []
+def unsharded_shown(slots: Iterable[Slot], flat_entries: Iterable[ShownEntry]) -> Shown:
+    """What modules show while the unit is gathered: full parameters, and no flat ones that would count twice."""
+    entries: list[ShownEntry] = [(params, name, None) for params, name, _ in flat_entries]
     for slot in slots:
         for place in slot.places:
             entries.append((place.params, place.name, slot.unsharded))

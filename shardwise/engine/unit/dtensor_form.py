@@ -20,7 +20,7 @@ from shardwise.comm.mesh import DataMesh
 from shardwise.engine.buffers import contiguous_strides
 from shardwise.engine.gather.tensor_extensions import cut_extension, is_tensor_extension
 from shardwise.engine.reduce.gradient_buffer import GradientView
-from shardwise.engine.unit.binding import FoundParameter, Slot
+from shardwise.engine.unit.binding import FoundParameter, ShownEntry, Slot
 from shardwise.errors import ConfigError
 from shardwise.planning.layout import Layout, Packing, RowParam, cut_evenly
 from shardwise.planning.rows import RowsPacking, plan_rows
@@ -46,6 +46,8 @@ class ShardedForm(Protocol):
     uses_whole_shards: bool
     # Whether the versions of shards tell of every write. Those of plain tensors do not tell of ``param.data.copy_()``.
     sees_all_writes: bool
+    # Whether modules show shards between forward and backward where parameters stay gathered for backward's sake alone.
+    hides_kept: bool
 
     def make_slots(
         self,
@@ -71,6 +73,9 @@ class ShardedForm(Protocol):
     def gradient_dtype(self, slot: Slot, reduce_dtype: torch.dtype) -> torch.dtype:
         """The dtype of a sharded parameter's gradient."""
 
+    def flat_entries(self) -> Sequence[ShownEntry]:
+        """What modules show only while the unit is sharded: its flat parameters."""
+
     def snapshot(self, slots: list[Slot]) -> Sequence[Any]:
         """Records what modules show, for ``all_show``."""
 
@@ -93,6 +98,7 @@ class DTensorForm:
     lends_gradients = True
     uses_whole_shards = False
     sees_all_writes = True
+    hides_kept = False
 
     def __init__(self, placement_fn: PlacementFn | None) -> None:
         self._placement_fn = placement_fn
@@ -135,6 +141,9 @@ class DTensorForm:
 
     def gradient_dtype(self, slot: Slot, reduce_dtype: torch.dtype) -> torch.dtype:
         return slot.stored_dtype
+
+    def flat_entries(self) -> Sequence[ShownEntry]:
+        return ()
 
     def snapshot(self, slots: list[Slot]) -> tuple[Sequence[Any], ...]:
         shown = [(place, slot) for slot in slots for place in slot.places]

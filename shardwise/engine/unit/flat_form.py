@@ -5,7 +5,7 @@ While sharded, modules show this rank's elements in one of two ways:
     original names    each name shows the rank's elements of that parameter, as one dim, perhaps none
     flat parameters   one parameter holds the rank's shard of each line; the original names show nothing
 
-Unsharded, modules show each full parameter under its own name.
+Unsharded, modules show each full parameter under its own name, and no flat parameter.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.comm.mesh import DataMesh
 from shardwise.engine.buffers import alias, contiguous_strides
 from shardwise.engine.reduce.gradient_buffer import GradientView
-from shardwise.engine.unit.binding import FoundParameter, Slot
+from shardwise.engine.unit.binding import FoundParameter, ShownEntry, Slot
 from shardwise.engine.unit.dtensor_form import gradient_views_by_slot, placed_on_both
 from shardwise.planning.flat import FlatLayout, FlatPacking, grid_of, plan_flat
 from shardwise.planning.layout import Layout, Packing, RowParam, Span
@@ -192,6 +192,7 @@ class FlatForm:
     lends_gradients = False
     uses_whole_shards = True
     sees_all_writes = False
+    hides_kept = True
 
     def __init__(
         self, holder: nn.Module | None, as_stored: Sequence[nn.Module] = (), keeps_reduced: bool = False
@@ -301,6 +302,9 @@ class FlatForm:
             # Otherwise torch refuses a gradient of another dtype than the parameter's.
             member.sharded.grad_dtype = reduce_dtype
         return reduce_dtype
+
+    def flat_entries(self) -> list[ShownEntry]:
+        return [(line.params, line.name, line.flat) for line in self.lines if line.flat is not None]
 
     def snapshot(self, slots: list[Slot]) -> list[Any]:
         shown: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter | None, int]]

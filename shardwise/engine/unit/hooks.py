@@ -266,8 +266,11 @@ class UnitHooks:
             if needed.release():
                 # What had been computed when forward raised may still be used in this step.
                 is_kept = is_grad_enabled() if has_raised else needed.gathered.awaits_unseen_backward
-                if is_kept or needed.keeps_after_forward():
+                if is_kept:
                     needed.gathered.keep(is_hidden=not is_grad_enabled())
+                elif needed.keeps_after_forward():
+                    is_hidden = needed.form.hides_kept and needed.settings.after_forward is not KEEP
+                    needed.gathered.keep(is_hidden=is_hidden or not is_grad_enabled())
                 else:
                     needed.reshard(trace.IN_FORWARD, keep_part=not has_raised)
 

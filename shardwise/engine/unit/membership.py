@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from shardwise.engine.tensor_trees import tensors_in
-from shardwise.engine.unit.binding import Shown, Slot
+from shardwise.engine.unit.binding import Shown, ShownEntry, Slot
 from shardwise.engine.unit.interfaces import NamedUnit
 from shardwise.errors import StateError
 from shardwise.torch_internals import without_memory_like
@@ -128,7 +128,7 @@ def sharded_shown(slots: Iterable[Slot], unit: Unit) -> Shown:
     Code outside of the unit may still read such a parameter's dtype or shape, or test whether there is a bias: it finds
     a placeholder, as an attribute of the module that Python looks up before ``_parameters``.
     """
-    entries: list[tuple[dict[str, Any], str, Any]] = []
+    entries: list[ShownEntry] = list(unit.form.flat_entries())
     for slot in slots:
         placeholder = None if slot.is_shown else ShardedPlaceholder.of(slot.unsharded, slot.name, unit)
         for place in slot.places:

@@ -170,7 +170,7 @@ class Unit:
         """Lists what modules show in each form, once, so that a step only walks the lists."""
         self.shown = ShownForms(
             sharded_shown(self.slots, self),
-            unsharded_shown(self.slots),
+            unsharded_shown(self.slots, self.form.flat_entries()),
             self.form.snapshot(self.slots) if self.has_memory else None,
         )
 
