@@ -301,6 +301,7 @@ class Trainer:
         return self._callbacks is not None and self._callbacks.stop_requested
 
     def _on_callback_error(self, name: str, error: Exception) -> None:
+        name += f" on rank {self.team.rank}" if self.team.rank else ""
         if self._unwritten.add(name, error):
             self.display.warn(f"{name} failed, training continues: {type(error).__name__}: {error}")
 
