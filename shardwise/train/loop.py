@@ -302,7 +302,7 @@ class Trainer:
 
     def _on_callback_error(self, name: str, error: Exception) -> None:
         name += f" on rank {self.team.rank}" if self.team.rank else ""
-        if self._unwritten.add(name, error):
+        if self._unwritten.add(name, error, is_file=False):
             self.display.warn(f"{name} failed, training continues: {type(error).__name__}: {error}")
 
     def _on_display_error(self, error: OSError) -> None:

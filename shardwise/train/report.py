@@ -38,11 +38,13 @@ class Unwritten:
         self._problems: dict[str, tuple[int, str]] = {}
         self._are_files = True
 
-    def add(self, name: str, error: Exception) -> bool:
+    def add(self, name: str, error: Exception, *, is_file: bool = True) -> bool:
         """Adds a problem with ``name``, and returns whether it is the first one."""
         times, _ = self._problems.get(name, (0, ""))
-        self._are_files &= isinstance(error, OSError)
-        reason = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        self._are_files &= is_file
+        reason = (
+            error.strerror if isinstance(error, OSError) and is_file else f"{type(error).__name__}: {error}"
+        )
         self._problems[name] = (times + 1, reason or str(error))
         return times == 0
 

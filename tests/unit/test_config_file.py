@@ -115,7 +115,7 @@ def test_a_python_without_toml_says_what_to_install(tmp_path, monkeypatch):
 def test_the_file_that_a_run_writes_makes_the_same_run(tmp_path):
     odd = 'a "b" \\ c\t\x7f é 😀 = #'
     settings = (
-        f"data.path={odd}",
+        f"data.column={odd}",
         "train.steps=7",
         "optimizer=torch.optim.SGD",
         "optimizer.arguments.nesterov=true",
@@ -128,8 +128,15 @@ def test_the_file_that_a_run_writes_makes_the_same_run(tmp_path):
     first = resolve(Request("small", settings))
     path = write(tmp_path, config_text(first.config, first.base, first.recipe, "runs/first/config.toml"))
     again = resolve(Request(config=path))
-    assert again.config.data.path == odd
+    assert again.config.data.column == odd
     # A folder belongs to one run.
     assert again.config.output.folder == ""
     assert resolve(Request(config=path, settings=("output.folder=runs/first",))).config == first.config
     assert len(again.settings) == len(settings) - 1
+
+
+@pytest.mark.parametrize("source", ['{path = "a,b.txt"}', '{path = "a", wieght = 1}', "{weight = 1}", "3"])
+def test_a_table_that_is_no_source_is_refused(tmp_path, source):
+    path = write(tmp_path, f"data.sources = [{source}]")
+    with pytest.raises(ConfigError, match=r"is no source(.|\n)*my\.toml: data\.sources"):
+        read_config_file(path)
