@@ -24,7 +24,13 @@ from shardwise.train.settings import as_json
 from shardwise.train.step import Progress
 from shardwise.train.team import Team
 
-__all__ = ["GoodCheckpoint", "RunCheckpoints", "find_good_checkpoint", "refuse_fewer_steps"]
+__all__ = [
+    "GoodCheckpoint",
+    "RunCheckpoints",
+    "changes_of_split",
+    "find_good_checkpoint",
+    "refuse_fewer_steps",
+]
 
 
 class RunCheckpoints:
@@ -141,7 +147,7 @@ class RunCheckpoints:
             self._display.note("the checkpoint contains only weights: the optimizer starts from scratch")
         if run.get("corpus") not in (None, self._manifest_entries.get("corpus")):
             self._display.warn("the data differs from what the checkpoint was trained on")
-        if changes := _changes_of_split(run.get("config"), self._manifest_entries["config"]):
+        if changes := changes_of_split(run.get("config"), self._manifest_entries["config"]):
             self._display.warn(
                 f"{', '.join(changes)}: samples that are held out now may have been trained on before"
             )
@@ -161,7 +167,7 @@ def refuse_fewer_steps(wanted: int, done: int, name: str) -> None:
         )
 
 
-def _changes_of_split(before: Any, now: dict[str, Any]) -> list[str]:
+def changes_of_split(before: Any, now: dict[str, Any]) -> list[str]:
     """Returns how the settings that decide which samples are held out differ from those of a checkpoint."""
     if not isinstance(before, dict) or "data.held_out" not in before:
         return []

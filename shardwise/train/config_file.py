@@ -94,7 +94,7 @@ def _text_of(name: str, value: Any, path: str) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, list) and name == "data.sources":
-        return ", ".join(_source_text(source) for source in value)
+        return ", ".join(_source_text(source, f"{path}: {name}") for source in value)
     if isinstance(value, int | float | list):
         return repr(value)
     raise ConfigError(
@@ -104,10 +104,17 @@ def _text_of(name: str, value: Any, path: str) -> str:
     )
 
 
-def _source_text(source: Any) -> str:
-    if isinstance(source, dict) and "path" in source:
-        return f"{source['path']}*{source['weight']}" if "weight" in source else str(source["path"])
-    return str(source)
+def _source_text(source: Any, where: str) -> str:
+    """Returns a path, or a table of path and weight, as an entry of ``data.sources``."""
+    table = source if isinstance(source, dict) else {"path": source}
+    path, weight = table.get("path"), table.get("weight")
+    if not isinstance(path, str) or "," in path or not table.keys() <= {"path", "weight"}:
+        raise ConfigError(
+            f"{toml_value(source)} is no source",
+            where=where,
+            fix='write { path = "web.jsonl", weight = 0.7 }, without a comma in the path',
+        )
+    return path if weight is None else f"{path}*{weight}"
 
 
 # --- writing ------------------------------------------------------------------------------------------------------
@@ -161,6 +168,6 @@ def toml_value(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(toml_value, value))}]"
     if isinstance(value, dict):
-        return "{}"
+        return f"{{{', '.join(f' {key} = {toml_value(entry)}' for key, entry in value.items())}}}"
     # A basic string of TOML is one of JSON, in which a few more characters must be escaped.
     return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")

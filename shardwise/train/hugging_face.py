@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,7 +99,9 @@ class HuggingFaceModel(ModelSource):
         return self.logits(output)[:, -1], output.past_key_values
 
     def segment_arguments(self, segments: Tensor) -> dict[str, Any]:
-        mask = segment_mask(segments)
+        is_seen = segment_mask(segments)
+        # Added to the scores, which every attention of transformers understands; some would add True and False.
+        mask = torch.zeros(is_seen.shape, device=segments.device).masked_fill(~is_seen, -math.inf)
         return {"position_ids": segment_positions(segments), "attention_mask": mask}
 
     def hugging_face_config(self) -> dict[str, Any] | None:

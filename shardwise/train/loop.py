@@ -30,8 +30,10 @@ from shardwise.train.float8 import check_float8
 from shardwise.train.hardware import memory_bytes, peak_flops
 from shardwise.train.interrupt import Interrupt
 from shardwise.train.kept_files import KeptFiles
+from shardwise.train.llama import Llama
 from shardwise.train.loggers import chosen_loggers
 from shardwise.train.optimizers import make_optimizer
+from shardwise.train.packing_check import check_packing
 from shardwise.train.parallel import Parallel
 from shardwise.train.prediction import PeakCheck
 from shardwise.train.profiling import StepProfiler
@@ -100,6 +102,9 @@ class Trainer:
         team.from_first(self._kept.keep_tokenizer)
         is_exact = config.train.exact_micro_batches > 0
         self.parallel = Parallel(config.model, config.sharding, device, config.train.seed, is_exact)
+        if config.data.packing and not isinstance(config.model, Llama):
+            limits = config.model.context, config.model.vocabulary
+            team.together(lambda: check_packing(self.parallel, *limits, device))
         self.optimizer = make_optimizer(self.parallel, config.optimizer)
         self.state = TrainingState(self.parallel.module, self.optimizer, self.parallel.elsewhere)
         self._stepper = Stepper(config, self.parallel, self.optimizer, self._data, team, device)
@@ -301,7 +306,8 @@ class Trainer:
         return self._callbacks is not None and self._callbacks.stop_requested
 
     def _on_callback_error(self, name: str, error: Exception) -> None:
-        if self._unwritten.add(name, error):
+        name += f" on rank {self.team.rank}" if self.team.rank else ""
+        if self._unwritten.add(name, error, is_file=False):
             self.display.warn(f"{name} failed, training continues: {type(error).__name__}: {error}")
 
     def _on_display_error(self, error: OSError) -> None:

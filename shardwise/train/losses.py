@@ -42,12 +42,16 @@ def mean_loss(logits: Tensor, targets: Tensor, own: Loss | None, num_targets: in
     if own is None:
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
     loss = own(logits, targets)
+    where = f"loss={getattr(own, '__qualname__', own)}"
+    if not isinstance(loss, Tensor) or (logits.requires_grad and not loss.requires_grad):
+        problem = "has no gradient" if isinstance(loss, Tensor) else f"is no tensor, but {loss!r}"
+        raise ConfigError(f"the loss {problem}", where=where, fix="compute it from the logits, with torch")
     if loss.dim() == 0:
         return loss
     if loss.shape != targets.shape:
         raise ConfigError(
             f"the loss has shape {tuple(loss.shape)} for targets of shape {tuple(targets.shape)}",
-            where=f"loss={getattr(own, '__qualname__', own)}",
+            where=where,
             fix="return a loss for each target, or one number, their mean",
         )
     return loss[targets != IGNORED].mean()

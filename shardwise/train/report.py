@@ -32,15 +32,19 @@ __all__ = ["Report", "Unwritten"]
 
 
 class Unwritten:
-    """Collects what could not be written: for each name how often, and the last reason."""
+    """Collects what a run did not manage beside its checkpoints: for each name how often, and the last reason."""
 
     def __init__(self) -> None:
         self._problems: dict[str, tuple[int, str]] = {}
+        self._are_files = True
 
-    def add(self, name: str, error: Exception) -> bool:
+    def add(self, name: str, error: Exception, *, is_file: bool = True) -> bool:
         """Adds a problem with ``name``, and returns whether it is the first one."""
         times, _ = self._problems.get(name, (0, ""))
-        reason = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        self._are_files &= is_file
+        reason = (
+            error.strerror if isinstance(error, OSError) and is_file else f"{type(error).__name__}: {error}"
+        )
         self._problems[name] = (times + 1, reason or str(error))
         return times == 0
 
@@ -51,13 +55,15 @@ class Unwritten:
         )
 
     def raise_if_any(self, summary: Summary) -> None:
-        """Raises StateError, once a run has ended, if anything could not be written."""
+        """Raises StateError, once a run has ended, if there is anything."""
         if lines := self.lines():
+            problem = "some files could not be written" if self._are_files else "something beside it failed"
+            repair = "free disk space" if self._are_files else "repair what failed"
             raise StateError(
-                f"the run {summary.ended} at step {summary.step} and its checkpoint is complete, but some files "
-                "could not be written:" + "".join(f"\n    {line}" for line in lines),
+                f"the run {summary.ended} at step {summary.step} and its checkpoint is complete, but {problem}:"
+                + "".join(f"\n    {line}" for line in lines),
                 where=summary.folder,
-                fix="free disk space; what is missing is lost, but the run can continue with --resume",
+                fix=f"{repair}; what is missing is lost, but the run can continue with --resume",
             )
 
 

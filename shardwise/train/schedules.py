@@ -8,9 +8,11 @@ linear     ╲                     wsd      ──────────╲   
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 
+from shardwise.errors import ConfigError
 from shardwise.train.config import Optimization
 
 __all__ = ["learning_rate"]
@@ -19,12 +21,24 @@ __all__ = ["learning_rate"]
 def learning_rate(choice: Optimization, step: int, num_steps: int) -> float:
     """Returns the learning rate of a step, counted from 0, of ``num_steps``."""
     if callable(choice.schedule):
-        return choice.lr * choice.schedule(step, num_steps)
+        return choice.lr * _own_height(choice.schedule, step, num_steps)
     if step < choice.warmup:
         return choice.lr * (step + 1) / choice.warmup
     progress = min(1.0, (step - choice.warmup) / max(1, num_steps - choice.warmup))
     lowest = choice.lr * choice.min_lr
     return lowest + (choice.lr - lowest) * _HEIGHTS[choice.schedule](progress, choice)
+
+
+def _own_height(schedule: Callable[[int, int], float], step: int, num_steps: int) -> float:
+    returned = schedule(step, num_steps)
+    with contextlib.suppress(TypeError, ValueError):
+        if 0.0 <= (height := float(returned)) < math.inf:
+            return height
+    raise ConfigError(
+        f"the schedule returned {returned!r} for step {step} of {num_steps}",
+        where=f"optimizer.schedule={getattr(schedule, '__qualname__', schedule)}",
+        fix="return a fraction of optimizer.lr, 0 or more",
+    )
 
 
 def _cosine(progress: float, _choice: Optimization) -> float:

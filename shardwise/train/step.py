@@ -18,6 +18,7 @@ from shardwise.checkpoint.parts import part_of
 from shardwise.train.config import Config
 from shardwise.train.loss_scaling import LossScaling
 from shardwise.train.losses import count_targets, mean_loss
+from shardwise.train.optimizers import take_step
 from shardwise.train.parallel import Parallel
 from shardwise.train.samples import Batch, Samples
 from shardwise.train.schedules import learning_rate
@@ -93,7 +94,7 @@ class Stepper:
         if norm is None and not is_skipped:
             return None
         if norm is not None:
-            optimizer.step()
+            take_step(optimizer, config.optimizer, on_shards=self._parallel.is_sharded)
         optimizer.zero_grad(set_to_none=True)
         progress.step += 1
         progress.samples += config.train.batch_size

@@ -5,10 +5,12 @@ It uses a gloo group of its own, which works the same on CPUs and GPUs and never
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import struct
+import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +24,7 @@ from shardwise.errors import ShardwiseError
 __all__ = ["Team"]
 
 Result = TypeVar("Result")
+_SECONDS_BETWEEN_SIGNS = 60.0
 _SUM = collective_code("sum what ranks know of a step")
 
 
@@ -63,17 +66,52 @@ class Team:
         return result  # type: ignore[return-value]
 
     def from_first(self, work: Callable[[], Result]) -> Result:
-        """Runs ``work`` on rank 0 alone, and returns its result or raises its error on all ranks."""
+        """Runs ``work`` on rank 0 alone, and returns its result or raises its error on all ranks.
+
+        It may take longer than a group's timeout, as making tokens of much data does.
+        """
         found: list[Any] = [None]
 
         def on_first() -> None:
             if self.rank == 0:
-                found[0] = work()
+                with self._signs_of_life():
+                    found[0] = work()
+            else:
+                self._wait_for_first()
 
         self.together(on_first)
         dist.broadcast_object_list(found, 0, group=self.group)
         result: Result = found[0]
         return result
+
+    @contextlib.contextmanager
+    def _signs_of_life(self) -> Iterator[None]:
+        """Tells the other ranks again and again, by a thread, that this one is still at work."""
+        if self.world_size == 1:
+            yield
+            return
+        is_over = threading.Event()
+
+        def tell() -> None:
+            # A rank that is gone is found out by those who wait for it, not here.
+            with contextlib.suppress(RuntimeError):
+                ended = False
+                while not ended:
+                    ended = is_over.wait(_SECONDS_BETWEEN_SIGNS)
+                    dist.broadcast(torch.tensor([float(ended)]), 0, group=self.group)
+
+        teller = threading.Thread(target=tell, name="signs of life", daemon=True)
+        teller.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            teller.join()
+
+    def _wait_for_first(self) -> None:
+        is_over = torch.zeros(1)
+        while not is_over:
+            dist.broadcast(is_over, 0, group=self.group)
 
     def sum(self, *values: float) -> list[float]:
         """Sums each number over all ranks, in double precision.

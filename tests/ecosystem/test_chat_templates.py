@@ -6,8 +6,12 @@ import pytest
 import torch
 
 from shardwise.errors import ConfigError
+from shardwise.testing import run_ranks
 from shardwise.train.chat import conversation_reader
+from shardwise.train.config import Sharding
 from shardwise.train.hugging_face import HuggingFaceModel
+from shardwise.train.packing_check import check_packing
+from shardwise.train.parallel import Parallel
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|> {{ m['content'] }} <|end|> {% endfor %}"
@@ -107,16 +111,84 @@ def test_a_conversation_that_a_template_refuses_is_named(tmp_path):
     assert read(chat("hi", "yo"), "here")
 
 
-def test_a_model_of_transformers_keeps_packed_conversations_apart():
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+}
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_model_of_transformers_keeps_packed_conversations_apart(attention):
     transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=64
-    )
     torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(config).double().eval()
+    config = transformers.LlamaConfig(**SIZES)
+    model = (
+        transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).double().eval()
+    )
     tokens = torch.randint(0, 64, (1, 11), generator=torch.Generator().manual_seed(1))
     segments = torch.tensor([[0] * 4 + [1] * 5 + [-1] * 2])
     packed = model(tokens, **HuggingFaceModel("any").segment_arguments(segments)).logits[0]
     for first, last in ((0, 4), (4, 9)):
         alone = model(tokens[:, first:last]).logits[0]
         torch.testing.assert_close(packed[first:last], alone, rtol=1e-11, atol=1e-12)
+
+
+class Made(HuggingFaceModel):
+    """A model of transformers that needs no files."""
+
+    def __init__(self, config, attention):
+        super().__init__("any", context=24, vocabulary=64)
+        object.__setattr__(self, "made", (config, attention))
+
+    def build(self):
+        from transformers import AutoModelForCausalLM
+
+        torch.manual_seed(0)
+        config, attention = self.made
+        return AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+
+
+def check_all(sharding, **models):
+    found = {}
+    for name, (config, attention) in models.items():
+        source = Made(config, attention)
+        parallel = Parallel(source, sharding, torch.device("cpu"), 0)
+        try:
+            check_packing(parallel, source.context, source.vocabulary, torch.device("cpu"))
+        except ConfigError as error:
+            found[name] = str(error)
+        assert parallel.module.training
+    return found
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_model_that_does_not_keep_packs_apart_is_refused_before_the_first_step(precision):
+    transformers = pytest.importorskip("transformers")
+    models = {
+        "llama": (transformers.LlamaConfig(**SIZES), "sdpa"),
+        "gpt neo": (
+            transformers.GPTNeoConfig(
+                hidden_size=32,
+                num_layers=2,
+                num_heads=4,
+                vocab_size=64,
+                attention_types=[[["global"], 2]],
+                max_position_embeddings=64,
+            ),
+            "eager",
+        ),
+        "window": (transformers.MistralConfig(**SIZES, sliding_window=3), "sdpa"),
+        "bloom": (transformers.BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=64), "eager"),
+        "mamba": (
+            transformers.MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=64, state_size=4),
+            "eager",
+        ),
+    }
+    (found,) = run_ranks(check_all, 1, Sharding(precision=precision), kind="gloo", **models)
+    assert sorted(found) == ["bloom", "mamba", "window"]
+    assert "logits of up to" in found["window"]
+    assert "it raised" in found["bloom"]

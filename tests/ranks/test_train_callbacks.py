@@ -11,6 +11,7 @@ import pytest
 from shardwise.errors import ConfigError, StateError
 from shardwise.testing import run_ranks
 from shardwise.train import Callback
+from shardwise.train.checks import check
 from shardwise.train.records import read_metrics
 from tests.ranks.training import Noted, run_part, small_config, write_text
 
@@ -92,7 +93,8 @@ def test_a_callback_that_fails_after_the_start_costs_a_warning_and_an_error_at_t
     )
     assert "Recorder.on_step failed, training continues: RuntimeError: the server is gone" in lines[0]
     assert error.startswith("the run finished at step 3 and its checkpoint is complete")
-    assert "Recorder.on_step: RuntimeError: the server is gone" in error
+    assert "but something beside it failed:\n    Recorder.on_step: RuntimeError: the server is gone" in error
+    assert "disk" not in error
     assert calls[-1] == ("end", "finished")
 
 
@@ -108,6 +110,40 @@ def test_a_run_that_fails_ends_its_callbacks_without_a_summary(tmp_path):
     config = small_config(write_text(tmp_path), "optimizer.lr=1e30", "optimizer.warmup=0")
     ((_, _, calls),) = run_ranks(run_into, 1, config, tmp_path / "run", Recorder(), StateError, kind="gloo")
     assert calls[-1] == ("end", None)
+
+
+class FailsOnTheSecondRank(Callback):
+    on_all_ranks = True
+
+    def on_step(self, run, record):
+        if run.rank == 1 and record.step == 2:
+            raise ConnectionError("the server is gone")
+
+
+def end_with_the_others(config, folder):
+    try:
+        return len(run_part(config, folder)[0])
+    except StateError as error:
+        return str(error)
+
+
+def test_a_callback_that_fails_on_one_rank_stops_no_rank_and_says_which(tmp_path):
+    config = with_callbacks(small_config(write_text(tmp_path), "train.steps=4"), FailsOnTheSecondRank())
+    first, second = run_ranks(end_with_the_others, 2, config, tmp_path / "run", kind="gloo")
+    assert first == 4
+    assert second.startswith("the run finished at step 4 and its checkpoint is complete")
+    assert "FailsOnTheSecondRank.on_step on rank 1: ConnectionError: the server is gone" in second
+    assert "disk" not in second
+
+
+def test_what_is_no_callback_is_refused_before_any_rank_exists(tmp_path):
+    config = small_config(write_text(tmp_path))
+    with pytest.raises(
+        ConfigError, match=r"callbacks\[0\] is the class Recorder(.|\n)*write Recorder\(\.\.\.\)"
+    ):
+        check(with_callbacks(config, Recorder))
+    with pytest.raises(ConfigError, match=r"callbacks\[1\] is a str(.|\n)*derive str"):
+        check(with_callbacks(config, Recorder(), "log"))
 
 
 def test_metrics_say_when_each_step_ended(tmp_path):

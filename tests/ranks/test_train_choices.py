@@ -11,6 +11,7 @@ import torch.nn.functional as F  # noqa: N812  the name everyone knows
 from shardwise.errors import ConfigError
 from shardwise.testing import run_ranks
 from shardwise.train.command import Request, resolve
+from shardwise.train.schedules import learning_rate
 from tests.ranks.training import assert_same, checkpoint_at, run_part, small_config, whole_tensors, write_text
 
 
@@ -44,24 +45,39 @@ def test_optimizers_are_chosen_by_dotted_name_or_class_in_sharded_and_replicated
     assert any(name.endswith("/sum") for name in whole_tensors(checkpoint_at(tmp_path / "adagrad", 3)))
 
 
-@pytest.mark.parametrize(
-    ("choice", "problem"),
-    [
-        (("optimizer=torch.optim.Nothing",), "there is no optimizer 'torch.optim.Nothing'"),
-        (("optimizer=os.path.join",), "is no optimizer"),
-        (("optimizer.arguments.speed=3",), "AdamW does not take these arguments"),
-    ],
-)
-def test_an_optimizer_that_cannot_be_made_is_refused_with_its_name(tmp_path, choice, problem):
-    config = small_config(write_text(tmp_path), *choice)
-    (error,) = run_ranks(refused, 1, config, tmp_path / "run", kind="gloo")
-    assert problem in error
+def refused(configs, folder):
+    found = {}
+    for problem, config in configs.items():
+        with pytest.raises(ConfigError) as raised:
+            run_part(config, folder)
+        found[problem] = str(raised.value)
+    return found
 
 
-def refused(config, folder):
-    with pytest.raises(ConfigError) as raised:
-        run_part(config, folder)
-    return str(raised.value)
+def test_an_optimizer_that_cannot_be_made_or_stepped_is_refused_with_its_name(tmp_path):
+    chosen = {
+        "there is no optimizer 'torch.optim.Nothing'": ("optimizer=torch.optim.Nothing",),
+        "is no optimizer, but <function": ("optimizer=os.path.join",),
+        "AdamW has no argument 'speed'": ("optimizer.arguments.speed=3",),
+        "did you mean 'fused'?": ("optimizer.arguments.foused=true",),
+        "Muon has no argument 'betas'": ("optimizer=muon", "optimizer.arguments.betas=3"),
+        "the schedule sets lr in every step": ("optimizer.arguments.lr=0.1",),
+        "AdamW cannot be made: Invalid beta parameter at index 0: 2.0": ("optimizer.beta1=2",),
+        "SGD cannot be made: Nesterov momentum requires": (
+            "optimizer=sgd",
+            "optimizer.arguments.nesterov=true",
+            "optimizer.beta1=0",
+        ),
+        "LBFGS does not step each parameter": ("optimizer=torch.optim.LBFGS",),
+        "SparseAdam does not step each": ("optimizer=torch.optim.SparseAdam", "sharding.mode=none"),
+        "the optimizer cannot step shards: aten.": ("optimizer=torch.optim.Adafactor",),
+    }
+    text = write_text(tmp_path)
+    configs = {problem: small_config(text, *settings) for problem, settings in chosen.items()}
+    (found,) = run_ranks(refused, 1, configs, tmp_path / "run", kind="gloo")
+    for problem, error in found.items():
+        assert problem in error
+        assert "optimizer.name" in error
 
 
 def test_a_run_folder_cannot_make_a_resume_import_a_class(tmp_path):
@@ -92,14 +108,44 @@ def test_a_loss_of_ones_own_trains_and_evaluates_the_model(tmp_path):
     assert losses["smoothed"][1] != pytest.approx(losses["built-in"][1], rel=1e-3)
 
 
+def with_schedule(config, schedule):
+    return dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, schedule=schedule))
+
+
+def of_nothing(logits, targets):
+    return None
+
+
+def without_gradient(logits, targets):
+    return logits.detach().sum()
+
+
+def test_a_loss_or_a_schedule_that_returns_something_else_is_refused_with_its_name(tmp_path):
+    config = small_config(write_text(tmp_path))
+    configs = {
+        "the loss is no tensor, but None\n  where: loss=of_nothing": dataclasses.replace(
+            config, loss=of_nothing
+        ),
+        "the loss has no gradient\n  where: loss=without_gradient": dataclasses.replace(
+            config, loss=without_gradient
+        ),
+    }
+    (found,) = run_ranks(refused, 1, configs, tmp_path / "run", kind="gloo")
+    assert all(problem in error for problem, error in found.items())
+    for returned in (None, -0.5, float("nan"), float("inf"), "much"):
+        choice = with_schedule(config, lambda step, num_steps, returned=returned: returned).optimizer
+        with pytest.raises(ConfigError, match=f"returned {returned!r} for step 3 of 6(.|\n)*<lambda>"):
+            learning_rate(choice, 3, 6)
+    assert learning_rate(with_schedule(config, lambda *_: torch.tensor(0.5)).optimizer, 3, 6) == 0.005
+
+
 def double(step, num_steps):
     return 2.0 if step else 0.0
 
 
 def test_a_schedule_of_ones_own_sets_the_learning_rate(tmp_path):
     config = small_config(write_text(tmp_path), "train.steps=1")
-    config = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, schedule=double))
-    run_ranks(run_twice, 1, config, str(tmp_path), kind="gloo")
+    run_ranks(run_twice, 1, with_schedule(config, double), str(tmp_path), kind="gloo")
     first, second = (whole_tensors(checkpoint_at(tmp_path / "run", step)) for step in (1, 2))
     model = [name for name in first if name.startswith("model/")]
     # The first step had a learning rate of 0.

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from shardwise.errors import ShardwiseError
 from shardwise.testing import run_ranks
+from shardwise.train import team
 from shardwise.train.interrupt import Interrupt
 from shardwise.train.launch import run_local_ranks
 from shardwise.train.records import CONFIG, read_metrics
@@ -63,6 +64,45 @@ def die_without_a_log(_device):
 def test_logs_that_were_not_written_are_not_named(tmp_path, capfd):
     assert run_local_ranks(die_without_a_log, 1, "cpu", logs=tmp_path / "logs") == 1
     assert capfd.readouterr().err == "error: rank 0 was killed by SIGKILL\n"
+
+
+class WaitsForSigns:
+    """Work that is not done before the other ranks have heard three times that it goes on."""
+
+    def __init__(self):
+        self.heard, self.signs = threading.Event(), 0
+
+    def __call__(self):
+        return self.heard.wait(120)
+
+    def broadcast(self, *args, **kwargs):
+        broadcast(*args, **kwargs)
+        self.signs += 1
+        if self.signs == 3:
+            self.heard.set()
+
+
+broadcast = dist.broadcast
+
+
+def work_for_long():
+    waiting = WaitsForSigns()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(team, "_SECONDS_BETWEEN_SIGNS", 0.01)
+        patch.setattr(dist, "broadcast", waiting.broadcast)
+        own = team.Team()
+        with pytest.raises(ShardwiseError, match="bad data"):
+            own.from_first(refuse)
+        waiting.signs = 0
+        return own.from_first(waiting), waiting.signs >= 3
+
+
+def refuse():
+    raise ShardwiseError("bad data", where="here", fix="change it")
+
+
+def test_ranks_wait_for_long_work_of_the_first_as_long_as_it_says_that_it_goes_on():
+    assert run_ranks(work_for_long, 2, kind="gloo") == [(True, True)] * 2
 
 
 # --- signals ----------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwise.train.checkpointing import changes_of_split
 from shardwise.train.command import Request, resolve
 from shardwise.train.config import Data
 from shardwise.train.data import Corpus
@@ -72,3 +73,11 @@ def test_runs_that_were_begun_before_there_was_a_choice_keep_their_held_out_end(
     assert resumed.origin["settings"] == ["data.held_out_from=end"]
     assert resolve(Request()).config.data.held_out_from == "everywhere"
     assert _data_of_run(config) == Data(held_out_from="end")
+
+
+def test_other_packs_hold_out_other_conversations():
+    before = {"data.held_out": 0.1, "data.held_out_from": "everywhere", "data.packing": False}
+    assert changes_of_split(before, before) == []
+    assert changes_of_split(before, {**before, "data.packing": True}) == [
+        "data.packing was False and is True"
+    ]
