@@ -13,15 +13,11 @@ import contextlib
 import errno
 import json
 import os
-import queue
-import signal
 import sys
-import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -37,12 +33,14 @@ from shardwise.train.config import Config, as_json
 from shardwise.train.display import Display, FaultTolerantDisplay, Quiet
 from shardwise.train.float8 import check_float8
 from shardwise.train.hardware import memory_bytes, peak_flops
+from shardwise.train.interrupt import Interrupt
 from shardwise.train.loggers import chosen_loggers
 from shardwise.train.optimizers import make_optimizer
 from shardwise.train.parallel import Parallel
 from shardwise.train.prediction import PeakCheck
 from shardwise.train.profiling import StepProfiler
 from shardwise.train.rank_grid import described, own_grid
+from shardwise.train.rank_states import RankState, clear_rank_states
 from shardwise.train.records import (
     CONFIG,
     RunFacts,
@@ -63,7 +61,7 @@ from shardwise.train.step import Progress, Stepper
 from shardwise.train.team import Team
 from shardwise.train.tokenizers import IDS, save_tokenizer, tokenizer_of
 
-__all__ = ["Interrupt", "Trainer"]
+__all__ = ["Trainer"]
 
 
 class Trainer:
@@ -95,6 +93,9 @@ class Trainer:
             Quiet() if display is None or team.rank else display, self._on_display_error
         )
         self._origin = origin or {}
+        team.from_first(partial(clear_rank_states, folder))
+        self._state = RankState(folder, team.rank)
+        self._state.now("reading the data")
         torch.set_num_threads(config.train.threads)
         team.together(lambda: check_float8(config.sharding.float8, device))
         if config.train.late_seconds:
@@ -104,6 +105,7 @@ class Trainer:
         grid = team.together(lambda: own_grid(config.sharding))
         self._data = team.together(lambda: open_data(config, folder, grid.data_world_size))
         team.from_first(self._keep_tokenizer)
+        self._state.now("building the model")
         is_exact = config.train.exact_micro_batches > 0
         self.parallel = Parallel(config.model, config.sharding, device, config.train.seed, is_exact)
         self.optimizer = make_optimizer(self.parallel, config.optimizer)
@@ -170,6 +172,7 @@ class Trainer:
             ConfigError: it has more steps than the run is to have.
         """
         progress = self.progress
+        self._state.now("reading a checkpoint")
         self._checkpoints.resume(progress)
         for record in read_metrics(self.folder):
             if record.eval_loss is not None and record.step <= progress.step:
@@ -205,6 +208,7 @@ class Trainer:
                 self.display.end(summary)
         finally:
             callbacks.end(summary)
+            self._state.close(remove=summary is not None)
             self.display.close()
             if report is not None:
                 report.close()
@@ -237,6 +241,7 @@ class Trainer:
                 self._write_profile()
         self._write_profile()
         self._on_stop = "stopping after the checkpoint …  (Ctrl-C again: at once, without it)"
+        self._state.now(f"saving step {progress.step}", memory_bytes(self.device))
         problem = self._checkpoints.save_and_wait(progress)
         self._on_stop = "stopping after the summary …  (Ctrl-C again: at once, without it)"
         if problem is None:
@@ -408,6 +413,7 @@ class Trainer:
     def _step(self, facts: RunFacts, interrupt: Interrupt) -> StepRecord:
         config, progress = self.config, self.progress
         begun = time.perf_counter()
+        self._state.now(f"in step {progress.step + 1}", memory_bytes(self.device))
         stepped = self._stepper.step(progress)
         if stepped is None:
             raise self._save_and_explain_bad_gradients()
@@ -423,6 +429,7 @@ class Trainer:
         seconds = time.perf_counter() - begun
         eval_loss = None
         if is_last or (config.evaluate.every and progress.step % config.evaluate.every == 0):
+            self._state.now(f"evaluating after step {progress.step}", memory_bytes(self.device))
             eval_loss = progress.eval_loss = self._stepper.evaluate()
             progress.eval_step = progress.step
         speed = facts.tokens_of_step / seconds
@@ -453,55 +460,3 @@ class Trainer:
             fix="lower optimizer.lr or look at the data, and continue with --resume "
             f"{self.folder}: the weights before this step are saved",
         )
-
-
-# --- stopping ----------------------------------------------------------------------------------------------------
-
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-
-
-class Interrupt:
-    """Turns SIGTERM and Ctrl-C, while it is entered, into a request to stop between two steps.
-
-    SIGTERM may arrive many times, from a scheduler and from processes that forward it; a second Ctrl-C goes to the
-    previous handler.
-
-    Args:
-        on_request: called once, when the first signal arrives, by a thread: a signal handler must not print.
-    """
-
-    def __init__(self, on_request: Callable[[], None] = lambda: None) -> None:
-        self.requested = False
-        self._before: dict[int, Any] = {}
-        self._on_request = on_request
-        # A handler may put into it at any time, even while it puts.
-        self._requests: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        self._teller: threading.Thread | None = None
-
-    def __enter__(self) -> Interrupt:
-        # Only the main thread may set handlers; ranks that are threads are stopped by their caller.
-        if threading.current_thread() is threading.main_thread():
-            self._teller = threading.Thread(target=self._tell, name="stop requests", daemon=True)
-            self._teller.start()
-            for number in _SIGNALS:
-                self._before[number] = signal.signal(number, self._request_stop)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self._before = {}
-        if self._teller is not None:
-            self._requests.put(False)
-            self._teller.join()
-
-    def _tell(self) -> None:
-        if self._requests.get():
-            self._on_request()
-
-    def _request_stop(self, number: int, _frame: FrameType | None) -> None:
-        if not self.requested:
-            self.requested = True
-            self._requests.put(True)
-        if number == signal.SIGINT:
-            signal.signal(number, self._before.pop(number, signal.SIG_DFL))

@@ -1,9 +1,9 @@
 """``shardwise watch``: a page on this machine that shows runs as they train, with the standard library alone.
 
     GET /                 the page, one file without anything from elsewhere
-    GET /runs             every run: its state, step and figures
+    GET /runs             every run: its state, step and figures, and what its ranks are doing
     GET /metrics?run=PATH&from=N    the lines of metrics.jsonl after byte N, and where to go on
-    GET /log?run=PATH     the end of the ranks' logs
+    GET /log?run=PATH     the end of the run's log, and of those of ranks that failed
 
 The server binds to loopback and answers only requests that name this machine as their host, so that no page of another
 site can read a run through the browser. It only reads.
@@ -24,9 +24,10 @@ from urllib.parse import parse_qs, urlsplit
 
 from shardwise.checkpoint.disk import open_file
 from shardwise.errors import ConfigError
-from shardwise.train.records import METRICS
+from shardwise.train.rank_states import read_rank_states
+from shardwise.train.records import LOG, METRICS, json_line
 from shardwise.train.run_folder import LOGS
-from shardwise.train.runs import find_runs, go_on_with, read_run
+from shardwise.train.runs import read_run, runs_in
 
 __all__ = ["WatchServer", "run_facts", "watch"]
 
@@ -80,7 +81,7 @@ class WatchServer(ThreadingHTTPServer):
         return int(self.server_address[1])
 
     def runs(self) -> list[Path]:
-        return [run for folder in self._folders for run in find_runs(folder)]
+        return runs_in(self._folders)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -107,7 +108,7 @@ class _Handler(BaseHTTPRequestHandler):
         except (KeyError, ValueError, IndexError, OSError, ConfigError):
             self.send_error(HTTPStatus.NOT_FOUND)
             return
-        self._send(json.dumps(answer).encode(), "application/json")
+        self._send(json_line(answer).encode(), "application/json")
 
     def _run(self, query: dict[str, list[str]]) -> Path:
         wanted = query["run"][0]
@@ -120,7 +121,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(content)))
         self.send_header("Cache-Control", "no-store")
         self.send_header(
-            "Content-Security-Policy", "default-src 'self' 'unsafe-inline'; frame-ancestors 'none'"
+            "Content-Security-Policy",
+            "default-src 'self' 'unsafe-inline'; img-src data:; frame-ancestors 'none'",
         )
         self.end_headers()
         # A reader that has gone away is no error.
@@ -135,9 +137,8 @@ def run_facts(path: Path) -> dict[str, Any]:
     run = read_run(path)
     facts = run.as_json()
     del facts["config"]
-    facts["go_on_with"] = go_on_with(run)
     facts["holder"] = run.holder
-    facts["world_size"] = run.summary.get("world_size")
+    facts["ranks"] = read_rank_states(path)
     return facts
 
 
@@ -164,7 +165,7 @@ def read_lines(path: Path, start: int) -> dict[str, Any]:
 
 def _logs(folder: Path) -> dict[str, str]:
     logs = {}
-    for path in sorted((folder / LOGS).glob("rank-*.log")):
+    for path in (folder / LOG, *sorted((folder / LOGS).glob("rank-*.log"))):
         with contextlib.suppress(OSError), open_file(path, follow_links=False) as file:
             size = os.fstat(file.fileno()).st_size
             file.seek(max(0, size - _LOG_BYTES))

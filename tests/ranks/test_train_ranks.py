@@ -20,8 +20,8 @@ import torch.distributed as dist
 from shardwise.errors import ShardwiseError
 from shardwise.testing import run_ranks
 from shardwise.train.command import Request, train
+from shardwise.train.interrupt import Interrupt
 from shardwise.train.launch import run_local_ranks
-from shardwise.train.loop import Interrupt
 from shardwise.train.records import CONFIG, read_metrics
 from shardwise.train.run_folder import LOCK, FolderLock
 from tests.fuzz import faulty
