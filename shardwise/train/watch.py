@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
 from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -71,7 +72,7 @@ class WatchServer(ThreadingHTTPServer):
             super().__init__(("127.0.0.1", port), _Handler)
         except (OSError, OverflowError) as error:
             raise ConfigError(
-                f"port {port} cannot be used: {error}",
+                f"port {port} cannot be used: {getattr(error, 'strerror', None) or error}",
                 where=f"--port {port}",
                 fix="pass another, or --port 0",
             ) from None
@@ -79,6 +80,11 @@ class WatchServer(ThreadingHTTPServer):
     @property
     def port(self) -> int:
         return int(self.server_address[1])
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        # A reader that has gone away is no error: browsers do that with every page that is closed.
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
 
     def runs(self) -> list[Path]:
         return runs_in(self._folders)
@@ -125,9 +131,7 @@ class _Handler(BaseHTTPRequestHandler):
             "default-src 'self' 'unsafe-inline'; img-src data:; frame-ancestors 'none'",
         )
         self.end_headers()
-        # A reader that has gone away is no error.
-        with contextlib.suppress(ConnectionError):
-            self.wfile.write(content)
+        self.wfile.write(content)
 
     def log_message(self, *_: object) -> None: ...
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import struct
 import threading
 import urllib.error
 import urllib.request
@@ -304,9 +306,24 @@ def test_only_runs_that_are_shown_can_be_asked_for(served, path):
         fetch(served[0] + path)
 
 
-def test_another_host_name_is_refused(served):
+@pytest.mark.parametrize("name", ["evil.example", "localhost.evil.example:80", "127.0.0.1.evil.example", ""])
+def test_another_host_name_is_refused(served, name):
     with pytest.raises(urllib.error.HTTPError, match="403"):
-        fetch(f"{served[0]}/runs", Host="evil.example")
+        fetch(f"{served[0]}/runs", Host=name)
+
+
+def test_a_reader_that_goes_away_is_no_error(served, capsys):
+    port = int(served[0].rpartition(":")[2])
+    for _ in range(8):
+        with socket.create_connection(("127.0.0.1", port)) as reader:
+            reader.sendall(b"GET /runs HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            # Reset when closed, instead of read to the end.
+            reader.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    fetch(f"{served[0]}/runs")
+    for thread in threading.enumerate():
+        if "process_request_thread" in thread.name:
+            thread.join()
+    assert capsys.readouterr().err == ""
 
 
 def test_a_port_that_is_taken_is_reported(served):
