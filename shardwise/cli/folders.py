@@ -82,6 +82,7 @@ def add_runs(parser: argparse.ArgumentParser) -> None:
         "shardwise runs",
         "shardwise runs runs/tiny",
         "shardwise runs runs/tiny runs/tiny-2 --compare",
+        "shardwise runs runs/tiny runs/tiny-2 --compare --picture losses.png",
         "shardwise runs runs/tiny --verify",
         "shardwise runs runs/tiny --prune 1",
     )
@@ -90,7 +91,7 @@ def add_runs(parser: argparse.ArgumentParser) -> None:
     )
     action = parser.add_mutually_exclusive_group()
     action.add_argument(
-        "--compare", action="store_true", help="show what differs, and the curves on one scale"
+        "--compare", action="store_true", help="show what differs between runs, and their curves on one scale"
     )
     action.add_argument(
         "--verify", action="store_true", help="compare every byte of checkpoints with its checksum"
@@ -98,40 +99,85 @@ def add_runs(parser: argparse.ArgumentParser) -> None:
     action.add_argument(
         "--prune", type=int, metavar="N", help="delete all but the N newest checkpoints of each run"
     )
+    parser.add_argument("--picture", metavar="FILE", help="draw the losses of the runs in one picture, a PNG")
     parser.add_argument("--json", action="store_true", help="print one JSON object per run or checkpoint")
     parser.set_defaults(run=_runs)
 
 
 def _runs(options: argparse.Namespace) -> int:
-    from shardwise.train import runs
+    from shardwise.train import runs, runs_as_text
+    from shardwise.train.records import json_line
 
     default = ["runs"] if Path("runs").is_dir() else ["."]
     folders = [Path(folder).expanduser() for folder in options.folders or default]
     for folder in folders:
         if not folder.is_dir():
-            raise ConfigError(f"there is no folder '{folder}'", where="shardwise runs", fix="check the path")
-    found = [runs.read_run(path) for folder in folders for path in runs.find_runs(folder)]
-    if options.verify or options.prune is not None or options.compare:
-        if not found:
-            runs.read_run(folders[0])
-        if options.verify:
-            return _verify(found, options.json)
-        if options.prune is not None:
-            return _prune(found, options.prune, options.json)
+            what = f"'{folder}' is a file" if folder.exists() else f"there is no folder '{folder}'"
+            raise ConfigError(
+                what, where="shardwise runs", fix="pass a folder; without one, all runs here are shown"
+            )
+    found = [runs.read_run(path) for path in runs.runs_in(folders)]
+    _check_number(options, len(found), folders[0])
+    if options.verify:
+        return _verify(found, options.json)
+    if options.prune is not None:
+        return _prune(found, options.prune, options.json)
+    if options.picture is not None:
+        _draw(found, Path(options.picture).expanduser())
     width = shutil.get_terminal_size().columns
     if options.json:
-        lines: Iterable[str] = (json.dumps(run.as_json()) for run in found)
+        lines: Iterable[str] = (json_line(run.as_json()) for run in found)
     elif options.compare:
-        lines = runs.compare_runs(found, width)
+        lines = runs_as_text.compare_runs(found, width)
     elif len(found) == 1:
-        lines = runs.show_run(found[0])
+        lines = runs_as_text.show_run(found[0])
     elif found:
-        lines = runs.list_runs(found, width)
+        lines = runs_as_text.list_runs(found, width)
     else:
-        lines = (line for folder in folders for line in runs.describe_folder(folder))
+        lines = (line for folder in folders for line in runs_as_text.describe_folder(folder))
     for line in lines:
         print(line)
+    if options.picture is not None and not options.json:
+        print(f"\ndrawn: {options.picture}")
     return 0
+
+
+def _check_number(options: argparse.Namespace, count: int, folder: Path) -> None:
+    """Raises ConfigError if there are too few runs for what was asked for."""
+    asked = ("compare", "verify", "picture", "prune")
+    needs = (
+        2
+        if options.compare
+        else 1
+        if any(getattr(options, name) not in (None, False) for name in asked)
+        else 0
+    )
+    if count < needs:
+        raise ConfigError(
+            f"there is {'one run' if count else 'no run'} in '{folder}', and two are needed to compare"
+            if needs == 2
+            else f"there is no run in '{folder}'",
+            where="shardwise runs",
+            fix="pass the folders of runs, such as runs/tiny; 'shardwise runs' lists those here",
+        )
+
+
+def _draw(found: list[Run], path: Path) -> None:
+    from shardwise.train.loss_picture import loss_picture
+    from shardwise.train.optional_packages import require
+    from shardwise.train.run_files import replace_file
+
+    require("matplotlib", "--picture")
+    drawn = loss_picture({run.folder: run.records for run in found})
+    assert drawn is not None
+    try:
+        replace_file(path, drawn)
+    except OSError as error:
+        raise ConfigError(
+            f"the picture cannot be written: {error.strerror}",
+            where=f"--picture {path}",
+            fix="name a file in a folder that can be written to",
+        ) from None
 
 
 def _verify(found: list[Run], as_json: bool) -> int:

@@ -6,7 +6,9 @@ import argparse
 import contextlib
 import os
 import shutil
+import signal
 import sys
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -112,8 +114,7 @@ def request_of(options: argparse.Namespace) -> Request:
 
 
 def _train(options: argparse.Namespace) -> int:
-    if not (options.quiet or options.json or options.lists):
-        _say_loading()
+    _load_torch(says_so=not (options.quiet or options.json or options.lists))
     from shardwise.train.command import train
 
     request = request_of(options)
@@ -133,12 +134,26 @@ def _train(options: argparse.Namespace) -> int:
     return train(request)
 
 
-def _say_loading() -> None:
-    """Says at once why nothing happens yet: to import torch takes seconds."""
+def _load_torch(*, says_so: bool) -> None:
+    """Imports torch, which takes seconds, and says at once that nothing else happens yet.
+
+    Ctrl-C ends the program meanwhile: as an exception, an import may swallow it.
+    """
+    if "torch" in sys.modules:
+        return
     is_first = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
-    if is_first and "torch" not in sys.modules:
+    if says_so and is_first:
         with contextlib.suppress(OSError):
             print("loading torch …", file=sys.stderr, flush=True)
+    raises = threading.current_thread() is threading.main_thread() and (
+        signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    )
+    if raises:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    import torch  # noqa: F401
+
+    if raises:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _with_chosen_settings(options: argparse.Namespace, request: Request) -> Request:
@@ -207,8 +222,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def _generate(options: argparse.Namespace) -> int:
-    if sys.stderr.isatty() and not options.json:
-        _say_loading()
+    _load_torch(says_so=sys.stderr.isatty() and not options.json)
     from shardwise.train.generate import Request, generate
     from shardwise.train.sampling import Sampling
 
@@ -270,8 +284,7 @@ def add_eval(parser: argparse.ArgumentParser) -> None:
 
 
 def _eval(options: argparse.Namespace) -> int:
-    if sys.stderr.isatty() and not options.json:
-        _say_loading()
+    _load_torch(says_so=sys.stderr.isatty() and not options.json)
     from shardwise.train.evaluation import EvaluationRequest, evaluate
 
     return evaluate(

@@ -203,7 +203,7 @@ def find_good_checkpoint(store: Store, team: Team) -> GoodCheckpoint:
         if problem is None:
             return GoodCheckpoint(path, read_manifest(path), tuple(warnings))
         aside = team.from_first(lambda path=path: store.put_aside(path))  # type: ignore[misc]
-        warnings.append(f"{path.name} is damaged: {problem}; kept as {aside.name}, using the one before it")
+        warnings.append(f"{path.name} is damaged: {problem}; kept as {aside.name}")
     raise CheckpointError(
         "there is no good checkpoint to continue from" + "".join(f"\n    {line}" for line in warnings),
         where=str(store.folder),

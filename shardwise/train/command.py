@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,12 +15,13 @@ from typing import Any
 
 import torch
 
+from shardwise.checkpoint.weights import TOKENIZER
 from shardwise.errors import ShardwiseError
 from shardwise.policies import set_trust, trust
 from shardwise.torch_internals import store_of
 from shardwise.train.checkpointing import refuse_fewer_steps
 from shardwise.train.config_file import config_text
-from shardwise.train.display import Display, Quiet, make_display
+from shardwise.train.display import Display, Logged, Quiet, make_display
 from shardwise.train.failures import RankLog, failure_of, remove_empty_logs
 from shardwise.train.launch import (
     AssignedRank,
@@ -31,7 +33,8 @@ from shardwise.train.launch import (
 )
 from shardwise.train.loop import Trainer
 from shardwise.train.optional_packages import require
-from shardwise.train.records import CONFIG_FILE, counted, short_path
+from shardwise.train.rank_states import RANKS
+from shardwise.train.records import CONFIG_FILE, LOG, counted, short_path
 from shardwise.train.request import Request, Resolved, find_run_to_resume, resolve
 from shardwise.train.run_files import fill_standard_streams, replace_file
 from shardwise.train.run_folder import (
@@ -136,7 +139,7 @@ def train_on_rank(request: Request, folder: Path, device: torch.device, team: Te
     resolved = team.together(partial(resolve, request))
     config = resolved.config
     output = config.output if request.show is None else replace(config.output, show=request.show)  # type: ignore[arg-type]
-    display = make_display(output) if team.rank == 0 else Quiet()
+    display: Display = Quiet() if team.rank else Logged(make_display(output), folder / LOG)
     before = set_trust(trace_dir=trust().trace_dir or str(folder / LOGS))
     try:
         trainer = Trainer(config, folder, team, device, display, resolved.origin)
@@ -185,6 +188,7 @@ def opened_run_folder(request: Request) -> Iterator[tuple[Request, Path]]:
         folder = new_folder(config.output.folder, config.name)
     else:
         folder = Path(request.resume).expanduser().resolve()
+    was_empty = is_new and not any(folder.iterdir())
     lock = FolderLock(folder)
     try:
         refuse_links_in(folder)
@@ -194,11 +198,13 @@ def opened_run_folder(request: Request) -> Iterator[tuple[Request, Path]]:
         yield request, folder
     finally:
         # A run that never began leaves nothing behind.
-        is_empty = False
+        is_left = False
         with contextlib.suppress(OSError):
             remove_empty_logs(folder / LOGS)
-            is_empty = is_new and [path.name for path in folder.iterdir()] == [LOCK]
-        lock.release(remove=is_empty)
-        if is_empty:
+            is_left = was_empty and {path.name for path in folder.iterdir()} <= {LOCK, RANKS, TOKENIZER}
+        lock.release(remove=is_left)
+        if is_left:
             with contextlib.suppress(OSError):
+                for name in (RANKS, TOKENIZER):
+                    shutil.rmtree(folder / name, ignore_errors=True)
                 folder.rmdir()

@@ -5,10 +5,13 @@ The settings choose one display at the start; the training loop calls it and doe
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from shardwise.train.config import Output
@@ -21,12 +24,14 @@ from shardwise.train.records import (
     format_count,
     format_duration,
     headline,
+    json_line,
     recent_loss,
     sparkline,
     summary_rows,
 )
+from shardwise.train.run_files import open_for_append, write_with_time
 
-__all__ = ["Display", "FaultTolerantDisplay", "JsonLines", "Lines", "Quiet", "make_display"]
+__all__ = ["Display", "FaultTolerantDisplay", "JsonLines", "Lines", "Logged", "Quiet", "make_display"]
 
 
 class Display(Protocol):
@@ -97,6 +102,57 @@ class FaultTolerantDisplay:
             self._on_loss(error)
 
 
+class Logged:
+    """Writes what a display says besides its steps into a file too, with the time, so that it can be read later.
+
+    Args:
+        shown: the display.
+        path: the file. It is opened when the run begins, and once, so that it stays that of this run if another
+            takes over the folder. What cannot be written is only shown.
+    """
+
+    def __init__(self, shown: Display, path: Path) -> None:
+        self._shown, self._path = shown, path
+        self._waiting: list[str] = []
+        self._descriptor: int | None = None
+
+    def begin(self, facts: RunFacts) -> None:
+        with contextlib.suppress(OSError):
+            self._descriptor = open_for_append(self._path)
+        for line in (*self._waiting, *headline(facts)):
+            self._log(line)
+        self._shown.begin(facts)
+
+    def step(self, record: StepRecord) -> None:
+        self._shown.step(record)
+
+    def note(self, text: str) -> None:
+        self._log(text)
+        self._shown.note(text)
+
+    def warn(self, text: str) -> None:
+        self._log(f"warning: {text}")
+        self._shown.warn(text)
+
+    def end(self, summary: Summary) -> None:
+        (_, ended), *rest = summary_rows(summary)
+        self._log(", ".join([ended, *(f"{key} {value}" for key, value in rest[:2])]))
+        self._shown.end(summary)
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+        self._shown.close()
+
+    def _log(self, text: str) -> None:
+        if self._descriptor is None:
+            self._waiting.append(text)
+            return
+        with contextlib.suppress(OSError):
+            write_with_time(self._descriptor, text)
+
+
 class Quiet:
     """Shows only warnings."""
 
@@ -122,7 +178,7 @@ class JsonLines(Quiet):
 
     def _print_object(self, kind: str, values: dict[str, Any]) -> None:
         # At once: a note may come from another thread.
-        self._stream.write(json.dumps({"kind": kind, **values}) + "\n")
+        self._stream.write(json_line({"kind": kind, **values}) + "\n")
         self._stream.flush()
 
     def begin(self, facts: RunFacts) -> None:

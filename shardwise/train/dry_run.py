@@ -71,7 +71,7 @@ def dry_run(request: Request, *, as_json: bool = False) -> int:
     for problem in check.problems:
         print(f"error: {problem}")
     if not check.problems:
-        print("nothing stands against it; train with the same command without --dry-run")
+        print("no problem found; to train, leave out --dry-run")
     return 1 if check.problems else 0
 
 

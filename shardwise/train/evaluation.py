@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import tempfile
 from dataclasses import asdict, dataclass, replace
@@ -17,6 +16,7 @@ from shardwise.train.config import Data
 from shardwise.train.losses import mean_loss
 from shardwise.train.model_ranks import run_model_ranks
 from shardwise.train.parallel import Parallel
+from shardwise.train.records import json_line
 from shardwise.train.samples import Batch, Samples
 from shardwise.train.sources import open_samples, tokenize_sources
 from shardwise.train.step import sum_losses
@@ -70,7 +70,7 @@ def _evaluate_and_print(request: EvaluationRequest, device: torch.device) -> Non
     team = Team()
     for found in evaluate_on_ranks(request, team, device):
         if team.rank == 0 and request.as_json:
-            print(json.dumps(asdict(found)), flush=True)
+            print(json_line(asdict(found)), flush=True)
         elif team.rank == 0:
             figures = f"loss {found.loss:.4f}  perplexity {found.perplexity:.2f}  {found.tokens} tokens"
             print(f"{figures}  {found.source}", flush=True)

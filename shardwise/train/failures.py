@@ -21,9 +21,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from shardwise.checkpoint.store import Store
 from shardwise.errors import ShardwiseError, follows_from_a_peer, text_of
-from shardwise.train.records import counted
+from shardwise.train.records import counted, short_path
 from shardwise.train.run_files import open_for_append
+from shardwise.train.run_folder import CHECKPOINTS
 
 __all__ = [
     "Failure",
@@ -190,12 +192,21 @@ def with_crash_stack(failure: Failure, logs: Path, lengths: list[int]) -> Failur
     return replace(failure, text=f"{failure.text}\n{stack}") if stack else failure
 
 
-def describe_stop(forwarded: list[int]) -> str:
-    """Describes the signals that ended ranks. During training the first signal only makes ranks save and stop."""
+def describe_stop(forwarded: list[int], folder: Path | None = None) -> str:
+    """Describes the signals that ended ranks. During training the first signal only makes ranks save and stop.
+
+    Args:
+        forwarded: the signals, in order.
+        folder: that of the run, if it is one.
+    """
     first, *more = map(signal_name, forwarded)
     if more:
-        return f"stopped by {first}, then by {more[0]}: progress since the last checkpoint is lost"
-    return f"stopped by {first} outside of training, with nothing to save"
+        what = f"stopped by {first}, then by {more[0]}: progress since the last checkpoint is lost"
+        found = Store(folder / CHECKPOINTS).checkpoints() if folder else []
+        if folder is None or not found:
+            return what
+        return f"{what}\n  fix:   continue from {found[0].name} with --resume {short_path(folder)}"
+    return f"stopped by {first}; no step was running, and nothing is lost"
 
 
 def describe_failures(

@@ -68,8 +68,20 @@ def generate_on_rank(request: Request, device: torch.device) -> None:
     generator = Generator(load_model(model, team, device), model, team, device)
     show = _as_json if request.as_json else _as_text
     for number, prompt in enumerate(_prompts(request, team)):
-        tokens = tokenizer.encode(prompt) or list(tokenizer.start)
-        team.together(partial(check_tokens, tokens, model))
+        try:
+            # All ranks have the same prompt, so all of them refuse it or none does.
+            tokens = tokenizer.encode(prompt) or list(tokenizer.start)
+            check_tokens(tokens, model)
+        except ConfigError as error:
+            if not request.is_interactive:
+                raise
+            if team.rank == 0:
+                print(f"error: {error}", file=sys.stderr, flush=True)
+            continue
+        context = model.source.context
+        if team.rank == 0 and len(tokens) > context:
+            lengths = f"the prompt has {len(tokens)} tokens, of which the model sees the last {context}"
+            print(f"note: {lengths}", file=sys.stderr, flush=True)
         made = islice(generator.tokens(tokens, request.sampling, number), request.max_tokens)
         if team.rank == 0:
             is_next = number > 0 and not request.is_interactive
@@ -87,7 +99,7 @@ class Generator:
 
     def tokens(self, prompt: list[int], sampling: Sampling, number: int = 0) -> Iterator[int]:
         """Yields tokens after a prompt, without end; ``number`` makes the draws of several prompts differ."""
-        random = torch.Generator().manual_seed(sampling.seed * 1_000_003 + number)
+        random = torch.Generator().manual_seed((sampling.seed * 1_000_003 + number) % (1 << 63))
         choose = partial(self._choose, sampling=sampling, random=random)
         return tokens_after(prompt, self._extend, self._model.source.context, choose)
 

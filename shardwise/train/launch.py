@@ -44,8 +44,9 @@ from shardwise.train.failures import (
     unreported_failure,
     with_crash_stack,
 )
-from shardwise.train.records import counted
+from shardwise.train.records import LOG, counted
 from shardwise.train.rendezvous import store_of_torchrun
+from shardwise.train.run_files import open_for_append, write_with_time
 from shardwise.train.run_folder import CHECKPOINTS, LOGS
 
 __all__ = [
@@ -250,7 +251,10 @@ def run_local_ranks(
             failure.is_consequence or ranks[failure.rank].exitcode in stop_statuses for failure in own
         ):
             _leave_live_display()
-            print(f"error: {describe_stop(forwarded)}", file=sys.stderr, flush=True)
+            stop = describe_stop(forwarded, logs.parent if are_logs_kept else None)
+            print(f"error: {stop}", file=sys.stderr, flush=True)
+            if are_logs_kept:
+                _log_end(logs.parent, stop)
             return 128 + forwarded[0]
         failures = [with_crash_stack(failure, logs, lengths) for failure in failures]
         has_new_logs = any(log_length(log_path(logs, rank)) > lengths[rank] for rank in range(num_ranks))
@@ -262,7 +266,18 @@ def run_local_ranks(
         )
         _leave_live_display()
         print(report, file=sys.stderr, flush=True)
+        if are_logs_kept:
+            _log_end(logs.parent, report)
         return 1
+
+
+def _log_end(folder: Path, text: str) -> None:
+    """Writes how a run ended into its log, if it has begun."""
+    with contextlib.suppress(OSError):
+        if (folder / LOG).exists():
+            descriptor = open_for_append(folder / LOG)
+            write_with_time(descriptor, text)
+            os.close(descriptor)
 
 
 def _leave_live_display() -> None:

@@ -13,6 +13,7 @@ import contextlib
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from shardwise.train.parallel import Parallel
 from shardwise.train.prediction import PeakCheck
 from shardwise.train.profiling import StepProfiler
 from shardwise.train.rank_grid import described, own_grid
+from shardwise.train.rank_states import RankState, clear_rank_states
 from shardwise.train.records import (
     RunFacts,
     StepRecord,
@@ -88,6 +90,9 @@ class Trainer:
             Quiet() if display is None or team.rank else display, self._on_display_error
         )
         self._origin = origin or {}
+        team.from_first(partial(clear_rank_states, folder))
+        self._state = RankState(folder, team.rank)
+        self._state.now("reading the data")
         torch.set_num_threads(config.train.threads)
         team.together(lambda: check_float8(config.sharding.float8, device))
         if config.train.late_seconds:
@@ -100,6 +105,7 @@ class Trainer:
             self.display.note(self._data.samples.remark)
         self._kept = KeptFiles(folder, config, self._origin, self.display, self._unwritten)
         team.from_first(self._kept.keep_tokenizer)
+        self._state.now("building the model")
         is_exact = config.train.exact_micro_batches > 0
         self.parallel = Parallel(config.model, config.sharding, device, config.train.seed, is_exact)
         if config.data.packing and not isinstance(config.model, Llama):
@@ -135,6 +141,7 @@ class Trainer:
             ConfigError: it has more steps than the run is to have.
         """
         progress = self.progress
+        self._state.now("reading a checkpoint")
         self._checkpoints.resume(progress)
         for record in read_metrics(self.folder):
             if record.eval_loss is not None and record.step <= progress.step:
@@ -170,6 +177,7 @@ class Trainer:
                 self.display.end(summary)
         finally:
             callbacks.end(summary)
+            self._state.close(remove=summary is not None)
             self.display.close()
             if report is not None:
                 report.close()
@@ -202,6 +210,7 @@ class Trainer:
                 self._write_profile()
         self._write_profile()
         self._on_stop = "stopping after the checkpoint …  (Ctrl-C again: at once, without it)"
+        self._state.now(f"saving step {progress.step}", memory_bytes(self.device))
         problem = self._checkpoints.save_and_wait(progress)
         self._on_stop = "stopping after the summary …  (Ctrl-C again: at once, without it)"
         if problem is None:
@@ -347,6 +356,7 @@ class Trainer:
     def _step(self, facts: RunFacts, interrupt: Interrupt) -> StepRecord:
         config, progress = self.config, self.progress
         begun = time.perf_counter()
+        self._state.now(f"in step {progress.step + 1}", memory_bytes(self.device))
         stepped = self._stepper.step(progress)
         if stepped is None:
             raise self._save_and_explain_bad_gradients()
@@ -362,6 +372,7 @@ class Trainer:
         seconds = time.perf_counter() - begun
         eval_loss = None
         if is_last or (config.evaluate.every and progress.step % config.evaluate.every == 0):
+            self._state.now(f"evaluating after step {progress.step}", memory_bytes(self.device))
             eval_loss = progress.eval_loss = self._stepper.evaluate()
             progress.eval_step = progress.step
         speed = facts.tokens_of_step / seconds

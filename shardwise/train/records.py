@@ -18,6 +18,7 @@ __all__ = [
     "CONFIG",
     "CONFIG_FILE",
     "CURVE",
+    "LOG",
     "LOGGED_RUNS",
     "METRICS",
     "SUMMARY",
@@ -31,6 +32,7 @@ __all__ = [
     "format_count",
     "format_duration",
     "headline",
+    "json_line",
     "keep_metrics_up_to",
     "read_metrics",
     "recent_loss",
@@ -45,6 +47,7 @@ CONFIG_FILE = "config.toml"
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
 CURVE = "loss.png"
+LOG = "log.txt"
 TENSORBOARD = "tensorboard"
 LOGGED_RUNS = "loggers.json"
 
@@ -153,6 +156,19 @@ def keep_metrics_up_to(folder: Path, step: int) -> None:
     replace_file(folder / METRICS, "".join(kept))
 
 
+def json_line(value: Any) -> str:
+    """Returns a value as JSON for other programs; null for numbers that are not finite, which JSON does not have."""
+    return json.dumps(_finite(value))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    return [_finite(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+
+
 # --- as text -------------------------------------------------------------------------------------------------------
 
 
@@ -211,8 +227,9 @@ def _evaluation(summary: Summary) -> str:
 
 def command_to_go_on(recipe: str, folder: str | Path, step: int, num_steps: int) -> str:
     """Returns the command that continues a run; for one that has no steps left, with twice as many."""
-    # A recipe of one's own must be named again.
-    words = ["shardwise", "train", *([recipe] if ":" in recipe else []), "--resume", short_path(folder)]
+    # A recipe of one's own must be named again; one that the folder does not know, for the first time.
+    named = "RECIPE" if not recipe else recipe if ":" in recipe else None
+    words = ["shardwise", "train", *([named] if named else []), "--resume", short_path(folder)]
     if num_steps and step >= num_steps:
         words += ["--set", f"train.steps={2 * num_steps}"]
     return shlex.join(words)
@@ -241,7 +258,7 @@ def format_bytes(number: float) -> str:
     for size, letter in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB")):
         if number >= size:
             return f"{number / size:.1f} {letter}"
-    return f"{number / 1024:.0f} KiB"
+    return f"{number / 1024:.0f} KiB" if number >= 1024 else counted(round(number), "byte")
 
 
 def format_duration(seconds: float) -> str:

@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import io
 import json
-import math
 from collections.abc import Callable, Iterator
-from itertools import accumulate
 from pathlib import Path
 
 from shardwise.errors import StateError
 from shardwise.train.display import Display
-from shardwise.train.optional_packages import optional
+from shardwise.train.loss_picture import loss_picture
 from shardwise.train.records import (
     CURVE,
     METRICS,
@@ -103,7 +100,7 @@ class Report:
         path = None
         with self._warn_if_unwritable(CURVE):
             self._check_folder()
-            if (drawn := _render_plot(read_metrics(self._folder), _title(self._folder))) is not None:
+            if (drawn := loss_picture({self._folder: read_metrics(self._folder)})) is not None:
                 replace_file(self._folder / CURVE, drawn)
                 path = str(self._folder / CURVE)
         return path
@@ -127,49 +124,3 @@ class Report:
         except OSError as error:
             if self._unwritten.add(name, error):
                 self._display.warn(f"{name} cannot be written, training continues: {error.strerror or error}")
-
-
-def _title(folder: Path) -> str:
-    """Returns a run's name, with the folder above it where that says something: ``runs/tiny`` is ``tiny``."""
-    above = folder.resolve().parent.name
-    return folder.name if above in ("", "runs") else f"{above}/{folder.name}"
-
-
-def _means_around(values: list[float]) -> list[float]:
-    """Returns means over a twentieth of all values, half before and half after each, so that they do not lag."""
-    sums, reach = [0.0, *accumulate(values)], len(values) // 40
-    ranges = [(max(0, at - reach), min(len(values), at + reach + 1)) for at in range(len(values))]
-    return [(sums[end] - sums[begin]) / (end - begin) for begin, end in ranges]
-
-
-def _render_plot(records: list[StepRecord], title: str) -> bytes | None:
-    if optional("matplotlib") is None:
-        return None
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
-    finite = [record for record in records if math.isfinite(record.loss)]
-    steps, losses = [record.step for record in finite], [record.loss for record in finite]
-    evaluated = [
-        (record.step, record.eval_loss)
-        for record in records
-        if record.eval_loss is not None and math.isfinite(record.eval_loss)
-    ]
-    # Many dots to the inch: sharp on screens that have two or three pixels where others have one.
-    figure = Figure(figsize=(7.5, 4.2), dpi=240, layout="constrained")
-    axes = figure.add_subplot()
-    axes.plot(steps, losses, color="#2a78d6", alpha=0.3, linewidth=0.8)
-    axes.plot(steps, _means_around(losses), color="#2a78d6", linewidth=1.8, label="training, smoothed")
-    if evaluated:
-        axes.plot(*zip(*evaluated, strict=True), "o-", color="#e06c2b", markersize=4, label="held out")
-    axes.set_title(title, loc="left", fontweight="bold")
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss, nats per token")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
-    drawn = io.BytesIO()
-    FigureCanvasAgg(figure).print_png(drawn)
-    return drawn.getvalue()

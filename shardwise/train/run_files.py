@@ -1,4 +1,4 @@
-"""Writes files in a run's folder: replaces them atomically or appends whole lines, and never follows links.
+"""Reads and writes files in a run's folder: replaces them atomically, appends whole lines, and never writes to links.
 
 A run's folder may come from somebody else. A link in it could make a run write, with the user's permissions, to a file
 that its author chose; so links are refused wherever a run writes.
@@ -6,16 +6,37 @@ that its author chose; so links are refused wherever a run writes.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import secrets
 import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from shardwise.checkpoint.disk import sync_folder
 from shardwise.errors import ConfigError
 
-__all__ = ["LineFile", "fill_standard_streams", "open_for_append", "refuse_links", "replace_file"]
+__all__ = [
+    "LineFile",
+    "fill_standard_streams",
+    "open_for_append",
+    "read_json",
+    "refuse_links",
+    "replace_file",
+    "write_with_time",
+]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Returns the object in a JSON file; an empty one if there is none."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        found = json.loads(path.read_text())
+        if isinstance(found, dict):
+            return found
+    return {}
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
@@ -38,6 +59,12 @@ def replace_file(path: Path, content: str | bytes) -> None:
 def open_for_append(path: Path) -> int:
     """Opens a file for appending and returns its descriptor; raises OSError if it is a link."""
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+
+
+def write_with_time(descriptor: int, text: str) -> None:
+    """Writes a line, or several, to a log, with the time in front; raises OSError if that fails."""
+    now = time.strftime("%Y-%m-%d %H:%M:%S")
+    os.write(descriptor, f"{now}  {text}\n".encode(errors="backslashreplace"))
 
 
 def refuse_links(paths: Iterable[Path]) -> None:

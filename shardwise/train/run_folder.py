@@ -22,7 +22,17 @@ from shardwise.checkpoint.disk import open_file
 from shardwise.checkpoint.store import Store
 from shardwise.checkpoint.weights import TOKENIZER
 from shardwise.errors import ConfigError
-from shardwise.train.records import CONFIG, CONFIG_FILE, CURVE, LOGGED_RUNS, METRICS, SUMMARY, TENSORBOARD
+from shardwise.train.rank_states import RANKS
+from shardwise.train.records import (
+    CONFIG,
+    CONFIG_FILE,
+    CURVE,
+    LOG,
+    LOGGED_RUNS,
+    METRICS,
+    SUMMARY,
+    TENSORBOARD,
+)
 from shardwise.train.run_files import refuse_links
 
 __all__ = [
@@ -122,13 +132,14 @@ def refuse_links_in(folder: Path) -> None:
         METRICS,
         SUMMARY,
         CURVE,
+        LOG,
         TENSORBOARD,
         TOKENIZER,
         LOGGED_RUNS,
         "wandb",
         "mlruns",
     )
-    refuse_links(folder / name for name in (*files, CHECKPOINTS, LOGS, PROFILE, LOCK))
+    refuse_links(folder / name for name in (*files, CHECKPOINTS, LOGS, PROFILE, RANKS, LOCK))
     for inner in (folder / CHECKPOINTS, folder / LOGS, folder / PROFILE):
         refuse_links(sorted(inner.iterdir()) if inner.is_dir() else ())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +26,7 @@ class Sampling:
         temperature: divides the logits; 0 takes the most likely token.
         top_k: only the so many most likely tokens; 0: all.
         top_p: only the most likely tokens that together have this probability.
-        seed: the seed of the draws.
+        seed: the seed of the draws, any whole number.
     """
 
     temperature: float = 0.8
@@ -35,7 +36,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for name, value, holds, fix in (
-            ("temperature", self.temperature, self.temperature >= 0, "use 0 or more, such as 0.8"),
+            ("temperature", self.temperature, 0 <= self.temperature < math.inf, "use 0 or more, such as 0.8"),
             ("top-k", self.top_k, self.top_k >= 0, "use 0 for all tokens, or a number such as 40"),
             ("top-p", self.top_p, 0 < self.top_p <= 1, "use a fraction such as 0.95, or 1 for all tokens"),
         ):

@@ -6,9 +6,7 @@ Only a model of your own needs its recipe named again.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +28,7 @@ from shardwise.train.model import ModelSource
 from shardwise.train.optional_packages import require
 from shardwise.train.parallel import Parallel
 from shardwise.train.recipes import load_recipe
+from shardwise.train.run_files import read_json
 from shardwise.train.run_folder import CHECKPOINTS
 from shardwise.train.settings import parse_sources, with_settings
 from shardwise.train.team import Team
@@ -79,7 +78,7 @@ def find_model(path: str, recipe: str | None = None, tokenizer: str | None = Non
     checkpoint = _checkpoint_in(folder)
     if checkpoint is not None:
         return _model_of_checkpoint(checkpoint, recipe, tokenizer)
-    config = _read_json(folder / "config.json") if folder.is_dir() else {}
+    config = read_json(folder / "config.json") if folder.is_dir() else {}
     source = _source_of_recipe(recipe) if recipe else _source_of_export(folder, config)
     if tokenizer is None:
         tokenizer = str(folder) if (folder / "tokenizer_config.json").exists() else IDS
@@ -202,14 +201,6 @@ def _data_of_run(settings: Mapping[str, Any]) -> Data | None:
     if not named or not is_sound:
         return None
     return Data(**named, sources=parse_sources(sources, "data.sources"))
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        found = json.loads(path.read_text())
-        if isinstance(found, dict):
-            return found
-    return {}
 
 
 # --- loading ------------------------------------------------------------------------------------------------------

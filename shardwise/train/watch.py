@@ -1,9 +1,9 @@
 """``shardwise watch``: a page on this machine that shows runs as they train, with the standard library alone.
 
     GET /                 the page, one file without anything from elsewhere
-    GET /runs             every run: its state, step and figures
+    GET /runs             every run: its state, step and figures, and what its ranks are doing
     GET /metrics?run=PATH&from=N    the lines of metrics.jsonl after byte N, and where to go on
-    GET /log?run=PATH     the end of the ranks' logs
+    GET /log?run=PATH     the end of the run's log, and of those of ranks that failed
 
 The server binds to loopback and answers only requests that name this machine as their host, so that no page of another
 site can read a run through the browser. It only reads.
@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
 from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -24,9 +25,10 @@ from urllib.parse import parse_qs, urlsplit
 
 from shardwise.checkpoint.disk import open_file
 from shardwise.errors import ConfigError
-from shardwise.train.records import METRICS
+from shardwise.train.rank_states import read_rank_states
+from shardwise.train.records import LOG, METRICS, json_line
 from shardwise.train.run_folder import LOGS
-from shardwise.train.runs import find_runs, go_on_with, read_run
+from shardwise.train.runs import read_run, runs_in
 
 __all__ = ["WatchServer", "run_facts", "watch"]
 
@@ -70,7 +72,7 @@ class WatchServer(ThreadingHTTPServer):
             super().__init__(("127.0.0.1", port), _Handler)
         except (OSError, OverflowError) as error:
             raise ConfigError(
-                f"port {port} cannot be used: {error}",
+                f"port {port} cannot be used: {getattr(error, 'strerror', None) or error}",
                 where=f"--port {port}",
                 fix="pass another, or --port 0",
             ) from None
@@ -79,8 +81,13 @@ class WatchServer(ThreadingHTTPServer):
     def port(self) -> int:
         return int(self.server_address[1])
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        # A reader that has gone away is no error: browsers do that with every page that is closed.
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
+
     def runs(self) -> list[Path]:
-        return [run for folder in self._folders for run in find_runs(folder)]
+        return runs_in(self._folders)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -107,7 +114,7 @@ class _Handler(BaseHTTPRequestHandler):
         except (KeyError, ValueError, IndexError, OSError, ConfigError):
             self.send_error(HTTPStatus.NOT_FOUND)
             return
-        self._send(json.dumps(answer).encode(), "application/json")
+        self._send(json_line(answer).encode(), "application/json")
 
     def _run(self, query: dict[str, list[str]]) -> Path:
         wanted = query["run"][0]
@@ -120,12 +127,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(content)))
         self.send_header("Cache-Control", "no-store")
         self.send_header(
-            "Content-Security-Policy", "default-src 'self' 'unsafe-inline'; frame-ancestors 'none'"
+            "Content-Security-Policy",
+            "default-src 'self' 'unsafe-inline'; img-src data:; frame-ancestors 'none'",
         )
         self.end_headers()
-        # A reader that has gone away is no error.
-        with contextlib.suppress(ConnectionError):
-            self.wfile.write(content)
+        self.wfile.write(content)
 
     def log_message(self, *_: object) -> None: ...
 
@@ -135,9 +141,8 @@ def run_facts(path: Path) -> dict[str, Any]:
     run = read_run(path)
     facts = run.as_json()
     del facts["config"]
-    facts["go_on_with"] = go_on_with(run)
     facts["holder"] = run.holder
-    facts["world_size"] = run.summary.get("world_size")
+    facts["ranks"] = read_rank_states(path)
     return facts
 
 
@@ -164,7 +169,7 @@ def read_lines(path: Path, start: int) -> dict[str, Any]:
 
 def _logs(folder: Path) -> dict[str, str]:
     logs = {}
-    for path in sorted((folder / LOGS).glob("rank-*.log")):
+    for path in (folder / LOG, *sorted((folder / LOGS).glob("rank-*.log"))):
         with contextlib.suppress(OSError), open_file(path, follow_links=False) as file:
             size = os.fstat(file.fileno()).st_size
             file.seek(max(0, size - _LOG_BYTES))

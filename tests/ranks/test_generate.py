@@ -15,6 +15,7 @@ from shardwise.checkpoint.weights import open_weights
 from shardwise.cli import main
 from shardwise.errors import ConfigError
 from shardwise.testing import run_ranks
+from shardwise.train import generate
 from shardwise.train.generate import Generator
 from shardwise.train.sampling import Sampling
 from shardwise.train.team import Team
@@ -67,6 +68,21 @@ def test_the_command_prints_each_text_or_a_json_object(run, tmp_path, given_one_
     record = json.loads(capsys.readouterr().out)
     assert (record["prompt"], record["tokens"]) == ("the quick", 6)
     assert second == f"the quick{record['text']}\n"
+
+
+def test_any_seed_will_do_and_a_long_prompt_is_told(run, given_one_rank, capsys):
+    few = ["--max-tokens", "2", "--seed", str(10**30)]
+    assert main(["generate", str(run), "the quick " * 90, *few]) == 0
+    assert "note: the prompt has 900 tokens, of which the model sees the last" in capsys.readouterr().err
+
+
+def test_a_prompt_that_is_refused_in_the_terminal_does_not_end_it(run, given_one_rank, capsys, monkeypatch):
+    prompts = iter(["é", "the quick", None])
+    monkeypatch.setattr(generate, "_ask_in_terminal", lambda: prompts.__next__)
+    generate.generate(generate.Request(str(run), is_interactive=True, max_tokens=2))
+    out, err = capsys.readouterr()
+    assert "token 195" in err
+    assert out.startswith("the quick")
 
 
 @pytest.mark.parametrize(

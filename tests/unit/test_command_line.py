@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,19 @@ from shardwise.train.request import Request, resolve
 from shardwise.train.settings import settings_of
 
 REPOSITORY = Path(__file__).parents[2]
-COMMANDS = ("train", "generate", "eval", "runs", "watch", "convert", "doctor", "run", "trace", "completion")
+COMMANDS = (
+    "train",
+    "plan",
+    "generate",
+    "eval",
+    "runs",
+    "watch",
+    "convert",
+    "doctor",
+    "run",
+    "trace",
+    "completion",
+)
 
 
 # --- help ---------------------------------------------------------------------------------------------------------
@@ -48,6 +61,29 @@ def test_help_and_completion_import_no_torch_and_every_command_has_an_example():
         assert f"\n    {name}" in first
     for name, text in zip(COMMANDS, helps, strict=True):
         assert f"shardwise {name}" in text.partition("example")[2], name
+
+
+# Libraries may swallow an exception that comes while they are imported.
+SWALLOWING = """
+import os, signal
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    [None for _ in range(1000)]
+except KeyboardInterrupt:
+    pass
+"""
+
+
+def test_ctrl_c_while_torch_is_imported_ends_the_command(tmp_path):
+    (tmp_path / "torch.py").write_text(SWALLOWING)
+    done = subprocess.run(
+        [sys.executable, "-m", "shardwise.cli", "train", "tiny"],
+        env={"PYTHONPATH": f"{tmp_path}:{REPOSITORY}", "PATH": ""},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "loading torch …\n")
 
 
 # --- settings -----------------------------------------------------------------------------------------------------

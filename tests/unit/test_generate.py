@@ -50,7 +50,10 @@ def test_draws_have_these_probabilities_and_repeat_with_their_seed():
         assert drawn[0].count(token) / 3000 == pytest.approx(chance, abs=0.03)
 
 
-@pytest.mark.parametrize("wrong", [{"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.5}])
+@pytest.mark.parametrize(
+    "wrong",
+    [{"temperature": -1.0}, {"temperature": float("inf")}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.5}],
+)
 def test_settings_that_mean_nothing_are_refused(wrong):
     with pytest.raises(ConfigError, match="fix: "):
         Sampling(**wrong)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
+import struct
 import threading
 import urllib.error
 import urllib.request
+from pathlib import Path
 from urllib.parse import quote
 
 import pytest
@@ -15,6 +19,7 @@ from shardwise.checkpoint.convert import import_weights
 from shardwise.checkpoint.weights import Weight, Weights
 from shardwise.cli import main
 from shardwise.errors import ConfigError
+from shardwise.train.rank_states import RankState, read_rank_states
 from shardwise.train.records import StepRecord, smoothed
 from shardwise.train.run_folder import FolderLock
 from shardwise.train.runs import read_run
@@ -102,9 +107,97 @@ def test_compared_runs_show_settings_that_differ_and_curves_on_one_scale(tmp_pat
 def test_any_folder_says_what_it_is(tmp_path, capsys):
     run = make_run(tmp_path / "run")
     assert "a checkpoint of step 0" in said(capsys, run / "checkpoints" / "step-00000000")
-    (tmp_path / "text").mkdir()
+    assert "a checkpoint of step 0" in said(capsys, run / "checkpoints")
+    (tmp_path / "text" / "empty").mkdir(parents=True)
     (tmp_path / "text" / "a.txt").write_text("hello")
-    assert "no run, checkpoint or model; 1 file" in said(capsys, tmp_path / "text")
+    text = said(capsys, tmp_path / "text")
+    assert "no run, checkpoint or model; 1 folder, 1 file, 5 bytes" in text
+    assert "shardwise train tiny --set data.path=" in text
+    assert said(capsys, tmp_path / "text" / "empty").rstrip().endswith("model; empty")
+
+
+def test_folders_that_cannot_be_read_are_passed_over(tmp_path, capsys, monkeypatch):
+    make_run(tmp_path / "shut" / "run")
+    make_run(tmp_path / "open")
+    (tmp_path / "loop").symlink_to(tmp_path)
+
+    def scandir(path, scan=os.scandir):
+        if Path(path).name == "shut":
+            raise PermissionError
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    monkeypatch.chdir(tmp_path)
+    assert said(capsys, ".").splitlines()[0] == "open"
+
+
+def test_a_run_that_is_named_twice_is_one_run(tmp_path, capsys, monkeypatch):
+    make_run(tmp_path / "a")
+    monkeypatch.chdir(tmp_path)
+    assert len(said(capsys, ".", "a", tmp_path / "a", "--json").splitlines()) == 1
+
+
+def test_a_checkpoint_without_its_manifest_is_shown_as_damaged(tmp_path, capsys):
+    run = make_run(tmp_path / "run")
+    (run / "checkpoints" / "step-00000000" / "manifest.json").unlink()
+    text = said(capsys, run)
+    assert "damaged: no manifest.json" in text
+    assert "go on with" not in text
+
+
+def test_imported_weights_wait_for_a_recipe(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    import_weights(Weights((Weight.of("weight", torch.ones(3)),), None), tmp_path / "again")
+    text = said(capsys, "again")
+    assert "not begun, with weights to begin from" in text
+    assert "shardwise train RECIPE --resume again" in text
+    assert "?" not in text
+
+
+def test_a_loss_that_is_not_a_number_is_shown_and_is_null_in_json(tmp_path, capsys, monkeypatch):
+    make_run(tmp_path / "run", losses=(float("nan"),), **{"optimizer.lr": float("inf")})
+    monkeypatch.chdir(tmp_path)
+    assert "nan → –" in said(capsys, "run")
+    assert json.loads(said(capsys, "run", "--json"), parse_constant=pytest.fail)["loss"] is None
+
+
+def test_what_ranks_were_doing_is_shown_until_the_run_ends_well(tmp_path, capsys):
+    run = make_run(tmp_path / "run", ended=None)
+    states = [RankState(run, rank) for rank in range(3)]
+    for rank, state in enumerate(states):
+        state.now("building the model")
+        state.now("in step 5" if rank == 1 else "in step 4")
+    (run / "ranks" / "rank-7.json").write_text("[]")
+    text = said(capsys, run)
+    assert "in step 4: ranks 0, 2" in text
+    assert "in step 5: rank 1" in text
+    assert [state["is_gone"] for state in read_rank_states(run)] == [False] * 3
+    (run / "ranks" / "rank-7.json").unlink()
+    for state in states:
+        state.close(remove=True)
+    assert not (run / "ranks").exists()
+
+
+def test_states_are_not_written_through_a_link(tmp_path):
+    (tmp_path / "ranks").mkdir()
+    (tmp_path / "ranks" / "rank-0.json").symlink_to(tmp_path / "theirs")
+    RankState(tmp_path, 0).now("in step 1")
+    assert not (tmp_path / "theirs").exists()
+
+
+def test_one_run_cannot_be_compared(tmp_path, capsys):
+    run = make_run(tmp_path / "run")
+    assert main(["runs", str(run), "--compare"]) == 1
+    assert "two are needed" in capsys.readouterr().err
+
+
+def test_losses_of_several_runs_are_drawn_in_one_picture(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    runs = [make_run(tmp_path / name) for name in "ab"]
+    picture = tmp_path / "losses.png"
+    assert "drawn:" in said(capsys, *runs, "--compare", "--picture", picture)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert main(["runs", str(runs[0]), "--picture", str(tmp_path / "no" / "a.png")]) == 1
 
 
 def test_runs_that_are_half_written_are_shown_as_far_as_they_go(tmp_path, capsys, monkeypatch):
@@ -114,9 +207,9 @@ def test_runs_that_are_half_written_are_shown_as_far_as_they_go(tmp_path, capsys
     (tmp_path / "odd" / "config.json").write_text("[]")
     (tmp_path / "odd" / "metrics.jsonl").write_text('{"step": 1}\nno JSON\n')
     text = said(capsys, "empty")
-    assert "step-00000003  0 KiB  empty" in text
+    assert "step-00000003  0 bytes  empty" in text
     assert "go on with" not in text
-    assert "not begun at step 0 of ?" in said(capsys, "odd")
+    assert "not begun" in said(capsys, "odd")
     text = said(capsys, "empty", "odd", "--compare")
     assert "steps 1 to" not in text
 
@@ -190,15 +283,47 @@ def test_the_page_has_nothing_from_elsewhere_and_its_data_is_of_the_runs(served)
     assert [record["loss"] for record in metrics["records"]] == [4.0, 3.0, 2.0]
 
 
+def test_the_page_gets_json_that_browsers_read_ranks_and_the_log(served):
+    address, folder = served
+    run = make_run(folder / "other", losses=(2.0, float("nan")), ended=None)
+    RankState(run, 0).now("in step 3", 1 << 20)
+    (run / "log.txt").write_text("2026-01-01 00:00:00  saved step-00000000\n")
+    found = {
+        Path(each["folder"]).name: each
+        for each in json.loads(fetch(f"{address}/runs"), parse_constant=pytest.fail)
+    }
+    assert [state["doing"] for state in found["other"]["ranks"]] == ["in step 3"]
+    assert found["a run"]["ranks"] == []
+    query = f"run={quote(found['other']['folder'])}"
+    metrics = json.loads(fetch(f"{address}/metrics?{query}"), parse_constant=pytest.fail)
+    assert [record["loss"] for record in metrics["records"]] == [2.0, None]
+    assert "saved step" in json.loads(fetch(f"{address}/log?{query}"))["log.txt"]
+
+
 @pytest.mark.parametrize("path", ["/metrics?run=/etc", "/metrics?run=..", "/log", "/watch.py", "/runs/../x"])
 def test_only_runs_that_are_shown_can_be_asked_for(served, path):
     with pytest.raises(urllib.error.HTTPError, match="404"):
         fetch(served[0] + path)
 
 
-def test_another_host_name_is_refused(served):
+@pytest.mark.parametrize("name", ["evil.example", "localhost.evil.example:80", "127.0.0.1.evil.example", ""])
+def test_another_host_name_is_refused(served, name):
     with pytest.raises(urllib.error.HTTPError, match="403"):
-        fetch(f"{served[0]}/runs", Host="evil.example")
+        fetch(f"{served[0]}/runs", Host=name)
+
+
+def test_a_reader_that_goes_away_is_no_error(served, capsys):
+    port = int(served[0].rpartition(":")[2])
+    for _ in range(8):
+        with socket.create_connection(("127.0.0.1", port)) as reader:
+            reader.sendall(b"GET /runs HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            # Reset when closed, instead of read to the end.
+            reader.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    fetch(f"{served[0]}/runs")
+    for thread in threading.enumerate():
+        if "process_request_thread" in thread.name:
+            thread.join()
+    assert capsys.readouterr().err == ""
 
 
 def test_a_port_that_is_taken_is_reported(served):

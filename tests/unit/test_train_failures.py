@@ -12,6 +12,7 @@ from shardwise.train.failures import (
     Failure,
     RankLog,
     describe_failures,
+    describe_stop,
     failure_of,
     log_path,
     remove_empty_logs,
@@ -157,3 +158,13 @@ def test_empty_logs_are_removed(tmp_path):
     remove_empty_logs(tmp_path / "logs")
     assert [path.name for path in (tmp_path / "logs").iterdir()] == ["rank-1.log"]
     assert "ValueError: mine" in (tmp_path / "logs" / "rank-1.log").read_text()
+
+
+def test_a_stop_says_what_is_lost_and_how_to_go_on(tmp_path):
+    assert describe_stop([2]) == "stopped by SIGINT; no step was running, and nothing is lost"
+    lost = "stopped by SIGINT, then by SIGTERM: progress since the last checkpoint is lost"
+    assert describe_stop([2, 15], tmp_path) == lost
+    (tmp_path / "checkpoints" / "step-00000007").mkdir(parents=True)
+    assert describe_stop([2, 15], tmp_path).startswith(
+        f"{lost}\n  fix:   continue from step-00000007 with --resume "
+    )

@@ -13,7 +13,8 @@ import pytest
 from shardwise.errors import ConfigError
 from shardwise.train import records, run_files, run_folder
 from shardwise.train.command import Request, opened_run_folder
-from shardwise.train.display import FaultTolerantDisplay
+from shardwise.train.display import FaultTolerantDisplay, Logged, Quiet
+from shardwise.train.rank_states import RankState
 from shardwise.train.report import Report, Unwritten
 from shardwise.train.run_folder import FolderLock, new_folder
 
@@ -94,6 +95,35 @@ def test_runs_that_start_at_the_same_time_get_different_folders(tmp_path, monkey
         thread.join()
     assert len(set(made)) == 80
     assert {path.name for path in made} == {"tiny", *(f"tiny-{number}" for number in range(2, 81))}
+
+
+def test_a_run_that_never_began_leaves_nothing_behind_and_takes_nothing_away(tmp_path):
+    def begin(folder):
+        with opened_run_folder(Request("tiny", (f"output.folder={folder}",))):
+            RankState(folder, 0).now("reading the data")
+            (folder / "tokenizer").mkdir(exist_ok=True)
+
+    begin(tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "mine" / "tokenizer").mkdir(parents=True)
+    begin(tmp_path / "mine")
+    assert (tmp_path / "mine" / "tokenizer").is_dir()
+
+
+def test_a_log_stays_that_of_its_run_and_has_what_was_said_before_it_began(tmp_path):
+    facts = records.RunFacts("tiny", "run", "Llama", 1, 1, "full", "fp32", "CPU", 1, 3, 0, 8, None, 1.0)
+    display = Logged(Quiet(), tmp_path / "log.txt")
+    display.note("reading 3 files")
+    assert not (tmp_path / "log.txt").exists()
+    display.begin(facts)
+    display.note("saved step-00000001")
+    (tmp_path / "log.txt").rename(tmp_path / "moved")
+    (tmp_path / "log.txt").write_text("of another run\n")
+    display.note("saved step-00000002")
+    display.close()
+    assert (tmp_path / "log.txt").read_text() == "of another run\n"
+    texts = [line[21:] for line in (tmp_path / "moved").read_text().splitlines()]
+    assert (texts[0], texts[-1]) == ("reading 3 files", "saved step-00000002")
 
 
 # --- files ----------------------------------------------------------------------------------------------------------
