@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+Change = Callable[[torch.Tensor], torch.Tensor]
+
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """All tensors in ``value``, in order."""
@@ -79,7 +81,7 @@ class InputSwaps:
         # The tensors that were passed in, and their replacements.
         self.known: list[torch.Tensor] = tensors_in(given)
 
-    def change(self, change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    def change(self, change: Change, value: Any) -> Any:
         """Returns ``value`` with every tensor replaced: in place in mutable containers, in copies of all others."""
 
         def exchange(tensor: torch.Tensor) -> torch.Tensor:
@@ -117,12 +119,7 @@ class InputSwaps:
 NO_SWAPS = InputSwaps(())
 
 
-def change_inputs(
-    change: Callable[[torch.Tensor], torch.Tensor],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    swaps: InputSwaps,
-) -> Any:
+def change_inputs(change: Change, args: tuple[Any, ...], kwargs: dict[str, Any], swaps: InputSwaps) -> Any:
     """Returns the arguments of a forward with every tensor replaced, for as long as the module runs."""
     if not kwargs and len(args) == 1 and isinstance(args[0], torch.Tensor):
         # The usual input of a block.
@@ -157,9 +154,7 @@ def map_items(change: Callable[[Any], Any], container: Any) -> None:
                 setattr(container, field.name, changed)
 
 
-def map_tensors(
-    change: Callable[[torch.Tensor], torch.Tensor], value: Any, in_place: Container[int] = ()
-) -> Any:
+def map_tensors(change: Change, value: Any, in_place: Container[int] = ()) -> Any:
     """Returns ``value`` with ``change`` applied to every tensor.
 
     Containers whose ids are in ``in_place`` are changed in place; others are copied if something in them changes.
@@ -191,9 +186,7 @@ def map_tensors(
     return value
 
 
-def _map_dataclass(
-    change: Callable[[torch.Tensor], torch.Tensor], record: Any, in_place: Container[int]
-) -> Any:
+def _map_dataclass(change: Change, record: Any, in_place: Container[int]) -> Any:
     copied = None
     for field in dataclasses.fields(record):
         if hasattr(record, field.name):

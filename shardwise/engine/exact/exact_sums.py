@@ -33,6 +33,7 @@ from shardwise.engine.unit.binding import Slot
 from shardwise.engine.unit.dtensor_form import ShardedForm
 from shardwise.engine.unit.settings import ShardHome
 from shardwise.errors import ConfigError, StateError
+from shardwise.planning.layout import Packing
 from shardwise.planning.sums import is_power_of_two, total, with_term
 from shardwise.policies import MixedPrecisionPolicy
 from shardwise.torch_internals import local_of, post_accumulate_hooks
@@ -112,20 +113,13 @@ class ExactReducePlan(ReducePlan):
     # Each gradient is a subtree that a later sum may need.
     _reuses_gradients = False
 
-    def __init__(
-        self,
-        slots: list[Slot],
-        form: ShardedForm,
-        mesh: DataMesh,
-        sent_dtype: torch.dtype,
-        home: ShardHome,
-        sum_dtype: torch.dtype,
-    ) -> None:
-        super().__init__(slots, form, mesh, sent_dtype, home, sum_dtype)
-        # Counts the reduces of one backward.
-        self.reduce_number = 0
+    # Counts the reduces of one backward.
+    reduce_number = 0
+
+    def _plan_own_row(self, form: ShardedForm, packing: Packing) -> None:
+        super()._plan_own_row(form, packing)
         # Identifies the gradients of this plan, and of one that replaces it later.
-        self.token = (id(form), self.row_numel, sum_dtype, tuple(slot.name for slot in slots))
+        self.token = (id(form), self.row_numel, self.sum_dtype, tuple(slot.name for slot in self.slots))
 
     def begin(self, settings: ReduceSettings, streams: SideStreams, codes: tuple[int, int]) -> ReduceInFlight:
         self.reduce_number = self.reduce_number + 1 if self.is_again else 0
