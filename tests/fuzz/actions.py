@@ -317,7 +317,7 @@ def draw_scale(dice: Dice, context: Context, number: int) -> Drawn:
 
 
 def draw_scale_data(dice: Dice, context: Context, number: int) -> Drawn:
-    return Action("scale_data", (dice.pick((0.5, 1.5)), dice.chance(50)))
+    return Action("scale_data", (number, dice.pick((0.5, 1.5)), dice.chance(50)))
 
 
 def draw_write_between(dice: Dice, context: Context, number: int) -> Drawn:
@@ -686,10 +686,15 @@ def write_func(context: Context, number: int, transform: str) -> list[str]:
     return [f"x = {batch(context, number)}", f'side.note("{transform} {number}", {call})']
 
 
-def write_scale_data(context: Context, factor: float, in_place: bool) -> list[str]:
-    # No version tells of writes to the data of plain tensors.
+def write_scale_data(context: Context, number: int, factor: float, in_place: bool) -> list[str]:
+    # No version tells of writes to the data of plain tensors. Here they follow an evaluation, which may keep weights.
     change = f"param.data.mul_({factor})" if in_place else f"param.data = param.data * {factor}"
-    return ["side.reshard(model)", "for param in model.parameters():", f"    {change}"]
+    return [
+        *write_eval(context, number, "no_grad"),
+        "side.reshard(model)",
+        "for param in model.parameters():",
+        f"    {change}",
+    ]
 
 
 def write_write_between(context: Context, number: int, how: str) -> list[str]:
