@@ -78,6 +78,10 @@ def summoned(
                 where=f"{where}, rank {unit.rank}",
                 fix="exit the outer summon_full_params first, or pass recurse=False to one of them",
             )
+    for unit in units:
+        # Before any of them is summoned: one may find that another's parameter has been tied to its own.
+        unit.reshard(trace.IDLE)
+        unit.take_back_replaced()
     with ExitStack() as stack:
         for unit in units:
             stack.enter_context(

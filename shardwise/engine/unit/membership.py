@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.engine.unit.binding import Place, Shown, Slot
 from shardwise.engine.unit.sharded_placeholder import ShardedPlaceholder
 from shardwise.errors import StateError
-from shardwise.torch_internals import parameters_of
+from shardwise.torch_internals import local_of, parameters_of
 
 if TYPE_CHECKING:
     from shardwise.engine.unit.unit import Unit
@@ -63,6 +63,14 @@ def membership(param: torch.Tensor) -> tuple[Unit, Slot] | None:
 
 def is_member(param: torch.Tensor) -> bool:
     return MEMBERSHIP_ATTRIBUTE in param.__dict__
+
+
+def watched_data(param: torch.Tensor) -> torch.Tensor | None:
+    """Returns the data of a shard such that its unit notices writes to them; None for other tensors."""
+    found = membership(param)
+    if found is None or found[1].sharded is not param or found[1].local is not local_of(param):
+        return None
+    return found[1].watched_data()
 
 
 def tag(param: torch.Tensor, unit: Unit, slot: Slot) -> None:
