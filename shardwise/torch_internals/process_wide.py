@@ -102,11 +102,23 @@ def _without_handler(op: Any) -> Iterator[None]:
                 handlers[op] = handler
 
 
-def redirect_data_writes(is_redirected: Callable[[torch.Tensor], bool]) -> None:
+# Returns ``tensor.data``, whatever ``redirect_data`` made of it.
+raw_data: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+
+
+def redirect_data(
+    is_redirected: Callable[[torch.Tensor], bool],
+    watched_data: Callable[[torch.Tensor], torch.Tensor | None],
+) -> None:
     """Makes ``param.data = value`` write to the shards of DTensors that are ``is_redirected``. Called once per process.
 
-    In torch it silently does nothing: it replaces the data of the DTensor's wrapper, which has no elements.
+    In torch it silently does nothing: it replaces the data of the DTensor's wrapper, which has no elements. Reading
+    ``param.data`` gives ``watched_data(param)``, unless that is None.
     """
+
+    def get_data(param: Any) -> torch.Tensor:
+        watched = None if torch.compiler.is_compiling() else watched_data(param)
+        return raw_data(param) if watched is None else watched
 
     def set_data(param: Any, value: torch.Tensor) -> None:
         if not is_redirected(param):
@@ -124,7 +136,7 @@ def redirect_data_writes(is_redirected: Callable[[torch.Tensor], bool]) -> None:
                 value = distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None)
             param.copy_(value)
 
-    DTensor.data = property(torch.Tensor.data.__get__, set_data)  # type: ignore[assignment, attr-defined]
+    DTensor.data = property(get_data, set_data)  # type: ignore[assignment]
 
 
 def on_zero_grad(

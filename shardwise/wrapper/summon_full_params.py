@@ -30,6 +30,7 @@ from shardwise.engine.gather.full_tensors import (
 )
 from shardwise.engine.unit.flat_form import FlatSlot, Line
 from shardwise.engine.unit.membership import MEMBERSHIP_ATTRIBUTE, units_of
+from shardwise.engine.unit.replaced import take_back_replaced
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import StateAssertionError, StateError, UnsupportedError
 from shardwise.torch_internals import inside_backward
@@ -78,6 +79,10 @@ def summoned(
                 where=f"{where}, rank {unit.rank}",
                 fix="exit the outer summon_full_params first, or pass recurse=False to one of them",
             )
+    for unit in units:
+        # Before any of them is summoned: one may find that another's parameter has been tied to its own.
+        unit.reshard(trace.IDLE)
+        take_back_replaced(unit)
     with ExitStack() as stack:
         for unit in units:
             stack.enter_context(

@@ -305,8 +305,7 @@ def draw_load(dice: Dice, context: Context, number: int) -> Drawn:
 
 
 def draw_optimizer(dice: Dice, context: Context, number: int) -> Drawn:
-    names = [name for name in OPTIMIZERS if not any(word in name for word in context.without)]
-    return Action("optimizer", (dice.pick(names),))
+    return Action("optimizer", (dice.pick([name for name in OPTIMIZERS if not _is_without(name, context)]),))
 
 
 def draw_reload(dice: Dice, context: Context, number: int) -> Drawn:
@@ -318,11 +317,21 @@ def draw_scale(dice: Dice, context: Context, number: int) -> Drawn:
 
 
 def draw_scale_data(dice: Dice, context: Context, number: int) -> Drawn:
-    return Action("scale_data", (dice.pick((0.5, 1.5)), dice.chance(50)))
+    return Action("scale_data", (number, dice.pick((0.5, 1.5)), dice.chance(50)))
 
 
 def draw_write_between(dice: Dice, context: Context, number: int) -> Drawn:
-    return Action("write_between", (number, dice.pick(("scale", "step", "load"))))
+    # No fused optimizer: its kernels do not tell autograd which plain tensors they write to.
+    ways = ["scale", "load"]
+    if context.settings.api != "zero":
+        ways += ["sgd", "momentum", "sgd_foreach"]
+    return Action(
+        "write_between", (number, dice.pick([way for way in ways if not _is_without(way, context)]))
+    )
+
+
+def _is_without(name: str, context: Context) -> bool:
+    return any(word in name for word in context.without)
 
 
 def draw_after_gradient(dice: Dice, context: Context, number: int) -> Drawn:
@@ -677,10 +686,15 @@ def write_func(context: Context, number: int, transform: str) -> list[str]:
     return [f"x = {batch(context, number)}", f'side.note("{transform} {number}", {call})']
 
 
-def write_scale_data(context: Context, factor: float, in_place: bool) -> list[str]:
-    # No version tells of writes to the data of plain tensors.
+def write_scale_data(context: Context, number: int, factor: float, in_place: bool) -> list[str]:
+    # No version tells of writes to the data of plain tensors. Here they follow an evaluation, which may keep weights.
     change = f"param.data.mul_({factor})" if in_place else f"param.data = param.data * {factor}"
-    return ["side.reshard(model)", "for param in model.parameters():", f"    {change}"]
+    return [
+        *write_eval(context, number, "no_grad"),
+        "side.reshard(model)",
+        "for param in model.parameters():",
+        f"    {change}",
+    ]
 
 
 def write_write_between(context: Context, number: int, how: str) -> list[str]:
@@ -688,15 +702,13 @@ def write_write_between(context: Context, number: int, how: str) -> list[str]:
     lines = [f"loss = model({batch(context, number)}).square().mean()"]
     if how == "load":
         lines.insert(0, "before = side.save(model)")
-    lines += {
-        "scale": ["side.scale(model, 0.5)"],
-        "load": ["model.load_state_dict(before)"],
-        "step": [
-            f"side.backward(model({batch(context, number + 1000)}).square().mean())",
-            "optim.step()",
-            "side.zero_grad(optim)",
-        ],
-    }[how]
+        lines.append("model.load_state_dict(before)")
+    elif how == "scale":
+        lines.append("side.scale(model, 0.5)")
+    else:
+        lines = ["side.reshard(model)", f"stepped = {optimizer(context, how)}", *lines]
+        lines.append(f"side.backward(model({batch(context, number + 1000)}).square().mean())")
+        lines += ["stepped.step()", "side.zero_grad(stepped)"]
     lines += [f'with side.catch("late backward {number}"):', "    side.backward(loss)"]
     return [*lines, "side.zero_grad(model)"]
 

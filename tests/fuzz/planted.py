@@ -23,6 +23,8 @@ import torch
 
 from shardwise.engine.unit import membership as members
 from shardwise.engine.unit.autograd_signals import Visit
+from shardwise.engine.unit.flat_form import FlatForm
+from shardwise.engine.unit.gathered_parameters import GatheredParameters
 from shardwise.engine.unit.hooks import UnitHooks
 from shardwise.engine.unit.membership import membership
 from shardwise.engine.unit.unit_gradients import UnitGradients
@@ -72,6 +74,14 @@ def what_a_frozen_parameter_holds_is_left_out(patch: pytest.MonkeyPatch) -> None
     patch.setattr(UnitGradients, "_plan_with_stash", lambda self: self.plan)
 
 
+def autograd_hears_of_no_write(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(GatheredParameters, "pass_on_writes", lambda self: None)
+
+
+def flat_shards_are_trusted_to_tell_of_writes(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(FlatForm, "sees_all_writes", True)
+
+
 def _fails(program: Program) -> bool:
     return any(
         "fail" in action.kind or (_is_step(action) and action.args[1].fails) for action in program.actions
@@ -89,6 +99,16 @@ def _recurs(program: Program) -> bool:
 def _freezes_while_it_holds(program: Program) -> bool:
     return any("freeze" in action.kind for action in program.actions) and any(
         _is_step(action) and not action.args[1].syncs for action in program.actions
+    )
+
+
+def _writes_between(program: Program) -> bool:
+    return any(action.kind == "write_between" for action in program.actions)
+
+
+def _writes_data_of_a_wrapper(program: Program) -> bool:
+    return program.settings.api == "wrapper" and any(
+        action.kind == "scale_data" for action in program.actions
     )
 
 
@@ -122,6 +142,8 @@ DEFECTS = (
     Defect(ties_within_a_unit_are_not_followed, _ties),
     Defect(a_unit_remembers_one_call, _recurs),
     Defect(what_a_frozen_parameter_holds_is_left_out, _freezes_while_it_holds),
+    Defect(autograd_hears_of_no_write, _writes_between),
+    Defect(flat_shards_are_trusted_to_tell_of_writes, _writes_data_of_a_wrapper),
 )
 
 

@@ -182,7 +182,7 @@ def test_a_forward_hook_that_raises_leaves_the_unit_in_order():
     twice(hook_raises, shard_children)
 
 
-def held_over_an_exception(sharding):
+def held_over_an_exception(loads, sharding):
     model = seeded(nn.Linear(WIDTH, WIDTH))
     model = sharding(model) if sharding else model
     sync = model.set_requires_gradient_sync if sharding else lambda is_on: None
@@ -190,13 +190,16 @@ def held_over_an_exception(sharding):
     model(inputs()).square().mean().backward()
     with pytest.raises(RuntimeError):
         model(torch.ones(4, 3))
+    if loads:
+        model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
     sync(True)
     model(inputs() * 2).square().mean().backward()
     return [whole(param.grad) for param in model.parameters()]
 
 
-def test_gradients_stashed_without_sync_outlive_a_forward_that_raises():
-    twice(held_over_an_exception, fully_shard)
+@pytest.mark.parametrize("loads", [False, True])
+def test_gradients_stashed_without_sync_outlive_a_forward_that_raises(loads):
+    twice(partial(held_over_an_exception, loads), fully_shard)
 
 
 # --- calls ------------------------------------------------------------------------------------------------------------
@@ -403,6 +406,21 @@ def ties_later(when):
 @pytest.mark.parametrize("sharding", [fully_shard, shard_children])
 def test_weights_tied_after_sharding_get_both_gradients(when, sharding):
     twice(ties_later(when), sharding)
+
+
+def test_weights_of_a_wrapper_tied_to_an_inner_one_are_summoned_before_any_forward():
+    def on_a_rank():
+        model = seeded(Pair())
+        model.second = wrapped(model.second)
+        model = wrapped(model)
+        model.second.module.weight = model.first.weight
+        with FullyShardedDataParallel.summon_full_params(model), torch.no_grad():
+            assert model.second.weight is model.first.weight
+            model.first.weight.fill_(2.0)
+        with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+            assert model.second.weight.eq(2.0).all()
+
+    run_ranks(on_a_rank, 2)
 
 
 def test_weights_of_a_wrapper_that_were_tied_later_are_summoned_and_saved_with_their_state():
@@ -1495,6 +1513,26 @@ def test_freezing_a_gathered_parameter_and_thawing_its_shard_happen_in_their_ord
         return gradients_and_losses(model, optimizer)
 
     twice(program, wrapped, fully_shard)
+
+
+@pytest.mark.parametrize("with_grad", [False, True])
+def test_what_is_written_to_data_of_shards_is_used_by_units_that_are_kept(with_grad):
+    def program(sharding):
+        model = seeded(Pair())
+        model = sharding(model) if sharding else model
+        params, results = list(model.parameters()), []
+        data = [param.data for param in params]
+        with torch.set_grad_enabled(with_grad):
+            for write in (lambda param, data: param.data.mul_(0.5), lambda param, data: data.mul_(0.5)):
+                results.append(model(inputs()).detach())
+                list(map(write, params, data))
+            results.append(model(inputs()).detach())
+        return results
+
+    def kept(model):
+        return shard_children(model, reshard_after_forward=False)
+
+    twice(program, kept)
 
 
 # --- weights written to while a graph needs them ----------------------------------------------------------------------

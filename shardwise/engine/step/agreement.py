@@ -53,7 +53,7 @@ def forget_torn_steps(units: Iterable[Unit]) -> None:
     """Forgets steps that raised or were torn, because parameters are being loaded."""
     for unit in units:
         if unit.root.agreement.is_broken:
-            unit.root.reset()
+            unit.root.recover()
         unit.root.agreement.forget_torn_step()
 
 

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardwise.engine.reduce.gradient_buffer import make_traceable
-from shardwise.engine.unit.membership import is_member, membership, units_of
+from shardwise.engine.unit.membership import is_member, membership, units_of, watched_data
 from shardwise.engine.unit.replaced import check_not_sharded
 from shardwise.errors import StateError
 from shardwise.torch_internals import (
@@ -29,7 +29,7 @@ from shardwise.torch_internals import (
     make_freed_tensors_printable,
     on_zero_grad,
     parameters_of,
-    redirect_data_writes,
+    redirect_data,
     untraced,
 )
 
@@ -58,7 +58,7 @@ class OptimizerHooks:
                 register_optimizer_step_pre_hook(self._before)
                 register_optimizer_step_post_hook(self._after)
                 count_foreach_writes(is_member)
-                redirect_data_writes(is_member)
+                redirect_data(is_member, watched_data)
                 on_zero_grad(optimizer_zeroed, _module_zeroed)
                 before_functional_call(check_not_sharded)
                 make_freed_tensors_printable()

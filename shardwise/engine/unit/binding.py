@@ -25,6 +25,7 @@ from shardwise.torch_internals import (
     dtensor_spec,
     local_of,
     parameters_of,
+    raw_data,
     redistributed_local,
     replace_local,
     spec_of,
@@ -101,6 +102,7 @@ class Slot:
         "stored_dtype",
         "tensor_parallel",
         "unsharded",
+        "watched",
     )
 
     def __init__(
@@ -132,6 +134,7 @@ class Slot:
         self.is_cast = is_cast
         self.is_shown = True
         self.stash: torch.Tensor | None = None
+        self.watched: torch.Tensor | None = None
 
     @property
     def gradient_dtype(self) -> torch.dtype:
@@ -160,6 +163,7 @@ class Slot:
         part.copy_(self.local)
         replace_local(self.sharded, part)
         self.local = part
+        self.watched = None
 
     def gradient(self, local: torch.Tensor) -> torch.Tensor:
         """Returns ``local`` as a gradient of the sharded parameter."""
@@ -193,6 +197,7 @@ class Slot:
             self.stash = None
         self.sharded = param
         self.local = local_of(param)
+        self.watched = None
         if not self.is_cast:
             self.compute_dtype = param.dtype
         self.stored_dtype = param.dtype
@@ -200,8 +205,15 @@ class Slot:
         self.spec = dtensor_spec(spec.mesh, spec.placements, param.shape, self.spec.stride, param.dtype)
 
     def version(self) -> int:
-        """Rises with every in-place write to the parameter, whether through the DTensor or its local tensor."""
-        return self.sharded._version + self.local._version
+        """Rises with every in-place write to the parameter, through the DTensor, its data or its local tensor."""
+        version = self.sharded._version + self.local._version
+        return version if self.watched is None else version + self.watched._version
+
+    def watched_data(self) -> torch.Tensor:
+        """Returns ``sharded.data``, writes to which raise ``version()`` although autograd does not hear of them."""
+        if self.watched is None:
+            self.watched = raw_data(self.sharded)
+        return self.watched.detach()
 
     def pop_stash(self, gradient: torch.Tensor | None, dtype: torch.dtype | None) -> torch.Tensor | None:
         """Returns the sum of the stash and ``gradient``, in the dtype of the stash, and empties the stash."""

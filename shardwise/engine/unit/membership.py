@@ -18,7 +18,7 @@ from shardwise.engine.tensor_trees import tensors_in
 from shardwise.engine.unit.binding import Shown, ShownEntry, Slot
 from shardwise.engine.unit.interfaces import NamedUnit
 from shardwise.errors import StateError
-from shardwise.torch_internals import without_memory_like
+from shardwise.torch_internals import local_of, without_memory_like
 
 if TYPE_CHECKING:
     from shardwise.engine.unit.unit import Unit
@@ -59,6 +59,14 @@ def membership(param: torch.Tensor) -> tuple[Unit, Slot] | None:
 
 def is_member(param: torch.Tensor) -> bool:
     return MEMBERSHIP_ATTRIBUTE in param.__dict__
+
+
+def watched_data(param: torch.Tensor) -> torch.Tensor | None:
+    """Returns the data of a shard such that its unit notices writes to them; None for other tensors."""
+    found = membership(param)
+    if found is None or found[1].sharded is not param or found[1].local is not local_of(param):
+        return None
+    return found[1].watched_data()
 
 
 def tag(param: torch.Tensor, unit: Unit, slot: Slot) -> None:
