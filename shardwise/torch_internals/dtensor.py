@@ -52,9 +52,22 @@ def mesh_without_groups(device_type: str, shape: tuple[int, ...]) -> DeviceMesh:
     return DeviceMesh(device_type, ranks, mesh_dim_names=names, _init_backend=False, _rank=0)
 
 
-def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Returns the mesh that ``mesh`` was sliced from, or itself."""
-    return mesh._get_root_mesh()
+def are_other_axes(mesh: DeviceMesh, other: DeviceMesh) -> bool:
+    """Returns whether both are slices of one mesh, along different axes.
+
+    DTensor keeps the first of equal slices, which may come from an earlier mesh of the same ranks: this is the same.
+    """
+    if mesh == other:
+        return False
+    if mesh._get_root_mesh() == other._get_root_mesh():
+        return True
+    if mesh.mesh_dim_names is None or other.mesh_dim_names is None:
+        return False
+    try:
+        concatenate_meshes([mesh, other])
+    except RuntimeError:
+        return False
+    return True
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:

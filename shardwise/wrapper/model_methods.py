@@ -30,6 +30,7 @@ from shardwise.wrapper.optim_state_gather import named_state
 from shardwise.wrapper.optim_state_load import OptimStateKeyType, as_key_type, rekeyed, state_to_load
 from shardwise.wrapper.state_dict_types import (
     FullOptimStateDictConfig,
+    FullStateDictConfig,
     OptimStateDictConfig,
     ShardedOptimStateDictConfig,
     StateDictConfig,
@@ -41,7 +42,7 @@ from shardwise.wrapper.state_dict_types import (
     settings_of,
     temporary_settings,
 )
-from shardwise.wrapper.summon_full_params import check_idle, flat_lines, is_summoned, summoned
+from shardwise.wrapper.summon_full_params import check_idle, flat_lines, is_summoned, summoned, warn_of_copies
 
 OptimInput = Iterable[Any] | None
 
@@ -55,6 +56,9 @@ class ModelMethods(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The state dict of the kind that is set, FULL_STATE_DICT by default; every rank must call it."""
+        config = self._state_dict_config
+        if isinstance(config, FullStateDictConfig) and not self._is_inner:
+            warn_of_copies("state_dict", config.offload_to_cpu, config.rank0_only, stacklevel=3)
         return read_state(self, super().state_dict, args, kwargs)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:

@@ -56,13 +56,8 @@ def summoned(
             where=where,
             fix="pass writeback=False or rank0_only=False",
         )
-    if offload_to_cpu and not rank0_only:
-        warnings.warn(
-            "summon_full_params(offload_to_cpu=True) without rank0_only=True copies all parameters to host memory once "
-            "for every rank of the host",
-            # From here to the caller, past contextlib.
-            stacklevel=4,
-        )
+    # To the caller, past contextlib.
+    warn_of_copies("summon_full_params", offload_to_cpu, rank0_only, stacklevel=4)
     units = flat_units(module.modules() if recurse else [module])
     for unit in units:
         check_idle(unit, "summon_full_params")
@@ -96,6 +91,16 @@ def summoned(
             )
             _raise_at_lost_gradients(unit, writeback)
         yield
+
+
+def warn_of_copies(call: str, offload_to_cpu: bool, rank0_only: bool, stacklevel: int) -> None:
+    """Warns where all ranks of a host copy the same full parameters to its memory."""
+    if offload_to_cpu and not rank0_only:
+        warnings.warn(
+            f"{call} with offload_to_cpu=True but not rank0_only=True copies all parameters to host memory once for "
+            "every rank of the host",
+            stacklevel=stacklevel,
+        )
 
 
 def flat_units(modules: Iterable[nn.Module]) -> list[Unit]:

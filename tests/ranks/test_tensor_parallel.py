@@ -105,6 +105,9 @@ def test_two_by_two_trains_like_the_plain_model():
 
 
 def state_round_trip():
+    # DTensor keeps the slices of this mesh, and gives them to parameters of a later one.
+    earlier = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("replicate", "dp", "tp"))
+    parallelize_module(Model().blocks[0], earlier["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     plain, model, _ = both_models()
     full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     if dist.get_rank() == 0:

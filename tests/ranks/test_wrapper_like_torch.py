@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 
 import torch
@@ -412,6 +412,20 @@ def summoned_on_one_rank_and_written_back(lib):
         pass
 
 
+def copies_of_full_state_dicts(lib):
+    model = nested(lib)
+    found = []
+    for config in (lib.FullStateDictConfig(), lib.FullStateDictConfig(offload_to_cpu=True)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            # torch's breaks on the CPU, after it has warned.
+            kind = lib.StateDictType.FULL_STATE_DICT
+            with lib.FSDP.state_dict_type(model, kind, config), suppress(RuntimeError):
+                model.state_dict()
+        found.append(any(each.category is UserWarning for each in caught))
+    return found
+
+
 def deprecated_input_of_an_optimizer(lib):
     model = lib.make(net())
     optimizer = torch.optim.Adam(model.parameters())
@@ -615,6 +629,7 @@ CHECKS = [
     summoned_twice,
     summoned_in_backward,
     summoned_on_one_rank_and_written_back,
+    copies_of_full_state_dicts,
     deprecated_input_of_an_optimizer,
     shown_without_sync,
     shown_flat_without_sync,

@@ -25,12 +25,12 @@ from shardwise.planning.layout import ceil_div
 from shardwise.planning.schedule import AfterForward
 from shardwise.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardwise.torch_internals import (
+    are_other_axes,
     buffers_of,
     is_replicated,
     local_of,
     parameters_of,
     refuse_torchs_fsdp,
-    root_mesh,
 )
 
 
@@ -150,7 +150,7 @@ def check_tensor_parallel(found: FoundParameter, param: DTensor, mesh: DataMesh,
                 fix="place it with Replicate() on the axes of data parallelism: fully_shard shards it there",
             )
         return
-    if root_mesh(param.device_mesh) != root_mesh(mesh.mesh) or param.device_mesh == mesh.mesh:
+    if not are_other_axes(mesh.mesh, param.device_mesh):
         raise ConfigAssertionError(
             f"parameter '{found.name}' is a DTensor on the mesh {param.device_mesh}, which is not another axis of the "
             f"mesh that {mesh.mesh} belongs to",
