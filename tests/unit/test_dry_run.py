@@ -92,7 +92,7 @@ def test_every_problem_is_found_not_only_the_first(tmp_path, capsys):
     for words in (
         "there is no file or folder 'nowhere.txt'",
         "a batch of 11 sequences cannot be divided among 2 ranks with 1 micro-batch each",
-        "AdamW does not take these arguments",
+        "AdamW has no argument 'speed'",
         "cannot create a run in",
     ):
         assert words in text
