@@ -43,6 +43,7 @@ from shardwise.train.run_folder import (
     refuse_links_in,
 )
 from shardwise.train.team import Team
+from shardwise.train.tokenizing import remove_unfinished
 
 __all__ = ["Request", "resolve", "train"]
 
@@ -196,6 +197,7 @@ def opened_run_folder(request: Request) -> Iterator[tuple[Request, Path]]:
         # A run that never began leaves nothing behind.
         is_empty = False
         with contextlib.suppress(OSError):
+            remove_unfinished(folder)
             remove_empty_logs(folder / LOGS)
             is_empty = is_new and [path.name for path in folder.iterdir()] == [LOCK]
         lock.release(remove=is_empty)
