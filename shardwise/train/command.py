@@ -46,6 +46,7 @@ from shardwise.train.run_folder import (
     refuse_links_in,
 )
 from shardwise.train.team import Team
+from shardwise.train.tokenizing import remove_unfinished
 
 __all__ = ["Request", "resolve", "train"]
 
@@ -200,6 +201,7 @@ def opened_run_folder(request: Request) -> Iterator[tuple[Request, Path]]:
         # A run that never began leaves nothing behind.
         is_left = False
         with contextlib.suppress(OSError):
+            remove_unfinished(folder)
             remove_empty_logs(folder / LOGS)
             is_left = was_empty and {path.name for path in folder.iterdir()} <= {LOCK, RANKS, TOKENIZER}
         lock.release(remove=is_left)

@@ -198,8 +198,12 @@ def _read_json_lines(path: Path) -> Iterator[Row]:
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError) as error:
+                # Its own text says line 1, of this line.
+                problem = (
+                    f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+                )
                 raise ConfigError(
-                    f"it is no JSON: {error}", where=where, fix="write one JSON object per line"
+                    f"it is no JSON: {problem}", where=where, fix="write one JSON object per line"
                 ) from None
             if not isinstance(row, dict):
                 raise ConfigError(

@@ -17,7 +17,7 @@ from shardwise.train.records import counted
 from shardwise.train.sample_order import Mix, SampleOrder, plan_order
 from shardwise.train.samples import Conversations, Mixture, Samples, Texts, check_vocabulary
 from shardwise.train.tokenizers import BYTES, check_tokenizer
-from shardwise.train.tokenizing import needs_tokenizing, tokenize, tokens_state
+from shardwise.train.tokenizing import needs_tokenizing, remove_unfinished, tokenize, tokens_state
 
 __all__ = ["RunData", "open_data", "open_samples", "sources_of", "tokenize_sources"]
 
@@ -46,6 +46,7 @@ def tokenize_sources(
     Raises:
         ConfigError: the data cannot be read, or its tokenizer has tokens beyond ``vocabulary``.
     """
+    remove_unfinished(folder)
     if vocabulary is not None and data.tokenizer != BYTES and any(map(needs_tokenizing, sources_of(data))):
         check_tokenizer(data.tokenizer, vocabulary)
     for number, source in enumerate(sources_of(data)):

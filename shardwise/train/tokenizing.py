@@ -7,6 +7,7 @@ tokens.json    what they were made of, to notice when that changes
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -25,7 +26,15 @@ from shardwise.train.documents import has_rows, read_rows, read_texts
 from shardwise.train.run_files import replace_file
 from shardwise.train.tokenizers import BYTES, load_hugging_face_tokenizer
 
-__all__ = ["ends_path", "needs_tokenizing", "token_dtype", "token_lists", "tokenize", "tokens_state"]
+__all__ = [
+    "ends_path",
+    "needs_tokenizing",
+    "remove_unfinished",
+    "token_dtype",
+    "token_lists",
+    "tokenize",
+    "tokens_state",
+]
 
 _LAYOUT = 2
 """Raised whenever these files change, so that older ones count as stale."""
@@ -108,6 +117,13 @@ def tokenize(data: Data, target: Path) -> Counts:
 def _first_target(tokens: Sequence[int]) -> int:
     """Returns the first token to be learnt, which is not the first of all: nothing is before that one."""
     return next(place for place, token in enumerate(tokens) if place and token >= 0)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Removes what making tokens has left in a run's folder if it was killed, which may be large."""
+    for path in folder.glob(".tokens*"):
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def _origin_path(target: Path) -> Path:

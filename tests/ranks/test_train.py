@@ -15,7 +15,7 @@ import torch.distributed as dist
 from shardwise.errors import ConfigError, StateError
 from shardwise.policies import set_trust, trust
 from shardwise.testing import run_ranks
-from shardwise.train import loop, run_files, tokenizers
+from shardwise.train import kept_files, run_files, tokenizers
 from shardwise.train.model import OwnModel
 from shardwise.train.optional_packages import require
 from tests.ranks.tables import slow
@@ -391,12 +391,12 @@ def begin_where_nothing_can_be_written(config, folder):
     def full(*_args):
         raise OSError(28, "No space left on device")
 
-    replace, loop.replace_file = loop.replace_file, full
+    replace, kept_files.replace_file = kept_files.replace_file, full
     try:
         with pytest.raises(ConfigError) as refused:
             run_part(config, folder)
     finally:
-        loop.replace_file = replace
+        kept_files.replace_file = replace
     return str(refused.value)
 
 

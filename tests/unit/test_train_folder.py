@@ -76,6 +76,9 @@ def test_only_one_of_two_requests_gets_a_folder(tmp_path):
 
 def test_a_run_that_never_began_leaves_no_folder(tmp_path):
     with opened_run_folder(Request("tiny", (f"output.folder={tmp_path / 'run'}",))) as (_, made):
+        # Of a rank that was killed while it made tokens.
+        (made / ".tokens.bin-1a2b3c4d").write_bytes(b"x")
+        (made / ".tokens.ends").write_bytes(b"x")
         assert made.is_dir()
     assert not made.exists()
 
