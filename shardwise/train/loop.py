@@ -369,10 +369,10 @@ class Trainer:
 
     def _on_display_error(self, error: OSError) -> None:
         # If standard output cannot be written to, standard error may go to the same place.
-        if self._unwritten.add("the log", error):
+        if self._unwritten.add("standard output", error):
             with contextlib.suppress(OSError):
                 print(
-                    f"warning: the log cannot be written, training continues: {error}",
+                    f"warning: standard output cannot be written to, training continues: {error}",
                     file=sys.stderr,
                     flush=True,
                 )
