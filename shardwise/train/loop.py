@@ -15,8 +15,8 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,6 @@ from shardwise.train.parallel import Parallel
 from shardwise.train.prediction import PeakCheck
 from shardwise.train.profiling import StepProfiler
 from shardwise.train.rank_grid import described, own_grid
-from shardwise.train.rank_states import RankState, clear_rank_states
 from shardwise.train.records import (
     CONFIG,
     RunFacts,
@@ -63,6 +62,8 @@ from shardwise.train.tokenizers import IDS, save_tokenizer, tokenizer_of
 
 __all__ = ["Trainer"]
 
+Tell = Callable[..., None]
+
 
 class Trainer:
     """One run, on this rank.
@@ -74,6 +75,7 @@ class Trainer:
         device: the device of this rank.
         display: shows the run on rank 0; other ranks show nothing.
         origin: the recipe and settings asked for, kept in ``config.json`` and in checkpoints.
+        tell: called with what this rank begins to do, and the most memory it has had.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class Trainer:
         device: torch.device,
         display: Display | None = None,
         origin: dict[str, Any] | None = None,
+        tell: Tell = lambda *_: None,
     ) -> None:
         # Before anything is read or written: the model's files say how long sequences and tokens may be.
         config = replace(config, model=team.together(config.model.resolved))
@@ -93,9 +96,8 @@ class Trainer:
             Quiet() if display is None or team.rank else display, self._on_display_error
         )
         self._origin = origin or {}
-        team.from_first(partial(clear_rank_states, folder))
-        self._state = RankState(folder, team.rank)
-        self._state.now("reading the data")
+        self._tell = tell
+        self._tell("reading the data")
         torch.set_num_threads(config.train.threads)
         team.together(lambda: check_float8(config.sharding.float8, device))
         if config.train.late_seconds:
@@ -105,7 +107,7 @@ class Trainer:
         grid = team.together(lambda: own_grid(config.sharding))
         self._data = team.together(lambda: open_data(config, folder, grid.data_world_size))
         team.from_first(self._keep_tokenizer)
-        self._state.now("building the model")
+        self._tell("building the model")
         is_exact = config.train.exact_micro_batches > 0
         self.parallel = Parallel(config.model, config.sharding, device, config.train.seed, is_exact)
         self.optimizer = make_optimizer(self.parallel, config.optimizer)
@@ -172,7 +174,7 @@ class Trainer:
             ConfigError: it has more steps than the run is to have.
         """
         progress = self.progress
-        self._state.now("reading a checkpoint")
+        self._tell("reading a checkpoint")
         self._checkpoints.resume(progress)
         for record in read_metrics(self.folder):
             if record.eval_loss is not None and record.step <= progress.step:
@@ -208,7 +210,6 @@ class Trainer:
                 self.display.end(summary)
         finally:
             callbacks.end(summary)
-            self._state.close(remove=summary is not None)
             self.display.close()
             if report is not None:
                 report.close()
@@ -241,7 +242,7 @@ class Trainer:
                 self._write_profile()
         self._write_profile()
         self._on_stop = "stopping after the checkpoint …  (Ctrl-C again: at once, without it)"
-        self._state.now(f"saving step {progress.step}", memory_bytes(self.device))
+        self._tell(f"saving step {progress.step}", memory_bytes(self.device))
         problem = self._checkpoints.save_and_wait(progress)
         self._on_stop = "stopping after the summary …  (Ctrl-C again: at once, without it)"
         if problem is None:
@@ -413,7 +414,7 @@ class Trainer:
     def _step(self, facts: RunFacts, interrupt: Interrupt) -> StepRecord:
         config, progress = self.config, self.progress
         begun = time.perf_counter()
-        self._state.now(f"in step {progress.step + 1}", memory_bytes(self.device))
+        self._tell(f"in step {progress.step + 1}", memory_bytes(self.device))
         stepped = self._stepper.step(progress)
         if stepped is None:
             raise self._save_and_explain_bad_gradients()
@@ -429,7 +430,7 @@ class Trainer:
         seconds = time.perf_counter() - begun
         eval_loss = None
         if is_last or (config.evaluate.every and progress.step % config.evaluate.every == 0):
-            self._state.now(f"evaluating after step {progress.step}", memory_bytes(self.device))
+            self._tell(f"evaluating after step {progress.step}", memory_bytes(self.device))
             eval_loss = progress.eval_loss = self._stepper.evaluate()
             progress.eval_step = progress.step
         speed = facts.tokens_of_step / seconds
