@@ -49,7 +49,7 @@ class Drawn(Live):
 def train_and_draw(folder: Path, device: torch.device) -> None:
     console = Console(record=True, width=92, file=io.StringIO(), force_terminal=True)
     team = Team()
-    trainer = Trainer(load_recipe("tiny"), folder, team, device, Drawn(console))
+    trainer = Trainer(load_recipe("tiny"), folder, team, device, Drawn(console), {"recipe": "tiny"})
     summary: Summary = trainer.run()
     if team.rank == 0:
         assert summary.first_loss is not None

@@ -75,12 +75,13 @@ def _commands_of(top: argparse.ArgumentParser) -> Iterator[_Command]:
         )
         positional = [action for action in parser._actions if not action.option_strings]
         words = tuple(map(str, positional[0].choices or ())) if positional else ()
-        if name == "train":
+        if any(_SET in option.names for option in options):
             # Written here, as importing the recipes would import torch.
             words = RECIPE_NAMES
         yield _Command(name, helps.get(name, ""), options, words)
 
 
+_SET = "--set"
 RECIPE_NAMES = ("tiny", "small", "llama-125m", "llama-1b", "llama-8b")
 
 
@@ -118,7 +119,7 @@ def _bash(commands: tuple[_Command, ...]) -> Iterator[str]:
     yield "    esac"
     yield "    case $command:$prev in"
     yield (
-        f'        train:--set) COMPREPLY=($(compgen -S = -W "{" ".join(setting_choices())}" -- "$cur"));'
+        f'        {_pattern(commands)}) COMPREPLY=($(compgen -S = -W "{" ".join(setting_choices())}" -- "$cur"));'
         " compopt -o nospace; return ;;"
     )
     for name, option in _with_choices(commands):
@@ -131,6 +132,15 @@ def _bash(commands: tuple[_Command, ...]) -> Iterator[str]:
     yield '    if (( COMP_CWORD == 2 )); then COMPREPLY+=($(compgen -W "$words" -- "$cur")); fi'
     yield "}"
     yield "complete -F _shardwise shardwise"
+
+
+def _pattern(commands: tuple[_Command, ...]) -> str:
+    """Returns what the shell matches where a setting is typed, in any command that takes settings."""
+    return "|".join(
+        f"{command.name}:{_SET}"
+        for command in commands
+        if any(_SET in option.names for option in command.options)
+    )
 
 
 def _with_choices(commands: tuple[_Command, ...]) -> Iterator[tuple[str, _Option]]:
@@ -165,7 +175,7 @@ def _zsh(commands: tuple[_Command, ...]) -> Iterator[str]:
     yield "        _files; return"
     yield "    fi"
     yield "    case $words[2]:$words[CURRENT-1] in"
-    yield f"        train:--set) compadd -S = -- {' '.join(setting_choices())}; return ;;"
+    yield f"        {_pattern(commands)}) compadd -S = -- {' '.join(setting_choices())}; return ;;"
     for name, option in _with_choices(commands):
         pattern = "|".join(f"{name}:{flag}" for flag in option.names)
         yield f"        {pattern}) compadd -- {' '.join(option.choices)}; return ;;"
@@ -212,7 +222,7 @@ def _fish(commands: tuple[_Command, ...]) -> Iterator[str]:
             values = ""
             if option.choices:
                 values = f" -x -a {_fish_text(' '.join(option.choices))}"
-            elif "--set" in option.names:
+            elif _SET in option.names:
                 values = f" -x -a {_fish_text(' '.join(_assignments()))}"
             elif option.takes_value:
                 values = " -r"

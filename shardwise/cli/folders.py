@@ -6,6 +6,7 @@ import argparse
 import json
 import re
 import shutil
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -199,13 +200,20 @@ def _verify(found: list[Run], as_json: bool) -> int:
 def _prune(found: list[Run], keep: int, as_json: bool) -> int:
     from shardwise.train.runs import prune_run
 
+    status = 0
     for run in found:
-        deleted = prune_run(run, keep)
+        try:
+            deleted = prune_run(run, keep)
+        except ConfigError as error:
+            # A run that is active keeps its checkpoints; the others are pruned all the same.
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            status = 1
+            continue
         if as_json:
             print(json.dumps({"folder": str(run.folder), "deleted": deleted}))
         else:
             print(f"{run.folder}: deleted {', '.join(deleted) or 'nothing'}")
-    return 0
+    return status
 
 
 # --- watch --------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from shardwise.cli.wording import describe
 from shardwise.errors import ConfigError
@@ -156,6 +156,11 @@ def _load_torch(*, says_so: bool) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def _are_terminals(*streams: TextIO | None) -> bool:
+    """Returns whether all of these are terminals; a stream that is closed is None."""
+    return all(stream is not None and stream.isatty() for stream in streams)
+
+
 def _with_chosen_settings(options: argparse.Namespace, request: Request) -> Request:
     """Returns the request with the sharding that ``--auto`` chooses, and shows why."""
     from shardwise.train.prediction import as_settings, chosen_here
@@ -222,7 +227,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def _generate(options: argparse.Namespace) -> int:
-    _load_torch(says_so=sys.stderr.isatty() and not options.json)
+    _load_torch(says_so=_are_terminals(sys.stderr) and not options.json)
     from shardwise.train.generate import Request, generate
     from shardwise.train.sampling import Sampling
 
@@ -231,7 +236,7 @@ def _generate(options: argparse.Namespace) -> int:
         Request(
             model=options.model,
             prompts=prompts,
-            is_interactive=not prompts and not options.json and sys.stdin.isatty() and sys.stdout.isatty(),
+            is_interactive=not prompts and not options.json and _are_terminals(sys.stdin, sys.stdout),
             sampling=Sampling(options.temperature, options.top_k, options.top_p, options.seed),
             max_tokens=options.max_tokens,
             recipe=options.recipe,
@@ -245,7 +250,7 @@ def _generate(options: argparse.Namespace) -> int:
 
 def _read_prompts(path: str) -> list[str]:
     try:
-        text = sys.stdin.read() if path == "-" else Path(path).expanduser().read_text()
+        text = (sys.stdin.read() if sys.stdin else "") if path == "-" else Path(path).expanduser().read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"the prompts cannot be read: {error}", where=f"--prompts {path}", fix="pass a text file"
@@ -284,7 +289,7 @@ def add_eval(parser: argparse.ArgumentParser) -> None:
 
 
 def _eval(options: argparse.Namespace) -> int:
-    _load_torch(says_so=sys.stderr.isatty() and not options.json)
+    _load_torch(says_so=_are_terminals(sys.stderr) and not options.json)
     from shardwise.train.evaluation import EvaluationRequest, evaluate
 
     return evaluate(

@@ -33,7 +33,7 @@ from shardwise.train.launch import (
 )
 from shardwise.train.loop import Trainer
 from shardwise.train.optional_packages import require
-from shardwise.train.rank_states import RANKS
+from shardwise.train.rank_states import RANKS, RankState, clear_rank_states
 from shardwise.train.records import CONFIG_FILE, LOG, counted, short_path
 from shardwise.train.request import Request, Resolved, find_run_to_resume, resolve
 from shardwise.train.run_files import fill_standard_streams, replace_file
@@ -142,8 +142,12 @@ def train_on_rank(request: Request, folder: Path, device: torch.device, team: Te
     output = config.output if request.show is None else replace(config.output, show=request.show)  # type: ignore[arg-type]
     display: Display = Quiet() if team.rank else Logged(make_display(output), folder / LOG)
     before = set_trust(trace_dir=trust().trace_dir or str(folder / LOGS))
+    team.from_first(partial(clear_rank_states, folder))
+    state = RankState(folder, team.rank)
+    # Of an error that all ranks have agreed on, where each of them was says nothing.
+    is_agreed = True
     try:
-        trainer = Trainer(config, folder, team, device, display, resolved.origin)
+        trainer = Trainer(config, folder, team, device, display, resolved.origin, state.now)
         if request.resume is not None:
             trainer.resume()
             if request.stop_after is not None:
@@ -153,7 +157,11 @@ def train_on_rank(request: Request, folder: Path, device: torch.device, team: Te
         if team.rank == 0:
             _write_config_file(folder, resolved, trainer.display)
         trainer.run(request.stop_after, request.profile)
+    except BaseException as error:
+        is_agreed = getattr(error, "agreed", False)
+        raise
     finally:
+        state.close(remove=is_agreed)
         set_trust(trace_dir=before.trace_dir)
 
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,6 @@ from shardwise.train.parallel import Parallel
 from shardwise.train.prediction import PeakCheck
 from shardwise.train.profiling import StepProfiler
 from shardwise.train.rank_grid import described, own_grid
-from shardwise.train.rank_states import RankState, clear_rank_states
 from shardwise.train.records import (
     RunFacts,
     StepRecord,
@@ -60,6 +59,8 @@ from shardwise.train.team import Team
 
 __all__ = ["Trainer"]
 
+Tell = Callable[..., None]
+
 
 class Trainer:
     """One run, on this rank.
@@ -71,6 +72,7 @@ class Trainer:
         device: the device of this rank.
         display: shows the run on rank 0; other ranks show nothing.
         origin: the recipe and settings asked for, kept in ``config.json`` and in checkpoints.
+        tell: called with what this rank begins to do, and the most memory it has had.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Trainer:
         device: torch.device,
         display: Display | None = None,
         origin: dict[str, Any] | None = None,
+        tell: Tell = lambda *_: None,
     ) -> None:
         # Before anything is read or written: the model's files say how long sequences and tokens may be.
         config = replace(config, model=team.together(config.model.resolved))
@@ -90,9 +93,8 @@ class Trainer:
             Quiet() if display is None or team.rank else display, self._on_display_error
         )
         self._origin = origin or {}
-        team.from_first(partial(clear_rank_states, folder))
-        self._state = RankState(folder, team.rank)
-        self._state.now("reading the data")
+        self._tell = tell
+        self._tell("reading the data")
         torch.set_num_threads(config.train.threads)
         team.together(lambda: check_float8(config.sharding.float8, device))
         if config.train.late_seconds:
@@ -105,7 +107,7 @@ class Trainer:
             self.display.note(self._data.samples.remark)
         self._kept = KeptFiles(folder, config, self._origin, self.display, self._unwritten)
         team.from_first(self._kept.keep_tokenizer)
-        self._state.now("building the model")
+        self._tell("building the model")
         is_exact = config.train.exact_micro_batches > 0
         self.parallel = Parallel(config.model, config.sharding, device, config.train.seed, is_exact)
         if config.data.packing and not isinstance(config.model, Llama):
@@ -141,7 +143,7 @@ class Trainer:
             ConfigError: it has more steps than the run is to have.
         """
         progress = self.progress
-        self._state.now("reading a checkpoint")
+        self._tell("reading a checkpoint")
         self._checkpoints.resume(progress)
         for record in read_metrics(self.folder):
             if record.eval_loss is not None and record.step <= progress.step:
@@ -177,7 +179,6 @@ class Trainer:
                 self.display.end(summary)
         finally:
             callbacks.end(summary)
-            self._state.close(remove=summary is not None)
             self.display.close()
             if report is not None:
                 report.close()
@@ -210,7 +211,7 @@ class Trainer:
                 self._write_profile()
         self._write_profile()
         self._on_stop = "stopping after the checkpoint …  (Ctrl-C again: at once, without it)"
-        self._state.now(f"saving step {progress.step}", memory_bytes(self.device))
+        self._tell(f"saving step {progress.step}", memory_bytes(self.device))
         problem = self._checkpoints.save_and_wait(progress)
         self._on_stop = "stopping after the summary …  (Ctrl-C again: at once, without it)"
         if problem is None:
@@ -321,10 +322,10 @@ class Trainer:
 
     def _on_display_error(self, error: OSError) -> None:
         # If standard output cannot be written to, standard error may go to the same place.
-        if self._unwritten.add("the log", error):
+        if self._unwritten.add("standard output", error):
             with contextlib.suppress(OSError):
                 print(
-                    f"warning: the log cannot be written, training continues: {error}",
+                    f"warning: standard output cannot be written to, training continues: {error}",
                     file=sys.stderr,
                     flush=True,
                 )
@@ -356,7 +357,7 @@ class Trainer:
     def _step(self, facts: RunFacts, interrupt: Interrupt) -> StepRecord:
         config, progress = self.config, self.progress
         begun = time.perf_counter()
-        self._state.now(f"in step {progress.step + 1}", memory_bytes(self.device))
+        self._tell(f"in step {progress.step + 1}", memory_bytes(self.device))
         stepped = self._stepper.step(progress)
         if stepped is None:
             raise self._save_and_explain_bad_gradients()
@@ -372,7 +373,7 @@ class Trainer:
         seconds = time.perf_counter() - begun
         eval_loss = None
         if is_last or (config.evaluate.every and progress.step % config.evaluate.every == 0):
-            self._state.now(f"evaluating after step {progress.step}", memory_bytes(self.device))
+            self._tell(f"evaluating after step {progress.step}", memory_bytes(self.device))
             eval_loss = progress.eval_loss = self._stepper.evaluate()
             progress.eval_step = progress.step
         speed = facts.tokens_of_step / seconds

@@ -66,7 +66,11 @@ def _title(folder: Path) -> str:
 
 
 def _means_around(values: list[float]) -> list[float]:
-    """Returns means over a twentieth of all values, half before and half after each, so that they do not lag."""
-    sums, reach = [0.0, *accumulate(values)], len(values) // 40
-    ranges = [(max(0, at - reach), min(len(values), at + reach + 1)) for at in range(len(values))]
+    """Returns means over a twentieth of all values, half before and half after each, so that they do not lag.
+
+    The first values, where losses fall fastest, have as few after as before them.
+    """
+    sums, most = [0.0, *accumulate(values)], len(values) // 40
+    reaches = [min(most, at) for at in range(len(values))]
+    ranges = [(at - reach, min(len(values), at + reach + 1)) for at, reach in enumerate(reaches)]
     return [(sums[end] - sums[begin]) / (end - begin) for begin, end in ranges]

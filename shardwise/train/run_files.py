@@ -121,6 +121,8 @@ def fill_standard_streams() -> None:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, os.O_RDWR)
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull)  # noqa: SIM115  for as long as the process lives
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  for as long as the process lives
     if sys.stderr is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from itertools import islice
 
 import pytest
@@ -74,6 +75,12 @@ def test_any_seed_will_do_and_a_long_prompt_is_told(run, given_one_rank, capsys)
     few = ["--max-tokens", "2", "--seed", str(10**30)]
     assert main(["generate", str(run), "the quick " * 90, *few]) == 0
     assert "note: the prompt has 900 tokens, of which the model sees the last" in capsys.readouterr().err
+
+
+def test_closed_streams_are_no_error(run, given_one_rank, monkeypatch):
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    assert main(["generate", str(run), "--max-tokens", "2"]) == 0
 
 
 def test_a_prompt_that_is_refused_in_the_terminal_does_not_end_it(run, given_one_rank, capsys, monkeypatch):

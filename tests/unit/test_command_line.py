@@ -74,16 +74,19 @@ except KeyboardInterrupt:
 """
 
 
-def test_ctrl_c_while_torch_is_imported_ends_the_command(tmp_path):
+@pytest.mark.parametrize(
+    ("silent", "said"), [([], "loading torch …\n"), (["--quiet"], ""), (["--json"], "")], ids=str
+)
+def test_torch_is_waited_for_aloud_and_ctrl_c_ends_that(tmp_path, silent, said):
     (tmp_path / "torch.py").write_text(SWALLOWING)
     done = subprocess.run(
-        [sys.executable, "-m", "shardwise.cli", "train", "tiny"],
+        [sys.executable, "-m", "shardwise.cli", "train", "tiny", *silent],
         env={"PYTHONPATH": f"{tmp_path}:{REPOSITORY}", "PATH": ""},
         cwd=tmp_path,
         capture_output=True,
         text=True,
     )
-    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "loading torch …\n")
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", said)
 
 
 # --- settings -----------------------------------------------------------------------------------------------------
@@ -130,6 +133,8 @@ TYPED = {
     ("train", "--set", "train.st"): {"train.steps="},
     ("train", "--device", "c"): {"cpu", "cuda"},
     ("train", "llama-1"): {"llama-125m", "llama-1b"},
+    ("plan", "llama-1"): {"llama-125m", "llama-1b"},
+    ("plan", "--set", "train.st"): {"train.steps="},
     ("completion", "f"): {"fish"},
     ("run", "a b"): {"a b.py"},
 }
@@ -183,7 +188,6 @@ def test_bash_completes_commands_settings_values_and_paths(scripts):
 def test_fish_completes_commands_settings_and_values(scripts):
     wanted = {**TYPED, ("train", "--set", "sharding.mode=f"): {"sharding.mode=full"}}
     del wanted["run", "a b"]
-    wanted["train", "--set", "train.st"] = {"train.steps="}
     lines = ["source ./fish"]
     for words in wanted:
         lines += [f"complete -C 'shardwise {' '.join(words)}'", "echo end"]

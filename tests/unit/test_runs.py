@@ -234,6 +234,16 @@ def test_prune_keeps_the_newest_and_never_all(tmp_path, capsys):
     assert main(["runs", str(run), "--prune", "0"]) == 1
 
 
+def test_prune_passes_over_a_run_that_is_active(tmp_path, capsys):
+    active, idle = make_run(tmp_path / "active"), make_run(tmp_path / "idle")
+    lock = FolderLock(active)
+    assert main(["runs", str(tmp_path), "--prune", "1"]) == 1
+    out, err = capsys.readouterr()
+    assert "another run is active" in err
+    assert f"{idle}: deleted nothing" in out
+    lock.release()
+
+
 def test_means_leave_out_what_is_not_finite():
     assert smoothed([1.0, float("nan"), 3.0]) == [1.0, 3.0]
     assert smoothed([float(number) for number in range(40)])[-1] == 38.5
