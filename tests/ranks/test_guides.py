@@ -48,7 +48,7 @@ FEWER = (
     "output.show=quiet",
 )
 ON_ALL_RANKS = ("generate", "eval")
-SMALLER = ("model.layers=2", "model.width=16", "model.heads=2", "model.kv_heads=2", "model.context=16")
+SMALLER = ("model.layers=2", "model.width=16", "model.heads=2", "model.kv_heads=2", "model.context=48")
 
 
 class Block(NamedTuple):
