@@ -345,7 +345,7 @@ class FullyShardedDataParallel(ModelMethods):
         Names are those of the unwrapped model, unless there are flat parameters: these have no names there.
         """
         for unit in self._units:
-            # What a user froze or thawed as gathered comes before what happens to the shards, which modules show, too, from now on.
+            # What a user froze or thawed as gathered comes before what happens to the shards; modules show those, too.
             if unit.gathered.kept_version is not None:
                 unit.gathered.keep(is_hidden=True)
         shown = {

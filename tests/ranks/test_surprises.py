@@ -1689,6 +1689,6 @@ def test_a_parameter_thawed_as_a_shard_and_then_frozen_where_a_module_shows_it_i
         model(inputs())  # no backward: modules of the outermost wrapper show gathered parameters
         model.requires_grad_(True)  # the wrapper's parameters are always shards
         model.first.weight.requires_grad_(False)
-        return gradients_and_losses(model, sgd_of(model))
+        return train(model, sgd_of(model), inputs(), inputs(), inputs())
 
     twice(program, wrapped, fully_shard)
