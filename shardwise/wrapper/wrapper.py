@@ -231,9 +231,9 @@ class FullyShardedDataParallel(ReadAttributes):
         Names are those of the unwrapped model, unless there are flat parameters: these have no names there.
         """
         for unit in self._units:
-            # What a user froze or thawed as gathered comes before what happens to the shards from now on.
+            # What a user froze or thawed as gathered comes before what happens to the shards; modules show those, too.
             if unit.gathered.kept_version is not None:
-                unit.gathered.move_freezing_to_shards()
+                unit.gathered.keep(is_hidden=True)
         shown = {
             id(slot.unsharded): slot.sharded if slot.is_shown else None
             for unit in self._units

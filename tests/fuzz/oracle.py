@@ -781,8 +781,10 @@ def compared(
     plain, other = Plain(**options), sharded(**options)
     want = run_side(program, plain)
     got = run_side(program, other)
-    for count, (_, note) in enumerate(other.notes):
-        if name := _refusal(note, plain.notes[count : count + 1], refusals):
+    for count, (what, note) in enumerate(other.notes):
+        # Where plain code notes something else, it has got further than this.
+        same = [each for each in plain.notes[count : count + 1] if each[0] == what]
+        if name := _refusal(note, same, refusals):
             # Whatever a program does after a refusal, plain code has not been refused.
             found = list(differences(plain.notes[:count], other.notes[:count], tolerance))
             return _comparison(found) if found else Comparison(refused=name)

@@ -1679,3 +1679,16 @@ def test_a_late_prefetch_gathers_nothing_that_backward_has_passed():
         assert gathered.count(trace.IN_PRE_BACKWARD) == 2
 
     run_ranks(on_a_rank, 2)
+
+
+def test_a_parameter_thawed_as_a_shard_and_then_frozen_where_a_module_shows_it_is_frozen():
+    def program(sharding):
+        model = seeded(Pair())
+        model.requires_grad_(False)
+        model = sharding(model) if sharding else model
+        model(inputs())  # no backward: modules of the outermost wrapper show gathered parameters
+        model.requires_grad_(True)  # the wrapper's parameters are always shards
+        model.first.weight.requires_grad_(False)
+        return train(model, sgd_of(model), inputs(), inputs(), inputs())
+
+    twice(program, wrapped, fully_shard)
