@@ -1691,4 +1691,4 @@ def test_a_parameter_thawed_as_a_shard_and_then_frozen_where_a_module_shows_it_i
         model.first.weight.requires_grad_(False)
         return train(model, sgd_of(model), inputs(), inputs(), inputs())
 
-    twice(program, wrapped, fully_shard)
+    twice(program, wrapped)
