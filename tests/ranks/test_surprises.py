@@ -1692,3 +1692,45 @@ def test_a_parameter_thawed_as_a_shard_and_then_frozen_where_a_module_shows_it_i
         return train(model, sgd_of(model), inputs(), inputs(), inputs())
 
     twice(program, wrapped)
+
+
+class Chain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        return self.third(torch.tanh(self.second(torch.tanh(self.first(x)))))
+
+
+def shard_third(model):
+    fully_shard(model.third)
+    return fully_shard(model)
+
+
+def test_a_weight_that_loses_its_own_name_to_a_tie_keeps_the_name_that_was_tied_to_it_before():
+    def program(sharding):
+        model = seeded(Chain())
+        model = sharding(model) if sharding else model
+        model.third.weight = model.second.weight
+        model.second.weight = model.first.weight
+        return gradients_and_losses(model)
+
+    twice(program, shard_third, fully_shard)
+
+
+def test_a_unit_that_kept_a_part_is_tied_away_whole():
+    def keep_parts(model):
+        fully_shard(model.third, reshard_after_forward=2)
+        return fully_shard(model)
+
+    def program(sharding):
+        model = seeded(Chain())
+        model = sharding(model) if sharding else model
+        model.third.weight = model.first.weight
+        loss = model(inputs()).square().mean()
+        model(inputs(2))
+        loss.backward()
+        return [loss.detach(), *gradients_and_losses(model)]
+
+    twice(program, keep_parts, world_size=4)

@@ -6,7 +6,7 @@ shown as a DTensor. ``flat_form`` has the wrapper's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -85,8 +85,11 @@ class ShardedForm(Protocol):
     def written(self, slots: list[Slot], changed: list[bool]) -> list[bool]:
         """Returns which parameters count as written to where the versions of these shards have ``changed``."""
 
-    def named(self, slots: list[Slot]) -> list[Slot]:
-        """Returns the slots that stay in the unit when some have lost all their names to ties."""
+    def named(self, slots: list[Slot], shown: Container[int]) -> list[Slot]:
+        """Returns the slots that stay in the unit when some have lost all their names to ties.
+
+        ``shown`` has the ids of the parameters that modules show under names of other units.
+        """
 
     def own_part(self, slot: Slot, whole: torch.Tensor, mesh: DataMesh) -> torch.Tensor | None:
         """Returns this rank's shard of a full parameter; None where the shard is not a part of it."""
@@ -158,8 +161,8 @@ class DTensorForm:
     def written(self, slots: list[Slot], changed: list[bool]) -> list[bool]:
         return changed
 
-    def named(self, slots: list[Slot]) -> list[Slot]:
-        return [slot for slot in slots if slot.places]
+    def named(self, slots: list[Slot], shown: Container[int]) -> list[Slot]:
+        return [slot for slot in slots if slot.places or id(slot.sharded) in shown]
 
     def own_part(self, slot: Slot, whole: torch.Tensor, mesh: DataMesh) -> torch.Tensor | None:
         if slot.tensor_parallel is not None or is_tensor_extension(slot.local):

@@ -10,7 +10,7 @@ Unsharded, modules show each full parameter under its own name, and no flat para
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Container, Hashable, Sequence
 from dataclasses import replace
 from operator import and_, or_
 from typing import Any
@@ -340,7 +340,7 @@ class FlatForm:
             return changed
         return list(map(or_, changed, trained))
 
-    def named(self, slots: list[Slot]) -> list[Slot]:
+    def named(self, slots: list[Slot], shown: Container[int]) -> list[Slot]:
         # Cuts must not move: slots without names stay in the line, unused.
         return slots
 

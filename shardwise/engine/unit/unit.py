@@ -128,8 +128,11 @@ class Unit:
             self.needs = (*self.needs, owner)
 
     def drop_nameless_slots(self) -> None:
-        """Drops the slots whose names were all tied to other parameters."""
-        self.slots = self.form.named(self.slots)
+        """Drops slots whose names were all tied to other parameters, unless a tie to them is still to be noticed."""
+        if not all(slot.places for slot in self.slots):
+            others = (slot for unit in self.root.units if unit is not self for slot in unit.slots)
+            shown = {id(place.params.get(place.name)) for slot in others for place in slot.places}
+            self.slots = self.form.named(self.slots, shown)
 
     @property
     def rank(self) -> int:
@@ -234,6 +237,9 @@ class Unit:
         # Between a forward and its backward nobody may replace, freeze or thaw parameters.
         if not root.in_backward and (not self.has_memory or not self.form.all_show(self.shown.snapshot)):
             catch_up(self)
+            if not self.slots:
+                # All of them have been tied to other units'.
+                return
         self.gathered.pass_on_writes()
         root.make_room(self, prefetch)
         stream = root.streams.gather
