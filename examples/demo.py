@@ -62,7 +62,9 @@ def compare(left: Path, right: Path) -> bool:
     same = losses[0] == losses[1] and all(
         torch.equal(value, weights[1][name]) for name, value in weights[0].items()
     )
-    print(f"  losses    {len(losses[0])} steps, {losses[0][0]:.4f} → {losses[0][-1]:.4f}")
+    print(
+        f"  losses    {len(losses[0])} steps, {losses[0][0]:.4f} in the first, {losses[0][-1]:.4f} in the last"
+    )
     print(f"  weights   {len(weights[0])} tensors, at most {apart:g} apart")
     if same:
         print("  so two ranks and one process are equal, bit for bit")

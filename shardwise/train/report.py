@@ -55,12 +55,11 @@ class Unwritten:
         """Raises StateError, once a run has ended, if there is anything."""
         if lines := self.lines():
             problem = "some files could not be written" if self._are_files else "something beside it failed"
-            repair = "free disk space" if self._are_files else "repair what failed"
             raise StateError(
                 f"the run {summary.ended} at step {summary.step} and its checkpoint is complete, but {problem}:"
                 + "".join(f"\n    {line}" for line in lines),
                 where=summary.folder,
-                fix=f"{repair}; what is missing is lost, but the run can continue with --resume",
+                fix="repair what these lines name; what is missing is lost, but the run can continue with --resume",
             )
 
 

@@ -93,7 +93,9 @@ class _SourceSamples(Samples):
             raise ConfigError(
                 f"the data has {size}",
                 where="data.path",
-                fix="use more data, a smaller model.context, or data.held_out=0",
+                fix="use more data, a smaller model.context, or data.held_out=0"
+                if held_out
+                else "use more data, or a smaller model.context",
             )
         self._held_out = HeldOut(num_samples, self.num_held_out, place)
 

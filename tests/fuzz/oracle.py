@@ -194,10 +194,15 @@ class Side:
 
     @contextlib.contextmanager
     def catch(self, what: str) -> Iterator[None]:
-        """Catches an exception of the body, and notes its type."""
+        """Catches an exception of the body, and notes its type, not how far the body came.
+
+        A rank that has no elements of what was wrongly written to hears of it from its peers, later than they.
+        """
+        begun = len(self.notes)
         try:
             yield
         except Exception as error:  # noqa: BLE001  its type is compared
+            del self.notes[begun:]
             self.notes.append((what, Raised.of(error)))
         else:
             self.notes.append((what, Raised("nothing")))
