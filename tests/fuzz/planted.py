@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.engine.unit import membership as members
+from shardwise.engine.unit import replaced
 from shardwise.engine.unit.autograd_signals import Visit
 from shardwise.engine.unit.flat_form import FlatForm
 from shardwise.engine.unit.gathered_parameters import GatheredParameters
@@ -41,13 +41,13 @@ def an_exception_leaves_the_unit_held(patch: pytest.MonkeyPatch) -> None:
 
 
 def ties_within_a_unit_are_not_followed(patch: pytest.MonkeyPatch) -> None:
-    tied_to = members._tied_to
+    tied_to = replaced._tied_to
 
     def tied_to_another_unit(shown: Any, slot: Any) -> Any:
         found, own = tied_to(shown, slot), membership(slot.sharded)
         return None if found is None or own is None or found[0] is own[0] else found
 
-    patch.setattr(members, "_tied_to", tied_to_another_unit)
+    patch.setattr(replaced, "_tied_to", tied_to_another_unit)
 
 
 def a_unit_remembers_one_call(patch: pytest.MonkeyPatch) -> None:

@@ -63,10 +63,10 @@ def test_the_command_finds_settings_to_copy(capsys):
 def test_a_small_budget_is_met_by_recomputation_and_a_smaller_one_is_refused():
     config = tiny("train.batch_size=32")
     free = choose_settings(config, "h200", 2, 1, None)
-    assert as_settings(free.best.question.settings)[-1] == "sharding.recompute=false"
+    assert "sharding.recompute=false" in as_settings(free.best.question.settings)
     recomputed = min(plan.memory.reserved for name, plan in free.compared if "recompute=True" in name)
     tight = choose_settings(config, "h200", 2, 1, recomputed / 2**30)
-    assert as_settings(tight.best.question.settings)[-1] == "sharding.recompute=true"
+    assert "sharding.recompute=true" in as_settings(tight.best.question.settings)
     assert tight.best.memory.reserved <= recomputed
     with pytest.raises(ConfigError, match="none of 6 settings fits"):
         choose_settings(config, "h200", 2, 1, 0.01)
