@@ -107,14 +107,14 @@ def clip_grad_norm_(
 def dtype_of_gradients(params: Iterable[torch.Tensor]) -> torch.dtype | None:
     """The real dtype to which the gradients of all these parameters promote; None if there are no gradients.
 
-    Empty shards count as well, though they have no gradient: other ranks may have one, and all must agree.
+    Empty flat shards count as well, though they have no gradient: other ranks may have one, and all must agree.
     """
     dtype: torch.dtype | None = None
     for param in params:
         gradient = param.grad
         if gradient is not None:
             own = gradient.dtype
-        elif param.requires_grad and param.numel() == 0:
+        elif param.requires_grad and param.numel() == 0 and not isinstance(param, DTensor):
             own = param.grad_dtype or param.dtype
         else:
             continue

@@ -304,6 +304,19 @@ def test_the_norm_is_computed_in_float32_or_wider():
     run_ranks(in_dtypes, 2)
 
 
+def with_an_empty_parameter():
+    model = seeded(nn.Linear(4, 4))
+    model.register_parameter("empty", nn.Parameter(torch.empty(0, 4, dtype=torch.float64)))
+    fully_shard(model)
+    model(torch.ones(2, 4)).sum().backward()
+    assert model.empty.grad is None
+    assert clip_grad_norm_(model.parameters(), 1.0).dtype == torch.float32
+
+
+def test_an_empty_parameter_without_a_gradient_does_not_widen_the_norm():
+    run_ranks(with_an_empty_parameter, 2)
+
+
 def not_finite(value):
     model = trained([init_device_mesh("cpu", (4,))] * 3)
     if dist.get_rank() == 2:
