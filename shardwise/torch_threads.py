@@ -5,7 +5,9 @@ It is imported only when ranks are threads. Checked on torch 2.11 and 2.13, like
 
 from __future__ import annotations
 
+import gc
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -31,11 +33,38 @@ def threaded_world() -> Iterator[None]:
         world.comms = []  # type: ignore[misc]
     c10d._world = world  # type: ignore[assignment]
     try:
-        yield
+        with _random_state_read_by_one_thread():
+            yield
     finally:
         sys.excepthook = hook_of_the_process
         c10d._world = world_of_the_process
         torch._C._distributed_c10d._set_thread_isolation_mode(False)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _random_state_read_by_one_thread() -> Iterator[None]:
+    """Keeps garbage collection out of ``torch.get_rng_state()``, which activation checkpointing calls.
+
+    It holds the generator's mutex while it makes a tensor. A collection there may hand the interpreter to another
+    thread, which waits for that mutex without giving the interpreter back.
+    """
+    read, lock = torch.get_rng_state, threading.Lock()
+
+    def get_rng_state() -> torch.Tensor:
+        with lock:
+            collects = gc.isenabled()
+            gc.disable()
+            try:
+                return read()
+            finally:
+                if collects:
+                    gc.enable()
+
+    torch.get_rng_state = torch.random.get_rng_state = get_rng_state
+    try:
+        yield
+    finally:
+        torch.get_rng_state = torch.random.get_rng_state = read
 
 
 def start_threaded_rank(

@@ -4,10 +4,12 @@ import multiprocessing
 import os
 import pickle
 import signal
+import subprocess
 import sys
 import threading
 import time
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -222,6 +224,34 @@ def test_the_watchdog_does_not_watch_ranks_that_have_ended():
     # Or else this ends in a timeout.
     while any(channel.world == 20 for channel in WATCHDOG.channels()):
         time.sleep(0.01)
+
+
+READ_RANDOM_STATES = """
+import gc, time
+import torch, torch.distributed as dist
+from shardwise.testing import run_ranks
+
+def on_a_rank():
+    dist.barrier()
+    gc.set_threshold(1)
+    for _ in range(30):
+        torch.get_rng_state()
+    gc.set_threshold(700)
+
+gc.callbacks.append(lambda *_: time.sleep(0))  # lets another thread run in every collection
+run_ranks(on_a_rank, 3)
+"""
+
+
+@pytest.mark.slow
+def test_threads_that_read_random_states_do_not_wait_for_each_other():
+    """In a process of its own: threads that do would stop all of it."""
+    done = subprocess.run(
+        [sys.executable, "-c", READ_RANDOM_STATES],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        timeout=300,
+    )
+    assert done.returncode == 0
 
 
 def test_the_stack_of_a_rank_is_found_however_many_threads_earlier_calls_left():
