@@ -1734,3 +1734,39 @@ def test_a_unit_that_kept_a_part_is_tied_away_whole():
         return [loss.detach(), *gradients_and_losses(model)]
 
     twice(program, keep_parts, world_size=4)
+
+
+def test_what_is_written_after_a_unit_raised_by_itself_reaches_the_part_that_it_keeps():
+    def keep_parts(model):
+        fully_shard(model.second, reshard_after_forward=2)
+        return fully_shard(model)
+
+    def program(sharding):
+        model = seeded(Pair())
+        model = sharding(model) if sharding else model
+        optimizer = sgd_of(model)
+        results = gradients_and_losses(model, optimizer)
+        with pytest.raises(RuntimeError):
+            model.second(inputs()[:, 1:])
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(0.5)
+        return [*results, *gradients_and_losses(model, optimizer)]
+
+    twice(program, keep_parts, world_size=4)
+
+
+def test_a_wrapper_gives_a_parameter_once_that_was_tied_while_it_was_gathered():
+    def program(sharding):
+        model = seeded(Pair())
+        model = sharding(model) if sharding else model
+        model(inputs())
+        model.second.requires_grad_(True)
+        (model.second.module if sharding else model.second).weight = model.first.weight
+        return train(model, sgd_of(model), inputs(), inputs())
+
+    def wrap_second(model):
+        model.second = wrapped(model.second)
+        return wrapped(model)
+
+    twice(program, wrap_second, world_size=1)

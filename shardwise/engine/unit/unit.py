@@ -388,10 +388,14 @@ class Unit:
         if (
             self.state is not SHARDED
             and self.holders == 0
-            and (self.gathered.awaits_unseen_backward or self.gathered.is_stale())
+            and (self.gathered.awaits_unseen_backward or self.gathered.is_stale() or self._has_old_part())
         ):
             self.reshard(trace.IN_FORWARD)
         self.hold()
+
+    def _has_old_part(self) -> bool:
+        """Whether parameters stay gathered with the part that was to be kept: users may have written to them since."""
+        return self.state is UNSHARDED and self.buffers.gather.keeps_part
 
     def release(self) -> bool:
         """Ends one ``hold``; returns whether it was the last."""
