@@ -92,8 +92,17 @@ def _questions() -> list[Question]:
                     "host_overhead_cpu_two_cores_long",
                     "host_profile_cpu",
                 ),
+                ("2 cores, torch 2.13, fake 8, newest", 0.08, "host_overhead_cpu_two_cores_joined", ""),
                 ("GPU, tiny, fake 8", 0.15, "host_overhead_cuda", "host_profile_cuda"),
             )
+        ),
+        Question(
+            "host overhead with four blocks a unit (`group_bytes`), of FSDP2's",
+            "2 cores, torch 2.13, fake 8",
+            0.15,
+            "host_overhead_cpu_two_cores_joined",
+            ("overhead_ratio_joined", "wall", "of_medians"),
+            ("overhead_ratio_joined", "wall", "by_round"),
         ),
         *(
             host("host overhead of the wrapper, of FSDP1's", where, 0.2, file, profile)
