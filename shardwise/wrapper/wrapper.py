@@ -225,9 +225,7 @@ class FullyShardedDataParallel(ReadAttributes):
         for observer in self._observers:
             observer.begin_forward()
 
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As ``nn.Module.named_parameters``, but always shards.
 
         Names are those of the unwrapped model, unless there are flat parameters: these have no names there.
@@ -242,12 +240,13 @@ class FullyShardedDataParallel(ReadAttributes):
             for slot in unit.slots
         }
         with flat_parameters_shown(self._units):
-            found = list(super().named_parameters(prefix, recurse, remove_duplicate))
+            found = list(super().named_parameters(*args, **kwargs))
+        removes_duplicates = kwargs.get("remove_duplicate", args[2] if len(args) > 2 else True)
         given: set[int] = set()
         for name, param in found:
             sharded = shown.get(id(param), param)
             # Of a parameter and its shard, modules may show both: under a name that has just been tied, and its own.
-            if sharded is not None and not (remove_duplicate and id(sharded) in given):
+            if sharded is not None and not (removes_duplicates and id(sharded) in given):
                 given.add(id(sharded))
                 yield self._shown_name(name), sharded
 
