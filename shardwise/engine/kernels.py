@@ -207,8 +207,8 @@ class PackKernel:
             dtype = self._dtype
         rows_address = self._rows.data_ptr()
         for launch in self._launches[dtype]:
-            # alive: contiguous copies of gradients, until the kernel is launched
-            packed = [_contiguous_in(gradients[member], dtype) for member in launch.members]
+            # alive: copies of gradients, until the kernel is launched
+            packed = [_readable(gradients[member], dtype) for member in launch.members]
             launch.addresses[: len(packed)] = [
                 0 if gradient is None else gradient.data_ptr() for gradient in packed
             ]
@@ -219,11 +219,22 @@ def _all_have(dtype: torch.dtype, gradients: list[torch.Tensor | None]) -> bool:
     return all(gradient is None or gradient.dtype is dtype for gradient in gradients)
 
 
-def _contiguous_in(gradient: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """The gradient, contiguous and in ``dtype``."""
-    if gradient is None or (gradient.dtype is dtype and gradient.is_contiguous()):
+def _readable(gradient: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """The gradient, or a copy, in memory that the kernel can read: contiguous, in ``dtype``, its values as they are.
+
+    A tensor subclass may have no memory of its own, and a tensor with a pending negation or conjugation other values.
+    """
+    if gradient is None or (
+        type(gradient) is torch.Tensor
+        and gradient.dtype is dtype
+        and gradient.is_contiguous()
+        and not gradient.is_neg()
+        and not gradient.is_conj()
+    ):
         return gradient
-    return gradient.to(dtype).contiguous()
+    copy = torch.empty(gradient.shape, dtype=dtype, device=gradient.device)
+    copy.copy_(gradient)
+    return copy
 
 
 def plan_pack_kernel(

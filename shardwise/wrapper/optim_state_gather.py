@@ -53,11 +53,17 @@ def is_sharded_state(key: str, value: Any, shape: torch.Size | tuple[int, ...]) 
 
 @dataclass(frozen=True)
 class _StateReport:
-    """One rank's report of one state. ``value``: unless the state is sharded like its parameter."""
+    """One rank's report of one state. ``value``: unless the state is sharded like its parameter; travels on the CPU."""
 
     is_sharded: bool
     dtype: torch.dtype | None
     value: Any = None
+    # Where that rank has it.
+    device_type: str = "cpu"
+
+    def learned(self, device: torch.device) -> Any:
+        """The value for a rank that computes on ``device``, where that is the kind of device the reporting rank has."""
+        return self.value.to(device) if self.device_type == device.type != "cpu" else self.value
 
 
 @dataclass
@@ -178,7 +184,9 @@ def _report_state(key: str, value: Any, param: torch.Tensor) -> _StateReport:
     looks_sharded = is_sharded_state(key, value, param.shape)
     # On a shard of one element a count has the same shape as a sharded state: other ranks' reports decide.
     has_value = not looks_sharded or value.numel() == 1
-    return _StateReport(looks_sharded, value.dtype, value.detach().cpu() if has_value else None)
+    return _StateReport(
+        looks_sharded, value.dtype, value.detach().cpu() if has_value else None, value.device.type
+    )
 
 
 def _exchange(optim_params: OptimParameters, own: _RankReport) -> dict[GroupCollectives, list[_RankReport]]:
@@ -358,7 +366,7 @@ def _gather_unit(
                     sharded.setdefault((key, report.dtype), []).append(slot)
                 else:
                     own = own_states.get(slot, {}) if slot.span.numel else {}
-                    value = own.get(key, report.value)
+                    value = own[key] if key in own else report.learned(unit.mesh.device)
                     found[slot][key] = value.clone() if isinstance(value, torch.Tensor) else value
         for (key, dtype), slots in sharded.items():
             parts = [

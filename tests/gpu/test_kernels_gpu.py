@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 from shardwise import cuda_driver
 from shardwise.engine import kernels
@@ -82,6 +83,30 @@ def test_gradients_are_packed_as_block_by_block(name, gradient_dtype, dtype):
         mixed = [wider[index] if index % 2 else gradient for index, gradient in enumerate(some)]
         for given in (gradients, transposed, some, wider, mixed):
             assert torch.equal(packed_by(kernel, found, given), packed_by(blocks, found, given)), world
+
+
+def pending(gradient):
+    """The same values, not all of them in memory: two of its own, a negation, or a conjugation."""
+    if gradient.is_complex():
+        return gradient.conj_physical().conj()
+    return torch._neg_view(-gradient)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.bfloat16])
+def test_gradients_whose_memory_has_other_values_are_packed(dtype):
+    shapes, world = SHAPES["uneven"], 3
+    params = [RowParam(shape, 0, "all", dtype.itemsize, dtype.itemsize) for shape in shapes]
+    packing = RowsPacking(plan_rows(params, world))
+    rows, found = rows_of(world * packing.row_numel * dtype.itemsize)
+    blocks = column_blocks_of_packing(packing)
+    kernel = plan_pack_kernel(blocks, world, packing.row_numel, rows, dtype, dtype)
+    gradients = random_gradients(shapes, dtype)
+    expected = packed_by(kernel, found, gradients)
+    for given in (
+        [TwoTensor(gradient, gradient.clone()) for gradient in gradients],
+        [pending(gradient) for gradient in gradients],
+    ):
+        assert torch.equal(packed_by(kernel, found, given), expected)
 
 
 @pytest.mark.parametrize("name", ["uneven", "large"])

@@ -337,7 +337,8 @@ def summoned_on_the_host(lib):
 def scaled_gradients(lib):
     precision = lib.MixedPrecision(torch.float16, torch.float16, torch.float16)
     model = wrapper.nested(lib, mixed_precision=precision)
-    scaler = lib.ShardedGradScaler("cuda", init_scale=2.0**10)
+    # torch's default group is the one of when its module was imported, which here was before there was any.
+    scaler = lib.ShardedGradScaler("cuda", init_scale=2.0**10, process_group=dist.group.WORLD)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found = []
     for step in range(3):

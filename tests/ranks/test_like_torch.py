@@ -151,7 +151,8 @@ def gradients(model):
 
 def train(model, steps=2, run=None):
     """Losses, gradients and parameters of some steps."""
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    # Not foreach, the default on a GPU: torch refuses plain tensors, such as ignored parameters, beside DTensors in it.
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, foreach=False)
     seen = []
     for step in range(steps):
         loss = (run or model)(rows(step)).float().square().mean()

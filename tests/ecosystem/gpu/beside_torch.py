@@ -1,4 +1,7 @@
-"""accelerate with transformers' Trainer, torchtitan's debug model and torchao's float8 on torch's FSDP2 and on ours.
+"""Libraries that need a GPU, on torch's FSDP2 and on ours.
+
+accelerate with transformers' Trainer, torchtitan's debug model, torchao's float8 and its optimizer on the host, and
+torch's context parallelism.
 
     PYTHONPATH=. python tests/ecosystem/gpu/beside_torch.py libs.tar.xz result.json
 
@@ -21,13 +24,16 @@ from importlib.metadata import version
 from pathlib import Path
 from unittest import mock
 
-# What libraries import and this script does not use; it is not in the archive.
+# What torchtitan and torchao import and this script does not use; it is not in the archive. transformers looks whether
+# they are there, and would use them.
 ABSENT = ("datasets", "wandb", "tensorboard", "PIL", "torchvision", "tomli")
 LIBRARIES = {
     "trainer": ("accelerate", "transformers"),
     "torchtitan": ("torchtitan",),
     "float8": ("torchao",),
     "float8_gathers": ("torchao",),
+    "host_optimizer": ("torchao",),
+    "context_parallel": (),
 }
 
 
@@ -68,7 +74,13 @@ def run_rank(case: str, side: str, device: str, file: str) -> None:
         shardwise.install()
     torch.manual_seed(0)
     torch.use_deterministic_algorithms(True, warn_only=True)
-    losses, model = {"trainer": trainer, "torchtitan": torchtitan}.get(case, float8)(case, rank, device)
+    cases = {
+        "trainer": trainer,
+        "torchtitan": torchtitan,
+        "host_optimizer": host_optimizer,
+        "context_parallel": context_parallel,
+    }
+    losses, model = cases.get(case, float8)(case, rank, device)
     digest = hashlib.sha256()
     for name, value in sorted(model.state_dict().items()):
         full = value.full_tensor() if hasattr(value, "full_tensor") else value
@@ -153,8 +165,6 @@ def torchtitan(case, rank, device):
 
 def float8(case, rank, device):
     """torchao's float8 training, with and without gathers in float8."""
-    from torch import nn
-    from torch.distributed.fsdp import fully_shard
     from torchao.float8 import (
         Float8LinearConfig,
         convert_to_float8_training,
@@ -162,13 +172,10 @@ def float8(case, rank, device):
     )
 
     gathers = case == "float8_gathers"
-    blocks = [nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256)) for _ in range(4)]
-    model = nn.Sequential(nn.Embedding(1024, 256), *blocks, nn.Linear(256, 1024)).to(device)
+    model = language(device)
     config = Float8LinearConfig(enable_fsdp_float8_all_gather=gathers, emulate=device == "cpu")
     convert_to_float8_training(model, config=config)
-    for block in model[1:-1]:
-        fully_shard(block)
-    fully_shard(model)
+    shard(model)
 
     def scales():
         if gathers:
@@ -179,11 +186,83 @@ def float8(case, rank, device):
     ), model
 
 
-def steps(model, rank, device, forward, *, tokens, after_step=lambda: None):
+def host_optimizer(case, rank, device):
+    """torchao's optimizer that keeps its states on the host and takes gradients there as they come."""
+    import torch
+    from torchao.optim import CPUOffloadOptimizer
+
+    model = language(device)
+    shard(model)
+    optimizer = CPUOffloadOptimizer(
+        model.parameters(), torch.optim.AdamW, offload_gradients=True, lr=1e-3, fused=True
+    )
+    return steps(
+        model, rank, device, lambda model, tokens: model(tokens), tokens=1024, optimizer=optimizer
+    ), model
+
+
+def context_parallel(case, rank, device):
+    """Each rank has half of every sequence; torch's ring attention, over the mesh that also shards the model."""
+    import torch
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv, self.out = nn.Linear(256, 768, bias=False), nn.Linear(256, 256, bias=False)
+
+        def forward(self, x):
+            q, k, v = (t.unflatten(-1, (4, 64)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+            mixed = scaled_dot_product_attention(q, k, v, is_causal=True)
+            return x + self.out(mixed.transpose(1, 2).flatten(2))
+
+    blocks = [Attention() for _ in range(3)]
+    model = nn.Sequential(nn.Embedding(1024, 256), *blocks, nn.Linear(256, 1024)).to(device, torch.bfloat16)
+    mesh = init_device_mesh(device, (2,), mesh_dim_names=("cp",))
+    shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for step in range(6):
+        seed = torch.Generator().manual_seed(step)
+        rows = torch.randint(0, 1024, (2, 257), generator=seed).to(device)
+        tokens, targets = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+        options = {"buffers": [tokens, targets], "buffer_seq_dims": [1, 1]}
+        with (
+            sdpa_kernel(SDPBackend.FLASH_ATTENTION),
+            context_parallel(mesh, no_restore_buffers={tokens, targets}, **options),
+        ):
+            loss = cross_entropy(model(tokens).float().flatten(0, 1), targets.flatten())
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, model
+
+
+def language(device):
+    from torch import nn
+
+    blocks = [nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256)) for _ in range(4)]
+    return nn.Sequential(nn.Embedding(1024, 256), *blocks, nn.Linear(256, 1024)).to(device)
+
+
+def shard(model, **options):
+    from torch.distributed.fsdp import fully_shard
+
+    for block in model[1:-1]:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+
+
+def steps(model, rank, device, forward, *, tokens, after_step=lambda: None, optimizer=None):
     import torch
     from torch.nn.functional import cross_entropy
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
     for step in range(8):
         seed = torch.Generator().manual_seed(10 * step + rank)
@@ -241,7 +320,8 @@ def main() -> None:
     parser.add_argument("result")
     options = parser.parse_args()
     if options.rank:
-        sys.meta_path.append(_Absent())
+        if options.rank[0] != "trainer":
+            sys.meta_path.append(_Absent())
         run_rank(*options.rank, options.device, options.result)
         return
     import torch
