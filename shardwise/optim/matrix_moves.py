@@ -11,6 +11,9 @@ is computed until it is waited for.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from math import prod
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -81,7 +84,7 @@ class MatrixMoves:
 
     def __init__(self, calls: GroupCollectives) -> None:
         self._calls = calls
-        self._plans: dict[Hashable, RowsPlan] = {}
+        self._plans: dict[Hashable, _Plan] = {}
         self._stream = torch.cuda.Stream() if calls.device.type == "cuda" and calls.world > 1 else None
         self.bytes_sent = 0
 
@@ -96,11 +99,14 @@ class MatrixMoves:
 
         Routes with the same ``key`` are the same: they are planned once.
         """
+        targets, sources = [], []
         for route, shard, whole in zip(routes, shards, wholes, strict=True):
             own = route.held[self._calls.rank]
             if whole is not None and shard is not None and own is not None:
+                targets.append(view_of(whole, own))
                 # Cast like what travels, so that results do not depend on who the owner is.
-                view_of(whole, own).copy_(shard.to(route.dtype).view(own.sizes))
+                sources.append(shard.to(route.dtype).view(own.sizes))
+        _copy(targets, sources)
         return self._issue(routes, shards, wholes, key, is_to_owners=True)
 
     def from_owners(
@@ -111,10 +117,13 @@ class MatrixMoves:
         key: Hashable = None,
     ) -> Movement:
         """Fills every rank's ``shards`` from ``wholes``, which their owners pass; ``key`` as in ``to_owners``."""
+        targets, sources = [], []
         for route, whole, shard in zip(routes, wholes, shards, strict=True):
             own = route.held[self._calls.rank]
             if whole is not None and shard is not None and own is not None:
-                shard.copy_(view_of(whole, own).view(shard.shape))
+                targets.append(shard)
+                sources.append(view_of(whole, own).view(shard.shape))
+        _copy(targets, sources)
         return self._issue(routes, wholes, shards, key, is_to_owners=False)
 
     def _issue(
@@ -130,35 +139,15 @@ class MatrixMoves:
         calls = self._calls
         if not plan.row_bytes:
             return Movement(None, None, _nothing, None)
-        sent_parts: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-        received_parts: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         with unseen_by_modes():
             rows = torch.empty(calls.world * plan.row_bytes, dtype=torch.uint8, device=calls.device)
             arrived = torch.empty_like(rows)
-            typed = {
-                dtype: (rows.view(dtype), arrived.view(dtype)) for dtype in {each.dtype for each in routes}
-            }
-            for message in plan.messages:
-                sends = message.source == calls.rank
-                route = routes[message.matrix]
-                # The block that travels is what the rank that is not the owner holds.
-                block = route.held[message.source if is_to_owners else message.target]
-                assert block is not None
-                row = message.target if sends else message.source
-                start_bytes = row * plan.row_bytes + message.start_bytes
-                tensor = (sources if sends else targets)[message.matrix]
-                if tensor is None:
-                    # Nothing to send: what arrives means nothing.
-                    continue
-                is_whole = sends != is_to_owners
-                local = view_of(tensor, block) if is_whole else tensor
-                parts = sent_parts if sends else received_parts
-                parts[0].append(_part(typed[route.dtype][not sends], start_bytes, local.shape))
-                parts[1].append(local)
-            _copy(sent_parts[0], sent_parts[1])
+            in_rows, sent = plan.sent.pair(rows, sources, are_whole=not is_to_owners)
+            in_arrived, received = plan.received.pair(arrived, targets, are_whole=is_to_owners)
+            _copy(in_rows, sent)
             work, event = self._exchange(arrived, rows, _TO_OWNERS if is_to_owners else _FROM_OWNERS)
         self.bytes_sent += plan.row_bytes * (calls.world - 1)
-        return Movement(work, event, lambda: _copy(received_parts[1], received_parts[0]), (rows, arrived))
+        return Movement(work, event, lambda: _copy(received, in_arrived), (rows, arrived))
 
     def gather(self, own: bytes, code: int) -> list[bytes]:
         """Returns every rank's bytes, all of the same length; on CUDA it does not wait for compute."""
@@ -178,16 +167,106 @@ class MatrixMoves:
             self._calls.channel.after_backend_collective()
             return work, self._stream.record_event()
 
-    def _plan(self, routes: Sequence[Route], is_to_owners: bool, key: Hashable) -> RowsPlan:
+    def _plan(self, routes: Sequence[Route], is_to_owners: bool, key: Hashable) -> _Plan:
         known = self._plans.get((key, is_to_owners)) if key is not None else None
         if known is None:
-            known = plan_messages(_journeys(routes, is_to_owners), self._calls.world)
-            known = known.of_rank(self._calls.rank)
+            planned = plan_messages(_journeys(routes, is_to_owners), self._calls.world)
+            sent, received = (
+                _cut(planned, routes, self._calls, is_to_owners, sends) for sends in (True, False)
+            )
+            known = _Plan(planned.row_bytes, sent, received)
             if len(self._plans) >= _KEPT_PLANS:
                 self._plans.clear()
             if key is not None:
                 self._plans[key, is_to_owners] = known
         return known
+
+
+class _Piece(NamedTuple):
+    """A block in the rows. ``span``: where its elements start in the whole matrix and how many follow each other."""
+
+    matrix: int
+    dtype: torch.dtype
+    block: HeldBlock
+    span: tuple[int, int] | None
+
+
+@dataclass(frozen=True)
+class _Cuts:
+    """How the rows that a rank sends, or receives, are cut into blocks: a gap before each, and after the last."""
+
+    # In elements of ``dtype``, bytes if blocks have several.
+    lengths: list[int]
+    dtype: torch.dtype
+    pieces: list[_Piece]
+
+    def pair(
+        self, rows: torch.Tensor, tensors: Sequence[torch.Tensor | None], *, are_whole: bool
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Blocks in the rows, and the same in ``tensors``: shards or whole matrices. What is not given is left out."""
+        # One split instead of one view a block: a step makes many.
+        in_rows, given = [], []
+        for part, piece in zip(rows.view(self.dtype).split(self.lengths)[1::2], self.pieces, strict=True):
+            tensor = tensors[piece.matrix]
+            if tensor is None:
+                # Nothing to send: what arrives means nothing.
+                continue
+            if piece.dtype is not self.dtype:
+                part = part.view(piece.dtype)
+            is_plain = tensor.is_contiguous()
+            if not are_whole and is_plain:
+                tensor = tensor.view(-1)
+            elif are_whole and is_plain and piece.span is not None:
+                start, numel = piece.span
+                tensor = tensor.as_strided((numel,), (1,), tensor.storage_offset() + start)
+            else:
+                tensor = view_of(tensor, piece.block) if are_whole else tensor
+                part = part.view(tensor.shape)
+            in_rows.append(part)
+            given.append(tensor)
+        return in_rows, given
+
+
+class _Plan(NamedTuple):
+    row_bytes: int
+    sent: _Cuts
+    received: _Cuts
+
+
+def _cut(
+    plan: RowsPlan, routes: Sequence[Route], calls: GroupCollectives, is_to_owners: bool, sends: bool
+) -> _Cuts:
+    """Cuts the rows that this rank sends, or those that it receives."""
+    placed = []
+    for message in plan.messages:
+        if (message.source if sends else message.target) != calls.rank:
+            continue
+        route = routes[message.matrix]
+        # The block that travels is what the rank that is not the owner holds.
+        block = route.held[message.source if is_to_owners else message.target]
+        assert block is not None
+        row = message.target if sends else message.source
+        piece = _Piece(message.matrix, route.dtype, block, _span_in(route.shape, block))
+        placed.append((row * plan.row_bytes + message.start_bytes, piece))
+    placed.sort(key=itemgetter(0))
+    dtypes = {each.dtype for each in routes}
+    dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
+    lengths, end = [], 0
+    for start, piece in placed:
+        stop = start + piece.block.numel * piece.dtype.itemsize
+        lengths += [(start - end) // dtype.itemsize, (stop - start) // dtype.itemsize]
+        end = stop
+    lengths.append((calls.world * plan.row_bytes - end) // dtype.itemsize)
+    return _Cuts(lengths, dtype, [piece for _, piece in placed])
+
+
+def _span_in(shape: Shape, block: HeldBlock) -> tuple[int, int] | None:
+    """Where a block starts in a contiguous matrix, and its length, if its elements follow each other there."""
+    if block.is_flat:
+        return block.offsets[0], block.numel
+    if block.sizes[1:] != tuple(shape[1:]):
+        return None
+    return block.offsets[0] * prod(shape[1:]), block.numel
 
 
 def _journeys(routes: Sequence[Route], is_to_owners: bool) -> list[tuple[int, int, int, int]]:
@@ -206,18 +285,9 @@ def view_of(whole: torch.Tensor, block: HeldBlock) -> torch.Tensor:
     """The block of a whole tensor, as a view of it."""
     if block.is_flat:
         return whole.view(-1)[block.offsets[0] : block.offsets[0] + block.sizes[0]]
-    # One view instead of one a dim: a step makes many.
     strides = whole.stride()
     start = sum(offset * stride for offset, stride in zip(block.offsets, strides, strict=True))
     return whole.as_strided(block.sizes, strides, whole.storage_offset() + start)
-
-
-def _part(rows: torch.Tensor, start_bytes: int, shape: torch.Size) -> torch.Tensor:
-    """A tensor that lies in the rows, its elements one after the other."""
-    strides = [1] * len(shape)
-    for dim in range(len(shape) - 1, 0, -1):
-        strides[dim - 1] = strides[dim] * shape[dim]
-    return rows.as_strided(shape, strides, start_bytes // rows.itemsize)
 
 
 def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

@@ -142,11 +142,6 @@ class RowsPlan:
     row_bytes: int
     messages: tuple[Message, ...]
 
-    def of_rank(self, rank: int) -> RowsPlan:
-        """The plan with only what one rank sends and receives."""
-        own = [message for message in self.messages if rank in (message.source, message.target)]
-        return RowsPlan(self.row_bytes, tuple(own))
-
 
 def plan_messages(routes: Iterable[tuple[int, int, int, int]], world: int) -> RowsPlan:
     """Lays out what ranks send each other; a block that its own rank needs does not travel.
