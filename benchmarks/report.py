@@ -94,15 +94,22 @@ def _questions() -> list[Question]:
                 ),
                 ("2 cores, torch 2.13, fake 8, newest", 0.08, "host_overhead_cpu_two_cores_joined", ""),
                 ("GPU, tiny, fake 8", 0.15, "host_overhead_cuda", "host_profile_cuda"),
+                ("GPU, tiny, fake 8, newest", 0.15, "host_overhead_cuda_joined", ""),
             )
         ),
-        Question(
-            "host overhead with four blocks a unit (`group_bytes`), of FSDP2's",
-            "2 cores, torch 2.13, fake 8",
-            0.15,
-            "host_overhead_cpu_two_cores_joined",
-            ("overhead_ratio_joined", "wall", "of_medians"),
-            ("overhead_ratio_joined", "wall", "by_round"),
+        *(
+            Question(
+                "host overhead with four blocks a unit (`group_bytes`), of FSDP2's",
+                where,
+                target,
+                file,
+                ("overhead_ratio_joined", "wall", "of_medians"),
+                ("overhead_ratio_joined", "wall", "by_round"),
+            )
+            for where, target, file in (
+                ("2 cores, torch 2.13, fake 8", 0.15, "host_overhead_cpu_two_cores_joined"),
+                ("GPU, tiny, fake 8", 0.17, "host_overhead_cuda_joined"),
+            )
         ),
         *(
             host("host overhead of the wrapper, of FSDP1's", where, 0.2, file, profile)
@@ -168,8 +175,11 @@ def _questions() -> list[Question]:
             ("Muon's state, most of a rank / even", 1.1, "largest state of a rank / an even share"),
         )
     ]
-    for model in ("1b", "8b"):
-        where, file = f"GPU, {model.upper()}, fake 8", f"whole_step_{model}_fake_8"
+    for where, file in (
+        ("GPU, 1B, fake 8", "whole_step_1b_fake_8"),
+        ("GPU, 8B, fake 8", "whole_step_8b_fake_8"),
+        ("GPU, 1B, NCCL 2", "whole_step_1b_nccl_2"),
+    ):
         found += [
             of_figures("Muon's step / FSDP2's", where, 0.35, file, "shardwise / FSDP2"),
             of_figures("Muon's step / the ideal", where, 1.15, file, "shardwise / ideal"),
@@ -188,7 +198,7 @@ def _questions() -> list[Question]:
             for when, file in (
                 ("", "offload_step_1b_cuda"),
                 (", again", "offload_step_1b_cuda_again"),
-                (", earlier", "offload_step_1b_cuda_earlier"),
+                (", a third time", "offload_step_1b_cuda_third"),
             )
         ),
         *(

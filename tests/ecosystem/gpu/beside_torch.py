@@ -20,6 +20,7 @@ import sys
 import tarfile
 import tempfile
 import time
+from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
 from unittest import mock
@@ -339,7 +340,10 @@ def main() -> None:
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
         }
-        found = {case: compare(case, options.device, environment) for case in options.only}
+        today = datetime.now(timezone.utc).date().isoformat()
+        found = {
+            case: {**compare(case, options.device, environment), "date": today} for case in options.only
+        }
     device = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
     results = {"torch": torch.__version__, "device": device, "ranks": 2, "cases": found}
     Path(options.result).write_text(json.dumps(results, indent=2) + "\n")
