@@ -341,9 +341,7 @@ def main() -> None:
             "TOKENIZERS_PARALLELISM": "false",
         }
         today = datetime.now(timezone.utc).date().isoformat()
-        found = {
-            case: {**compare(case, options.device, environment), "date": today} for case in options.only
-        }
+        found = {case: {**compare(case, options.device, environment), "date": today} for case in options.only}
     device = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
     results = {"torch": torch.__version__, "device": device, "ranks": 2, "cases": found}
     Path(options.result).write_text(json.dumps(results, indent=2) + "\n")
