@@ -132,6 +132,7 @@ bench-gpu:
 	$(BENCH_GPU)/backward_memory.py
 	for step in 1b 8b "tiny --captured" "1b --captured"; do $(BENCH_GPU)/step_profile.py --model $$step || exit 1; done
 	$(BENCH_GPU)/offload_step.py --device cuda --model 1b
+	$(BENCH_GPU)/auto_plan.py --device cuda
 	for model in 1b 8b; do $(BENCH_GPU)/whole_step.py --backend fake --ranks 8 --device cuda --model $$model || exit 1; done
 	$(BENCH_GPU)/whole_step.py --backend nccl --ranks 2 --device cuda --model 1b
 	$(BENCH_GPU)/report.py

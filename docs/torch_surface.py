@@ -588,7 +588,7 @@ SECTIONS = {
 }
 # Arguments that torch does not have.
 OWN_ARGUMENTS = {
-    "fully_shard": ("device_type", "wrap", "group_bytes", "exact"),
+    "fully_shard": ("device_type", "wrap", "group_bytes", "exact", "plan", "inputs", "loss", "budget_gb"),
     "CPUOffloadPolicy": ("device_budget_gb",),
     "FullyShardedDataParallel": ("exact",),
     "UnshardHandle": ("units",),

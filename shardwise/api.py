@@ -19,6 +19,7 @@ from shardwise.errors import (
     StateAssertionError,
     StateError,
 )
+from shardwise.forecast import auto as _auto  # noqa: F401  makes plans for fully_shard(plan=...)
 from shardwise.forecast.choice import Choice, choose
 from shardwise.forecast.plan import Plan, plan
 from shardwise.forward_methods import register_fsdp_forward_method, share_comm_ctx

@@ -10,7 +10,7 @@ All arguments are checked before anything changes; then the engine makes the uni
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, overload
 
 import torch
@@ -26,6 +26,7 @@ from shardwise.comm.mesh import (
     mesh_of_info,
 )
 from shardwise.composable.fsdp_module import FSDPModule, become_fsdp_module
+from shardwise.composable.planned import shard_as_planned
 from shardwise.composable.state_dicts import keep_state_dicts_sharded
 from shardwise.engine.exact.exact_sums import EXACT_SUMMATION, check_mesh
 from shardwise.engine.reduce.reduce_plan import DEFAULT_SUMMATION
@@ -75,6 +76,10 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = ...,
     wrap: Wrap | None = ...,
     group_bytes: int = ...,
+    plan: Any = ...,
+    inputs: Any = ...,
+    loss: Callable[[Any], torch.Tensor] | None = ...,
+    budget_gb: float | None = ...,
     **options: Unpack[UnitOptions],
 ) -> FSDPModule: ...
 
@@ -99,6 +104,10 @@ def fully_shard(
     wrap: Wrap | None = None,
     group_bytes: int = 0,
     exact: bool = False,
+    plan: Any = None,
+    inputs: Any = None,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    budget_gb: float | None = None,
 ) -> FSDPModule | list[FSDPModule]:
     """Shards a module's parameters, gradients and optimizer state over the ranks of a mesh.
 
@@ -127,6 +136,12 @@ def fully_shard(
             are at most this large: fewer and larger collectives for models of many small blocks.
         exact: sum gradients in one fixed order over micro-batches, in float32, so that the same micro-batches give the
             same bits on 1, 2, 4, 8, ... ranks, however the model is sharded. Use it for all units of a model or none.
+        plan: ``"auto"`` chooses units, what is freed after forward, what is recomputed and offloaded, and replicas: the
+            fastest step that fits, by prediction; the ``shardwise`` logger says what, and why, at level INFO. Or what
+            ``shardwise.choose`` or ``shardwise.plan`` returned.
+        inputs: with ``plan="auto"``, a rank's inputs of a micro-batch, of which only shapes count.
+        loss: with ``plan="auto"``, takes the model's output and returns the loss. Default: as ``shardwise.plan``.
+        budget_gb: with ``plan="auto"``, GiB that torch's allocator may reserve. Default: all that the device has.
 
     Returns:
         ``module`` itself, whose class is now a subclass of its own class and ``FSDPModule``.
@@ -142,6 +157,12 @@ def fully_shard(
         "device_type": device_type,
         "exact": exact,
     }
+    if plan is not None:
+        beside = {**options, "ignored_params": ignored_params, "wrap": wrap, "group_bytes": group_bytes}
+        planned: FSDPModule = shard_as_planned(
+            module, plan, beside, inputs=inputs, loss=loss, budget_gb=budget_gb
+        )
+        return planned
     ignored = _checked_ignored(ignored_params)
     chosen = _chosen_by(wrap, group_bytes, modules, ignored, options)
     chosen.append((modules, options))

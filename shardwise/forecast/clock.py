@@ -28,6 +28,7 @@ from shardwise.forecast.tape import (
     Allocate,
     Collective,
     Entry,
+    HostCalls,
     HostWork,
     Mark,
     Op,
@@ -181,6 +182,7 @@ class _Playing:
                 Wait: self._wait,
                 Mark: self._mark,
                 HostWork: self._host_work,
+                HostCalls: self._host_calls,
                 Allocate: self._allocate,
             },
         )
@@ -267,6 +269,9 @@ class _Playing:
         self._bar("host", self._host, self._host + seconds, work.kind, "")
         self._host += seconds
         self.result.optimizer += seconds
+
+    def _host_calls(self, calls: HostCalls) -> None:
+        self._host += calls.count * self._price(calls.price)
 
     # --- order ----------------------------------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ __all__ = [
     "link_named",
     "link_names",
     "load_device",
+    "prices_of_gpu",
     "with_links",
 ]
 
@@ -36,6 +37,15 @@ FORMAT: Final = "shardwise device 1"
 def device_names() -> list[str]:
     """Returns the names of the device files that come with shardwise."""
     return sorted(name.removesuffix(".json") for name in _shipped() if name != "links.json")
+
+
+# Parts of the names that torch gives GPUs, and the prices that belong to them.
+_PRICES_OF = {"H200": "h200", "H100": "h100", "A100": "a100", "B200": "b200", "L40S": "l40s"}
+
+
+def prices_of_gpu(gpu: str) -> str | None:
+    """Returns the prices for a GPU by the name that torch gives it; None if there are none."""
+    return next((prices for part, prices in _PRICES_OF.items() if part in gpu), None)
 
 
 def link_names() -> list[str]:

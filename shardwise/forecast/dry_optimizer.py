@@ -61,12 +61,13 @@ class DryOptimizer:
                     recorder.hold(4, OPTIMIZER)
         on_device = sum(numel * itemsize for numel, itemsize, is_offloaded in shards if not is_offloaded)
         on_host = sum(numel * itemsize for numel, itemsize, is_offloaded in shards if is_offloaded)
+        recorder.host_calls("optimizer_of_a_shard" if self._units else "optimizer_of_a_tensor", len(shards))
         if on_device:
-            self._step_on_device(on_device, len(shards), states)
+            self._step_on_device(on_device, states)
         if on_host:
             recorder.host_work("optimizer", on_host * (3 + 2 * states) // 2)
 
-    def _step_on_device(self, num_bytes: int, num_shards: int, states: int) -> None:
+    def _step_on_device(self, num_bytes: int, states: int) -> None:
         """A gradient is read; the parameter and its states are read and written."""
         tape = self._recorder.tape
         moved = num_bytes * (3 + 2 * states)

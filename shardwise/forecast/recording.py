@@ -23,6 +23,7 @@ from shardwise.forecast.tape import (
     Collective,
     Entry,
     Free,
+    HostCalls,
     HostWork,
     Mark,
     Op,
@@ -134,6 +135,9 @@ class TapeRecorder:
 
     def host_work(self, kind: str, num_bytes: int) -> None:
         self.tape.append(HostWork(kind, num_bytes))
+
+    def host_calls(self, price: str, count: int) -> None:
+        self.tape.append(HostCalls(price, count))
 
 
 class _Stream(SideStream):

@@ -227,21 +227,26 @@ def blocks_of(model: nn.Module, wrap: Any) -> list[nn.Module]:
     return [module for module in model.modules() if id(module) in chosen]
 
 
-def largest_block_bytes(job: Job, settings: Settings) -> int:
-    """Returns the bytes of the largest module that is a unit under these settings, without the root; 0 if none is."""
+def block_bytes(job: Job, settings: Settings) -> list[int]:
+    """Returns the bytes of each module that is a unit under these settings, without the root."""
     with META:
         model = job.build()
+    return [
+        sum(param.numel() * param.element_size() for param in block.parameters())
+        for block in _blocks_as_set(model, settings)
+    ]
+
+
+def _blocks_as_set(model: nn.Module, settings: Settings) -> list[nn.Module]:
     wrap = settings.wrap if settings.wrap is not None else repeated_classes(model) or None
-    blocks = blocks_of(model, wrap) if wrap is not None else []
-    sizes = (sum(param.numel() * param.element_size() for param in block.parameters()) for block in blocks)
-    return max(sizes, default=0)
+    return blocks_of(model, wrap) if wrap is not None else []
 
 
 def sharded_as(model: nn.Module, settings: Settings, mesh: Any) -> Any:
     if settings.shard is not None:
         return settings.shard(model, mesh) or model
     wrap = settings.wrap if settings.wrap is not None else repeated_classes(model) or None
-    blocks = blocks_of(model, wrap) if wrap is not None else []
+    blocks = _blocks_as_set(model, settings)
     for index, block in enumerate(blocks):
         # Evenly spread: the block with which another whole one is due.
         if int((index + 1) * settings.recompute) > int(index * settings.recompute):
@@ -250,7 +255,8 @@ def sharded_as(model: nn.Module, settings: Settings, mesh: Any) -> Any:
         return _wrapped(model, settings, mesh, blocks)
     if settings.api == "none":
         return model
-    offload = CPUOffloadPolicy(pin_memory=False) if settings.offload else OffloadPolicy()
+    pins = mesh.device_type == "cuda"
+    offload = CPUOffloadPolicy(pin_memory=pins) if settings.offload else OffloadPolicy()
     options: Any = {
         "mesh": mesh,
         "reshard_after_forward": settings.reshard_after_forward,
@@ -259,10 +265,11 @@ def sharded_as(model: nn.Module, settings: Settings, mesh: Any) -> Any:
     }
     sharded: Any = fully_shard(model, wrap=wrap, group_bytes=settings.group_bytes if blocks else 0, **options)
     if settings.forward_prefetch:
-        for index, block in enumerate(blocks):
-            ahead: Any = blocks[index + 1 : index + 1 + settings.forward_prefetch]
-            each: Any = block
-            each.set_modules_to_forward_prefetch(ahead)
+        # One module of each unit: a unit may have several.
+        of_units: list[Any] = list({units_of(block): block for block in blocks}.values())
+        for index, block in enumerate(of_units):
+            ahead = of_units[index + 1 : index + 1 + settings.forward_prefetch]
+            block.set_modules_to_forward_prefetch(ahead)
     return sharded
 
 

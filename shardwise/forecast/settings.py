@@ -72,9 +72,12 @@ class Settings:
 
     def changed(self) -> dict[str, Any]:
         """The settings that are not the default, as one could pass them."""
-        default = Settings()
+        return self.differences(Settings())
+
+    def differences(self, other: Settings) -> dict[str, Any]:
+        """The settings that are not those of the other."""
         return {
             entry.name: getattr(self, entry.name)
             for entry in fields(self)
-            if getattr(self, entry.name) != getattr(default, entry.name)
+            if getattr(self, entry.name) != getattr(other, entry.name)
         }

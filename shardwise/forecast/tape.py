@@ -99,4 +99,12 @@ class HostWork:
     num_bytes: int
 
 
-Entry = Op | Allocate | Free | Record | Wait | Collective | Transfer | Mark | HostWork
+@dataclass(slots=True)
+class HostCalls:
+    """``count`` calls on the host, by their name in the price list; what they give the device is on the tape, too."""
+
+    price: str
+    count: int
+
+
+Entry = Op | Allocate | Free | Record | Wait | Collective | Transfer | Mark | HostWork | HostCalls

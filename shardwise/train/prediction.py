@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import ConfigError
-from shardwise.forecast.choice import Choice, choose_for
-from shardwise.forecast.device_files import load_device
+from shardwise.forecast.auto import num_nodes
+from shardwise.forecast.choice import EVERYTHING, Choice, choose_for
+from shardwise.forecast.device_files import load_device, prices_of_gpu
 from shardwise.forecast.memory_play import MemoryForecast
 from shardwise.forecast.plan import Plan, Question, answer
 from shardwise.forecast.prices import Device
@@ -30,7 +31,6 @@ __all__ = [
     "assumptions",
     "choose_settings",
     "chosen_here",
-    "device_of",
     "predict",
     "question_of",
 ]
@@ -103,16 +103,9 @@ def as_settings(chosen: Settings) -> list[str]:
         found.append("sharding.offload=true")
     if chosen.group_bytes:
         found.append(f"sharding.group_bytes={chosen.group_bytes}")
+    if chosen.micro_batches > 1:
+        found.append(f"train.accumulate={chosen.micro_batches}")
     return found
-
-
-# Parts of the names that torch gives GPUs, and the prices that belong to them.
-_DEVICES = {"H200": "h200", "H100": "h100", "A100": "a100", "B200": "b200", "L40S": "l40s"}
-
-
-def device_of(gpu: str) -> str | None:
-    """Returns the prices for a GPU by the name that torch gives it; None if there are none."""
-    return next((prices for part, prices in _DEVICES.items() if part in gpu), None)
 
 
 class PeakCheck:
@@ -126,8 +119,7 @@ class PeakCheck:
         self._device = device
         self._predicted: MemoryForecast | None = None
         if team.rank == 0 and device.type == "cuda":
-            on_node = int(os.environ.get("LOCAL_WORLD_SIZE", team.world_size))
-            nodes = max(1, team.world_size // on_node)
+            nodes = num_nodes(team.world_size)
             self._predicted = _peak_of(config, torch.cuda.get_device_name(device), team.world_size, nodes)
         if self._predicted is not None:
             memory = self._predicted
@@ -158,7 +150,7 @@ def _gib(num_bytes: int) -> str:
 
 
 def _peak_of(config: Config, gpu: str, ranks: int, nodes: int) -> MemoryForecast | None:
-    device = device_of(gpu)
+    device = prices_of_gpu(gpu)
     if device is None or config.sharding.compile:
         return None
     try:
@@ -176,7 +168,8 @@ def choose_settings(
     sharding = replace(config.sharding, mode="full", group_bytes=0, recompute=False, offload=False)
     question = question_of(replace(config, sharding=sharding), device, ranks, nodes)
     budget = None if budget_gb is None else int(budget_gb * 2**30)
-    return choose_for(question.changed(reshard_after_forward=None), budget)
+    may = EVERYTHING - {"parts", "forward_prefetch"}  # for which recipes have no settings
+    return choose_for(question.changed(reshard_after_forward=None), budget, may)
 
 
 def chosen_here(config: Config, ranks: int | None, budget_gb: float | None) -> Choice:
@@ -186,7 +179,7 @@ def chosen_here(config: Config, ranks: int | None, budget_gb: float | None) -> C
         ConfigError: there is no GPU, or there are no prices for it.
     """
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    device = None if gpu is None else device_of(gpu)
+    device = None if gpu is None else prices_of_gpu(gpu)
     if device is None:
         raise ConfigError(
             f"settings are chosen for GPUs, and {'this machine has none' if gpu is None else f'{gpu} has no prices'}",
@@ -194,7 +187,7 @@ def chosen_here(config: Config, ranks: int | None, budget_gb: float | None) -> C
             fix="choose them for a device that you name: shardwise plan RECIPE --device h200 --ranks 8 --choose",
         )
     world = int(os.environ.get("WORLD_SIZE", ranks or torch.cuda.device_count()))
-    nodes = max(1, world // int(os.environ.get("LOCAL_WORLD_SIZE", world)))
+    nodes = num_nodes(world)
     return choose_settings(config, device, world, nodes, budget_gb)
 
 

@@ -16,7 +16,7 @@ from shardwise.comm.dry_run import rehearsing
 from shardwise.forecast.alternatives import over_ranks, smallest_change
 from shardwise.forecast.dry_mesh import dry_mesh
 from shardwise.forecast.recording import TapeRecorder
-from shardwise.forecast.rehearsal import largest_block_bytes, sharded_as
+from shardwise.forecast.rehearsal import block_bytes, sharded_as
 from shardwise.forecast.report import comparison_text
 from shardwise.forecast.settings import Settings
 from shardwise.planning import memory as planned_kinds
@@ -190,7 +190,7 @@ def test_the_choice_is_the_fastest_that_fits():
 
 def test_a_choice_shards_as_it_was_predicted():
     apart = planned()
-    made = planned(group_bytes=3 * largest_block_bytes(apart.question.job, apart.question.settings))
+    made = planned(group_bytes=3 * max(block_bytes(apart.question.job, apart.question.settings)))
     assert len(made.rehearsal.units) == 3
 
 
