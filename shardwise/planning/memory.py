@@ -3,9 +3,12 @@
 The schedule is the engine's own (``engine/step/root``, ``engine/unit/hooks``), walked through allocation by allocation:
 
     forward    a unit is gathered while the one before it may still compute: two are in memory
-    backward   while a unit computes, it and the next one are gathered, its gradients are made, and the rows of the
-               reduce before are in flight; when it is done it is freed, then those rows, and only then are its own
-               gradients packed into rows and freed
+    backward   while a unit computes, it and the next one are gathered, and its gradients are made; when it is done,
+               these are packed into rows, which take the place of its full parameters, and freed. Its rows go before
+               the next unit's gradients come
+
+Rows that are wider than the full parameters do not fit there. They have memory of their own, until the next unit has
+been freed, so one unit's gradients and the rows of the unit before are in memory at the same time.
 
 Activations, the optimizer's state and the workspaces of kernels and of the process group come on top. This is the
 schedule of a device, whose host runs ahead; on a CPU memory is freed earlier.
@@ -34,7 +37,8 @@ class UnitBytes:
     # Full parameters in the compute dtype; and what a gather needs beside them until it is done.
     full: int
     gathering: int
-    # Full gradients in the compute dtype, and the rows they are packed into, or one slice of these.
+    # Full gradients in the compute dtype, and what is allocated for the rows they are packed into, or one slice of
+    # these: nothing, if they lie in the memory of the full parameters (``rows_in_full``).
     gradients: int
     rows: int
     # The row that this rank receives: it becomes the gradients of shards, or is cast to them.
@@ -44,6 +48,7 @@ class UnitBytes:
     kept: int = 0
     # Whether the rows are packed slice by slice: the gradients then stay until the last slice is packed.
     is_sliced: bool = False
+    rows_in_full: bool = False
 
     @property
     def needs_cast(self) -> bool:
@@ -122,20 +127,26 @@ def step_memory(root: UnitBytes, units: Sequence[UnitBytes], holds_gradients: bo
     for number, unit in enumerate(backwards):
         if number == 0 and unit.kept != unit.full:
             account.gather(unit, unit.kept)
+        if reduced is not None and reduced.rows_in_full:
+            account.held[GATHERED] -= reduced.full
         ahead = backwards[number + 1] if number + 1 < len(backwards) else None
         if ahead is not None and ahead.kept != ahead.full:
             account.gather(ahead, ahead.kept)
         account.add(GRADIENTS, unit.gradients, unit)
-        account.held[GATHERED] -= unit.full
         _reduce(account, unit, reduced, holds_gradients)
         reduced = unit
-    account.held[GATHERED] -= root.full
+    if reduced is not None and reduced.rows_in_full:
+        account.held[GATHERED] -= reduced.full
     _reduce(account, root, reduced, holds_gradients)
+    if root.rows_in_full:
+        account.held[GATHERED] -= root.full
     _release(account, root)
     return StepMemory(idle, forward, account.most, account.held.total())
 
 
 def _reduce(account: _Account, unit: UnitBytes, before: UnitBytes | None, holds_gradients: bool) -> None:
+    if not unit.rows_in_full:
+        account.held[GATHERED] -= unit.full
     if before is not None:
         _release(account, before)
     account.add(ROWS, unit.rows, unit)

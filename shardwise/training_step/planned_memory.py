@@ -80,13 +80,15 @@ def _unit_bytes(unit: Unit) -> UnitBytes:
     plan = unit.gradients.plan
     if plan is None:
         return found
+    rows_in_full = unit.settings.frees_after_backward and unit.gradients.rows_fit(plan)
     return replace(
         found,
         gradients=sum(slot.unsharded.nbytes for slot in plan.slots),
-        rows=plan.rows.size_bytes,
+        rows=0 if rows_in_full else plan.rows.size_bytes,
         own_row=plan.row_numel * plan.sum_dtype.itemsize,
         shard_gradients=0
         if plan.home.is_offloaded
         else sum(segment.numel * segment.dtype.itemsize for segment in plan.segments),
         is_sliced=len(plan.slices) > 1,
+        rows_in_full=rows_in_full,
     )
