@@ -23,7 +23,7 @@ def block(number: int, world: int, keeps: bool = False, offloads: bool = False) 
         rows=0,
         own_row=shard,
         shard_gradients=0 if offloads else shard,
-        kept=BLOCK if keeps else 0,
+        is_kept=keeps,
         rows_in_full=True,
     )
 
