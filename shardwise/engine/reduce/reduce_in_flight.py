@@ -86,7 +86,7 @@ class ReduceInFlight:
         self._own_row: torch.Tensor | None = None
         self._holds_rows = False
         # Whose memory the rows are in; None: their own.
-        self.lender: Lender | None = None
+        self._lender: Lender | None = None
         # On the reduce stream, after the last use of the rows.
         self._scattered: StreamEvent | None = None
 
@@ -104,7 +104,7 @@ class ReduceInFlight:
         # Their own memory is the compute stream's, where backward is freeing activations.
         lent = calls.lend(plan.rows.size_bytes) if lender is None else lender.full_memory
         plan.rows.grow_in(lent)
-        self.lender, self._holds_rows = lender, True
+        self._lender, self._holds_rows = lender, True
         packs_at_once = len(plan.slices) == 1
         if packs_at_once:
             # On the compute stream, so that backward may reuse the gradients' memory at once, for the own row first.
@@ -151,7 +151,7 @@ class ReduceInFlight:
         """Returns the memory of the rows, and of gradients packed on the reduce stream, to the compute stream."""
         if not self._holds_rows:
             return
-        if self.lender is not None:
+        if self._lender is not None:
             self.return_memory()
             return
         if self._scattered is not None:
@@ -161,16 +161,20 @@ class ReduceInFlight:
         self._holds_rows = False
         self.plan.rows.shrink()
 
-    def return_memory(self) -> None:
-        """Frees the memory that the rows have borrowed, as soon as the reduce has read them; compute does not wait."""
-        if self.lender is not None:
-            assert self._scattered is not None
-            # order: the reduce-scatter before later gathers, because they write to the memory that the rows were in
-            self._streams.gather.wait_event(self._scattered)
-            lender, self.lender = self.lender, None
-            self._holds_rows = False
-            self.plan.rows.shrink()
-            lender.free_full()
+    def return_memory(self, of: Lender | None = None) -> None:
+        """Frees the memory that the rows have borrowed, as soon as the reduce has read them; compute does not wait.
+
+        ``of``: only if they have borrowed it from this unit.
+        """
+        lender = self._lender
+        if lender is None or (of is not None and of is not lender):
+            return
+        assert self._scattered is not None
+        # order: the reduce-scatter before later gathers, because they write to the memory that the rows were in
+        self._streams.gather.wait_event(self._scattered)
+        self._lender, self._holds_rows = None, False
+        self.plan.rows.shrink()
+        lender.free_full()
 
     def advance(self) -> None:
         """Completes the next stage, if any is left."""

@@ -225,8 +225,7 @@ class Root:
             # order: writes to the shards before this gather, because no step began that would have waited for them
             self.streams.gather.wait_compute()
         for reduction in self.reduces:
-            if reduction.lender is unit.buffers:
-                reduction.return_memory()
+            reduction.return_memory(unit.buffers)
         if self._freed:
             self._reclaim(0 if prefetch or any(freed is unit for freed, _ in self._freed) else 1)
 
@@ -236,15 +235,12 @@ class Root:
             unit.buffers.gather.free()
             return
         self._freed.append((unit, self.streams.record_compute()))
-        if self.in_backward and not unit.gradients.may_borrow(unit.gradients.plan):
+        if self.in_backward and (unit.gathered.has_moved or not unit.gradients.may_borrow()):
             # At once: the unit's gradients are packed next, and the next gather takes this memory anyway.
             self._reclaim(0)
 
     def lend_freed(self, unit: Unit, plan: ReducePlan) -> Lender | None:
-        """Lends the memory of ``unit``, if it has just been freed, to the rows of its reduce, if they fit.
-
-        They are packed on the compute stream, so nothing needs to wait until compute has passed the unit.
-        """
+        """Lends the memory of ``unit``, if it has just been freed, to rows, which compute packs, if they fit."""
         for index, (freed, _) in enumerate(self._freed):
             if freed is unit and unit.gradients.may_borrow(plan):
                 del self._freed[index]
@@ -255,8 +251,7 @@ class Root:
         """Reclaims what freed units have lent to rows, so that the next gather finds that memory."""
         for reduction in self.reduces:
             reduction.return_memory()
-        if self._freed:
-            self._reclaim(0)
+        self._reclaim(0)
 
     def _reclaim(self, keep: int) -> None:
         while len(self._freed) > keep:

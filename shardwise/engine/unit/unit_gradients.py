@@ -47,6 +47,7 @@ class ReducedUnit(NamedUnit, Protocol):
     def home(self) -> ShardHome: ...
     @property
     def stays_in_view(self) -> bool: ...
+
     def reshard(self, phase: str) -> None: ...
 
 
@@ -114,8 +115,9 @@ class UnitGradients:
             and self._unit.buffers.has_room_for(plan.rows.size_bytes)
         )
 
-    def may_borrow(self, plan: ReducePlan | None) -> bool:
-        """Whether a reduce of ``plan`` would put its rows there: only streams order it before later gathers."""
+    def may_borrow(self, plan: ReducePlan | None = None) -> bool:
+        """Whether a reduce, by default the usual one, puts its rows there: only streams order it before gathers."""
+        plan = plan or self.plan
         return (
             plan is not None
             and self.are_synced
