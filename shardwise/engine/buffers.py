@@ -125,6 +125,8 @@ class RelocatableBuffer(ElasticBuffer):
     def __init__(self, size_bytes: int, device: torch.device, holds: str = "") -> None:
         super().__init__(size_bytes, device, holds)
         self._tensors: list[tuple[torch.Tensor, int]] = []
+        # The storage that the tensors are in, and where it begins there.
+        self._place = (self._storage._cdata, 0)
         self._is_borrowed = False
 
     def tensor(
@@ -144,14 +146,24 @@ class RelocatableBuffer(ElasticBuffer):
             self.shrink()
             self.is_grown = self._is_borrowed = True
             self._place_in(lent.untyped_storage(), int(lent.storage_offset()))
-        elif self._is_borrowed:
+            return
+        if self._is_borrowed:
+            self.shrink()
+        self.grow()
+        self._place_in(self._storage, 0)
+
+    def shrink(self) -> None:
+        if self._is_borrowed:
             self.is_grown = self._is_borrowed = False
-            self.grow()
-            self._place_in(self._storage, 0)
         else:
-            self.grow()
+            super().shrink()
 
     def _place_in(self, storage: torch.UntypedStorage, base_bytes: int) -> None:
+        # A storage that the tensors are in lives: no other one can have its address.
+        place = (storage._cdata, base_bytes)
+        if place == self._place:
+            return
+        self._place = place
         for tensor, start_bytes in self._tensors:
             offset = (base_bytes + start_bytes) // tensor.itemsize
             tensor.set_(storage, offset, tensor.shape, tensor.stride())

@@ -18,7 +18,9 @@ from shardwise.planning.memory import StepMemory, UnitBytes, step_memory
 from shardwise.planning.schedule import KEEP
 
 
-def planned_memory(model: nn.Module, *, holds_gradients: bool = False) -> StepMemory:
+def planned_memory(
+    model: nn.Module, *, holds_gradients: bool = False, syncs: bool = True, holds_stash: bool = False
+) -> StepMemory:
     """Returns how much memory the library itself holds on this rank's device in a step, and what holds it.
 
     Shards, gathered parameters, gradients and what communication needs are counted to the byte, for a device with a
@@ -28,6 +30,8 @@ def planned_memory(model: nn.Module, *, holds_gradients: bool = False) -> StepMe
     Args:
         model: the whole sharded model, with memory (not on the meta device).
         holds_gradients: plan a backward that adds to gradients of an earlier one.
+        syncs: ``False`` plans a backward without gradient sync (``set_requires_gradient_sync(False)``).
+        holds_stash: plan a backward that adds to gradients of an earlier one without sync.
     """
     units = [unit for module in model.modules() for unit in units_of(module)]
     units = list(dict.fromkeys(units))
@@ -47,7 +51,7 @@ def planned_memory(model: nn.Module, *, holds_gradients: bool = False) -> StepMe
             )
     _check_not_nested(others)
     in_root = _unit_bytes(root)
-    return step_memory(in_root, [_unit_bytes(unit) for unit in others], holds_gradients)
+    return step_memory(in_root, [_unit_bytes(unit) for unit in others], holds_gradients, syncs, holds_stash)
 
 
 def _check_not_nested(units: list[Unit]) -> None:
@@ -65,7 +69,6 @@ def _check_not_nested(units: list[Unit]) -> None:
 def _unit_bytes(unit: Unit) -> UnitBytes:
     buffers, settings = unit.buffers, unit.settings
     full = buffers.full_bytes
-    part_world = settings.after_forward.part_world
     found = UnitBytes(
         unit.name,
         shards=0 if unit.home.is_offloaded else buffers.shards.nbytes,
@@ -75,18 +78,31 @@ def _unit_bytes(unit: Unit) -> UnitBytes:
         rows=0,
         own_row=0,
         shard_gradients=0,
-        kept=full if settings.after_forward is KEEP else full // part_world if part_world else 0,
+        is_kept=settings.after_forward is KEEP,
+        part=buffers.gather.part_bytes,
+        gathering_from_part=buffers.gather.rows_bytes,
     )
     plan = unit.gradients.plan
     if plan is None:
         return found
+    is_exact = unit.gradients.sums.is_exact
+    segments = () if plan.home.is_offloaded else plan.segments
+    shard_gradients = sum(segment.numel * segment.dtype.itemsize for segment in segments)
+    reduce_dtype = settings.precision.reduce_dtype
+    rows_in_full = unit.settings.frees_after_backward and unit.gradients.rows_fit(plan)
     return replace(
         found,
         gradients=sum(slot.unsharded.nbytes for slot in plan.slots),
-        rows=plan.rows.size_bytes,
+        rows=0 if rows_in_full else plan.rows.size_bytes,
         own_row=plan.row_numel * plan.sum_dtype.itemsize,
-        shard_gradients=0
-        if plan.home.is_offloaded
-        else sum(segment.numel * segment.dtype.itemsize for segment in plan.segments),
+        shard_gradients=shard_gradients,
+        summing=plan.rows.size_bytes if is_exact and plan.mesh.shard.world > 1 else 0,
+        summing_to_existing=shard_gradients if is_exact else 0,
+        stash=sum(
+            slot.unsharded.numel()
+            * max(reduce_dtype.itemsize if reduce_dtype else 0, slot.gradient_dtype.itemsize)
+            for slot in plan.slots
+        ),
         is_sliced=len(plan.slices) > 1,
+        rows_in_full=rows_in_full,
     )

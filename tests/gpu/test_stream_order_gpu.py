@@ -156,6 +156,7 @@ class Stage:
         replicas: bool = False,
         offload: bool = False,
         exact: bool = False,
+        own_rows: bool = False,
     ) -> None:
         self.on_cuda = torch.cuda.is_available()
         self.device = "cuda" if self.on_cuda else "cpu"
@@ -166,6 +167,9 @@ class Stage:
         policy = CPUOffloadPolicy() if offload else OffloadPolicy()
         for unit in (*self.model.layers, self.model):
             fully_shard(unit, mesh=mesh, offload_policy=policy, exact=exact)
+        if own_rows:
+            # More reduces at once: their rows cannot lie in the memory of parameters, which later gathers need.
+            self.model.set_reduce_scatter_max_input_buffers(2)
         self.params = list(self.model.parameters())
         self.model(self.input(1.0)).sum().backward()
         self.model.zero_grad()
@@ -284,6 +288,13 @@ def reduces_run_late(deaf_to: Site | None) -> Outcome:
     return stage.read_gradients(), stage.gradients(3.0)
 
 
+def reduces_of_rows_with_their_own_memory_run_late(deaf_to: Site | None) -> Outcome:
+    stage = Stage(deaf_to, own_rows=True)
+    stage.streams.slow = {"reduce"}
+    stage.model(stage.input(3.0)).sum().backward()
+    return stage.read_gradients(), stage.gradients(3.0)
+
+
 def gradients_are_added_late(deaf_to: Site | None) -> Outcome:
     stage = Stage(deaf_to)
     stage.model(stage.input(3.0)).sum().backward()
@@ -327,7 +338,8 @@ def optimizer_in_a_hook_writes_late(deaf_to: Site | None) -> Outcome:
 
 
 def a_hook_uses_gradients_late_and_drops_them(deaf_to: Site | None) -> Outcome:
-    stage = Stage(deaf_to)
+    # Rows with memory of their own are what compute allocates where those gradients were.
+    stage = Stage(deaf_to, own_rows=True)
     expected = torch.cat([param.detach() for param in stage.plain.parameters()]) + stage.gradients(3.0)
 
     def step(param: Any) -> None:
@@ -446,7 +458,10 @@ WAITS = {
         Site("issue", "wait_compute"), backward_computes_late
     ),
     "rows are reduced before their memory is reused": Wait(
-        Site("release_rows", "compute_waits_for"), reduces_run_late
+        Site("release_rows", "compute_waits_for"), reduces_of_rows_with_their_own_memory_run_late
+    ),
+    "rows are reduced before what they lie in is gathered into": Wait(
+        Site("return_memory", "wait_event"), reduces_run_late
     ),
     "gradients are added before what follows backward": Wait(
         Site("end_backward", "compute_waits_for"), gradients_are_added_late

@@ -28,10 +28,10 @@ def blocks():
 
 
 class Counted:
-    """Bytes of the elastic buffers that are allocated now, and the most of them since ``restart``."""
+    """Bytes of the elastic buffers that are allocated now, the most of them since ``restart``, and of rows ever."""
 
     def __init__(self):
-        self.now = self.most = 0
+        self.now = self.most = self.most_rows = 0
 
     def restart(self):
         self.most = self.now
@@ -44,6 +44,8 @@ class Counted:
             if not buffer.is_grown:
                 counted.now += buffer.size_bytes
                 counted.most = max(counted.most, counted.now)
+                if buffer._holds == memory.ROWS:
+                    counted.most_rows = max(counted.most_rows, buffer.size_bytes)
             grow(buffer)
 
         def counted_shrink(buffer):
@@ -69,6 +71,8 @@ CASES = {
     },
     "reduced in float64": {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float64)},
 }
+# They are wider than the full parameters.
+HAVE_ROWS_OF_THEIR_OWN = ("computed in bfloat16", "reduced in float64")
 
 
 def counted_and_planned(case, monkeypatch):
@@ -80,6 +84,8 @@ def counted_and_planned(case, monkeypatch):
     fully_shard(model, **CASES[case])
     root = units_of(model)[0].root
     root.streams = RunsAhead(*[SideStream()] * 3)
+    # As NCCL's: otherwise rows do not lie in the memory of full parameters.
+    root.top.mesh.shard.ordered_by_stream = True
     x = torch.ones(2, WIDTH)
     model(x).sum().backward()
     model.zero_grad()
@@ -89,7 +95,7 @@ def counted_and_planned(case, monkeypatch):
     forward = counted.most
     counted.restart()
     output.backward()
-    return forward, counted.most, planned_buffers(model)
+    return forward, counted.most, counted.most_rows, planned_buffers(model)
 
 
 def planned_buffers(model):
@@ -111,9 +117,10 @@ def planned_buffers(model):
 @pytest.mark.parametrize("case", CASES)
 def test_the_plan_counts_the_buffers_that_a_step_allocates(case, monkeypatch):
     (result,) = run_ranks(counted_and_planned, 1, case, monkeypatch)
-    forward, backward, planned = result
+    forward, backward, rows, planned = result
     assert forward == planned.forward.total
     assert backward == planned.backward.total
+    assert (rows > 0) == (case in HAVE_ROWS_OF_THEIR_OWN)
 
 
 def plans():
@@ -127,8 +134,12 @@ def plans():
     shards = sum(param.to_local().nbytes for param in model.parameters())
     assert planned.idle >= shards
     assert planned.after_backward >= 2 * shards
-    assert planned.backward.by_kind[memory.ROWS] > 0
+    # The rows lie in the memory of the full parameters.
+    assert memory.ROWS not in planned.backward.by_kind
     assert sum(planned.backward.by_kind.values()) == planned.backward.total
+    stashed = shardwise.planned_memory(model, syncs=False).backward
+    assert stashed.by_kind[memory.STASHED] > 0
+    assert shardwise.planned_memory(model, holds_stash=True).backward.total >= stashed.total
     adding = shardwise.planned_memory(model, holds_gradients=True)
     assert adding.idle == planned.after_backward
     kept = blocks()

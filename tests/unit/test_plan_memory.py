@@ -20,22 +20,23 @@ def block(number: int, world: int, keeps: bool = False, offloads: bool = False) 
         full=BLOCK,
         gathering=shard if offloads else 0,
         gradients=BLOCK,
-        rows=BLOCK,
+        rows=0,
         own_row=shard,
         shard_gradients=0 if offloads else shard,
-        kept=BLOCK if keeps else 0,
+        is_kept=keeps,
+        rows_in_full=True,
     )
 
 
 @pytest.mark.parametrize(
     ("world", "keeps", "offloads", "expected"),
     [
-        (2, False, False, (3.0, 5.0, 9.0, 6.0)),
-        (8, False, False, (0.75, 2.75, 5.25, 1.5)),
-        (2, True, False, (3.0, 9.0, 10.5, 6.0)),
-        (8, True, False, (0.75, 6.75, 7.875, 1.5)),
-        (2, False, True, (0.0, 2.5, 4.0, 0.0)),
-        (8, False, True, (0.0, 2.125, 4.0, 0.0)),
+        (2, False, False, (3.0, 5.0, 8.0, 6.0)),
+        (8, False, False, (0.75, 2.75, 4.25, 1.5)),
+        (2, True, False, (3.0, 9.0, 10.0, 6.0)),
+        (8, True, False, (0.75, 6.75, 7.75, 1.5)),
+        (2, False, True, (0.0, 2.5, 3.0, 0.0)),
+        (8, False, True, (0.0, 2.125, 3.0, 0.0)),
     ],
 )
 def test_six_equal_blocks_need_this_many_blocks_of_memory(world, keeps, offloads, expected):
@@ -56,6 +57,7 @@ units = st.builds(
     own_row=sizes,
     shard_gradients=sizes,
     is_sliced=st.booleans(),
+    rows_in_full=st.booleans(),
 )
 
 

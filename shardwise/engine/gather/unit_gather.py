@@ -245,6 +245,15 @@ class UnitGather:
             buffer.size_bytes for buffer in self._temporary if buffer is not self._rows or not gathers_each
         )
 
+    @property
+    def rows_bytes(self) -> int:
+        """The bytes that a gather of parts needs, if they are to be copied out."""
+        return 0 if self._rows is self._full else self._rows.size_bytes
+
+    @property
+    def part_bytes(self) -> int:
+        return 0 if self._part is None else self._part.size_bytes
+
     def issue(self, code: int, from_part: bool, keeps_part: bool) -> None:
         """Starts the gather, from every rank's shards or from the parts kept after forward.
 

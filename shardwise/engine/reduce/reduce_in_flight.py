@@ -6,7 +6,7 @@ How rows are laid out, summed and divided is planned in ``reduce_plan``.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import is_grad_enabled
@@ -26,6 +26,15 @@ from shardwise.torch_internals import (
 
 if TYPE_CHECKING:
     from shardwise.engine.reduce.reduce_plan import ReducePlan, ReduceSettings
+
+
+class Lender(Protocol):
+    """A unit that lends the memory of its full parameters, which backward has passed, to the rows of its reduce."""
+
+    @property
+    def full_memory(self) -> torch.Tensor: ...
+
+    def free_full(self) -> None: ...
 
 
 class PartialSum(NamedTuple):
@@ -75,11 +84,16 @@ class ReduceInFlight:
         self._received: list[GradientView] = plan.views
         self._buffer: GradientBuffer | None = None
         self._own_row: torch.Tensor | None = None
+        self._holds_rows = False
+        # Whose memory the rows are in; None: their own.
+        self._lender: Lender | None = None
         # On the reduce stream, after the last use of the rows.
         self._scattered: StreamEvent | None = None
 
-    def issue(self, gradients: list[torch.Tensor | None], present: Presence) -> None:
-        """Packs the gradients and starts the reduce-scatter."""
+    def issue(
+        self, gradients: list[torch.Tensor | None], present: Presence, lender: Lender | None = None
+    ) -> None:
+        """Packs the gradients, into the memory of ``lender`` if there is one, and starts the reduce-scatter."""
         plan, stream = self.plan, self._streams.reduce
         if present is not None and not self._settings.includes_unused:
             self._received = [view for view in plan.views if any(present[member] for member in view.members)]
@@ -87,9 +101,10 @@ class ReduceInFlight:
             # backward(create_graph=True): a double backward does not differentiate the reduce.
             gradients = [None if gradient is None else gradient.detach() for gradient in gradients]
         calls = self._settings.calls
-        # From the compute stream's memory, where backward is freeing activations.
-        plan.rows.grow_in(calls.lend(plan.rows.size_bytes))
-        plan.filled_by = self
+        # Their own memory is the compute stream's, where backward is freeing activations.
+        lent = calls.lend(plan.rows.size_bytes) if lender is None else lender.full_memory
+        plan.rows.grow_in(lent)
+        self._lender, self._holds_rows = lender, True
         packs_at_once = len(plan.slices) == 1
         if packs_at_once:
             # On the compute stream, so that backward may reuse the gradients' memory at once, for the own row first.
@@ -134,13 +149,32 @@ class ReduceInFlight:
 
     def release_rows(self) -> None:
         """Returns the memory of the rows, and of gradients packed on the reduce stream, to the compute stream."""
+        if not self._holds_rows:
+            return
+        if self._lender is not None:
+            self.return_memory()
+            return
         if self._scattered is not None:
             # order: the reduce-scatter before compute, because compute's allocator reuses the memory from here on
             self._streams.compute_waits_for(self._scattered)
         self._gradients = ()
-        if self.plan.filled_by is self:
-            self.plan.filled_by = None
-            self.plan.rows.shrink()
+        self._holds_rows = False
+        self.plan.rows.shrink()
+
+    def return_memory(self, of: Lender | None = None) -> None:
+        """Frees the memory that the rows have borrowed, as soon as the reduce has read them; compute does not wait.
+
+        ``of``: only if they have borrowed it from this unit.
+        """
+        lender = self._lender
+        if lender is None or (of is not None and of is not lender):
+            return
+        assert self._scattered is not None
+        # order: the reduce-scatter before later gathers, because they write to the memory that the rows were in
+        self._streams.gather.wait_event(self._scattered)
+        self._lender, self._holds_rows = None, False
+        self.plan.rows.shrink()
+        lender.free_full()
 
     def advance(self) -> None:
         """Completes the next stage, if any is left."""

@@ -5,9 +5,10 @@
                                             with replicas: ──all-reduce over them─────┘
 
 Packing runs on the compute stream, so that backward can reuse the gradients' memory at once; summing and dividing run
-on the reduce stream, the all-reduce over replicas on a stream of its own. Before the next unit's rows are allocated,
-compute waits for this reduce and the rows are freed: one reduce at a time has its rows in memory. The own row, cast to
-the shards' dtypes where they differ, *is* the gradient buffer: the shards' gradients are views of it.
+on the reduce stream, the all-reduce over replicas on a stream of its own. Rows that fit take the memory of the unit's
+full parameters, which backward has just passed, until the reduce has read them. Rows in memory of their own (they are
+wider, say) go before the next unit's are allocated: compute waits for their reduce. The own row, cast to the shards'
+dtypes where they differ, *is* the gradient buffer: the shards' gradients are views of it.
 
 ``requires_grad`` decides which parameters take part, so all ranks send rows of the same size; a parameter without a
 gradient sends zeros and receives nothing. Very large rows are packed and reduced slice by slice, on the reduce stream,
@@ -167,8 +168,6 @@ class ReducePlan:
             [slot.gradient_dtype for slot in slots],
         )
         self._plan_own_row(form, packing)
-        # The reduce whose rows are in the buffer.
-        self.filled_by: ReduceInFlight | None = None
         # Set while the all-reduce over replicas is deferred.
         self.partial: PartialSum | None = None
         self._buffer: GradientBuffer | None = None

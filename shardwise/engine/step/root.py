@@ -27,7 +27,7 @@ from shardwise import trace
 from shardwise.comm.collectives.agreement import check_same_model
 from shardwise.comm.streams import StreamEvent, side_streams_for, take_workspaces
 from shardwise.engine.exact.exact_sums import check_model
-from shardwise.engine.reduce.reduce_in_flight import ReduceInFlight, run_user_hooks
+from shardwise.engine.reduce.reduce_in_flight import Lender, ReduceInFlight, run_user_hooks
 from shardwise.engine.reduce.reduce_plan import ReducePlan
 from shardwise.engine.step.agreement import StepAgreement
 from shardwise.engine.step.joint_units import JointUnits
@@ -224,6 +224,8 @@ class Root:
         if not (self.in_forward or self.in_backward):
             # order: writes to the shards before this gather, because no step began that would have waited for them
             self.streams.gather.wait_compute()
+        for reduction in self.reduces:
+            reduction.return_memory(unit.buffers)
         if self._freed:
             self._reclaim(0 if prefetch or any(freed is unit for freed, _ in self._freed) else 1)
 
@@ -233,9 +235,23 @@ class Root:
             unit.buffers.gather.free()
             return
         self._freed.append((unit, self.streams.record_compute()))
-        if self.in_backward:
+        if self.in_backward and (unit.gathered.has_moved or not unit.gradients.may_borrow()):
             # At once: the unit's gradients are packed next, and the next gather takes this memory anyway.
             self._reclaim(0)
+
+    def lend_freed(self, unit: Unit, plan: ReducePlan) -> Lender | None:
+        """Lends the memory of ``unit``, if it has just been freed, to rows, which compute packs, if they fit."""
+        for index, (freed, _) in enumerate(self._freed):
+            if freed is unit and unit.gradients.may_borrow(plan):
+                del self._freed[index]
+                return unit.buffers
+        return None
+
+    def free_before_prefetch(self) -> None:
+        """Reclaims what freed units have lent to rows, so that the next gather finds that memory."""
+        for reduction in self.reduces:
+            reduction.return_memory()
+        self._reclaim(0)
 
     def _reclaim(self, keep: int) -> None:
         while len(self._freed) > keep:

@@ -340,6 +340,7 @@ class UnitHooks:
                 needed.issue_gather(trace.IN_PRE_BACKWARD)
         for needed in unit.needs:
             needed.wait_gather()
+        root.free_before_prefetch()
         recorder = unit.settings.recorder
         if recorder is not None and unit.slots:
             recorder.add(trace.PRE_BACKWARD, unit.name, trace.IN_PRE_BACKWARD, unit.rank)

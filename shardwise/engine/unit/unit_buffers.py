@@ -16,10 +16,13 @@ from shardwise.engine.gather.unit_gather import UnitGather
 from shardwise.engine.unit.binding import Slot
 from shardwise.engine.unit.dtensor_form import ShardedForm
 from shardwise.engine.unit.settings import ShardHome
-from shardwise.planning.layout import RowParam
+from shardwise.planning.layout import Layout, RowParam
 from shardwise.planning.memory import GATHERED
 from shardwise.policies import MixedPrecisionPolicy
 from shardwise.torch_internals import dtensor
+
+# How much larger than the full parameters their memory may be, for padding.
+_MOST_PADDED = 1.0625
 
 
 class UnitBuffers:
@@ -70,9 +73,13 @@ class UnitBuffers:
             and shards.device == mesh.device
         )
         self._full = (
-            PermanentBuffer(shards) if is_whole else ElasticBuffer(layout.full_bytes, mesh.device, GATHERED)
+            PermanentBuffer(shards)
+            if is_whole
+            else ElasticBuffer(_with_room_for_rows(layout), mesh.device, GATHERED)
         )
         self.shares_memory = self._full.frees
+        # All of the full parameters' memory: once they are freed, the rows of their reduce may lie in it.
+        self.full_memory = self._full.tensor(torch.uint8, 0, (self._full.size_bytes,))
         # The memory that a gather allocates for the full parameters.
         self.full_bytes = self._full.size_bytes
         self.gather = UnitGather(
@@ -85,6 +92,13 @@ class UnitBuffers:
         for slot, full in zip(plain, fulls, strict=False):
             slot.unsharded = _parameter(slot, full)
         self._allocate_extensions(parts[len(plain) :], fulls[len(plain) :])
+
+    def has_room_for(self, num_bytes: int) -> bool:
+        """Whether rows of this size fit into the memory of the full parameters."""
+        return 0 < num_bytes <= self.full_bytes and not self._extensions
+
+    def free_full(self) -> None:
+        self.gather.free()
 
     def are_for(self, slots: list[Slot]) -> bool:
         """Whether the same slots are tensor extensions as when the buffers were made; users may define more."""
@@ -102,6 +116,12 @@ class UnitBuffers:
             extension.allocate(parts[start:stop], fulls[start:stop])
             start = stop
         self.gather.free()
+
+
+def _with_room_for_rows(layout: Layout) -> int:
+    """The size of the full parameters' memory: rows of gradients fit into it, too, if only their padding is larger."""
+    rows = layout.world * layout.sent_bytes
+    return rows if layout.full_bytes < rows <= layout.full_bytes * _MOST_PADDED else layout.full_bytes
 
 
 def _row_param(slot: Slot, precision: MixedPrecisionPolicy) -> RowParam:

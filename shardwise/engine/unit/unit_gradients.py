@@ -25,6 +25,7 @@ from shardwise.engine.unit.flat_form import FlatForm
 from shardwise.engine.unit.interfaces import NamedUnit, RootInterface
 from shardwise.engine.unit.settings import ShardHome, UnitSettings
 from shardwise.engine.unit.shown_stash import ShownStash
+from shardwise.engine.unit.unit_buffers import UnitBuffers
 from shardwise.errors import StateError
 from shardwise.torch_internals import backward_reaches
 
@@ -40,6 +41,7 @@ class ReducedUnit(NamedUnit, Protocol):
     root: RootInterface
     collective_names: CollectiveNames
     holders: int
+    buffers: UnitBuffers
 
     @property
     def home(self) -> ShardHome: ...
@@ -101,6 +103,27 @@ class UnitGradients:
             return self.plan
         held = [slot.stash is not None for slot in self._unit.slots]
         return self._plan_of([any(either) for either in zip(held, self.trainable, strict=True)])
+
+    def rows_fit(self, plan: ReducePlan) -> bool:
+        """Whether rows lie in the memory of the full parameters, once these are freed: they fit, and nobody asked for
+        more overlap than that allows. Later gathers wait for the reduce.
+        """
+        return (
+            len(plan.slices) == 1
+            and self.max_inputs == 1
+            and self.settings.calls.channel is self._unit.settings.gather_calls.channel
+            and self._unit.buffers.has_room_for(plan.rows.size_bytes)
+        )
+
+    def may_borrow(self, plan: ReducePlan | None = None) -> bool:
+        """Whether a reduce, by default the usual one, puts its rows there: only streams order it before gathers."""
+        plan = plan or self.plan
+        return (
+            plan is not None
+            and self.are_synced
+            and self.settings.calls.ordered_by_stream
+            and self.rows_fit(plan)
+        )
 
     @property
     def some_are_frozen(self) -> bool:
@@ -283,7 +306,7 @@ class UnitGradients:
         root.finish_earlier_reduces(plan, self.max_inputs)
         codes = plan.codes(unit.collective_names, self.settings, present)
         reduction = plan.begin(self.settings, root.streams, codes)
-        reduction.issue(gradients, present)
+        reduction.issue(gradients, present, root.lend_freed(unit, plan))
         root.reduces.append(reduction)
         if unit.settings.recorder is not None:
             unit.settings.recorder.add(trace.REDUCE, unit.name, trace.IN_POST_BACKWARD, unit.rank)
