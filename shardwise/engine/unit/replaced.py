@@ -171,7 +171,7 @@ def ties_while_gathered(unit: Unit) -> dict[Place, Slot]:
 
 def _adopt_found(unit: Unit) -> None:
     """Makes the parameters that modules show now the slots' sharded parameters; raises if one does not fit."""
-    found = [slot.found() for slot in unit.slots]
+    found = unit.form.found(unit.slots, f"unit '{unit.name}', rank {unit.rank}")
     for slot, param in zip(unit.slots, found, strict=True):
         if slot.is_shown and any(place.params.get(place.name) is not param for place in slot.places):
             raise StateError(
