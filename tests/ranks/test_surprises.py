@@ -472,6 +472,8 @@ def test_a_parameter_replaced_while_it_is_gathered_is_refused():
         model.unshard()
         model.weight = nn.Parameter(torch.ones(WIDTH, WIDTH))
         with pytest.raises(StateError, match="'weight' was replaced"):
+            model.state_dict()
+        with pytest.raises(StateError, match="'weight' was replaced"):
             model.reshard()
 
     run_ranks(on_a_rank, 2)
