@@ -75,7 +75,8 @@ REFUSALS: tuple[tuple[str, str], ...] = (
 
 # What else may be refused where ranks do different things: here, where inputs need gradients on one rank only.
 DIVERGED: tuple[tuple[str, str], ...] = tuple(
-    ("ranks that do different things", sign) for sign in ("ranks diverged", "aborted its step", "is gone")
+    ("ranks that do different things", sign)
+    for sign in ("ranks diverged", "ranks are waiting for each other", "aborted its step", "is gone")
 )
 
 
