@@ -158,7 +158,8 @@ def draw_step(dice: Dice, context: Context, number: int, holds: bool = False) ->
         all_reduces=all_reduces,
         backward=backward,
         input_needs_grad=dice.chance(25),
-        on_one_rank="on_one_rank" not in without and dice.chance(10),
+        # Where nothing is trained, one rank alone runs a backward; what ranks hold would be summed by it alone.
+        on_one_rank="on_one_rank" not in without and not holds and dice.chance(5),
         fails=fails,
         clips="clip" not in without and is_last and dice.chance(10) and not counts_unused(context),
         steps=is_last and dice.chance(85),
