@@ -17,9 +17,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from shardwise import trace
 from shardwise.engine.state_dict_check import check_state_dict, size_mismatch
 from shardwise.engine.unit.binding import Slot, not_copied
-from shardwise.engine.unit.membership import membership
+from shardwise.engine.unit.membership import is_member, membership
+from shardwise.engine.unit.replaced import ties_while_gathered
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import StateError
+from shardwise.planning.lifecycle import UNSHARDED
 from shardwise.torch_internals import inside_backward, loads_as_usual, parameters_of, spec_of, state_entries
 
 _HOOKS_ATTRIBUTE = "_shardwise_state_hooks"
@@ -64,8 +66,14 @@ class _StateHooks:
         """After ``state_dict``: replaces unsharded parameters by their shards."""
         shown = parameters_of(module)
         for name, (unit, slot) in _slots_of(module).items():
-            value = state_dict.get(prefix + name)
-            if value is not None and shown.get(name) is slot.unsharded:
+            value, param = state_dict.get(prefix + name), shown.get(name)
+            if value is None or param is None:
+                continue
+            is_gathered = unit.state is UNSHARDED and not unit.gathered.is_hidden
+            if is_gathered and not is_member(param):
+                # A replacement, which would be saved whole; this raises.
+                ties_while_gathered(unit)
+            if param is slot.unsharded:
                 unit.gathered.copy_writes_to_shards()
                 sharded = slot.sharded
                 state_dict[prefix + name] = sharded if value is slot.unsharded else sharded.detach()

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise import trace
 from shardwise.engine.gather.full_tensors import is_flat
 from shardwise.engine.step.agreement import forget_torn_steps
 from shardwise.engine.step.optimizer_hooks import OPTIMIZER_HOOKS
@@ -42,7 +41,7 @@ from shardwise.wrapper.state_dict_types import (
     settings_of,
     temporary_settings,
 )
-from shardwise.wrapper.summon_full_params import check_idle, flat_lines, is_summoned, summoned, warn_of_copies
+from shardwise.wrapper.summon_full_params import flat_lines, idle_units, summoned, warn_of_copies
 
 OptimInput = Iterable[Any] | None
 
@@ -317,10 +316,7 @@ def names_for_torch(wrapper: nn.Module) -> dict[str, str]:
     their sharded parameters back, which optimizers have, in case they were kept gathered.
     """
     serve_state_dict_functions(ModelMethods, _names_in_flat_parameter, _step_alone)
-    for unit in units_of(wrapper):
-        if is_flat(unit) and not is_summoned(unit):
-            check_idle(unit, "torch.distributed.checkpoint.state_dict")
-            unit.reshard(trace.IDLE)
+    idle_units(wrapper.modules(), "torch.distributed.checkpoint.state_dict")
     return {"": WRAPPED_NAME}
 
 

@@ -20,7 +20,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise import trace
 from shardwise.engine.buffers import contiguous_strides
 from shardwise.engine.checkpoint_span import CheckpointSpan
 from shardwise.engine.gather.full_tensors import (
@@ -36,7 +35,6 @@ from shardwise.engine.state_dict_check import check_state_dict, size_mismatch
 from shardwise.engine.unit.binding import WRAPPED_NAME, Place, clean_name, is_wrapper
 from shardwise.engine.unit.flat_form import FlatSlot, part_of
 from shardwise.engine.unit.membership import units_of
-from shardwise.engine.unit.replaced import take_back_replaced
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import CheckpointError, UnsupportedError
 from shardwise.planning.layout import cut_evenly
@@ -52,10 +50,10 @@ from shardwise.torch_internals import (
 from shardwise.wrapper.mixed_precision import original_buffer_dtypes
 from shardwise.wrapper.state_dict_types import FullStateDictConfig, StateDictType, settings_of
 from shardwise.wrapper.summon_full_params import (
-    check_idle,
+    LOADING_ATTRIBUTE,
     flat_lines,
-    flat_units,
     hide_flat_parameters,
+    idle_units,
     is_summoned,
     show_flat_parameters,
     summoned_unit,
@@ -77,7 +75,7 @@ def read_state(
     settings, kind = settings_of(wrapper), _kind_of(unit)
     _warn_of_full_tensors(unit, settings.state_dict_type)
     prefix = options.get("prefix", args[1] if len(args) > 1 else "")
-    check_idle(unit, "state_dict")
+    idle_units(wrapper.modules(), "state_dict")
     # The units of full tensors, by the address of the storage.
     unit_of_storage: dict[int, Unit] = {}
     # Slots with tensor parallelism, by the address of this rank's part.
@@ -86,14 +84,9 @@ def read_state(
     with ExitStack() as stack:
         if kind is LOCAL:
             _check_not_tensor_parallel(unit)
-            unit.reshard(trace.IDLE)
             state = read_module(*args, **options)
             local_slots = dict(_slots_by_local_key(wrapper, unit, prefix))
         else:
-            if not is_summoned(unit):
-                # A name that was tied to another unit's parameter needs that unit, too.
-                unit.reshard(trace.IDLE)
-                take_back_replaced(unit)
             for needed in _units_to_summon(unit):
                 for slot, full in stack.enter_context(summoned_unit(needed)).items():
                     unit_of_storage[full.untyped_storage().data_ptr()] = needed
@@ -266,11 +259,8 @@ class LoadHooks:
                 del state[key]
             else:
                 state[f"{prefix}{WRAPPED_NAME}.{key[len(prefix) :]}"] = state.pop(key)
-        for needed in dict.fromkeys((unit, *unit.needs)):
-            check_idle(needed, "load_state_dict")
-            if is_flat(needed) and not is_summoned(needed):
-                needed.reshard(trace.IDLE)
-                take_back_replaced(needed)
+        idle_units(wrapper.modules(), "load_state_dict")
+        wrapper.__dict__[LOADING_ATTRIBUTE] = True
         if is_local:
             for key, value in state.items():
                 if isinstance(value, CheckpointSpan):
@@ -307,6 +297,7 @@ class LoadHooks:
         self._temporary = []
         if not is_summoned(unit):
             show_flat_parameters(unit)
+        wrapper.__dict__.pop(LOADING_ATTRIBUTE, None)
         # Last, and once: it may raise.
         finished, self._summoned = self._summoned, ExitStack()
         finished.close()
@@ -355,7 +346,7 @@ def _outside_wrappers(module: nn.Module, name: str = "") -> Iterator[tuple[str, 
 
 
 def check_fits(wrapper: nn.Module, state: Any, strict: bool) -> None:
-    """Raises ``CheckpointError`` if ``state`` cannot be loaded into ``wrapper``; changes nothing.
+    """Raises ``CheckpointError`` if ``state`` cannot be loaded into ``wrapper``; changes no value.
 
     Does not check keys if a submodule customizes how it loads: only loading shows which ones it needs.
     """
@@ -367,9 +358,10 @@ def check_fits(wrapper: nn.Module, state: Any, strict: bool) -> None:
             fix="pass the result of state_dict()",
         )
     plainly = all(is_wrapper(member) or loads_as_usual(member, LoadHooks) for member in wrapper.modules())
-    own_shards = own_shard_ids(flat_units(wrapper.modules()))
+    units = idle_units(wrapper.modules(), "load_state_dict")
+    own_shards = own_shard_ids(units)
     given = {key: value for key, value in state.items() if id(value) not in own_shards}
-    expected = dict(_expected_entries(wrapper))
+    expected = dict(_expected_entries(wrapper, units))
     check_state_dict(wrapper, given, expected, _problem_with, strict and plainly, arguments)
 
 
@@ -392,12 +384,14 @@ def _problem_with(key: str, shape: tuple[int, ...] | None, value: Any) -> str | 
     return size_mismatch(key, value, shape)
 
 
-def _expected_entries(wrapper: nn.Module) -> Iterator[tuple[str, tuple[int, ...] | None]]:
+def _expected_entries(
+    wrapper: nn.Module, units: Iterable[Unit]
+) -> Iterator[tuple[str, tuple[int, ...] | None]]:
     """The keys of a state dict of the kind that is set, with shapes; None for values that are not tensors."""
     # Each with whether its unit's state dict is local.
     slots: dict[tuple[int, str], tuple[FlatSlot, bool]] = {}
     flats: dict[tuple[int, str], bool] = {}
-    for unit in flat_units(wrapper.modules()):
+    for unit in units:
         is_local = _kind_of(unit) is LOCAL
         for slot in flat_slots(unit):
             for place in slot.places:

@@ -21,7 +21,7 @@ from shardwise.engine.unit.flat_form import FlatSlot, Line
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import ConfigError
 from shardwise.torch_internals import parameters_of
-from shardwise.wrapper.summon_full_params import flat_units, slots_by_parameter
+from shardwise.wrapper.summon_full_params import flat_units, idle_units, slots_by_parameter
 
 State = dict[str, Any]
 
@@ -58,7 +58,7 @@ class OptimParameters:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.units = flat_units(model.modules())
+        self.units = idle_units(model.modules(), "reading or loading an optimizer's state")
         self.slot_names = _names_of_slots(model, self.units)
         shown_names = {id(param): name for name, param in model.named_parameters()}
         known: dict[int, OptimParameter] = {}

@@ -28,8 +28,9 @@ from shardwise.engine.gather.full_tensors import (
     shard_elements,
     write_parameter,
 )
+from shardwise.engine.unit.binding import Place
 from shardwise.engine.unit.flat_form import FlatSlot, Line
-from shardwise.engine.unit.membership import MEMBERSHIP_ATTRIBUTE, units_of
+from shardwise.engine.unit.membership import MEMBERSHIP_ATTRIBUTE, membership, units_of
 from shardwise.engine.unit.replaced import take_back_replaced
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import StateAssertionError, StateError, UnsupportedError
@@ -37,6 +38,8 @@ from shardwise.torch_internals import inside_backward
 
 # An attribute of a wrapper while its unit is summoned: whether this rank has the full parameters.
 SUMMONED_ATTRIBUTE = "_shardwise_summoned"
+# An attribute of a wrapper while torch loads into temporary parameters of its modules.
+LOADING_ATTRIBUTE = "_shardwise_loading"
 
 
 @contextmanager
@@ -58,9 +61,12 @@ def summoned(
         )
     # To the caller, past contextlib.
     warn_of_copies("summon_full_params", offload_to_cpu, rank0_only, stacklevel=4)
-    units = flat_units(module.modules() if recurse else [module])
+    idle = idle_units(module.modules(), "summon_full_params")
+    asked_for = flat_units(module.modules() if recurse else [module])
+    # A name that is tied to a parameter of another unit shows it in full, too.
+    shared = {needed for unit in asked_for for needed in unit.needs if not is_summoned(needed)}
+    units = [unit for unit in idle if unit in asked_for or unit in shared]
     for unit in units:
-        check_idle(unit, "summon_full_params")
         unit.gradients.hide_stash()
         if with_grads and unit.gradients.has_stash:
             raise StateError(
@@ -74,10 +80,7 @@ def summoned(
                 where=f"{where}, rank {unit.rank}",
                 fix="exit the outer summon_full_params first, or pass recurse=False to one of them",
             )
-    for unit in units:
-        # Before any of them is summoned: one may find that another's parameter has been tied to its own.
-        unit.reshard(trace.IDLE)
-        take_back_replaced(unit)
+    slot_of: dict[int, FlatSlot] = {}
     with ExitStack() as stack:
         for unit in units:
             stack.enter_context(
@@ -87,6 +90,7 @@ def summoned(
                     offload_to_cpu,
                     with_grads,
                     on_this_rank=not rank0_only or unit.mesh.is_first,
+                    slot_of=slot_of,
                 )
             )
             _raise_at_lost_gradients(unit, writeback)
@@ -132,8 +136,41 @@ def check_idle(unit: Unit, call: str) -> None:
     root.recover()
 
 
+def idle_units(modules: Iterable[nn.Module], call: str) -> list[Unit]:
+    """The units of all wrappers among ``modules``, then those that they share parameters with, ready for ``call``.
+
+    They are sharded, and parameters that users tied, replaced, frozen or thawed are their own. Every call that reads or
+    writes what a model has between steps begins here, because it may be the first to run after such a change. All units
+    come before the first is used: one may find that another's parameter has been tied to its own.
+    """
+    found = flat_units(modules)
+    for unit in found:  # and those that are added meanwhile
+        check_idle(unit, call)
+        if not is_summoned(unit) and not is_loading(unit):
+            unit.reshard(trace.IDLE)
+            take_back_replaced(unit)
+        found += [needed for needed in unit.needs if is_flat(needed) and needed not in found]
+    for unit in filter(is_summoned, found):
+        _show_full_in_new_places(unit)
+    return found
+
+
+def _show_full_in_new_places(unit: Unit) -> None:
+    """Shows full parameters under names that have been tied to those of a summoned unit."""
+    for slot in flat_slots(unit):
+        shown = [place.params.get(place.name) for place in slot.places]
+        full = [param for param in shown if param is not None and param is not slot.sharded]
+        for place, param in zip(slot.places, shown, strict=True):
+            if full and param is slot.sharded:
+                place.show_alone(full[0])
+
+
 def is_summoned(unit: Unit) -> bool:
     return SUMMONED_ATTRIBUTE in unit.modules[0].__dict__
+
+
+def is_loading(unit: Unit) -> bool:
+    return LOADING_ATTRIBUTE in unit.modules[0].__dict__
 
 
 @contextmanager
@@ -143,10 +180,12 @@ def summoned_unit(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
     on_this_rank: bool = True,
+    slot_of: dict[int, FlatSlot] | None = None,
 ) -> Iterator[dict[FlatSlot, torch.Tensor]]:
     """Puts full parameters into one unit's modules; yields them by slot.
 
-    Every rank gathers. A rank with ``on_this_rank=False`` drops the full parameters and keeps its shards.
+    Every rank gathers. A rank with ``on_this_rank=False`` drops the full parameters and keeps its shards. ``slot_of``
+    collects the slots of full parameters by their ids, from all units that are summoned together.
     """
     unit.reshard(trace.IDLE)
     full = gather_parameters(unit)
@@ -160,6 +199,8 @@ def summoned_unit(
     for slot, gradient in gradients.items():
         params[slot].grad_dtype = gradient.dtype
         params[slot].grad = as_shown(slot, gradient)
+    slot_of = {} if slot_of is None else slot_of
+    slot_of.update((id(param), slot) for slot, param in params.items())
     wrapper_attributes = unit.modules[0].__dict__
     wrapper_attributes[SUMMONED_ATTRIBUTE] = on_this_rank
     for slot, param in params.items():
@@ -170,7 +211,8 @@ def summoned_unit(
     try:
         yield full
     finally:
-        final = {slot: _final_parameter(slot, param) for slot, param in params.items()}
+        tied = _ties(params, slot_of)
+        final = {slot: _final_parameter(slot, param, tied) for slot, param in params.items()}
         del wrapper_attributes[SUMMONED_ATTRIBUTE]
         unit.show_in_all_places()
         show_flat_parameters(unit)
@@ -178,6 +220,8 @@ def summoned_unit(
             _write_back(unit, final)
             if with_grads:
                 _write_back_gradients(unit, final)
+        _keep_freezing(unit, final)
+        _keep_ties(unit, tied)
 
 
 def _full_parameter(slot: FlatSlot, full: torch.Tensor) -> nn.Parameter:
@@ -246,9 +290,54 @@ def flat_parameters_shown(units: Iterable[Unit]) -> Iterator[None]:
             line.params[line.name] = None
 
 
-def _final_parameter(slot: FlatSlot, param: nn.Parameter) -> torch.Tensor | None:
+def _ties(params: dict[FlatSlot, nn.Parameter], slot_of: dict[int, FlatSlot]) -> dict[Place, FlatSlot]:
+    """The places that show another slot's parameter than their own, with that slot."""
+    tied: dict[Place, FlatSlot] = {}
+    for slot in params:
+        for place in slot.places:
+            shown = place.params.get(place.name)
+            if shown is None:
+                continue
+            found = membership(shown)
+            other = slot_of.get(id(shown), found[1] if found and found[1].sharded is shown else None)
+            if isinstance(other, FlatSlot) and other is not slot:
+                tied[place] = other
+    return tied
+
+
+def _keep_ties(unit: Unit, tied: dict[Place, FlatSlot]) -> None:
+    """Ties the shards where a user tied full parameters; raises where those are in flat parameters."""
+    for place, other in tied.items():
+        if not other.is_shown:
+            raise StateError(
+                f"parameter '{place.name}' of a {type(place.module).__name__} was tied to '{other.name}' while they "
+                "were full, which flat parameters cannot follow",
+                where=f"summon_full_params, unit '{unit.name}', rank {unit.rank}",
+                fix="tie parameters before they are wrapped, or wrap with use_orig_params=True; they are untied again",
+            )
+        place.show_alone(other.sharded)
+
+
+def _keep_freezing(unit: Unit, final: dict[FlatSlot, torch.Tensor | None]) -> None:
+    """Freezes or thaws the shards of full parameters that a user froze or thawed."""
+    trained = {slot: param.requires_grad for slot, param in final.items() if param is not None}
+    for line in flat_form(unit).lines:
+        for slots in slots_by_parameter(line):
+            wanted = {trained[slot] for slot in slots if slot in trained}
+            if len(wanted) > 1:
+                raise StateError(
+                    f"of {[slot.name for slot in slots]} some were frozen and some were not, but they are in one flat "
+                    "parameter",
+                    where=f"summon_full_params, unit '{unit.name}', rank {unit.rank}",
+                    fix="wrap with use_orig_params=True, or freeze them before they are wrapped; nothing was frozen",
+                )
+            if wanted:
+                slots[0].sharded.requires_grad_(wanted.pop())
+
+
+def _final_parameter(slot: FlatSlot, param: nn.Parameter, tied: dict[Place, FlatSlot]) -> torch.Tensor | None:
     """The full parameter as the user leaves it: ``param``, or what a module has in its place."""
-    found = [place.params.get(place.name) for place in slot.places]
+    found = [place.params.get(place.name) for place in slot.places if place not in tied]
     return next((each for each in found if each is not param), param)
 
 

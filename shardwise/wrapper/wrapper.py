@@ -12,19 +12,18 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise import trace
 from shardwise.engine.exact.exact_sums import check_not_exact
 from shardwise.engine.gather.full_tensors import is_flat
 from shardwise.engine.step.joint_units import set_joint
 from shardwise.engine.unit.binding import CHECKPOINTED_NAME, WRAPPED_NAME, clean_name, not_copied
-from shardwise.engine.unit.membership import units_of
+from shardwise.engine.unit.membership import membership, units_of
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import ConfigAssertionError, ConfigError, StateAssertionError, StateError
 from shardwise.torch_internals import (
@@ -52,6 +51,7 @@ from shardwise.wrapper.summon_full_params import (
     SUMMONED_ATTRIBUTE,
     check_has_full_parameters,
     flat_parameters_shown,
+    idle_units,
     is_summoned,
     summoned,
 )
@@ -122,6 +122,7 @@ class FullyShardedDataParallel(ReadAttributes):
         # Whether the wrapper around this one has been asked whether it is the root.
         self._has_root = False
         self._has_run = False
+        self._is_called_by_wrapper = False
         self._observers: tuple[OrderCheck | ForwardPrefetch, ...] = ()
         self._plan = plan
         self._unit = plan.make_unit(self)
@@ -234,17 +235,15 @@ class FullyShardedDataParallel(ReadAttributes):
             # What a user froze or thawed as gathered comes before what happens to the shards; modules show those, too.
             if unit.gathered.kept_version is not None:
                 unit.gathered.keep(is_hidden=True)
-        shown = {
-            id(slot.unsharded): slot.sharded if slot.is_shown else None
-            for unit in self._units
-            for slot in unit.slots
-        }
         with flat_parameters_shown(self._units):
             found = list(super().named_parameters(*args, **kwargs))
         removes_duplicates = kwargs.get("remove_duplicate", args[2] if len(args) > 2 else True)
         given: set[int] = set()
         for name, param in found:
-            sharded = shown.get(id(param), param)
+            sharded: nn.Parameter | None = param
+            own = membership(param)
+            if own is not None and own[1].unsharded is param:
+                sharded = own[1].sharded if own[1].is_shown else None
             # Of a parameter and its shard, modules may show both: under a name that has just been tied, and its own.
             if sharded is not None and not (removes_duplicates and id(sharded) in given):
                 given.add(id(sharded))
@@ -263,9 +262,24 @@ class FullyShardedDataParallel(ReadAttributes):
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         # ``.to()`` and the like must be applied to the sharded parameters.
-        for unit in units_of(self):
-            unit.reshard(trace.IDLE)
-        return super()._apply(*args, **kwargs)
+        with self._calls_inner_wrappers() as by_user:
+            if by_user:
+                # All of them at once: from now on, units are converted parameter by parameter.
+                idle_units(self.modules(), "a conversion")
+            return super()._apply(*args, **kwargs)
+
+    @contextmanager
+    def _calls_inner_wrappers(self) -> Iterator[bool]:
+        """For a method that calls itself on the wrappers inside; yields whether no wrapper has called it."""
+        by_user = not self._is_called_by_wrapper
+        wrappers = self.fsdp_modules(self) if by_user else []
+        for wrapper in wrappers:
+            wrapper._is_called_by_wrapper = True
+        try:
+            yield by_user
+        finally:
+            for wrapper in wrappers:
+                wrapper._is_called_by_wrapper = False
 
     def reset_iter_state(self) -> None:
         """Cleans up after a step that raised, as ``FSDPModule.reset_iter_state``; the next forward does the same."""
@@ -343,14 +357,16 @@ class FullyShardedDataParallel(ReadAttributes):
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """As ``nn.Module.apply``, with full parameters; what ``fn`` changes is written back to the shards."""
-        if is_summoned(self._unit):
-            raise ConfigError(
-                "apply was called inside summon_full_params",
-                where=f"{type(self).__name__}.apply, rank {self._unit.rank}",
-                fix="call apply outside: it gathers full parameters itself, and writes changes back",
-            )
-        with summoned(self, recurse=False):
-            return super().apply(fn)
+        with self._calls_inner_wrappers() as by_user:
+            is_full = is_summoned(self._unit)
+            if is_full and by_user:
+                raise ConfigError(
+                    "apply was called inside summon_full_params",
+                    where=f"{type(self).__name__}.apply, rank {self._unit.rank}",
+                    fix="call apply outside: it gathers full parameters itself, and writes changes back",
+                )
+            with nullcontext() if is_full else summoned(self, recurse=False):
+                return super().apply(fn)
 
 
 def reduce_with_hook(units: Iterable[Unit], state: object, hook: Callable[..., object]) -> None:

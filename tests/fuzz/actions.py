@@ -30,6 +30,7 @@ class Step:
     all_reduces: bool = True
     backward: str = "plain"
     input_needs_grad: bool = False
+    on_one_rank: bool = False  # the input needs its gradient on one rank only
     fails: str = ""  # the path of a block whose exception is caught inside the model
     clips: bool = False
     steps: bool = True
@@ -152,15 +153,15 @@ def draw_step(dice: Dice, context: Context, number: int, holds: bool = False) ->
     # An optimizer step with stashed gradients is refused; mostly another micro-batch follows.
     is_last = syncs and all_reduces
     keeps = not is_last and "zero_held" in without
-    # A wrapper cannot tell that a parameter was used on no rank from one that has no elements here: its dtype counts.
-    counts_unused = context.settings.api == "wrapper" and "single" in context.kinds
     step = Step(
         syncs=syncs,
         all_reduces=all_reduces,
         backward=backward,
         input_needs_grad=dice.chance(25),
+        # Where nothing is trained, one rank alone runs a backward; what ranks hold would be summed by it alone.
+        on_one_rank="on_one_rank" not in without and not holds and dice.chance(5),
         fails=fails,
-        clips="clip" not in without and is_last and dice.chance(10) and not counts_unused,
+        clips="clip" not in without and is_last and dice.chance(10) and not counts_unused(context),
         steps=is_last and dice.chance(85),
         zeroes=""
         if keeps
@@ -235,7 +236,7 @@ def draw_tie(dice: Dice, context: Context, number: int) -> Drawn:
     # Of a module that does not run, nobody notices the tie: while the other unit is gathered, the name shows the shard.
     skipped = context.of_kind("catching", "either", "unused")
     pair = draw_pair(dice, context, skipped)
-    return None if pair is None else Action("tie", pair)
+    return None if pair is None else Action("tie", (*pair, dice.chance(75)))
 
 
 def draw_pair(dice: Dice, context: Context, without: Sequence[str] = ()) -> tuple[str, str] | None:
@@ -257,7 +258,7 @@ def draw_pair(dice: Dice, context: Context, without: Sequence[str] = ()) -> tupl
 
 def draw_replace(dice: Dice, context: Context, number: int) -> Drawn:
     params: list[Param] = context.params
-    return Action("replace", (dice.pick(params).path,)) if params else None
+    return Action("replace", (dice.pick(params).path, dice.chance(75))) if params else None
 
 
 def draw_zero_grad(dice: Dice, context: Context, number: int) -> Drawn:
@@ -296,7 +297,59 @@ def draw_hook(dice: Dice, context: Context, number: int) -> Drawn:
 
 
 def draw_save(dice: Dice, context: Context, number: int) -> Drawn:
-    return Action("save")
+    ways = ["", "", "_by_torch"] + ["_sharded"] * (context.settings.api == "wrapper")
+    return Action("save", (dice.pick(ways),))
+
+
+def saved_parts(context: Context) -> list[str]:
+    """Returns the modules that have a state dict of their own: of a wrapped model, only the wrappers."""
+    if context.settings.api == "wrapper":
+        return [path for path in context.sharded if path]
+    return [path for path, _ in context.blocks if path]
+
+
+def draw_save_part(dice: Dice, context: Context, number: int) -> Drawn:
+    paths = saved_parts(context)
+    return Action("save_part", (number, dice.pick(paths))) if paths else None
+
+
+def draw_load_part(dice: Dice, context: Context, number: int) -> Drawn:
+    paths = saved_parts(context)
+    return Action("load_part", (dice.pick(paths),)) if paths else None
+
+
+def draw_local_state(dice: Dice, context: Context, number: int) -> Drawn:
+    return Action("local_state")
+
+
+def draw_summon(dice: Dice, context: Context, number: int) -> Drawn:
+    around = dice.pick(context.sharded) if dice.chance(30) else ""
+    params: list[Param] = [param for param in context.params if is_below(param.path, around)]
+    if not params:
+        return None
+    what = dice.weighted([(4, "scale"), (2, "data"), (3, "freeze"), (1, "thaw"), (5, "tie")])
+    if what == "tie":
+        pair = draw_pair(dice, context, context.of_kind("catching", "either", "unused"))
+        return None if pair is None else Action("summon", ("", what, *pair))
+    return Action("summon", (around, what, around if what == "scale" else dice.pick(params).path))
+
+
+def draw_apply(dice: Dice, context: Context, number: int) -> Drawn:
+    paths = context.sharded if context.settings.api == "wrapper" else [path for path, _ in context.blocks]
+    return Action("apply", (dice.pick(paths),))
+
+
+def draw_convert(dice: Dice, context: Context, number: int) -> Drawn:
+    return Action("convert", (dice.pick([path for path, _ in context.blocks]),))
+
+
+def draw_clip(dice: Dice, context: Context, number: int) -> Drawn:
+    return None if counts_unused(context) else Action("clip", (number,))
+
+
+def counts_unused(context: Context) -> bool:
+    # A wrapper cannot tell that a parameter was used on no rank from one that has no elements here: its dtype counts.
+    return context.settings.api == "wrapper" and "single" in context.kinds
 
 
 def draw_load(dice: Dice, context: Context, number: int) -> Drawn:
@@ -410,7 +463,14 @@ DRAW: dict[str, Callable[[Dice, Context, int], Drawn]] = {
     "switch": draw_switch,
     "hook": draw_hook,
     "save": draw_save,
+    "save_part": draw_save_part,
     "load": draw_load,
+    "load_part": draw_load_part,
+    "local_state": draw_local_state,
+    "summon": draw_summon,
+    "apply": draw_apply,
+    "convert": draw_convert,
+    "clip": draw_clip,
     "optimizer": draw_optimizer,
     "ema": draw_ema,
     "reload_optimizer": draw_reload,
@@ -462,6 +522,50 @@ OUTER = {
     "func": 3,
     "deepcopy": 1,
     "look": 2,
+    "save_part": 2,
+    "load_part": 2,
+    "local_state": 2,
+    "summon": 6,
+    "apply": 2,
+    "convert": 2,
+    "clip": 1,
+}
+
+# What changes which parameters a model has, or what becomes of them.
+CHANGES = {
+    "tie_after": 14,
+    "replace": 6,
+    "freeze": 6,
+    "thaw": 4,
+    "freeze_module": 4,
+    "set_data": 2,
+    "summon": 6,
+}
+
+# What a program may do before its first forward, and directly after such a change: it must see the change.
+ENTRIES = {
+    "save": 8,
+    "save_part": 8,
+    "load": 8,
+    "load_part": 6,
+    "local_state": 3,
+    "summon": 4,
+    "apply": 4,
+    "convert": 4,
+    "clip": 4,
+    "look": 4,
+    "reload_optimizer": 5,
+    "optimizer": 3,
+    "zero_grad": 4,
+    "scale": 4,
+    "scale_gradients": 2,
+    "eval": 4,
+    "call_part": 5,
+    "fail_part": 1,
+    "unshard": 4,
+    "reshard": 3,
+    "setting": 2,
+    "deepcopy": 1,
 }
 
 # The weight of each kind between a step's forward and its backward.
@@ -493,8 +597,10 @@ def write_step(context: Context, number: int, step: Step, inner: list[str]) -> l
     if step.fails:
         lines.append(write_set(context, step.fails, "fails", "True"))
     lines.append(f"x = {batch(context, number)}")
-    if step.input_needs_grad or step.backward in ("create", "grad_of_input"):
+    if step.backward in ("create", "grad_of_input"):
         lines.append("x.requires_grad_()")
+    elif step.input_needs_grad:
+        lines.append(f"x.requires_grad_({'side.rank == 0' if step.on_one_rank else ''})")
     lines.append("loss = model(x).square().mean()")
     lines.append(f'side.note("loss {number}", loss)')
     if step.backward in ("two_losses", "two_backwards", "crossed_backwards"):
@@ -713,9 +819,54 @@ def write_write_between(context: Context, number: int, how: str) -> list[str]:
     return [*lines, "side.zero_grad(model)"]
 
 
-def rebuilt(lines: list[str], context: Context) -> list[str]:
-    """Appends the lines that build a new optimizer over the current shards."""
+def rebuilt(lines: list[str], context: Context, is_wanted: bool = True) -> list[str]:
+    """Appends the lines that build a new optimizer over the current shards, if that is wanted."""
+    if not is_wanted:
+        return lines
     return [*lines, "side.reshard(model)", *write_optimizer(context, context.settings.optimizer)]
+
+
+def write_tie(context: Context, one: str, other: str, is_rebuilt: bool = True) -> list[str]:
+    module, _, name = other.rpartition(".")
+    return rebuilt([write_set(context, module, name, at(one))], context, is_rebuilt)
+
+
+def write_replace(context: Context, path: str, is_rebuilt: bool = True) -> list[str]:
+    return rebuilt([f"{at(path)} = nn.Parameter({at(path)}.detach() * 0.5)"], context, is_rebuilt)
+
+
+def write_load_part(context: Context, path: str) -> list[str]:
+    return [f"part = side.save({at(path)})", "side.scale(model, 0.5)", f"{at(path)}.load_state_dict(part)"]
+
+
+def write_save_part(context: Context, number: int, path: str) -> list[str]:
+    return [f'side.note("part {number} saved", side.save({at(path)}))']
+
+
+def write_summon(context: Context, around: str, what: str, *paths: str) -> list[str]:
+    change = {
+        "scale": lambda path: [
+            "with torch.no_grad():",
+            f"    for param in {at(path)}.parameters():",
+            "        param.mul_(0.5)",
+        ],
+        "data": lambda path: [f"{at(path)}.data = {at(path)}.data * 0.5"],
+        "freeze": lambda path: [f"{at(path)}.requires_grad_(False)"],
+        "thaw": lambda path: [f"{at(path)}.requires_grad_(True)"],
+        "tie": lambda one, other: write_tie(context, one, other, False),
+    }[what](*paths)
+    lines = [f"with side.full({at(around)}):", *(f"    {line}" for line in change)]
+    return rebuilt(lines, context, what == "tie")
+
+
+def write_apply(context: Context, path: str) -> list[str]:
+    return [
+        "def halve(module):",
+        "    with torch.no_grad():",
+        "        for param in module.parameters(recurse=False):",
+        "            param.mul_(0.5)",
+        f"{at(path)}.apply(halve)",
+    ]
 
 
 WRITE: dict[str, Callable[..., list[str]]] = {
@@ -729,12 +880,8 @@ WRITE: dict[str, Callable[..., list[str]]] = {
     "freeze": lambda context, path: [f"{at(path)}.requires_grad_(False)"],
     "thaw": lambda context, path: [f"{at(path)}.requires_grad_(True)"],
     "freeze_module": lambda context, path, on: [f"{at(path)}.requires_grad_({on})"],
-    "tie": lambda context, one, other: rebuilt(
-        [write_set(context, other.rpartition(".")[0], other.rpartition(".")[2], at(one))], context
-    ),
-    "replace": lambda context, path: rebuilt(
-        [f"{at(path)} = nn.Parameter({at(path)}.detach() * 0.5)"], context
-    ),
+    "tie": write_tie,
+    "replace": write_replace,
     "zero_grad": lambda context, target, to_none: [f"side.zero_grad({target}, set_to_none={to_none})"],
     "unshard": lambda context, path: [f'side.call({at(path)}, "unshard")'],
     "reshard": lambda context, path: [f'side.call({at(path)}, "reshard")'],
@@ -744,7 +891,14 @@ WRITE: dict[str, Callable[..., list[str]]] = {
     ],
     "switch": lambda context, path: [write_set(context, path, "first", f"not {at(path)}.first")],
     "hook": write_hook,
-    "save": lambda context: ["saved = side.save(model)", 'side.note("saved", saved)'],
+    "save": lambda context, how: [f"saved = side.save{how}(model)", 'side.note("saved", saved)'],
+    "save_part": write_save_part,
+    "load_part": write_load_part,
+    "local_state": lambda context: ["side.pass_local_state(model)"],
+    "summon": write_summon,
+    "apply": write_apply,
+    "convert": lambda context, path: [f"{at(path)}.cpu()"],
+    "clip": lambda context, number: [f'side.note("norm {number}", side.clip(model, 0.5))'],
     "load": write_load,
     "optimizer": lambda context, name: ["side.reshard(model)", *write_optimizer(context, name)],
     "ema": write_ema,

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -136,6 +137,20 @@ class Side:
         with torch.no_grad():
             for param in model.parameters():
                 param.mul_(factor)
+
+    def full(self, model: Any) -> Any:
+        """Returns a context in which modules have full parameters."""
+        return contextlib.nullcontext()
+
+    def save_by_torch(self, model: Any) -> dict[str, Any]:
+        """Returns the state dict that torch's own function reads."""
+        return {name: value.detach().clone() for name, value in get_model_state_dict(model).items()}
+
+    def pass_local_state(self, model: Any) -> None:
+        """Saves this rank's elements, scales all parameters, and loads what was saved."""
+        saved = {name: value.detach().clone() for name, value in model.state_dict().items()}
+        self.scale(model, 0.5)
+        model.load_state_dict(saved)
 
     def ready(self, model: Any) -> None:
         """Sets the model that `look` reads and `backward` runs through."""
@@ -347,6 +362,8 @@ class Plain(Side):
 
     def save(self, model: Any) -> dict[str, Any]:
         return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+    save_sharded = save
 
     def reshard(self, model: Any) -> None:
         pass
@@ -560,7 +577,20 @@ class Wrapped(Sharded):
         return model.clip_grad_norm_(max_norm)
 
     def whole(self, value: Any) -> Any:
-        return value.clone()
+        return value.full_tensor() if isinstance(value, DTensor) else value.clone()
+
+    def full(self, model: Any) -> Any:
+        return shardwise.FullyShardedDataParallel.summon_full_params(model)
+
+    def save_sharded(self, model: Any) -> dict[str, Any]:
+        kind = shardwise.StateDictType.SHARDED_STATE_DICT
+        with shardwise.FullyShardedDataParallel.state_dict_type(model, kind):
+            return self.save(model)
+
+    def pass_local_state(self, model: Any) -> None:
+        kind = shardwise.StateDictType.LOCAL_STATE_DICT
+        with shardwise.FullyShardedDataParallel.state_dict_type(model, kind):
+            super().pass_local_state(model)
 
     def scale(self, model: Any, factor: float) -> None:
         with shardwise.FullyShardedDataParallel.summon_full_params(model), torch.no_grad():

@@ -26,7 +26,6 @@ from shardwise.engine.unit.autograd_signals import Visit
 from shardwise.engine.unit.flat_form import FlatForm
 from shardwise.engine.unit.gathered_parameters import GatheredParameters
 from shardwise.engine.unit.hooks import UnitHooks
-from shardwise.engine.unit.membership import membership
 from shardwise.engine.unit.unit_gradients import UnitGradients
 from tests.fuzz import trial
 from tests.fuzz.programs import Program, draw, source
@@ -43,9 +42,9 @@ def an_exception_leaves_the_unit_held(patch: pytest.MonkeyPatch) -> None:
 def ties_within_a_unit_are_not_followed(patch: pytest.MonkeyPatch) -> None:
     tied_to = replaced._tied_to
 
-    def tied_to_another_unit(shown: Any, slot: Any) -> Any:
-        found, own = tied_to(shown, slot), membership(slot.sharded)
-        return None if found is None or own is None or found[0] is own[0] else found
+    def tied_to_another_unit(shown: Any, slot: Any, unit: Any) -> Any:
+        found = tied_to(shown, slot, unit)
+        return None if found is None or found[0] is unit else found
 
     patch.setattr(replaced, "_tied_to", tied_to_another_unit)
 

@@ -10,6 +10,7 @@ from tests.fuzz.dice import Dice
 from tests.fuzz.models import Architect, Block, written
 from tests.fuzz.settings import (
     NOT_OF_FLAT_PARAMETERS,
+    NOT_OF_FULLY_SHARD,
     NOT_OF_WRAPPERS,
     NOT_OF_ZERO,
     Settings,
@@ -31,6 +32,11 @@ class Program:
     frozen: tuple[str, ...] = ()
     actions: tuple[Action, ...] = ()
 
+    @property
+    def differs_by_rank(self) -> bool:
+        """Whether ranks do different things, which may be refused on all of them."""
+        return any(action.kind == "step" and action.args[1].on_one_rank for action in self.actions)
+
     def context(self, without: frozenset[str] = frozenset()) -> Context:
         return Context(self.model, self.settings, self.units, without)
 
@@ -39,7 +45,9 @@ def draw(seed: int, without: frozenset[str] = frozenset()) -> Program:
     """Returns the program of a seed; `without` excludes features."""
     dice = Dice(seed)
     api = draw_api(dice.split(0), without)
-    without = without | {"fully_shard": frozenset(), "wrapper": NOT_OF_WRAPPERS, "zero": NOT_OF_ZERO}[api]
+    without = (
+        without | {"fully_shard": NOT_OF_FULLY_SHARD, "wrapper": NOT_OF_WRAPPERS, "zero": NOT_OF_ZERO}[api]
+    )
     settings = draw_settings(dice.split(1), api, without)
     if not settings.use_orig_params:
         without = without | NOT_OF_FLAT_PARAMETERS
@@ -88,17 +96,23 @@ def draw(seed: int, without: frozenset[str] = frozenset()) -> Program:
 
 def draw_actions(dice: Dice, context: Context) -> list[Action]:
     drawn: list[Action] = []
-    saved = holds = False
+    saved = holds = hooked = False
     count = dice.between(2, 9)
-    kinds = [(weight, kind) for kind, weight in actions.OUTER.items() if kind not in context.without]
-    hooked = False
-    for number in range(count):
-        if dice.chance(45):
+    # Programs save, load or tie just after set-up, too, when no unit has run yet.
+    early = dice.between(1, 4) if dice.chance(40) else 0
+    for number in range(early + count):
+        if number >= early and dice.chance(45):
             drawn.append(actions.draw_step(dice, context, number, holds))
             saved = saved or any(each.kind == "save" for each in drawn[-1].inner)
             step = drawn[-1].args[1]
             holds = not (step.syncs and step.all_reduces)
             continue
+        weights = actions.OUTER
+        if number < early:
+            weights = actions.CHANGES if dice.chance(45) else actions.ENTRIES
+        elif drawn and drawn[-1].kind.replace("tie", "tie_after") in actions.CHANGES and dice.chance(50):
+            weights = actions.ENTRIES
+        kinds = [(weight, kind) for kind, weight in weights.items() if kind not in context.without]
         kind = dice.weighted(kinds)
         if holds and f"{kind}_held".replace("zero_grad", "zero") in context.without:
             continue
@@ -106,18 +120,28 @@ def draw_actions(dice: Dice, context: Context) -> list[Action]:
             kind = "save"
         saved = saved or kind == "save"
         if kind in ("set_data", "scale_data") and any(
-            each.kind in ("replace", "load", "tie") for each in drawn
+            each.kind in ("replace", "load", "load_part", "tie", "convert") for each in drawn
         ):
             continue  # the parameter may now be a user's DTensor, whose data torch itself does not set
         if kind == "func" and (hooked or holds):
             continue  # hooks would note a transform's tensors; whether it syncs stashed gradients is unspecified
+        if kind == "clip" and holds:
+            continue
         hooked = hooked or kind == "hook"
         action = actions.DRAW[kind](dice, context, number)
+        if action is not None and action.kind == "replace" and _steps_flat(context, drawn):
+            # Flat optimizers go on with parameters that replaced theirs, others do not.
+            action = replace(action, args=(*action.args[:-1], True))
         if action is not None:
             drawn.append(action)
     # The effects of an action show in the steps after it.
     drawn += [Action("step", (100 + number, Step())) for number in range(2)]
     return drawn
+
+
+def _steps_flat(context: Context, drawn: list[Action]) -> bool:
+    names = [context.settings.optimizer, *(each.args[0] for each in drawn if each.kind == "optimizer")]
+    return any("flat" in name for name in names)
 
 
 def source(program: Program) -> str:

@@ -59,6 +59,9 @@ REFUSALS: tuple[tuple[str, str], ...] = (
     ),
     ("clipping gradients that are kept back", "the gradients to clip have not been reduced yet"),
     ("a step without gradients that are kept back", "would step without the gradients that were kept back"),
+    ("a tie of parameters in flat ones", "which flat parameters cannot follow"),
+    ("freezing a part of a flat parameter", "some were frozen and some were not"),
+    ("the state of an optimizer of other parameters", "is not a parameter of the model"),
     (
         "parameters tied while they are gathered",
         "as it was before it was sharded, and a step would not reach",
@@ -67,6 +70,13 @@ REFUSALS: tuple[tuple[str, str], ...] = (
         "an optimizer over gathered parameters",
         "as it is while gathered, and a step would not reach the shards",
     ),
+)
+
+
+# What else may be refused where ranks do different things: here, where inputs need gradients on one rank only.
+DIVERGED: tuple[tuple[str, str], ...] = tuple(
+    ("ranks that do different things", sign)
+    for sign in ("ranks diverged", "ranks are waiting for each other", "aborted its step", "is gone")
 )
 
 
@@ -89,10 +99,17 @@ def code_of(text: str, name: str) -> Callable[[Any], None]:
     return program
 
 
-def on_rank(text: str, name: str, side: str, options: dict[str, Any], tolerance: Tolerance) -> Comparison:
+def on_rank(
+    text: str,
+    name: str,
+    side: str,
+    options: dict[str, Any],
+    tolerance: Tolerance,
+    refusals: tuple[tuple[str, str], ...],
+) -> Comparison:
     torch.set_num_threads(1)
     shardwise.set_trust(timeout_seconds=20.0, start_seconds=20.0)
-    return compared(code_of(text, name), SIDES[side], options, tolerance, REFUSALS)
+    return compared(code_of(text, name), SIDES[side], options, tolerance, refusals)
 
 
 def run(program: Program, side: str = "shardwise", runner: Any = run_ranks) -> Outcome:
@@ -107,6 +124,7 @@ def run(program: Program, side: str = "shardwise", runner: Any = run_ranks) -> O
             settings.api if side == "shardwise" else side,
             side_options(program),
             tolerance_of(program),
+            refusals_of(program),
             kind=settings.kind,
             timeout_seconds=TIMEOUT_SECONDS,
         )
@@ -119,6 +137,9 @@ def run(program: Program, side: str = "shardwise", runner: Any = run_ranks) -> O
         text = "\n".join(f"rank {rank}: {comparison.text}" for rank, comparison in bad)
         return Outcome(bad[0][1].how, text)
     refused = {comparison.refused for comparison in comparisons}
+    if program.differs_by_rank:
+        # A rank that has nothing left to wait for ends rightly, before its peers hear that it is gone.
+        refused = {max(refused)}
     if len(refused) > 1:
         return Outcome(
             "refused on some ranks", f"refused by rank: {[comparison.refused for comparison in comparisons]}"
@@ -185,6 +206,11 @@ def _dtype(name: str) -> torch.dtype | None:
     return getattr(torch, name) if name else None
 
 
+def refusals_of(program: Program) -> tuple[tuple[str, str], ...]:
+    """Returns what may be refused in the program though plain code can do it."""
+    return REFUSALS + DIVERGED if program.differs_by_rank else REFUSALS
+
+
 def tolerance_of(program: Program) -> Tolerance:
     """Returns the tolerance: 0, unless the sharded program adds terms in another order than the plain one."""
     settings = program.settings
@@ -241,6 +267,8 @@ def as_test(program: Program) -> str:
         shown["kind"] = settings.kind
     if tolerance := tolerance_of(program).relative:
         shown["tolerance"] = tolerance
+    if program.differs_by_rank:
+        shown["may_diverge"] = True
     arguments = "".join(f", {key}={value!r}" for key, value in shown.items())
     text = source(program).replace("\n\n\n", "\nfrom tests.fuzz.trial import check\n\n\n", 1)
     return f"{text}\n\ndef test_found_by_seed_{program.seed}():\n    check(program{arguments})\n"
@@ -253,11 +281,14 @@ def check(
     side: str = "fully_shard",
     kind: Any = "threads",
     tolerance: float = 0.0,
+    may_diverge: bool = False,
     **options: Any,
 ) -> None:
     """Raises unless the sharded program does the same as the plain one."""
+    refusals = REFUSALS + DIVERGED if may_diverge else REFUSALS
     comparisons = run_ranks(
-        compared, world_size, program, SIDES[side], options, Tolerance(tolerance), REFUSALS, kind=kind
+        compared, world_size, program, SIDES[side], options, Tolerance(tolerance), refusals, kind=kind
     )
+    assert may_diverge or len({comparison.refused for comparison in comparisons}) == 1
     for rank, comparison in enumerate(comparisons):
         assert not comparison.how, f"rank {rank} {comparison.how}:\n{comparison.text}"

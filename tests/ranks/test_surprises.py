@@ -454,6 +454,18 @@ def test_weights_of_a_wrapper_that_were_tied_later_are_summoned_and_saved_with_t
     run_ranks(on_a_rank, 2)
 
 
+@pytest.mark.parametrize("whose", ["first", "second"])
+def test_weights_are_tied_though_a_part_of_the_model_was_converted_since(whose):
+    def program(sharding):
+        model = seeded(Pair())
+        model = sharding(model) if sharding else model
+        model.second.weight = model.first.weight
+        getattr(model, whose).cpu()
+        return gradients_and_losses(model)
+
+    twice(program, fully_shard, shard_children)
+
+
 def test_a_unit_that_was_tied_to_another_is_laid_out_once_and_not_in_every_forward():
     def on_a_rank():
         model = fully_shard(seeded(Tied()))
@@ -471,6 +483,8 @@ def test_a_parameter_replaced_while_it_is_gathered_is_refused():
         model = fully_shard(nn.Linear(WIDTH, WIDTH))
         model.unshard()
         model.weight = nn.Parameter(torch.ones(WIDTH, WIDTH))
+        with pytest.raises(StateError, match="'weight' was replaced"):
+            model.state_dict()
         with pytest.raises(StateError, match="'weight' was replaced"):
             model.reshard()
 
@@ -945,6 +959,17 @@ def replaces_after_an_evaluation(sharding):
             model.reshard()
         results += [model(inputs()).detach()]
     return results
+
+
+def test_converting_gathered_parameters_is_refused():
+    def on_a_rank():
+        model = fully_shard(seeded(Pair()))
+        model.unshard()
+        model.first.double()
+        with pytest.raises(StateError, match="written to while it was gathered"):
+            model.reshard()
+
+    run_ranks(on_a_rank, 2)
 
 
 def test_a_parameter_replaced_after_an_evaluation_is_the_new_one():

@@ -91,6 +91,9 @@ class ShardedForm(Protocol):
         ``shown`` has the ids of the parameters that modules show under names of other units.
         """
 
+    def found(self, slots: list[Slot], where: str) -> list[nn.Parameter | None]:
+        """Returns what modules show where the sharded parameters were: users may have replaced them."""
+
     def own_part(self, slot: Slot, whole: torch.Tensor, mesh: DataMesh) -> torch.Tensor | None:
         """Returns this rank's shard of a full parameter; None where the shard is not a part of it."""
 
@@ -163,6 +166,9 @@ class DTensorForm:
 
     def named(self, slots: list[Slot], shown: Container[int]) -> list[Slot]:
         return [slot for slot in slots if slot.places or id(slot.sharded) in shown]
+
+    def found(self, slots: list[Slot], where: str) -> list[nn.Parameter | None]:
+        return [slot.found() for slot in slots]
 
     def own_part(self, slot: Slot, whole: torch.Tensor, mesh: DataMesh) -> torch.Tensor | None:
         if slot.tensor_parallel is not None or is_tensor_extension(slot.local):

@@ -24,6 +24,7 @@ from shardwise.engine.buffers import alias, contiguous_strides
 from shardwise.engine.reduce.gradient_buffer import GradientView
 from shardwise.engine.unit.binding import FoundParameter, ShownEntry, Slot
 from shardwise.engine.unit.dtensor_form import gradient_views_by_slot, placed_on_both
+from shardwise.errors import StateError
 from shardwise.planning.flat import FlatLayout, FlatPacking, grid_of, plan_flat
 from shardwise.planning.layout import Layout, Packing, RowParam, Span
 from shardwise.policies import MixedPrecisionPolicy
@@ -307,18 +308,21 @@ class FlatForm:
         return [(line.params, line.name, line.flat) for line in self.lines if line.flat is not None]
 
     def snapshot(self, slots: list[Slot]) -> list[Any]:
-        shown: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter | None, int]]
+        # Dtypes and addresses that the unit knows of, not those that a parameter has now.
+        shown: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter | None, int, torch.dtype]]
         if self._holder is not None:
-            shown = [(line.params, line.name, line.flat, line.address) for line in self.lines]
+            shown = [
+                (line.params, line.name, line.flat, line.address, line.stored_dtype) for line in self.lines
+            ]
         else:
             shown = [
-                (place.params, place.name, slot.sharded, slot.local.data_ptr())
+                (place.params, place.name, slot.sharded, slot.local.data_ptr(), slot.stored_dtype)
                 for slot in slots
                 for place in slot.places
             ]
         return [
-            (params, name, param, address, param.dtype, param.requires_grad)
-            for params, name, param, address in shown
+            (params, name, param, address, dtype, param.requires_grad)
+            for params, name, param, address, dtype in shown
             if param is not None
         ]
 
@@ -343,6 +347,29 @@ class FlatForm:
     def named(self, slots: list[Slot], shown: Container[int]) -> list[Slot]:
         # Cuts must not move: slots without names stay in the line, unused.
         return slots
+
+    def found(self, slots: list[Slot], where: str) -> list[nn.Parameter | None]:
+        found = [slot.found() for slot in slots]
+        if self._holder is not None:
+            return found
+        for line in self.lines:
+            named = {
+                param.dtype: slot.name
+                for slot, param in zip(slots, found, strict=True)
+                if slot in line.slots and slot.places and param is not None
+            }
+            if len(named) > 1:
+                raise StateError(
+                    f"parameters were given different dtypes, {named}, but lie in one flat buffer",
+                    where=where,
+                    fix="convert the whole wrapped module, or wrap what has a dtype of its own by itself",
+                )
+            for dtype in named:
+                for index, slot in enumerate(slots):
+                    if slot in line.slots and not slot.places and slot.sharded.dtype is not dtype:
+                        # Nobody converts what has lost its names, but it stays in the buffer of the others.
+                        found[index] = nn.Parameter(slot.sharded.detach().to(dtype))
+        return found
 
     def own_part(self, slot: Slot, whole: torch.Tensor, mesh: DataMesh) -> torch.Tensor | None:
         assert isinstance(slot, FlatSlot)

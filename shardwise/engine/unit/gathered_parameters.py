@@ -177,7 +177,7 @@ class GatheredParameters:
     def _copy_to_shard(self, slot: Slot) -> None:
         unit = self._unit
         own_part = unit.form.own_part(slot, slot.unsharded, unit.mesh)
-        if own_part is None or slot.compute_dtype != slot.stored_dtype:
+        if own_part is None or not slot.unsharded.dtype == slot.compute_dtype == slot.stored_dtype:
             raise StateError(
                 f"parameter '{slot.name}' was written to while it was gathered, which its shard of "
                 f"{slot.stored_dtype} cannot take over",

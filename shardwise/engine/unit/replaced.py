@@ -103,7 +103,7 @@ def _move_tied_names(unit: Unit) -> dict[Unit, list[Place]]:
             shown = place.params.get(place.name)
             if shown is slot.sharded or shown is None:
                 continue
-            if (found := _tied_to(shown, slot)) is None:
+            if (found := _tied_to(shown, slot, unit)) is None:
                 # A new parameter under the names of several slots belongs to the first of them.
                 found = (unit, replaced.setdefault(id(shown), slot))
             owner, tied = found
@@ -123,9 +123,13 @@ def _move_tied_names(unit: Unit) -> dict[Unit, list[Place]]:
     return moved
 
 
-def _tied_to(shown: torch.Tensor | None, slot: Slot) -> tuple[Unit, Slot] | None:
-    """Returns unit and slot of ``shown``, if it is a parameter of another slot than ``slot``."""
+def _tied_to(shown: torch.Tensor | None, slot: Slot, unit: Unit) -> tuple[Unit, Slot] | None:
+    """Returns unit and slot of ``shown``, if it is a parameter of another slot than ``slot`` of ``unit``."""
     found = None if shown is None else membership(shown)
+    if shown is not None and found is None:
+        # A conversion of some modules has dropped all attributes of their parameters.
+        units = dict.fromkeys((unit, *unit.root.units))
+        found = next(((each, own) for each in units for own in each.slots if own.sharded is shown), None)
     if (
         found is None
         or found[1] is slot
@@ -157,7 +161,7 @@ def ties_while_gathered(unit: Unit) -> dict[Place, Slot]:
             shown = place.params.get(place.name)
             if shown is slot.unsharded or shown is slot.sharded or _wraps_frozen(shown, slot):
                 continue
-            if (found := _tied_to(shown, slot)) is None:
+            if (found := _tied_to(shown, slot, unit)) is None:
                 raise StateError(
                     f"parameter '{slot.name}' was replaced by {_described(shown)} while it was gathered, and the "
                     "replacement would be lost",
@@ -171,7 +175,7 @@ def ties_while_gathered(unit: Unit) -> dict[Place, Slot]:
 
 def _adopt_found(unit: Unit) -> None:
     """Makes the parameters that modules show now the slots' sharded parameters; raises if one does not fit."""
-    found = [slot.found() for slot in unit.slots]
+    found = unit.form.found(unit.slots, f"unit '{unit.name}', rank {unit.rank}")
     for slot, param in zip(unit.slots, found, strict=True):
         if slot.is_shown and any(place.params.get(place.name) is not param for place in slot.places):
             raise StateError(
