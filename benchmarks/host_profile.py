@@ -70,7 +70,7 @@ METHODS = {
         "shardwise.engine.unit.unit_gradients.UnitGradients": "reduce",
         "shardwise.engine.step.root.Root": "begin_forward finish_earlier_reduces prefetch_before end_backward",
         "shardwise.engine.gather.unit_gather.UnitGather": "issue finish",
-        "shardwise.comm.channels.channel.Channel": "record",
+        "shardwise.comm.channels.watched.Channel": "record",
         "shardwise.engine.reduce.reduce_in_flight.ReduceInFlight": "issue finish",
     },
 }

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm.channels.channel import Channel
+from shardwise.comm.channels.watched import Channel
 from shardwise.comm.collectives.group import DONE, GroupCollectives, Work
 from shardwise.comm.mesh import DataMesh, give_reading
 from shardwise.forecast.recording import TapeRecorder

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise import MixedPrecisionPolicy, PeerFailure, fully_shard
-from shardwise.comm.channels.channel import UNNAMED
+from shardwise.comm.channels.watched import UNNAMED
 from shardwise.comm.collectives.group import GroupCollectives, channel_of
 from shardwise.comm.shared_memory import peers as shared_memory_peers
 from shardwise.testing import run_ranks

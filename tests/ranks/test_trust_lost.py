@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from shardwise import PeerFailure, set_trust, trace
 from shardwise.cli import main
-from shardwise.comm.channels import channel as channels
+from shardwise.comm.channels import watched as channels
 from shardwise.comm.channels.backend import BackendChannel
 from shardwise.comm.collectives import group as group_collectives
 from shardwise.comm.collectives.agreement import check_same_model

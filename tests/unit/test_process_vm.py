@@ -7,8 +7,8 @@ import resource
 import pytest
 import torch
 
-from shardwise.comm.channels.channel import Channel
 from shardwise.comm.channels.collective_log import collective_code
+from shardwise.comm.channels.watched import Channel
 from shardwise.comm.shared_memory.process_vm import ProcessVMPeers
 
 

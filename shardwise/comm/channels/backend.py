@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise import policies
-from shardwise.comm.channels.channel import UNNAMED, BackendWait, Waiting, WatchedChannel
+from shardwise.comm.channels.watched import UNNAMED, BackendWait, Waiting, WatchedChannel
 from shardwise.torch_internals import store_of
 
 _COUNT = 1 << 48

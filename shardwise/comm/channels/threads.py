@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.channels.channel import WatchedChannel
+from shardwise.comm.channels.watched import WatchedChannel
 from shardwise.torch_internals import name_of
 from shardwise.torch_threads import threaded_ranks_are_stopping
 

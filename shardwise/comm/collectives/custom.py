@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.channels.channel import UNNAMED
+from shardwise.comm.channels.watched import UNNAMED
 from shardwise.comm.collectives.group import DONE, GroupCollectives, Work
 from shardwise.errors import ConfigError
 from shardwise.torch_internals import backend_of, symmetric_memory

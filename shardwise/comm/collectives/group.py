@@ -22,9 +22,9 @@ from torch.distributed import AllreduceOptions, AllToAllOptions, ReduceScatterOp
 
 from shardwise import policies
 from shardwise.comm.channels.backend import BackendChannel
-from shardwise.comm.channels.channel import UNNAMED, Channel, WatchedChannel
 from shardwise.comm.channels.gloo import GlooChannel
 from shardwise.comm.channels.threads import ThreadChannel
+from shardwise.comm.channels.watched import UNNAMED, Channel, WatchedChannel
 from shardwise.comm.watchdog.thread import WATCHDOG
 from shardwise.torch_internals import AllgatherOptions, all_gather_call, backend_name, reduce_scatter_call
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from shardwise.comm.channels.channel import UNNAMED
+from shardwise.comm.channels.watched import UNNAMED
 from shardwise.comm.collectives.group import DONE, GroupCollectives, Work
 from shardwise.planning.layout import ceil_div
 from shardwise.planning.sums import tree_sum

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardwise import policies
-from shardwise.comm.channels.channel import Channel
+from shardwise.comm.channels.watched import Channel
 from shardwise.comm.collectives.group import GroupCollectives
 from shardwise.engine.step.non_finite import NonFiniteGuard
 from shardwise.engine.step.undo import Undo
