@@ -21,7 +21,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from shardwise.comm.channels.collective_log import collective_code
+from shardwise.comm.channels.channel import collective_code
 from shardwise.comm.collectives.group import GroupCollectives, channel_of
 from shardwise.engine.gather.full_tensors import flat_slots, is_flat, local_elements
 from shardwise.engine.reduce.gradient_buffer import GradientBuffer

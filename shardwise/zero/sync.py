@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from shardwise.comm.channels.collective_log import collective_code, listed
+from shardwise.comm.channels.channel import collective_code, listed
 from shardwise.comm.channels.watched import Channel
 from shardwise.comm.collectives.group import channel_of
 from shardwise.comm.exchange import Exchange, plan_exchange, process_vm_peers_of

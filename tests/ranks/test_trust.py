@@ -19,7 +19,7 @@ from shardwise import PeerFailure, RankDisagreement, StateError
 from shardwise.comm.channels import backend as native_wires
 from shardwise.comm.channels import watched as channels
 from shardwise.comm.channels.backend import BackendChannel
-from shardwise.comm.channels.collective_log import collective_code
+from shardwise.comm.channels.channel import collective_code
 from shardwise.comm.channels.watched import EpochFailure, LostConnection
 from shardwise.comm.collectives.group import GroupCollectives
 from shardwise.comm.watchdog.thread import WATCHDOG

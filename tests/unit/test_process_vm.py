@@ -7,7 +7,7 @@ import resource
 import pytest
 import torch
 
-from shardwise.comm.channels.collective_log import collective_code
+from shardwise.comm.channels.channel import collective_code
 from shardwise.comm.channels.watched import Channel
 from shardwise.comm.shared_memory.process_vm import ProcessVMPeers
 

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from shardwise import PeerFailure, policies
-from shardwise.comm.channels.collective_log import CollectiveLog, collective_code
+from shardwise.comm.channels.channel import CollectiveLog, collective_code
 from shardwise.comm.channels.watched import BackendWait, WatchedChannel
 from shardwise.comm.watchdog import thread as watchdog_thread
 from tests.unit.test_watchdog_diagnosis import note_of

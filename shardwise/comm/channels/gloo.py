@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.channels.collective_log import collective_code, collective_name
+from shardwise.comm.channels.channel import collective_code, collective_name
 from shardwise.comm.channels.dispatcher_visibility import dispatch_as
 from shardwise.comm.channels.watched import BackendWait, Waiting, WatchedChannel
 from shardwise.comm.shared_memory.arena import Lent

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise import policies, trace
-from shardwise.comm.channels.collective_log import CollectiveLog, collective_code, collective_name
+from shardwise.comm.channels.channel import CollectiveLog, collective_code, collective_name
 from shardwise.comm.watchdog.stacks import stack_of
 from shardwise.comm.watchdog.store import Entry, WatchdogStore
 from shardwise.errors import LOST_PEER_TEXTS, PeerFailure, RankDisagreement, ShardwiseError

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 
 from shardwise import policies
-from shardwise.comm.channels.collective_log import LogExcerpt, collective_name
+from shardwise.comm.channels.channel import LogExcerpt, collective_name
 from shardwise.comm.channels.watched import EpochFailure, Waiting, WatchedChannel, is_lost_connection
 from shardwise.comm.watchdog.diagnosis import Evidence, collect_evidence, describe_late_ranks, diagnose
 from shardwise.comm.watchdog.stacks import stack_of
