@@ -46,7 +46,7 @@ COUNTED, STILL = "shardwise, counted", "shardwise, still"
 # do nothing, so they are counted only on a GPU.
 METHODS = {
     GROUP: {
-        "shardwise.comm.collectives.group.GroupCollectives": "issue_all_gather issue_all_gather_each"
+        "shardwise.comm.channels.channel.GroupChannel": "issue_all_gather issue_all_gather_each"
         " issue_reduce_scatter"
     },
     COPIES: {
@@ -70,7 +70,7 @@ METHODS = {
         "shardwise.engine.unit.unit_gradients.UnitGradients": "reduce",
         "shardwise.engine.step.root.Root": "begin_forward finish_earlier_reduces prefetch_before end_backward",
         "shardwise.engine.gather.unit_gather.UnitGather": "issue finish",
-        "shardwise.comm.channels.watched.Channel": "record",
+        "shardwise.comm.channels.channel.Channel": "record",
         "shardwise.engine.reduce.reduce_in_flight.ReduceInFlight": "issue finish",
     },
 }

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm.channels.watched import Channel
+from shardwise.comm.channels.channel import Channel
 from shardwise.comm.shared_memory.process_vm import (
     DirectReads,
     InFlight,

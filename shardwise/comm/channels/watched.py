@@ -1,12 +1,4 @@
-"""A channel: how the data of one group travels from this rank, with the log of its collectives and its failures.
-
-Everything that shardwise sends over a group goes through the group's one channel, which records each collective in its
-log. How ranks notice that their logs differ depends on what carries the data:
-
-    gloo      messages carry a tag made from the log: ranks that diverge wait, and no data is mixed
-    threads   the same, with a table in memory
-    backend   all others: the group's own collectives carry the data, and logs are compared before an optimizer uses
-              a step
+"""Channels on which ranks notice that they have diverged, or that one of them is missing.
 
 The watchdog (``comm/watchdog/thread``) finds out why a rank waits, and may end the epoch with a failure that all ranks
 raise. Then they start new logs, and the group is usable again unless a rank was lost.
@@ -19,7 +11,6 @@ import logging
 import math
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, NoReturn, Protocol
 
@@ -27,14 +18,13 @@ import torch
 import torch.distributed as dist
 
 from shardwise import policies, trace
-from shardwise.comm.channels.channel import CollectiveLog, collective_code, collective_name
+from shardwise.comm.channels.channel import GroupChannel, collective_name
 from shardwise.comm.watchdog.stacks import stack_of
 from shardwise.comm.watchdog.store import Entry, WatchdogStore
 from shardwise.errors import LOST_PEER_TEXTS, PeerFailure, RankDisagreement, ShardwiseError
 from shardwise.torch_internals import is_destroyed, store_of, timeout_seconds_of
 
 _LOGGER = logging.getLogger("shardwise")
-UNNAMED = collective_code("communicate outside a unit")
 _ERRORS: dict[str, type[ShardwiseError]] = {
     "PeerFailure": PeerFailure,
     "RankDisagreement": RankDisagreement,
@@ -61,10 +51,6 @@ def is_lost_connection(error: BaseException) -> bool:
     # Backends raise plain RuntimeError for everything.
     is_of_a_backend = type(error) is RuntimeError or isinstance(error, dist.DistError)
     return is_of_a_backend and any(sign in str(error) for sign in _LOST_CONNECTION_TEXTS)
-
-
-def _no_group() -> None:
-    return None
 
 
 class EpochFailure(NamedTuple):
@@ -98,90 +84,7 @@ class BackendWait:
         self.polls_failure = polls_failure
 
 
-class Channel:
-    """One group's collectives on this rank. This class checks nothing: for groups of one, or with trust off."""
-
-    # Whether the channel itself carries the data; otherwise the group's own collectives do.
-    carries_data = False
-
-    # How long a wait may take; None where the watchdog ends waits.
-    wait_timeout_seconds: float | None = None
-
-    # Whether all ranks can currently read each other's rows in shared memory.
-    lends_rows = False
-
-    # Whether a CUDA graph is being captured: then nothing runs that one could wait for.
-    is_capturing = False
-
-    # An event behind the collective issued last: a device that does not reach it is stuck, and perhaps its host too.
-    # The engine's side streams record such events anyway, and leave the last one here.
-    last_event: Any = None
-
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        # Weak: a channel lives as long as its group, and must not keep it alive.
-        self.group = weakref.ref(group) if group is not None else _no_group
-        self.device = device
-        self.world = group.size() if group is not None else 1
-        self.rank = group.rank() if group is not None else 0
-        self.log = CollectiveLog()
-        self.num_models = 0
-        # Counts progress of this rank that is not an event in the log.
-        self.num_moves = 0
-
-    def record(self, code: int) -> int:
-        """Adds an event to the log and returns the new digest."""
-        return self.log.record(code)
-
-    def agree(self, code: int) -> None:
-        """Returns once all ranks are here with equal logs; otherwise all of them raise."""
-
-    def after_backend_collective(self) -> None:
-        """Records an event behind what was issued last on the current stream, where no side stream does."""
-
-    def before_backend_collective(self, code: int) -> None:
-        """Is called before one of the group's own collectives, which must not meet one of another size."""
-        self.record(code)
-
-    @contextlib.contextmanager
-    def watched(self, code: int, *, polls_failure: bool = False) -> Iterator[None]:
-        """Watches a wait for the group's own collectives: one that would never end raises what the watchdog found.
-
-        A wait with ``polls_failure`` looks for the failure itself, so the group's connections are left alone.
-        """
-        self.record(code)
-        yield
-
-    def gather(self, output: torch.Tensor, own: torch.Tensor, code: int) -> Any:
-        raise NotImplementedError
-
-    def gather_lent(self, output: torch.Tensor, own: torch.Tensor, code: int) -> Any:
-        """Lets every rank read every rank's ``own`` in shared memory; ``output`` only has the shape of the result."""
-        raise NotImplementedError
-
-    def reduce_scatter(self, output: torch.Tensor, rows: torch.Tensor, code: int) -> Any:
-        raise NotImplementedError
-
-    def exchange(self, output: torch.Tensor, rows: torch.Tensor, code: int) -> Any:
-        raise NotImplementedError
-
-    def lend(self, num_bytes: int) -> torch.Tensor | None:
-        """Returns shared memory for what this rank reduces or exchanges next, or None if there is none."""
-        return None
-
-    def drain(self, work: Any) -> bool:
-        """Returns whether an abandoned collective is over, so that it will write to no more memory."""
-        raise NotImplementedError
-
-    def abort_step(self, what: str) -> None:
-        """Tells peers that this rank has abandoned its step, and starts a new log."""
-        self.log.restart()
-
-    def fail(self, error: BaseException) -> NoReturn:
-        """Raises why a collective failed, which may say more than its error."""
-        raise error
-
-
-class WatchedChannel(Channel):
+class WatchedChannel(GroupChannel):
     """A channel on which ranks notice that they have diverged, or that one of them is missing."""
 
     # How much earlier than the group's own timeout its ranks give up waiting.
@@ -232,7 +135,7 @@ class WatchedChannel(Channel):
 
     def is_over(self) -> bool:
         """Returns whether the group has been destroyed: there is nobody left to watch, and maybe no store."""
-        group = self.group()
+        group = self.group_if_alive()
         return group is None or is_destroyed(group)
 
     def late_seconds(self) -> float:
@@ -240,7 +143,7 @@ class WatchedChannel(Channel):
         policy = policies.trust()
         late_seconds = policy.late_seconds
         if late_seconds is None:
-            group = self.group()
+            group = self.group_if_alive()
             late_seconds = (
                 0.0 if group is None else timeout_seconds_of(group, self.device) - self.margin_seconds
             )

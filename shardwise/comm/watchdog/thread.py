@@ -387,7 +387,7 @@ def _status(
     # Reading a stack interrupts the rank, and while a rank is merely busy nobody needs its stack.
     is_late = still_seconds >= policies.trust().timeout_seconds * _LATE_FRACTION
     stack = stack_of(channel.thread) if is_late else []
-    group = channel.group()
+    group = channel.group_if_alive()
     issued = num_issued(group) if is_late and group is not None else None
     excerpt = channel.log.excerpt(_NUM_EVENTS_POSTED)
     return {

@@ -36,7 +36,7 @@ from shardwise.engine.unit.membership import units_of
 from shardwise.errors import StateError
 from shardwise.planning.lifecycle import SHARDED, UNSHARDED
 from shardwise.planning.schedule import Window
-from shardwise.torch_internals import backward_executes, do_aside, inside_backward, queue_end_of_backward
+from shardwise.torch_internals import aside, backward_executes, inside_backward, queue_end_of_backward
 
 if TYPE_CHECKING:
     from shardwise.engine.unit.autograd_signals import Visit
@@ -53,7 +53,8 @@ class _EndOfBackward:
         root, self._root = self._root, None
         assert root is not None
         try:
-            do_aside(Root.end_backward, root)
+            with aside():
+                root.end_backward()
         except BaseException as error:
             root.break_off(f"{type(error).__name__} at the end of backward")
             raise

@@ -27,7 +27,7 @@ from shardwise.engine.unit.autograd_signals import GraphAttributes, Visit
 from shardwise.engine.unit.unit import Unit
 from shardwise.planning.lifecycle import GATHERING, UNSHARDED
 from shardwise.planning.schedule import KEEP
-from shardwise.torch_internals import current_backward, do_aside, inside_backward, untraced
+from shardwise.torch_internals import aside, current_backward, inside_backward, untraced
 
 
 def _weak_hook(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
@@ -41,7 +41,8 @@ def _weak_hook(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
     def call(param: Tensor) -> None:
         alive = reference()
         if alive is not None:
-            do_aside(alive, param)
+            with aside():
+                alive(param)
 
     return call
 
@@ -119,14 +120,16 @@ class UnitHooks:
         enters = self._input_device is not None and (unit.is_top or not root.in_forward)
         visit: Visit | None
         if root.in_backward and inside_backward():
-            visit = do_aside(UnitHooks._gather_for_recompute, self)
+            with aside():
+                visit = self._gather_for_recompute()
         elif self.has_several and self._calls:
             # A module that calls itself, or another of the unit's: one visit for all of them.
             visit = self._calls[-1][0]
         elif self._modules_to_run:
             visit = self._shared_visit
         else:
-            visit = do_aside(self._begin_forward, module)
+            with aside():
+                visit = self._begin_forward(module)
         is_usual = not kwargs and len(args) == 1 and isinstance(args[0], Tensor)
         swaps = NO_SWAPS if is_usual else InputSwaps((args, kwargs))
         self._calls.append((visit, swaps))
@@ -222,7 +225,8 @@ class UnitHooks:
         if not recomputes:
             self._modules_to_run.discard(module)
             if self._is_last_call():
-                do_aside(self._end_forward, visit)
+                with aside():
+                    self._end_forward(visit)
         self._leave_call()
         return output
 
@@ -302,7 +306,8 @@ class UnitHooks:
             if self._is_last_call():
                 self._shared_visit = None
                 if visit is not None:
-                    do_aside(self._release_after_error, visit)
+                    with aside():
+                        self._release_after_error(visit)
         self._leave_call()
         if self.unit.is_top and not self._calls:
             root.break_off_forward(error)

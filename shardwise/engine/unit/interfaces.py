@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING:
-    from shardwise.comm.channels.watched import Channel
+    from shardwise.comm.channels.channel import Channel
     from shardwise.comm.streams import SideStreams
     from shardwise.engine.reduce.reduce_in_flight import ReduceInFlight
     from shardwise.engine.reduce.reduce_plan import ReducePlan
