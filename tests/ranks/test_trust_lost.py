@@ -18,10 +18,10 @@ import torch.distributed as dist
 
 from shardwise import PeerFailure, set_trust, trace
 from shardwise.cli import main
+from shardwise.comm.channels import registry
 from shardwise.comm.channels import watched as channels
 from shardwise.comm.channels.backend import BackendChannel
 from shardwise.comm.channels.registry import channel_of
-from shardwise.comm.collectives import group as group_collectives
 from shardwise.comm.collectives.agreement import check_same_model
 from shardwise.comm.watchdog import thread as watchdog_thread
 from shardwise.testing import pool_call, run_ranks
@@ -286,7 +286,7 @@ def new_calls(native):
     with pytest.MonkeyPatch.context() as patch:
         if native:
             # As with NCCL, here without it.
-            patch.setattr(group_collectives, "_make_channel", BackendChannel)
+            patch.setattr(registry, "_make_channel", BackendChannel)
         return channel_of(group, torch.device("cpu"))
 
 

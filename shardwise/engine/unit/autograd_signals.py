@@ -185,7 +185,7 @@ class Visit:
     def _with_backward(self, output: Any) -> Any:
         """Gives the output of a root with joint units a backward on a rank that ran nothing trainable."""
         unit = self.hooks.unit
-        if unit.is_top:
+        if unit.position.is_top:
             output = with_backward(output)
             for tensor in tensors_in(output):
                 if tensor.requires_grad:

@@ -66,8 +66,11 @@ def _is_plain(tensor: Tensor) -> bool:
 class UnitHooks:
     """The hooks of one unit on its modules, parameters and activations."""
 
-    def __init__(self, unit: Unit) -> None:
+    def __init__(self, unit: Unit, companions: tuple[Unit, ...] = ()) -> None:
         self.unit = unit
+        # Units of the same modules on other meshes; they are among the unit's ``needs``, and have no visits of their
+        # own.
+        self.companions = companions
         # The calls that are running, the innermost last: a module may call itself. Each has its visit, None for a unit
         # that needs no gather, and the inputs that were swapped for it.
         self._calls: list[tuple[Visit | None, InputSwaps]] = []
@@ -117,7 +120,7 @@ class UnitHooks:
         """
         unit, root = self.unit, self.unit.root
         # Only inputs of the whole model may be on another device.
-        enters = self._input_device is not None and (unit.is_top or not root.in_forward)
+        enters = self._input_device is not None and (unit.position.is_top or not root.in_forward)
         visit: Visit | None
         if root.in_backward and inside_backward():
             with aside():
@@ -151,21 +154,21 @@ class UnitHooks:
     def _begin_forward(self, module: nn.Module) -> Visit | None:
         """Begins a visit: holds and gathers what the unit's modules show, and prefetches."""
         unit = self.unit
-        is_outermost = unit.is_top and not self._calls
-        is_within_model = unit.root.in_forward and not unit.is_top
+        is_outermost = unit.position.is_top and not self._calls
+        is_within_model = unit.root.in_forward and not unit.position.is_top
         visit: Visit | None = None
         try:
             if is_outermost:
                 unit.root.begin_forward()
             elif not unit.root.in_forward:
                 unit.root.begin_unit_alone()
-            if unit.needs or unit.is_top:
+            if unit.needs or unit.position.is_top:
                 visit = Visit(self, unit.root.window)
                 while visit.held is not unit.needs:
                     # A gather may find parameters tied to another unit's, and add that unit to ``needs``.
                     needs = unit.needs
                     for needed in needs[len(visit.held) :]:
-                        needed.hold_for_forward()
+                        needed.gathered.hold_for_forward()
                         visit.held = (*visit.held, needed)
                         needed.issue_gather(trace.IN_FORWARD, in_forward=True)
                     visit.held = needs
@@ -175,7 +178,7 @@ class UnitHooks:
                 needed.wait_gather()
         except BaseException as error:
             for needed in () if visit is None else visit.held:
-                if needed.release():
+                if needed.gathered.release():
                     needed.abandon_gather()
             if is_outermost:
                 unit.root.break_off_forward(error)
@@ -258,7 +261,7 @@ class UnitHooks:
             recorder.add(trace.POST_FORWARD, unit.name, trace.IN_FORWARD, unit.rank)
         if visit is not None:
             self._release(visit)
-        if unit.is_top and len(self._calls) < 2:
+        if unit.position.is_top and len(self._calls) < 2:
             unit.root.end_forward()
 
     def _release(self, visit: Visit, has_raised: bool = False) -> None:
@@ -267,7 +270,7 @@ class UnitHooks:
         for needed in held:
             if visit.is_unseen and not has_raised:
                 needed.gathered.awaits_unseen_backward = True
-            if needed.release():
+            if needed.gathered.release():
                 # What had been computed when forward raised may still be used in this step.
                 is_kept = is_grad_enabled() if has_raised else needed.gathered.awaits_unseen_backward
                 if is_kept:
@@ -309,7 +312,7 @@ class UnitHooks:
                     with aside():
                         self._release_after_error(visit)
         self._leave_call()
-        if self.unit.is_top and not self._calls:
+        if self.unit.position.is_top and not self._calls:
             root.break_off_forward(error)
 
     def _release_after_error(self, visit: Visit) -> None:
@@ -340,7 +343,7 @@ class UnitHooks:
             if needed.root is not root and not needed.root.in_backward:
                 # No model around both has run yet; this backward's end must end that root's backward, too.
                 needed.root.begin_backward()
-            needed.hold()
+            needed.gathered.hold()
             if needed.settings.gathers_in_backward:
                 needed.issue_gather(trace.IN_PRE_BACKWARD)
         for needed in unit.needs:
@@ -361,7 +364,7 @@ class UnitHooks:
             return
         self._close(visit)
         unit.gradients.reduce()
-        for companion in unit.companions:
+        for companion in self.companions:
             companion.gradients.reduce()
         if unit.settings.recorder is not None:
             self._report(unit.settings.recorder)
@@ -394,7 +397,7 @@ class UnitHooks:
     def flush(self) -> None:
         """Reduces, frees and reports at the end of backward what gave no signal."""
         unit = self.unit
-        if unit.prefetched and unit.state is GATHERING and unit.gradients.have_come():
+        if unit.state is GATHERING and unit.buffers.gather.is_prefetch and unit.gradients.have_come():
             unit.gradients.check_were_announced()
         if self._open_visits:
             self._owes_event = True
@@ -418,7 +421,7 @@ class UnitHooks:
         visit.is_open = False
         self._open_visits.remove(visit)
         for needed in self.unit.needs:
-            if needed.release():
+            if needed.gathered.release():
                 if needed.settings.frees_after_backward:
                     needed.reshard(trace.IN_POST_BACKWARD)
                 else:
