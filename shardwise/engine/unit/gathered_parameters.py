@@ -10,7 +10,7 @@ show the shards, because those are what a user reads and writes between steps.
 
 from __future__ import annotations
 
-from operator import ne
+from operator import and_, ne, or_
 from typing import Protocol
 
 import torch
@@ -102,7 +102,11 @@ class GatheredParameters:
         if now == before or len(now) != len(before):
             return
         is_kept = unit.state is UNSHARDED and self.kept_version is not None
-        written = unit.form.written(unit.slots, list(map(ne, now, before)))
+        written = list(map(ne, now, before))
+        if unit.form.are_written_together:
+            trained = [slot.sharded.requires_grad for slot in unit.slots]
+            if any(map(and_, written, trained)):
+                written = list(map(or_, written, trained))
         for index, slot in enumerate(unit.slots):
             if written[index]:
                 is_as_seen = is_kept and _contents(slot) == self._last_seen[index]
