@@ -147,7 +147,9 @@ class Channel(GroupCollectives):
         ordered_by_stream: bool = False,
         averages: bool = False,
     ) -> None:
-        super().__init__(device, backend, world, rank, ordered_by_stream=ordered_by_stream, averages=averages)
+        self.device, self.backend = device, backend
+        self.world, self.rank = world, rank
+        self.ordered_by_stream, self.averages = ordered_by_stream, averages
         self.log = CollectiveLog()
         self.num_models = 0
         # Counts progress of this rank that is not an event in the log.
@@ -246,12 +248,13 @@ class GroupChannel(Channel):
         if self.ordered_by_stream:
             # The collective runs on the stream it is issued on, our side stream: it needs no stream of its own and no
             # events to synchronize the two.
-            for options in (
+            everything = (
                 self._gather_options,
                 self._sum_options,
                 self._average_options,
                 self._exchange_options,
-            ):
+            )
+            for options in everything:
                 options.asyncOp = False
 
     @property

@@ -71,7 +71,7 @@ class StagedCollectives(WrappedCollectives):
     def issue_all_gather(self, output: torch.Tensor, own: torch.Tensor, code: int) -> Work:
         sent, received = self._staged(own), self._buffer_like(output)
         if self._own_all_gather is None:
-            work: Work | None = super().issue_all_gather(received, sent, code)
+            work: Work | None = self.inner.issue_all_gather(received, sent, code)
         else:
             self.channel.record(code)
             work = self._own_all_gather(received, sent, self.group, async_op=True)
@@ -82,7 +82,7 @@ class StagedCollectives(WrappedCollectives):
     ) -> Work:
         sent, received = self._staged(rows), self._buffer_like(output)
         if self._own_reduce_scatter is None:
-            work: Work | None = super().issue_reduce_scatter(received, sent, average, code)
+            work: Work | None = self.inner.issue_reduce_scatter(received, sent, average, code)
         else:
             self.channel.record(code)
             op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM

@@ -62,29 +62,18 @@ def drain(work: Any) -> bool:
 class GroupCollectives:
     """The collectives of one process group. ``code`` is a collective's event in the log."""
 
+    device: torch.device
+    backend: str
+    world: int
+    rank: int
+    ordered_by_stream: bool
+    averages: bool
     # Whether many tensors can be gathered in one operation, each into its own output.
     gathers_each = False
     # Whether all ranks can currently read each other's rows in shared memory.
     lends_rows = False
     # Whether there are no other ranks to ask: a dry run (``comm/dry_run``).
     is_dry = False
-
-    def __init__(
-        self,
-        device: torch.device,
-        backend: str,
-        world: int = 1,
-        rank: int = 0,
-        *,
-        ordered_by_stream: bool,
-        averages: bool,
-    ) -> None:
-        self.device = device
-        self.backend = backend
-        self.world = world
-        self.rank = rank
-        self.ordered_by_stream = ordered_by_stream
-        self.averages = averages
 
     @property
     def channel(self) -> Channel:
@@ -129,15 +118,10 @@ class WrappedCollectives(GroupCollectives):
     """The collectives of ``inner``, of which a subclass does some in another way."""
 
     def __init__(self, inner: GroupCollectives) -> None:
-        super().__init__(
-            inner.device,
-            inner.backend,
-            inner.world,
-            inner.rank,
-            ordered_by_stream=inner.ordered_by_stream,
-            averages=inner.averages,
-        )
         self.inner = inner
+        self.device, self.backend = inner.device, inner.backend
+        self.world, self.rank = inner.world, inner.rank
+        self.ordered_by_stream, self.averages = inner.ordered_by_stream, inner.averages
 
     @property
     def channel(self) -> Channel:
