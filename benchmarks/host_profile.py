@@ -46,7 +46,7 @@ COUNTED, STILL = "shardwise, counted", "shardwise, still"
 # do nothing, so they are counted only on a GPU.
 METHODS = {
     GROUP: {
-        "shardwise.comm.collectives.group.GroupCollectives": "issue_all_gather issue_all_gather_each"
+        "shardwise.comm.channels.channel.GroupChannel": "issue_all_gather issue_all_gather_each"
         " issue_reduce_scatter"
     },
     COPIES: {

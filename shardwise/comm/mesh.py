@@ -21,7 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from shardwise.comm.collectives.group import GroupCollectives, SingleRankCollectives
+from shardwise.comm.channels.channel import SingleRankChannel
+from shardwise.comm.channels.registry import channel_of
+from shardwise.comm.collectives.group import GroupCollectives
 from shardwise.comm.exchange import all_gather_bytes
 from shardwise.errors import ConfigError, StateError
 from shardwise.policies import DataParallelMeshDims, as_record
@@ -90,7 +92,7 @@ class DataMesh:
     def _group_of(self, ranks: list[int]) -> GroupCollectives:
         """Creates a group, called by its own ranks only: the mesh may be one of several in the job."""
         group = dist.new_group(ranks, use_local_synchronization=True)
-        return GroupCollectives(group, self.device)
+        return channel_of(group, self.device)
 
 
 _READINGS_ATTRIBUTE = "_shardwise_readings"
@@ -143,12 +145,10 @@ def _read_axes(mesh: DeviceMesh, dims: DataParallelMeshDims | None, where: str) 
         )
     device = _device_of(mesh)
     shard_axis = mesh.ndim - 1
-    shard = GroupCollectives(mesh.get_group(shard_axis), device)
+    shard = channel_of(mesh.get_group(shard_axis), device)
     if dims is not None and not dims.shard_names:
-        return DataMesh(
-            mesh, device, SingleRankCollectives(device, shard.ordered_by_stream), shard, whole, named
-        )
-    replicate = GroupCollectives(mesh.get_group(0), device) if mesh.ndim == 2 else None
+        return DataMesh(mesh, device, SingleRankChannel(device, shard.ordered_by_stream), shard, whole, named)
+    replicate = channel_of(mesh.get_group(0), device) if mesh.ndim == 2 else None
     return DataMesh(mesh, device, shard, replicate, whole, named)
 
 
@@ -173,15 +173,13 @@ def flat_mesh(mesh: DeviceMesh, device: torch.device, shards: bool) -> DataMesh:
     readings = _readings_of(mesh)
     key = (device, shards)
     if key not in readings:
-        last = GroupCollectives(mesh.get_group(mesh.ndim - 1), device)
+        last = channel_of(mesh.get_group(mesh.ndim - 1), device)
         if mesh.ndim == 2:
-            readings[key] = DataMesh(mesh, device, last, GroupCollectives(mesh.get_group(0), device))
+            readings[key] = DataMesh(mesh, device, last, channel_of(mesh.get_group(0), device))
         elif shards:
             readings[key] = DataMesh(mesh, device, last, None)
         else:
-            readings[key] = DataMesh(
-                mesh, device, SingleRankCollectives(device, last.ordered_by_stream), last
-            )
+            readings[key] = DataMesh(mesh, device, SingleRankChannel(device, last.ordered_by_stream), last)
     return readings[key]
 
 

@@ -81,10 +81,10 @@ class _StateHooks:
     def __call__(self, module: nn.Module, state_dict: Any, prefix: str, *_: Any) -> None:
         """Before a load: reshards the units, and brings the values to the placements of the parameters."""
         for name, (unit, slot) in _slots_of(module).items():
-            if unit.holders and unit.root.in_backward and not inside_backward():
+            if unit.gathered.holders and unit.root.in_backward and not inside_backward():
                 # That backward raised: its step is over.
                 unit.root.recover()
-            if unit.holders:
+            if unit.gathered.holders:
                 raise StateError(
                     f"load_state_dict was called while unit '{unit.name}' is in use",
                     where=f"rank {unit.rank}, inside a forward or backward",

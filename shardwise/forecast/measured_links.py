@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardwise.comm.collectives.group import GroupCollectives
+from shardwise.comm.channels.channel import GroupChannel
+from shardwise.comm.channels.registry import channel_of
 from shardwise.composable.fully_shard import fully_shard
 from shardwise.forecast.device_files import load_device
 from shardwise.forecast.measured_prices import Clock, lower_quartile
@@ -39,7 +40,7 @@ _KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 def links(clock: Clock) -> dict[str, Any]:
     """Returns the link between these ranks, as a device file has it: α–β lines through the times of collectives."""
     world = dist.get_world_size()
-    group = GroupCollectives(dist.group.WORLD, clock.device)  # type: ignore[arg-type]
+    group = channel_of(dist.group.WORLD, clock.device)  # type: ignore[arg-type]
     lines = {kind: fitted_line(_timed(clock, group, kind)) for kind in _KINDS}
     fixed, rate = lines["all_gather"]
     is_cpu = clock.device.type == "cpu"
@@ -58,7 +59,7 @@ def links(clock: Clock) -> dict[str, Any]:
     }
 
 
-def _timed(clock: Clock, group: GroupCollectives, kind: str) -> list[tuple[float, float]]:
+def _timed(clock: Clock, group: GroupChannel, kind: str) -> list[tuple[float, float]]:
     """Returns the bytes that each rank moves, and seconds, of collectives of several sizes."""
     world, found = group.world, []
     for numel in (1 << 8, 1 << 14, 1 << 18, 1 << 20, 1 << 22):
@@ -102,7 +103,7 @@ def fitted_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 def host_calls(clock: Clock) -> dict[str, float]:
     """Returns what it costs the host to issue a collective of a few bytes, in microseconds."""
-    group = GroupCollectives(dist.group.WORLD, clock.device)  # type: ignore[arg-type]
+    group = channel_of(dist.group.WORLD, clock.device)  # type: ignore[arg-type]
     own, rows = torch.ones(8, device=clock.device), torch.ones(8 * group.world, device=clock.device)
     runs = {
         "all_gather": lambda: group.issue_all_gather(rows, own),
@@ -123,7 +124,7 @@ def host_calls(clock: Clock) -> dict[str, float]:
 
 
 def _tiny_collective(clock: Clock) -> float:
-    group = GroupCollectives(dist.group.WORLD, clock.device)  # type: ignore[arg-type]
+    group = channel_of(dist.group.WORLD, clock.device)  # type: ignore[arg-type]
     own, rows = torch.ones(8, device=clock.device), torch.ones(8 * group.world, device=clock.device)
     return _together(clock, lambda: group.issue_all_gather(rows, own).wait())
 

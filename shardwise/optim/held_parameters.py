@@ -15,8 +15,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from shardwise.comm.channels.channel import SingleRankChannel
+from shardwise.comm.channels.registry import channel_of
 from shardwise.comm.collectives.agreement import gather_objects
-from shardwise.comm.collectives.group import GroupCollectives, SingleRankCollectives
+from shardwise.comm.collectives.group import GroupCollectives
 from shardwise.comm.exchange import transport_device
 from shardwise.engine.gather.full_tensors import local_elements
 from shardwise.engine.unit.binding import Slot
@@ -147,11 +149,11 @@ def find_group(params: Sequence[torch.Tensor], group: dist.ProcessGroup | None) 
     """Returns the collectives of all ranks that hold elements of the parameters; called by all of them."""
     device = params[0].device
     if not dist.is_initialized():
-        return SingleRankCollectives(device, ordered_by_stream=device.type == "cuda")
+        return SingleRankChannel(device, ordered_by_stream=device.type == "cuda")
     group = group or _group_of({mesh for param in params if (mesh := _mesh_of(param)) is not None})
     if group.size() == 1:
-        return SingleRankCollectives(device, ordered_by_stream=device.type == "cuda")
-    return GroupCollectives(group, transport_device(group, device))
+        return SingleRankChannel(device, ordered_by_stream=device.type == "cuda")
+    return channel_of(group, transport_device(group, device))
 
 
 def _mesh_of(param: torch.Tensor) -> DeviceMesh | None:
@@ -181,7 +183,7 @@ def _group_of(meshes: set[DeviceMesh]) -> dist.ProcessGroup:
 
 def ranks_of(calls: GroupCollectives) -> list[int]:
     """The world ranks of a group."""
-    if isinstance(calls, SingleRankCollectives):
+    if isinstance(calls, SingleRankChannel):
         return [dist.get_rank() if dist.is_initialized() else 0]
     return dist.get_process_group_ranks(calls.group)
 

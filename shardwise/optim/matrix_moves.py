@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardwise.comm.channels.collective_log import collective_code
+from shardwise.comm.channels.channel import collective_code
 from shardwise.comm.collectives.agreement import gather_bytes
 from shardwise.comm.collectives.group import GroupCollectives, drain
 from shardwise.planning.matrix_owners import Held, HeldBlock, RowsPlan, Shape, plan_messages, senders

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 
 from shardwise import trace
-from shardwise.comm.channels.collective_log import collective_code
+from shardwise.comm.channels.channel import collective_code
 from shardwise.comm.collectives.group import GroupCollectives
 from shardwise.engine.reduce.gradient_buffer import gradient_version
 from shardwise.engine.unit.unit import Unit

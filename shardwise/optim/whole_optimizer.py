@@ -21,7 +21,7 @@ from torch import nn
 from torch.autograd.graph import increment_version
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
-from shardwise.comm.channels.collective_log import collective_code
+from shardwise.comm.channels.channel import collective_code
 from shardwise.engine.step.agreement import forget_torn_steps
 from shardwise.errors import ConfigError, ConfigTypeError, PeerFailure, RankDisagreement, StateError
 from shardwise.optim.flat_optimizer import sharded_parameters

@@ -11,12 +11,15 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions as AllgatherOptions
 
 
-def all_gather_call(group: dist.ProcessGroup) -> Callable[..., Any]:
-    """Returns the group's all-gather into one tensor; groups written in Python only have the newer of its two names."""
+def all_gather_call(group: dist.ProcessGroup | type[dist.ProcessGroup]) -> Callable[..., Any]:
+    """Returns the all-gather into one tensor of a group, or of a class of groups.
+
+    Groups written in Python only have the newer of its two names.
+    """
     return getattr(group, "all_gather_single", None) or group._allgather_base
 
 
-def reduce_scatter_call(group: dist.ProcessGroup) -> Callable[..., Any]:
+def reduce_scatter_call(group: dist.ProcessGroup | type[dist.ProcessGroup]) -> Callable[..., Any]:
     return getattr(group, "reduce_scatter_single", None) or group._reduce_scatter_base
 
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter, is_
 from types import FrameType
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch._C._functorch import peek_interpreter_stack
@@ -25,9 +25,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils._python_dispatch import _disable_current_modes, _pop_mode, _push_mode
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
-
-A = TypeVar("A")
-R = TypeVar("R")
 
 # --- autograd ---------------------------------------------------------------------------------------------------------
 
@@ -131,16 +128,24 @@ unseen_by_modes: Callable[[], AbstractContextManager[Any]] = _disable_current_mo
 _RECORDING_MODES = (_CachingTorchDispatchMode, _CachedTorchDispatchMode, _CloneArgBeforeMutateMode)
 
 
-def do_aside(work: Callable[[A], R], given: A) -> R:
-    """Does work of the engine that is not part of the model's computation, and returns its result.
+def aside() -> AbstractContextManager[None]:
+    """Returns a context for work of the engine that is not part of the model's computation.
 
     If a mode recorded that work with a forward, a replay would repeat it, or miss it; and a transform of ``torch.func``
     would apply to its tensors. Modes that count collectives still see it.
     """
     if num_dispatch_modes() or peek_interpreter_stack() is not None:
-        with _unrecorded(), temporarily_clear_interpreter_stack():
-            return work(given)
-    return work(given)
+        return _aside()
+    return _NOBODY_RECORDS
+
+
+_NOBODY_RECORDS = nullcontext()
+
+
+@contextmanager
+def _aside() -> Iterator[None]:
+    with _unrecorded(), temporarily_clear_interpreter_stack():
+        yield
 
 
 @contextmanager

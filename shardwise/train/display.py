@@ -48,9 +48,9 @@ class Display(Protocol):
     def close(self) -> None: ...
 
 
-def make_display(output: Output, stream: TextIO | None = None) -> Display:
-    """Returns the display that the settings ask for, which writes to ``stream``, or to standard output."""
-    target = sys.stdout if stream is None else stream
+def make_display(output: Output) -> Display:
+    """Returns the display that the settings ask for, which writes to standard output."""
+    target = sys.stdout
     show = output.show
     if show == "auto":
         show = "live" if target.isatty() and optional("rich") is not None else "lines"

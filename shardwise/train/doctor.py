@@ -26,6 +26,7 @@ from shardwise.train.records import counted, format_bytes
 
 __all__ = ["Finding", "examine"]
 
+_RANKS_MEET_SECONDS = 60.0
 _NEEDED = "numpy"
 _EXTRAS = {
     "rich": "live progress",
@@ -46,7 +47,7 @@ class Finding:
     fix: str | None = None
 
 
-def examine(*, ranks: int = 2, timeout_seconds: float = 60.0) -> Iterator[Finding]:
+def examine() -> Iterator[Finding]:
     """Checks this machine and yields findings; a bad one keeps ``shardwise train`` from working."""
     yield _check_python()
     yield _check_torch()
@@ -55,9 +56,9 @@ def examine(*, ranks: int = 2, timeout_seconds: float = 60.0) -> Iterator[Findin
     yield _check_disk(Path.cwd())
     yield _check_open_files()
     yield _check_loopback()
-    yield _check_ranks(ranks, "cpu", timeout_seconds)
+    yield _check_ranks(2, "cpu")
     if torch.cuda.is_available():
-        yield _check_ranks(torch.cuda.device_count(), "cuda", timeout_seconds)
+        yield _check_ranks(torch.cuda.device_count(), "cuda")
         yield _check_kernels()
     yield _check_compiler()
     yield _check_package(_NEEDED, "shardwise train needs it", is_needed=True)
@@ -139,12 +140,12 @@ def _all_reduce_on_rank(device: torch.device) -> None:
         raise RuntimeError(f"a sum over {world_size} ranks came out as {float(value[0])}")
 
 
-def _check_ranks(ranks: int, kind: str, timeout_seconds: float) -> Finding:
+def _check_ranks(ranks: int, kind: str) -> Finding:
     name = counted(ranks, f"{kind.upper()} rank")
     begun = time.monotonic()
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
-        status = run_local_ranks(_all_reduce_on_rank, ranks, kind, timeout_seconds=timeout_seconds)
+        status = run_local_ranks(_all_reduce_on_rank, ranks, kind, timeout_seconds=_RANKS_MEET_SECONDS)
     if status == 0:
         return Finding(name, True, f"connected and computed a sum in {time.monotonic() - begun:.1f} s")
     reason = [line for line in said.getvalue().strip().splitlines() if not line.startswith("  then:")]

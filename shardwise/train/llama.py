@@ -187,19 +187,14 @@ class _Attention(nn.Module):
         self.o_proj = _linear(config.width, config.width)
 
     def forward(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        cache: LayerCache | None = None,
-        mask: Tensor | None = None,
+        self, x: Tensor, rotation: tuple[Tensor, Tensor], cache: LayerCache | None, mask: Tensor | None
     ) -> Tensor:
         batch, length, _ = x.shape
         # With tensor parallelism, each rank has some of the heads.
         query = self.q_proj(x).view(batch, length, -1, self.head_width).transpose(1, 2)
         key = self.k_proj(x).view(batch, length, -1, self.head_width).transpose(1, 2)
         value = self.v_proj(x).view(batch, length, -1, self.head_width).transpose(1, 2)
-        query, key = _rotated(query, cos, sin), _rotated(key, cos, sin)
+        query, key = _rotated(query, *rotation), _rotated(key, *rotation)
         if cache is not None and cache.length:
             mask = _causal_mask(length, cache.length, x.device)
         if cache is not None:
@@ -250,7 +245,7 @@ class LlamaBlock(nn.Module):
         cache: LayerCache | None = None,
         mask: Tensor | None = None,
     ) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, cache, mask)
+        x = x + self.self_attn(self.input_layernorm(x), (cos, sin), cache, mask)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
 

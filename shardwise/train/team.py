@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.channels.collective_log import collective_code
+from shardwise.comm.channels.channel import collective_code
+from shardwise.comm.channels.registry import channel_of
 from shardwise.comm.collectives.agreement import gather_bytes
-from shardwise.comm.collectives.group import GroupCollectives
 from shardwise.errors import ShardwiseError
 
 __all__ = ["Team"]
@@ -34,9 +34,7 @@ class Team:
         self.world_size = dist.get_world_size()
         self.group = self.new_group()
         # Used in every step: a rank that waits there must find out why, as in the model's own collectives.
-        self._watched = (
-            GroupCollectives(self.new_group(), torch.device("cpu")) if self.world_size > 1 else None
-        )
+        self._watched = channel_of(self.new_group(), torch.device("cpu")) if self.world_size > 1 else None
 
     @staticmethod
     def new_group() -> dist.ProcessGroup:

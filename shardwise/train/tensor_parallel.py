@@ -51,10 +51,10 @@ def divide_matrices(model: LlamaModel, mesh: DeviceMesh) -> None:
             mesh,
             {
                 "input_layernorm": SequenceParallel(),
-                # The rotations, the cache and the mask are the same on all ranks.
+                # The rotation, the cache and the mask are the same on all ranks.
                 "self_attn": PrepareModuleInput(
-                    input_layouts=(Shard(1), None, None, None, None),
-                    desired_input_layouts=(Replicate(), None, None, None, None),
+                    input_layouts=(Shard(1), None, None, None),
+                    desired_input_layouts=(Replicate(), None, None, None),
                 ),
                 "self_attn.q_proj": ColwiseParallel(),
                 "self_attn.k_proj": ColwiseParallel(),

@@ -21,8 +21,9 @@ from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from shardwise.comm.channels.collective_log import collective_code
-from shardwise.comm.collectives.group import GroupCollectives, channel_of
+from shardwise.comm.channels.channel import collective_code
+from shardwise.comm.channels.registry import channel_of
+from shardwise.comm.collectives.group import GroupCollectives
 from shardwise.engine.gather.full_tensors import flat_slots, is_flat, local_elements
 from shardwise.engine.reduce.gradient_buffer import GradientBuffer
 from shardwise.engine.unit.membership import membership

@@ -181,11 +181,14 @@ def send_from_first_rank(tensors: list[torch.Tensor], mesh: DataMesh) -> None:
                     start += tensor.numel()
 
 
-def _in_batches(tensors: list[torch.Tensor], max_numel: int = 1 << 24) -> Iterable[list[torch.Tensor]]:
+_BATCH_NUMEL = 1 << 24
+
+
+def _in_batches(tensors: list[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
     batch: list[torch.Tensor] = []
     numel = 0
     for tensor in tensors:
-        if batch and numel + tensor.numel() > max_numel:
+        if batch and numel + tensor.numel() > _BATCH_NUMEL:
             yield batch
             batch, numel = [], 0
         batch.append(tensor)

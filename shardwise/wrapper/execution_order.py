@@ -47,8 +47,8 @@ class OrderCheck:
     def before_unit(self, unit: Unit) -> None:
         """Checks the position of a unit, before it is gathered for forward."""
         if self._is_checking and unit.root is self._top.root and not unit.settings.is_joint:
-            self._names[unit.number] = unit.name or "(root)"
-            self._append(unit.number)
+            self._names[unit.position.number] = unit.name or "(root)"
+            self._append(unit.position.number)
 
     @untraced
     def end_forward(self) -> None:
@@ -99,7 +99,9 @@ class OrderCheck:
     def _name(self, number: int) -> str:
         known = self._names.get(number)
         if known is None:
-            known = next((unit.name for unit in self._top.root.units if unit.number == number), str(number))
+            known = next(
+                (unit.name for unit in self._top.root.units if unit.position.number == number), str(number)
+            )
         return known if number == _END else f"'{known}'"
 
 

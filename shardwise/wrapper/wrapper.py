@@ -174,7 +174,7 @@ class FullyShardedDataParallel(ReadAttributes):
             check_has_full_parameters(unit)
             return attributes["_modules"][WRAPPED_NAME](*args, **kwargs)
         root, hooks = unit.root, unit.hooks
-        is_top = unit.is_top and not hooks.is_running
+        is_top = unit.position.is_top and not hooks.is_running
         if is_top:
             self._begin_forward()
         # An inner wrapper that is called by itself casts its inputs as the outermost one does.
@@ -198,7 +198,7 @@ class FullyShardedDataParallel(ReadAttributes):
 
     def _enter_method(self, args: Any, kwargs: Any) -> Any:
         """Gathers before a method that ``register_fsdp_forward_method`` has registered; returns its inputs, cast."""
-        is_outermost = self._unit.is_top or not self._unit.root.is_busy
+        is_outermost = self._unit.position.is_top or not self._unit.root.is_busy
         return self._unit.hooks.pre_forward(self, args, kwargs, self._root_dtype if is_outermost else None)
 
     @untraced
@@ -347,7 +347,7 @@ class FullyShardedDataParallel(ReadAttributes):
 
     def _check_outermost(self, call: str, error: type[StateError] = StateError) -> None:
         """Raises on a wrapper inside another one, once that one is used as a whole."""
-        is_alone = self._unit.is_top and not self._has_root
+        is_alone = self._unit.position.is_top and not self._has_root
         if not self.check_is_root() and not is_alone:
             raise error(
                 f"{call} was called on a wrapper inside another one",

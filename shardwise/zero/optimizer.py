@@ -22,7 +22,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.optim import Optimizer
 
-from shardwise.comm.channels.collective_log import collective_code
+from shardwise.comm.channels.channel import collective_code
 from shardwise.errors import ConfigError, StateError
 from shardwise.optim.elementwise_classes import is_elementwise
 from shardwise.planning.ownership import OwnedPiece

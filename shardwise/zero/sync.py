@@ -18,9 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from shardwise.comm.channels.channel import Channel
-from shardwise.comm.channels.collective_log import collective_code, listed
-from shardwise.comm.collectives.group import channel_of
+from shardwise.comm.channels.channel import Channel, collective_code, listed
+from shardwise.comm.channels.registry import channel_of
 from shardwise.comm.exchange import Exchange, plan_exchange, process_vm_peers_of
 from shardwise.comm.shared_memory.process_vm import DirectReads, ProcessVMPeers, zeros_in_huge_pages
 from shardwise.engine.step.agreement import last_checkpoint

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor.debug import CommDebugMode
 
-from shardwise.comm.collectives.group import GroupCollectives
+from shardwise.comm.channels.registry import channel_of
 from shardwise.testing import run_ranks
 
 CPU = torch.device("cpu")
@@ -21,7 +21,7 @@ def rows_of(rank, world, dtype):
 def reduced_in_rank_order(dtype):
     rank, world = dist.get_rank(), dist.get_world_size()
     own = torch.empty(1001, dtype=dtype)
-    GroupCollectives(dist.group.WORLD, CPU).issue_reduce_scatter(
+    channel_of(dist.group.WORLD, CPU).issue_reduce_scatter(
         own, rows_of(rank, world, dtype), average=False
     ).wait()
     expected = rows_of(0, world, dtype).view(world, -1)[rank]
@@ -37,7 +37,7 @@ def test_rows_are_summed_in_rank_order_to_the_last_bit(world_size, dtype):
 
 
 def counted():
-    calls, world = GroupCollectives(dist.group.WORLD, CPU), dist.get_world_size()
+    calls, world = channel_of(dist.group.WORLD, CPU), dist.get_world_size()
     with CommDebugMode() as mode:
         calls.issue_reduce_scatter(torch.empty(3), torch.ones(3 * world), average=False).wait()
     return {str(op): count for op, count in mode.get_comm_counts().items()}
@@ -61,7 +61,7 @@ def test_torchs_kernels_stand_alone_again_after_a_call_that_was_counted():
 def native_beside_ours(in_mode):
     """Torch's own call on the same group, while one of ours is under way, with an op ours does not know."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    calls = GroupCollectives(dist.group.WORLD, CPU)
+    calls = channel_of(dist.group.WORLD, CPU)
     ours = torch.empty(4)
     pending = calls.issue_reduce_scatter(ours, torch.full((4 * world,), rank + 1.0), average=False)
     largest = torch.empty(4)

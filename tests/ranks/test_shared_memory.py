@@ -18,7 +18,7 @@ from torch import nn
 
 from shardwise import MixedPrecisionPolicy, PeerFailure, fully_shard
 from shardwise.comm.channels.channel import UNNAMED
-from shardwise.comm.collectives.group import GroupCollectives, channel_of
+from shardwise.comm.channels.registry import channel_of
 from shardwise.comm.shared_memory import peers as shared_memory_peers
 from shardwise.testing import run_ranks
 from tests.ranks.divergence import LONG_SECONDS, timeouts_of
@@ -63,7 +63,7 @@ def group_with(sight):
         else:
             patch.setattr(shared_memory_peers, "_open_peer", visit_some)
         group = dist.new_group()
-        GroupCollectives(group, CPU).channel.agree(UNNAMED)
+        channel_of(group, CPU).agree(UNNAMED)
     return group
 
 
@@ -132,7 +132,7 @@ def train_in(sights, options_of):
 
 def shuffled(group):
     """Collectives of all kinds and sizes, waited for late and in an order of each rank's own; what was sent changes."""
-    calls, rank, world = GroupCollectives(group, CPU), dist.get_rank(), dist.get_world_size()
+    calls, rank, world = channel_of(group, CPU), dist.get_rank(), dist.get_world_size()
     order = random.Random(rank)
     under_way = []
     for number in range(40):
@@ -178,27 +178,26 @@ def test_the_same_bits_wherever_ranks_are(world_size, options):
 def late_on_an_old_log():
     """Rank 0 sends, leaves, and uses its memory for something else; then rank 1 comes."""
     rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
-    calls = GroupCollectives(dist.group.WORLD, CPU)
-    channel = calls.channel
+    channel = channel_of(dist.group.WORLD, CPU)
     with timeouts_of(timeout_seconds=LONG_SECONDS):
         channel.agree(UNNAMED)
         gathered, own = torch.zeros(2000), torch.full((1000,), rank + 1.0)
         lent_there = weakref.ref(channel._local_peers._borrowers[rank].memory)
         seen = None
         if rank == 0:
-            calls.issue_all_gather(gathered, own)
+            channel.issue_all_gather(gathered, own)
             channel.abort_step("it does not like this log")
             own.zero_()
             store.set("left", "1")
         else:
             store.wait(["left"])
             try:
-                calls.issue_all_gather(gathered, own).wait()
+                channel.issue_all_gather(gathered, own).wait()
                 seen = set(gathered.tolist())
                 channel.agree(UNNAMED)
             except PeerFailure as error:
                 seen = (seen, str(error))
-        calls.issue_all_gather(gathered, torch.full((1000,), rank + 3.0)).wait()
+        channel.issue_all_gather(gathered, torch.full((1000,), rank + 3.0)).wait()
         assert set(gathered.tolist()) == {3.0, 4.0}
         while lent_there() is not None:
             # The watch may be looking at it just now. What is still there for good ends in a timeout here.
@@ -229,8 +228,8 @@ def test_thousands_of_collectives_may_be_in_flight():
 
 def read_from_a_stopped_rank(folder):
     """Rank 1 sends and is stopped before rank 0 has read; it goes on when that has."""
-    calls, rank = GroupCollectives(dist.group.WORLD, CPU), dist.get_rank()
-    calls.channel.agree(UNNAMED)
+    calls, rank = channel_of(dist.group.WORLD, CPU), dist.get_rank()
+    calls.agree(UNNAMED)
     gathered = torch.empty(2000)
     work = calls.issue_all_gather(gathered, torch.full((1000,), float(rank)))
     if rank == 1:
@@ -245,7 +244,7 @@ def read_from_a_stopped_rank(folder):
     work.wait()
     if rank == 0:
         os.kill(pid, signal.SIGCONT)
-    calls.channel.agree(UNNAMED)
+    calls.agree(UNNAMED)
     return gathered.view(2, -1).mean(1).tolist()
 
 

@@ -17,11 +17,11 @@ import torch.distributed as dist
 
 from shardwise import PeerFailure, RankDisagreement, StateError
 from shardwise.comm.channels import backend as native_wires
-from shardwise.comm.channels import channel as channels
+from shardwise.comm.channels import watched as channels
 from shardwise.comm.channels.backend import BackendChannel
-from shardwise.comm.channels.channel import EpochFailure, LostConnection
-from shardwise.comm.channels.collective_log import collective_code
-from shardwise.comm.collectives.group import GroupCollectives
+from shardwise.comm.channels.channel import collective_code
+from shardwise.comm.channels.registry import channel_of
+from shardwise.comm.channels.watched import EpochFailure, LostConnection
 from shardwise.comm.watchdog.thread import WATCHDOG
 from shardwise.engine.unit.membership import units_of
 from shardwise.testing import run_ranks
@@ -117,7 +117,7 @@ def test_ranks_that_diverge_or_abort_are_told_and_train_on(api, world_size, who,
 
 def different_sizes():
     """The same collective of different sizes, which gloo itself would end the process for; then one that is right."""
-    calls, rank = GroupCollectives(dist.group.WORLD, torch.device("cpu")), dist.get_rank()
+    calls, rank = channel_of(dist.group.WORLD, torch.device("cpu")), dist.get_rank()
     with timeouts_of(timeout_seconds=LONG_SECONDS), pytest.raises(RankDisagreement) as caught:
         calls.issue_all_gather(torch.empty(8 + 2 * rank), torch.ones(4 + rank)).wait()
     gathered = torch.empty(2)
@@ -196,8 +196,7 @@ def native_agreements():
 
 def failing_collectives():
     """What NCCL raises when it is asked for another collective after a peer was lost, here without NCCL."""
-    calls = GroupCollectives(dist.group.WORLD, torch.device("cpu"))
-    calls.channel = BackendChannel(dist.group.WORLD, torch.device("cpu"))
+    calls = BackendChannel(dist.group.WORLD, torch.device("cpu"))
 
     def lost(*_):
         raise dist.DistBackendError("remote process exited\nncclRemoteError\nLast error:\nrecv failed\n")
@@ -225,10 +224,8 @@ def failing_collectives():
         dist.barrier()
         with pytest.raises(dist.DistBackendError, match="out of memory"):
             calls.issue_all_gather(torch.empty(2), torch.ones(1))
-    calls.channel.set_failure(
-        EpochFailure(PeerFailure, "rank 1 is dead", "").as_entry(), calls.channel.log.epoch
-    )
-    calls.channel.record = calls.channel.log.record
+    calls.set_failure(EpochFailure(PeerFailure, "rank 1 is dead", "").as_entry(), calls.log.epoch)
+    calls.record = calls.log.record
     with pytest.raises(PeerFailure, match="rank 1 is dead"):
         calls.issue_reduce_scatter(torch.empty(1), torch.ones(2), average=False)
 
@@ -256,7 +253,7 @@ def test_only_lost_connections_are_recognised_as_such(error, is_lost):
 
 def own_errors():
     """Rank 1 fails in a collective in ways of its own: it raises that, and the other is told of it."""
-    calls, rank = GroupCollectives(dist.group.WORLD, torch.device("cpu")), dist.get_rank()
+    calls, rank = channel_of(dist.group.WORLD, torch.device("cpu")), dist.get_rank()
     reported = []
 
     def gather(fails_in=None):
@@ -271,7 +268,7 @@ def own_errors():
         return gathered.tolist()
 
     def watched(error):
-        with calls.channel.watched(collective_code("consolidate something")):
+        with calls.watched(collective_code("consolidate something")):
             if rank == 1:
                 raise error
             gather()
@@ -284,7 +281,7 @@ def own_errors():
 
     with timeouts_of(timeout_seconds=LONG_SECONDS):
         gather()
-        near = type(calls.channel._local_peers)
+        near = type(calls._local_peers)
         for attempt, error in (
             (gather, (near, "send", raises(OSError(24, "Too many open files")))),
             (gather, (near, "receive", raises(RuntimeError("a bug of ours")))),
@@ -324,7 +321,7 @@ def deadlock_on_two_groups():
     """Rank 0 waits for rank 1 in one group, that one for rank 0 in the other."""
     rank = dist.get_rank()
     groups = [dist.new_group(), dist.new_group()]
-    for_each = [GroupCollectives(group, torch.device("cpu")) for group in groups]
+    for_each = [channel_of(group, torch.device("cpu")) for group in groups]
 
     def gather(calls):
         gathered = torch.empty(2)
@@ -348,7 +345,7 @@ def test_ranks_that_wait_for_each_other_in_two_groups_are_told_though_both_are_a
 
 def a_barrier_on_one():
     """Rank 1 sits in a collective of torch's that rank 0 will not come to."""
-    calls, rank = GroupCollectives(dist.group.WORLD, torch.device("cpu")), dist.get_rank()
+    calls, rank = channel_of(dist.group.WORLD, torch.device("cpu")), dist.get_rank()
     gathered = torch.empty(2)
     calls.issue_all_gather(gathered, torch.full((1,), float(rank))).wait()
     store = dist.distributed_c10d._get_default_store()

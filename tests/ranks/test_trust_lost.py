@@ -18,11 +18,11 @@ import torch.distributed as dist
 
 from shardwise import PeerFailure, set_trust, trace
 from shardwise.cli import main
-from shardwise.comm.channels import channel as channels
+from shardwise.comm.channels import registry
+from shardwise.comm.channels import watched as channels
 from shardwise.comm.channels.backend import BackendChannel
-from shardwise.comm.collectives import group as group_collectives
+from shardwise.comm.channels.registry import channel_of
 from shardwise.comm.collectives.agreement import check_same_model
-from shardwise.comm.collectives.group import GroupCollectives
 from shardwise.comm.watchdog import thread as watchdog_thread
 from shardwise.testing import pool_call, run_ranks
 from shardwise.testing.failures import RankFailure
@@ -240,7 +240,7 @@ def test_a_slow_rank_causes_warnings_and_is_waited_for_until_its_time_is_up(
 
 def out_of_descriptors(folder):
     """Rank 0 has none left while it waits for rank 1, which is late but well."""
-    calls, rank = GroupCollectives(dist.group.WORLD, torch.device("cpu")), dist.get_rank()
+    calls, rank = channel_of(dist.group.WORLD, torch.device("cpu")), dist.get_rank()
     own, gathered = torch.full((1,), float(rank)), torch.empty(2)
     calls.issue_all_gather(gathered, own).wait()
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -265,7 +265,7 @@ def test_a_rank_out_of_descriptors_takes_nobody_for_dead(tmp_path):
 
 
 def one_ends_early(folder):
-    calls, rank = GroupCollectives(dist.group.WORLD, torch.device("cpu")), dist.get_rank()
+    calls, rank = channel_of(dist.group.WORLD, torch.device("cpu")), dist.get_rank()
     own, gathered = torch.full((1,), float(rank)), torch.empty(2)
     calls.issue_all_gather(gathered, own).wait()
     if rank == 1:
@@ -286,8 +286,8 @@ def new_calls(native):
     with pytest.MonkeyPatch.context() as patch:
         if native:
             # As with NCCL, here without it.
-            patch.setattr(group_collectives, "_make_channel", BackendChannel)
-        return GroupCollectives(group, torch.device("cpu"))
+            patch.setattr(registry, "_make_channel", BackendChannel)
+        return channel_of(group, torch.device("cpu"))
 
 
 _FIRST = {False: "compare the models of all ranks", True: "use the model for the first time"}

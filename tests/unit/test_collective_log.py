@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 
-from shardwise.comm.channels.channel import EpochFailure, WatchedChannel
-from shardwise.comm.channels.collective_log import CollectiveLog, collective_code, first_divergence, listed
+from shardwise.comm.channels.channel import CollectiveLog, collective_code, first_divergence, listed
+from shardwise.comm.channels.watched import EpochFailure, WatchedChannel
 from shardwise.errors import PeerFailure
 
 CODES = [collective_code(f"event {number}") for number in range(1, 50)]

@@ -7,8 +7,7 @@ import resource
 import pytest
 import torch
 
-from shardwise.comm.channels.channel import Channel
-from shardwise.comm.channels.collective_log import collective_code
+from shardwise.comm.channels.channel import Channel, collective_code
 from shardwise.comm.shared_memory.process_vm import ProcessVMPeers
 
 
@@ -16,7 +15,7 @@ def pair(least_descriptor=0):
     """Two ranks of one process."""
     to_zero, to_one = ([_moved(end, least_descriptor) for end in os.pipe()] for _ in range(2))
     pids = [os.getpid()] * 2
-    channels = [Channel(None, torch.device("cpu")) for _ in range(2)]
+    channels = [Channel(torch.device("cpu"), "solo") for _ in range(2)]
     return (
         ProcessVMPeers(channels[0], pids, {1: to_zero[0]}, {1: to_one[1]}),
         ProcessVMPeers(channels[1], pids, {0: to_one[0]}, {0: to_zero[1]}),

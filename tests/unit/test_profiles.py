@@ -206,8 +206,8 @@ def test_a_still_model_sends_and_copies_nothing_and_keeps_its_memory(load):
     host_profile = load("host_profile")
     names = {f"{method.owner.__name__}.{method.name}" for method in host_profile.stilled_methods("cpu")}
     assert {
-        "GroupCollectives.issue_all_gather",
-        "GroupCollectives.issue_reduce_scatter",
+        "GroupChannel.issue_all_gather",
+        "GroupChannel.issue_reduce_scatter",
         "ElasticBuffer.shrink",
     } <= names
     assert {"ContiguousPack.fill", "FusedPack.fill", "CopyBlocks.run"} <= names

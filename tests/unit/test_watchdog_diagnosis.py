@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from shardwise import PeerFailure, RankDisagreement
-from shardwise.comm.channels.collective_log import LogExcerpt, collective_code
+from shardwise.comm.channels.channel import LogExcerpt, collective_code
 from shardwise.comm.watchdog import diagnosis
 from shardwise.comm.watchdog.diagnosis import Evidence, collect_evidence, describe_late_ranks, diagnose
 

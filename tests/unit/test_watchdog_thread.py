@@ -10,14 +10,14 @@ import pytest
 import torch.distributed as dist
 
 from shardwise import PeerFailure, policies
-from shardwise.comm.channels.channel import BackendWait, WatchedChannel
-from shardwise.comm.channels.collective_log import CollectiveLog, collective_code
+from shardwise.comm.channels.channel import CollectiveLog, collective_code
+from shardwise.comm.channels.watched import BackendWait, WatchedChannel
 from shardwise.comm.watchdog import thread as watchdog_thread
 from tests.unit.test_watchdog_diagnosis import note_of
 
 
 def test_stacks_are_read_late():
-    channel = SimpleNamespace(log=CollectiveLog(), thread=threading.get_ident(), group=lambda: None)
+    channel = SimpleNamespace(log=CollectiveLog(), thread=threading.get_ident(), group_if_alive=lambda: None)
     timeout_seconds, observed = policies.trust().timeout_seconds, watchdog_thread._Observation()
     assert watchdog_thread._status(channel, None, observed, timeout_seconds / 10)["stack"] == []
     assert any(
@@ -69,7 +69,7 @@ class WaitingChannel(WatchedChannel):
         )
         self.log.record(collective_code("gather 'a' in forward"))
         self.log.record(collective_code("gather 'b' in forward"))
-        self.group, self.thread, self.restarted_at = (lambda: None), threading.get_ident(), -math.inf
+        self._group, self.thread, self.restarted_at = (lambda: None), threading.get_ident(), -math.inf
         self.waiting = BackendWait(collective_code("gather 'b' in forward"), polls_failure=True)
         self._epoch_failure, self.is_whole_world, self.num_moves = None, True, 0
         self.ended = []

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 from shardwise import policies
-from shardwise.comm.channels.channel import UNNAMED, BackendWait, Waiting, WatchedChannel
+from shardwise.comm.channels.channel import UNNAMED
+from shardwise.comm.channels.watched import BackendWait, Waiting, WatchedChannel
 from shardwise.torch_internals import store_of
 
 _COUNT = 1 << 48
@@ -138,7 +139,7 @@ class BackendChannel(WatchedChannel):
 
     def _abort(self) -> None:
         """Aborts the group, which ends a collective that the device is stuck in; torch would kill the process later."""
-        group = self.group()
+        group = self.group_if_alive()
         if group is not None and not self._is_aborted:
             self._is_aborted = True
             group.abort()

@@ -1,114 +1,134 @@
-"""A channel: how the data of one group travels from this rank, with the log of its collectives and its failures.
+"""A channel: a process group's collectives on this rank, with the log of what has been issued.
 
-Everything that shardwise sends over a group goes through the group's one channel, which records each collective in its
-log. How ranks notice that their logs differ depends on what carries the data:
+Everything that shardwise sends over a group goes through the group's one channel (``registry``), which records each
+collective in its log. How ranks notice that their logs differ depends on what carries the data:
 
     gloo      messages carry a tag made from the log: ranks that diverge wait, and no data is mixed
     threads   the same, with a table in memory
     backend   all others: the group's own collectives carry the data, and logs are compared before an optimizer uses
               a step
 
-The watchdog (``comm/watchdog/thread``) finds out why a rank waits, and may end the epoch with a failure that all ranks
-raise. Then they start new logs, and the group is usable again unless a rank was lost.
+The log is a digest and the last events. Each collective is an event, identified by a code that is made once from its
+name. The digest mixes the codes of all events in order: ranks with equal digests have issued the same events. An
+*epoch* lasts from one failure to the next: after a failure that was caught, all ranks start a new log, whose digests
+differ from those of the old one.
+
+    digest   d0 ──code a──▶ d1 ──code b──▶ d2        ring   [..., (1, a, t), (2, b, t)]
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
-import math
-import threading
+import hashlib
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, NoReturn, Protocol
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed import AllreduceOptions, AllToAllOptions, ReduceScatterOptions
 
-from shardwise import policies, trace
-from shardwise.comm.channels.collective_log import CollectiveLog, collective_code, collective_name
-from shardwise.comm.watchdog.stacks import stack_of
-from shardwise.comm.watchdog.store import Entry, WatchdogStore
-from shardwise.errors import LOST_PEER_TEXTS, PeerFailure, RankDisagreement, ShardwiseError
-from shardwise.torch_internals import is_destroyed, store_of, timeout_seconds_of
+from shardwise.comm.collectives.group import DONE, GroupCollectives, Work
+from shardwise.errors import StateError
+from shardwise.torch_internals import AllgatherOptions, all_gather_call, backend_name, reduce_scatter_call
 
-_LOGGER = logging.getLogger("shardwise")
-UNNAMED = collective_code("communicate outside a unit")
-_ERRORS: dict[str, type[ShardwiseError]] = {
-    "PeerFailure": PeerFailure,
-    "RankDisagreement": RankDisagreement,
-}
-_WATCHDOG_KNOWS_SECONDS = 8.0
-_LONGEST_REASON = 500
-_LOST_CONNECTION_TEXTS = (
-    *LOST_PEER_TEXTS,
-    "caused pair closure",
-    "remote process",
-    "ncclRemoteError",
-    "communicator was aborted",
-)
+_MASK = (1 << 61) - 1
+_MIX = 0x9E3779B97F4A7C1
+_MAX_EVENTS = 4096
+# Longer lists of names are abbreviated to the first two.
+_LONGEST_LIST = 4
+
+# Of the whole process, and never removed from: a name has the same code everywhere.
+_names: dict[int, str] = {}
 
 
-class LostConnection(RuntimeError):
-    """The peer is gone."""
+def collective_code(name: str) -> int:
+    """Returns the code of an event with this name."""
+    code = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") & _MASK
+    _names[code] = name
+    return code
 
 
-def is_lost_connection(error: BaseException) -> bool:
-    """Returns whether an error shows that another rank has gone."""
-    if isinstance(error, (LostConnection, dist.DistNetworkError)):
-        return True
-    # Backends raise plain RuntimeError for everything.
-    is_of_a_backend = type(error) is RuntimeError or isinstance(error, dist.DistError)
-    return is_of_a_backend and any(sign in str(error) for sign in _LOST_CONNECTION_TEXTS)
+def listed(names: Sequence[object]) -> str:
+    """Returns a list as part of an event's name: short, and different for every list."""
+    if len(names) <= _LONGEST_LIST:
+        return repr([*names])
+    first = ", ".join(map(repr, names[:2]))
+    checksum = hashlib.blake2b(repr([*names]).encode(), digest_size=4).hexdigest()
+    return f"[{first} and {len(names) - 2} more; checksum {checksum}]"
 
 
-def _no_group() -> None:
+def collective_name(code: int) -> str:
+    return _names[code]
+
+
+class LogExcerpt(NamedTuple):
+    """A log as it is posted: the number of its events, and the names of the last ones."""
+
+    epoch: int
+    num_events: int
+    names: list[str]
+
+
+class CollectiveLog:
+    """What this rank has issued on one group since the last failure."""
+
+    __slots__ = ("digest", "epoch", "events", "num_events")
+
+    def __init__(self) -> None:
+        self.epoch = -1
+        self.restart()
+
+    def restart(self) -> None:
+        # The epoch last: another thread that reads the new one then finds no events of the old one.
+        self.events: deque[tuple[int, int, int]] = deque(maxlen=_MAX_EVENTS)
+        self.num_events = 0
+        self.digest = self.epoch + 1
+        self.epoch += 1
+
+    def record(self, code: int) -> int:
+        """Adds an event and returns the new digest."""
+        self.digest = digest = (self.digest * _MIX + code) & _MASK
+        self.num_events = number = self.num_events + 1
+        self.events.append((number, code, time.perf_counter_ns()))
+        return digest
+
+    def excerpt(self, num_shown: int = _MAX_EVENTS) -> LogExcerpt:
+        """Returns a consistent excerpt, for another thread, while this one may go on recording."""
+        while True:
+            epoch, events = self.epoch, tuple(self.events)
+            if epoch == self.epoch:
+                shown = [_names[code] for _, code, _ in events[-num_shown:]]
+                return LogExcerpt(epoch, events[-1][0] if events else 0, shown)
+
+
+def first_divergence(logs: Sequence[tuple[int, list[str]]]) -> int | None:
+    """Returns the number of the first event in which logs differ, or None.
+
+    A log is the number of its events and the names of the last ones. One that is merely shorter does not differ.
+    """
+    start = max(num_events - len(names) for num_events, names in logs)
+    stop = max(num_events for num_events, _ in logs)
+    for number in range(start, stop):
+        known = {names[number - num_events] for num_events, names in logs if number < num_events}
+        if len(known) > 1:
+            return number
     return None
 
 
-class EpochFailure(NamedTuple):
-    """The error that ended an epoch."""
-
-    error: type[ShardwiseError]
-    what: str
-    fix: str
-    details: str = ""
-    # The number of the event in which this rank waited in vain. If all ranks get past it after all, before any of them
-    # has raised, the failure is void.
-    place: int | None = None
-
-    def as_entry(self) -> Entry:
-        """Returns the failure as JSON for the store."""
-        return {**self._asdict(), "error": self.error.__name__}
+UNNAMED = collective_code("communicate outside a unit")
 
 
-class Waiting(Protocol):
-    """What a training thread is waiting in."""
-
-    @property
-    def code(self) -> int: ...
-
-
-class BackendWait:
-    """A wait for the group's own collectives. One that polls for a failure needs no help to end."""
-
-    def __init__(self, code: int, *, polls_failure: bool) -> None:
-        self.code = code
-        self.polls_failure = polls_failure
-
-
-class Channel:
-    """One group's collectives on this rank. This class checks nothing: for groups of one, or with trust off."""
+class Channel(GroupCollectives):
+    """A group's collectives on this rank, with their log. This class checks nothing; its kinds transfer the data."""
 
     # Whether the channel itself carries the data; otherwise the group's own collectives do.
     carries_data = False
 
     # How long a wait may take; None where the watchdog ends waits.
     wait_timeout_seconds: float | None = None
-
-    # Whether all ranks can currently read each other's rows in shared memory.
-    lends_rows = False
 
     # Whether a CUDA graph is being captured: then nothing runs that one could wait for.
     is_capturing = False
@@ -117,16 +137,30 @@ class Channel:
     # The engine's side streams record such events anyway, and leave the last one here.
     last_event: Any = None
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        # Weak: a channel lives as long as its group, and must not keep it alive.
-        self.group = weakref.ref(group) if group is not None else _no_group
-        self.device = device
-        self.world = group.size() if group is not None else 1
-        self.rank = group.rank() if group is not None else 0
+    def __init__(
+        self,
+        device: torch.device,
+        backend: str,
+        world: int = 1,
+        rank: int = 0,
+        *,
+        ordered_by_stream: bool = False,
+        averages: bool = False,
+    ) -> None:
+        self.device, self.backend = device, backend
+        self.world, self.rank = world, rank
+        self.ordered_by_stream, self.averages = ordered_by_stream, averages
         self.log = CollectiveLog()
         self.num_models = 0
         # Counts progress of this rank that is not an event in the log.
         self.num_moves = 0
+
+    @property
+    def channel(self) -> Channel:
+        return self
+
+    def lend(self, num_bytes: int) -> torch.Tensor | None:
+        return None
 
     def record(self, code: int) -> int:
         """Adds an event to the log and returns the new digest."""
@@ -151,23 +185,6 @@ class Channel:
         self.record(code)
         yield
 
-    def gather(self, output: torch.Tensor, own: torch.Tensor, code: int) -> Any:
-        raise NotImplementedError
-
-    def gather_lent(self, output: torch.Tensor, own: torch.Tensor, code: int) -> Any:
-        """Lets every rank read every rank's ``own`` in shared memory; ``output`` only has the shape of the result."""
-        raise NotImplementedError
-
-    def reduce_scatter(self, output: torch.Tensor, rows: torch.Tensor, code: int) -> Any:
-        raise NotImplementedError
-
-    def exchange(self, output: torch.Tensor, rows: torch.Tensor, code: int) -> Any:
-        raise NotImplementedError
-
-    def lend(self, num_bytes: int) -> torch.Tensor | None:
-        """Returns shared memory for what this rank reduces or exchanges next, or None if there is none."""
-        return None
-
     def drain(self, work: Any) -> bool:
         """Returns whether an abandoned collective is over, so that it will write to no more memory."""
         raise NotImplementedError
@@ -181,187 +198,126 @@ class Channel:
         raise error
 
 
-class WatchedChannel(Channel):
-    """A channel on which ranks notice that they have diverged, or that one of them is missing."""
+class SingleRankChannel(Channel):
+    """A single rank: no group, no communication."""
 
-    # How much earlier than the group's own timeout its ranks give up waiting.
-    margin_seconds = 0.0
+    def __init__(self, device: torch.device, ordered_by_stream: bool) -> None:
+        super().__init__(device, "solo", ordered_by_stream=ordered_by_stream, averages=True)
+
+    def issue_all_gather(self, output: torch.Tensor, own: torch.Tensor, code: int = UNNAMED) -> Work:
+        if output.data_ptr() != own.data_ptr():
+            output.copy_(own)
+        return DONE
+
+    def issue_reduce_scatter(
+        self, output: torch.Tensor, rows: torch.Tensor, average: bool, code: int = UNNAMED
+    ) -> Work:
+        output.copy_(rows)
+        return DONE
+
+    def issue_all_reduce(self, tensor: torch.Tensor, average: bool, code: int = UNNAMED) -> Work:
+        return DONE
+
+
+class GroupChannel(Channel):
+    """A group whose own collectives carry the data, unchecked: a fake group, one of one rank, or with trust off.
+
+    ``torch.distributed``'s own functions check and translate their arguments on every call; here that is done once.
+    """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        super().__init__(group, device)
-        self.ranks = dist.get_process_group_ranks(group)
-        self.world_rank = self.ranks[self.rank]
-        self.is_whole_world = self.world == dist.get_world_size()
-        self.thread = threading.get_ident()
-        self.checks = policies.trust().checks != "off"
-        self.store = WatchdogStore(store_of(group, "shardwise"), self.rank, self.world)
-        # Written by the training thread, read by the watchdog.
-        self.waiting: Waiting | None = None
-        # Written by the watchdog, read by the training thread: an epoch, and the error it ended with.
-        self._epoch_failure: tuple[int, ShardwiseError] | None = None
-        # Set by the watchdog while the store does not answer: a call to it would block.
-        self.is_store_silent = False
-        # When this rank last started a new log; peers may need its help to leave the old one.
-        self.restarted_at = -math.inf
+        backend = backend_name(group, device)
+        super().__init__(
+            device,
+            backend,
+            group.size(),
+            group.rank(),
+            ordered_by_stream=device.type == "cuda" and backend in ("nccl", "fake"),
+            # The fake group stands in for NCCL: it accepts any operation and transfers nothing.
+            averages=backend in ("nccl", "fake"),
+        )
+        # Weak, and functions of its class: a channel lives as long as its group, and must not keep it alive.
+        self._group = weakref.ref(group)
+        self._all_gather = all_gather_call(type(group))
+        self._reduce_scatter = reduce_scatter_call(type(group))
+        self.gathers_each = self.ordered_by_stream
+        self._gather_options = AllgatherOptions()
+        self._sum_options = _reduce_scatter_options(dist.ReduceOp.SUM)
+        self._average_options = _reduce_scatter_options(dist.ReduceOp.AVG)
+        self._exchange_options = AllToAllOptions()
+        if self.ordered_by_stream:
+            # The collective runs on the stream it is issued on, our side stream: it needs no stream of its own and no
+            # events to synchronize the two.
+            everything = (
+                self._gather_options,
+                self._sum_options,
+                self._average_options,
+                self._exchange_options,
+            )
+            for options in everything:
+                options.asyncOp = False
 
     @property
-    def failure(self) -> ShardwiseError | None:
-        """The error that ended this epoch, if any. The watchdog may be late, with one of an epoch already left."""
-        ended = self._epoch_failure
-        return ended[1] if ended is not None and ended[0] == self.log.epoch else None
+    def group(self) -> dist.ProcessGroup:
+        group = self._group()
+        if group is None:
+            raise StateError(
+                "a process group was used after it had been destroyed",
+                where=f"rank {self.rank} of {self.world} of that group",
+                fix="call destroy_process_group() only when the models sharded over the group are no longer used",
+            )
+        return group
 
-    @contextlib.contextmanager
-    def watched(self, code: int, *, polls_failure: bool = False) -> Iterator[None]:
+    def group_if_alive(self) -> dist.ProcessGroup | None:
+        return self._group()
+
+    def issue_all_gather(self, output: torch.Tensor, own: torch.Tensor, code: int = UNNAMED) -> Work:
         self.record(code)
-        self.waiting = BackendWait(code, polls_failure=polls_failure)
-        epoch = self.log.epoch
         try:
-            yield
-        except BaseException as error:
-            if self.log.epoch == epoch:
-                self.fail(error)
-            # This rank has aborted its step and told its peers: the error is its own.
-            raise
-        finally:
-            self.waiting = None
+            return self._all_gather(self.group, output, own, self._gather_options) or DONE
+        except dist.DistBackendError as error:
+            self.fail(error)
+
+    def issue_all_gather_each(
+        self, outputs: list[torch.Tensor], owns: list[torch.Tensor], code: int = UNNAMED
+    ) -> Work:
+        self.record(code)
+        return self._issue(self.group.allgather_into_tensor_coalesced, outputs, owns, self._gather_options)
+
+    def issue_reduce_scatter(
+        self, output: torch.Tensor, rows: torch.Tensor, average: bool, code: int = UNNAMED
+    ) -> Work:
+        self.record(code)
+        options = self._average_options if average else self._sum_options
+        try:
+            return self._reduce_scatter(self.group, output, rows, options) or DONE
+        except dist.DistBackendError as error:
+            self.fail(error)
+
+    def issue_exchange(self, output: torch.Tensor, rows: torch.Tensor, code: int = UNNAMED) -> Work:
+        self.record(code)
+        return self._issue(self.group.alltoall_base, output, rows, [], [], self._exchange_options)
+
+    def issue_all_reduce(self, tensor: torch.Tensor, average: bool, code: int = UNNAMED) -> Work:
+        self.before_backend_collective(code)
+        options = AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if average else dist.ReduceOp.SUM)
+        work = self._issue(self.group.allreduce, [tensor], options)
         self.after_backend_collective()
-        if self.failure is not None:
-            self.raise_failure()
+        return work
 
-    # --- for the watchdog -----------------------------------------------------------------------------------------
+    def _issue(self, call: Callable[..., Any], *args: Any) -> Work:
+        """Calls one of the group's own collectives; if it raises because the epoch has failed, raises that failure.
 
-    def is_over(self) -> bool:
-        """Returns whether the group has been destroyed: there is nobody left to watch, and maybe no store."""
-        group = self.group()
-        return group is None or is_destroyed(group)
-
-    def late_seconds(self) -> float:
-        """Returns how long to wait for a rank that is alive and running."""
-        policy = policies.trust()
-        late_seconds = policy.late_seconds
-        if late_seconds is None:
-            group = self.group()
-            late_seconds = (
-                0.0 if group is None else timeout_seconds_of(group, self.device) - self.margin_seconds
-            )
-        return max(policy.timeout_seconds, late_seconds)
-
-    def current_wait(self) -> Waiting | None:
-        """Returns what this rank is waiting in, or None."""
-        return self.waiting
-
-    def release_wait(self, waiting: Waiting, seconds_since_failure: float) -> None:
-        """Makes the training thread return from a wait after a failure."""
-
-    def release_wait_without_store(self, waiting: Waiting) -> None:
-        """Does the same when peers cannot be asked for help."""
-
-    def help_peers(self) -> None:
-        """Helps peers out of collectives that a failure has ended."""
-
-    def set_failure(self, failure: Entry, epoch: int) -> None:
-        """Keeps an epoch's failure for the training thread, which may be leaving that epoch at this moment."""
-        error = _ERRORS[failure["error"]](failure["what"], where=self._where(), fix=failure["fix"])
-        if failure["details"]:
-            error.what = f"{error.what}\n{failure['details']}"
-        self._epoch_failure = (epoch, error)
-
-    def end_epoch(self, epoch: int, failure: EpochFailure, void: Entry | None = None) -> None:
-        """Posts the failure that ends an epoch for all ranks, unless another rank has posted one."""
-        self.store.end_epoch(epoch, failure.as_entry(), void)
-
-    def is_void(self, failure: Entry, epoch: int) -> bool:
-        """Returns whether this rank has got past the wait that the failure is about, and no rank has raised it."""
-        place = failure["place"]
-        return place is not None and self.log.num_events > place and not self.store.is_raised(epoch)
-
-    # --- failures -------------------------------------------------------------------------------------------------
-
-    def raise_failure(self) -> None:
-        """Raises the epoch's failure, if there is one, and starts a new log."""
-        error = self.failure
-        if error is not None:
-            # The error keeps alive whatever is held by the frames it passes through.
-            self._epoch_failure = None
-            self._save_events(error)
-            self.post_to_peers(self.store.mark_raised, self.log.epoch)
-            self._restart_log()
-            raise error
-
-    def abort_step(self, what: str) -> None:
-        failure = EpochFailure(
-            PeerFailure,
-            f"rank {self.world_rank} aborted its step: {what}",
-            "read that rank's own error; ranks that catch the error can go on with the next step together",
-        )
-        self.post_to_peers(self.end_epoch, self.log.epoch, failure)
-        self._restart_log()
-
-    def post_to_peers(self, post: Callable[..., None], *what: Any) -> None:
-        """Posts something for the peers. If that fails, this rank still raises what it has to raise."""
-        if self.is_store_silent:
-            return
+        The two calls that every unit makes in every step do this inline.
+        """
         try:
-            post(*what)
-        except Exception as error:  # noqa: BLE001  the store may have died with the rank that hosts it
-            _LOGGER.info(
-                "rank %d could not tell its peers why it stops: %s", self.world_rank, _summary(error)
-            )
-
-    def _restart_log(self) -> None:
-        self.log.restart()
-        self.restarted_at = time.monotonic()
-
-    def fail(self, error: BaseException) -> NoReturn:
-        """Raises the epoch's failure if there is one, else a PeerFailure if a connection was lost, else ``error``."""
-        is_lost = is_lost_connection(error)
-        deadline = time.monotonic() + _WATCHDOG_KNOWS_SECONDS
-        while is_lost and self.checks and self.failure is None and time.monotonic() < deadline:
-            # The watchdog finds out more than a closed connection shows.
-            time.sleep(0.05)
-        if isinstance(error, Exception):
-            self.raise_failure()
-        if not is_lost:
-            waiting = self.current_wait()
-            place = f' in "{collective_name(waiting.code)}"' if waiting else ""
-            self.abort_step(f"{type(error).__name__}{place}: {_summary(error)}"[:_LONGEST_REASON])
-            raise error
-        lost = PeerFailure(
-            f"lost the connection to another rank: {_summary(error)}",
-            where=self._where(),
-            fix="look for the rank that died in the job's logs; restart from the last checkpoint",
-        )
-        self._save_events(lost)
-        self._restart_log()
-        raise lost from error
-
-    def _where(self) -> str:
-        waiting = self.current_wait()
-        return f"rank {self.world_rank}" + (
-            f', waiting in "{collective_name(waiting.code)}"' if waiting else ""
-        )
-
-    def _save_events(self, error: ShardwiseError) -> None:
-        now = time.perf_counter_ns()
-        file = trace.save_failure(
-            policies.trust().trace_dir,
-            trace.Failure(
-                rank=self.world_rank,
-                ranks=self.ranks,
-                error=f"{type(error).__name__}: {error}",
-                stack=stack_of(self.thread),
-                num_events=self.log.num_events,
-                events=[
-                    (collective_name(code), (now - at_ns) / 1e9) for _, code, at_ns in tuple(self.log.events)
-                ],
-            ),
-        )
-        if file is not None:
-            error.where = f"{error.where}; its last events are in {file}"
+            return call(*args) or DONE
+        except dist.DistBackendError as error:
+            self.fail(error)
 
 
-def _summary(error: BaseException) -> str:
-    """Returns the first line of a backend's error; NCCL names the cause further down."""
-    first, _, rest = str(error).partition("\n")
-    cause = rest.partition("Last error:")[2].strip().partition("\n")[0]
-    return f"{first}: {cause}" if cause else first
+def _reduce_scatter_options(op: Any) -> Any:
+    options = ReduceScatterOptions()
+    options.reduceOp = op
+    return options

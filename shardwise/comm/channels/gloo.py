@@ -27,16 +27,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.channels.channel import BackendWait, Waiting, WatchedChannel
-from shardwise.comm.channels.collective_log import collective_code, collective_name
+from shardwise.comm.channels.channel import UNNAMED, collective_code, collective_name
 from shardwise.comm.channels.dispatcher_visibility import dispatch_as
+from shardwise.comm.channels.watched import BackendWait, Waiting, WatchedChannel
 from shardwise.comm.shared_memory.arena import Lent
 from shardwise.comm.shared_memory.peers import PAYLOAD, LocalPeers, find_local_peers
 from shardwise.torch_internals import (
-    all_gather_call,
     backend_of,
     num_dispatch_modes,
-    reduce_scatter_call,
     timeout_seconds_of,
 )
 
@@ -108,9 +106,8 @@ class GlooChannel(WatchedChannel):
     def before_backend_collective(self, code: int) -> None:
         self.agree(code)
 
-    def gather(self, output: torch.Tensor, own: torch.Tensor, code: int) -> GlooWork:
-        """Gathers every rank's ``own`` into ``output``, in rank order."""
-        return self._issue(GlooWork, code, own.nbytes, (output, own), all_gather_call, self._post_gather)
+    def issue_all_gather(self, output: torch.Tensor, own: torch.Tensor, code: int = UNNAMED) -> GlooWork:
+        return self._begin(GlooWork, code, own.nbytes, (output, own), self._all_gather, self._post_gather)
 
     def _post_gather(self, posted: GlooWork) -> None:
         output, own = posted.alive
@@ -119,16 +116,18 @@ class GlooChannel(WatchedChannel):
         self._lend(posted, own, rows)
         self._post(posted, rows, [own] * self.world, self._remote_peers)
 
-    def gather_lent(self, output: torch.Tensor, own: torch.Tensor, code: int) -> GlooWork:
-        return self._issue(GlooRows, code, own.nbytes, (output, own), all_gather_call, self._post_row)
+    def issue_all_gather_lent(self, output: torch.Tensor, own: torch.Tensor, code: int = UNNAMED) -> GlooWork:
+        return self._begin(GlooRows, code, own.nbytes, (output, own), self._all_gather, self._post_row)
 
     def _post_row(self, posted: GlooWork) -> None:
         _, own = posted.alive
         self._lend(posted, own, ())
 
-    def reduce_scatter(self, output: torch.Tensor, rows: torch.Tensor, code: int) -> GlooWork:
-        """Sums this rank's row over all ranks into ``output``."""
-        return self._issue(GlooSum, code, output.nbytes, (output, rows), reduce_scatter_call, self._post_rows)
+    def issue_reduce_scatter(
+        self, output: torch.Tensor, rows: torch.Tensor, average: bool, code: int = UNNAMED
+    ) -> GlooWork:
+        size = output.nbytes
+        return self._begin(GlooSum, code, size, (output, rows), self._reduce_scatter, self._post_rows)
 
     def _post_rows(self, posted: GlooWork) -> None:
         assert isinstance(posted, GlooSum)
@@ -146,12 +145,10 @@ class GlooChannel(WatchedChannel):
         local = self._local_peers
         return local.lend(num_bytes) if local is not None and local.peers and num_bytes else None
 
-    def exchange(self, output: torch.Tensor, rows: torch.Tensor, code: int) -> GlooWork:
-        """Gathers every rank's row for this rank into ``output``, in rank order: a reduce-scatter without the sum."""
-        row_bytes = rows.nbytes // self.world
-        return self._issue(
-            GlooWork, code, row_bytes, (output, rows), reduce_scatter_call, self._post_exchange
-        )
+    def issue_exchange(self, output: torch.Tensor, rows: torch.Tensor, code: int = UNNAMED) -> GlooWork:
+        """A reduce-scatter without the sum."""
+        size = rows.nbytes // self.world
+        return self._begin(GlooWork, code, size, (output, rows), self._reduce_scatter, self._post_exchange)
 
     def _post_exchange(self, posted: GlooWork) -> None:
         output, rows = posted.alive
@@ -209,13 +206,13 @@ class GlooChannel(WatchedChannel):
         except Exception as error:  # noqa: BLE001  raised again, once peers know
             self.fail(error)
 
-    def _issue(
+    def _begin(
         self,
         kind: type[GlooWork],
         code: int,
         message_bytes: int,
         tensors: tuple[torch.Tensor, ...],
-        counts_as: Callable[[dist.ProcessGroup], Callable[..., Any]],
+        counts_as: Callable[..., Any],
         post: Callable[[GlooWork], None],
     ) -> GlooWork:
         posted = kind(self, code, self._next_digest(code, message_bytes), message_bytes)
@@ -227,9 +224,7 @@ class GlooChannel(WatchedChannel):
             post(posted)
             return posted
         # A dispatch mode may be counting collectives: show it the one that this is.
-        group = self.group()
-        assert group is not None
-        dispatch_as(counts_as(group), tensors, partial(post, posted), posted.works)
+        dispatch_as(partial(counts_as, self.group), tensors, partial(post, posted), posted.works)
         return posted
 
     # --- failures -------------------------------------------------------------------------------------------------

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.channels.channel import WatchedChannel
+from shardwise.comm.channels.channel import UNNAMED
+from shardwise.comm.channels.watched import WatchedChannel
 from shardwise.torch_internals import name_of
 from shardwise.torch_threads import threaded_ranks_are_stopping
 
@@ -34,15 +37,15 @@ class _Table:
         self.rendezvous_by_digest: dict[int, _Rendezvous] = {}
 
 
+@dataclass(eq=False)
 class _Rendezvous:
     """One collective: the tensors of the ranks that have arrived."""
 
-    def __init__(self) -> None:
-        self.arrived: dict[int, Pair] = {}
-        self.is_over = threading.Event()
-        self.is_running = False
-        self.is_cancelled = False
-        self.error: Exception | None = None
+    arrived: dict[int, Pair] = field(default_factory=dict)
+    is_over: threading.Event = field(default_factory=threading.Event)
+    is_running: bool = False
+    is_cancelled: bool = False
+    error: Exception | None = None
 
 
 _tables_lock = threading.Lock()
@@ -50,12 +53,39 @@ _tables: weakref.WeakValueDictionary[str, _Table] = weakref.WeakValueDictionary(
 
 
 class ThreadWork:
-    """This rank's side of a rendezvous."""
+    """This rank's side of a rendezvous. Inside of ``with``, the last rank to arrive does the work for all."""
 
-    def __init__(self, channel: ThreadChannel, code: int, rendezvous: _Rendezvous) -> None:
+    def __init__(self, channel: ThreadChannel, code: int, digest: int, own: Pair) -> None:
+        """Puts this rank's tensors on the table, where ranks with the same digest look for them."""
         self.code = code
         self.channel = channel
-        self.rendezvous = rendezvous
+        # The tensors of all ranks, if this one does the work.
+        self.arrived: Sequence[Pair] = ()
+        table, world = channel.table, channel.world
+        with table.lock:
+            self.rendezvous = met = table.rendezvous_by_digest.setdefault(digest, _Rendezvous())
+            met.arrived[channel.rank] = own
+            if len(met.arrived) == world:
+                del table.rendezvous_by_digest[digest]
+                met.is_running = not met.is_cancelled
+                if met.is_running:
+                    self.arrived = list(map(met.arrived.__getitem__, range(world)))
+
+    def __enter__(self) -> Sequence[Pair]:
+        return self.arrived
+
+    def __exit__(self, _: object, error: BaseException | None, trace: TracebackType | None) -> bool:
+        if not self.arrived:
+            return False
+        self.arrived, rendezvous = (), self.rendezvous
+        if isinstance(error, Exception):
+            # Every rank raises it.
+            rendezvous.error = error
+        elif error is not None:
+            return False
+        rendezvous.arrived.clear()
+        rendezvous.is_over.set()
+        return True
 
     def wait(self) -> None:
         rendezvous, channel = self.rendezvous, self.channel
@@ -81,51 +111,56 @@ class ThreadChannel(WatchedChannel):
         super().__init__(group, device)
         self.poll_seconds = _POLL_SECONDS * max(1.0, self.world / _RANKS_PER_POLL)
         with _tables_lock:
-            self._table = _tables.setdefault(name_of(group), _Table())
+            self.table = _tables.setdefault(name_of(group), _Table())
 
     def is_over(self) -> bool:
         # Whether the group is destroyed only the rank's own thread can tell.
-        return self.group() is None
+        return self.group_if_alive() is None
 
     def before_backend_collective(self, code: int) -> None:
         self.agree(code)
 
-    def gather(self, output: torch.Tensor, own: torch.Tensor, code: int) -> ThreadWork:
-        return self._meet(code, (output, own), _gather)
+    def issue_all_gather(self, output: torch.Tensor, own: torch.Tensor, code: int = UNNAMED) -> ThreadWork:
+        met = ThreadWork(self, code, self.log.record(code), (output, own))
+        with met as arrived, torch.no_grad():
+            for received, _ in arrived:
+                rows = received.detach().view(self.world, -1)
+                for row, (_, sent) in zip(rows, arrived, strict=True):
+                    row.copy_(sent.detach().view(-1))
+        return met
 
-    def reduce_scatter(self, output: torch.Tensor, rows: torch.Tensor, code: int) -> ThreadWork:
-        return self._meet(code, (output, rows), _reduce)
+    def issue_reduce_scatter(
+        self, output: torch.Tensor, rows: torch.Tensor, average: bool, code: int = UNNAMED
+    ) -> ThreadWork:
+        met = ThreadWork(self, code, self.log.record(code), (output, rows))
+        with met as arrived, torch.no_grad():
+            for rank, (reduced, _) in enumerate(arrived):
+                total = reduced.detach()
+                for term, (_, sent) in enumerate(arrived):
+                    row = sent.detach().view(self.world, -1)[rank]
+                    total.copy_(row) if term == 0 else total.add_(row)
+        return met
 
-    def exchange(self, output: torch.Tensor, rows: torch.Tensor, code: int) -> ThreadWork:
-        return self._meet(code, (output, rows), _exchange)
+    def issue_exchange(self, output: torch.Tensor, rows: torch.Tensor, code: int = UNNAMED) -> ThreadWork:
+        met = ThreadWork(self, code, self.log.record(code), (output, rows))
+        with met as arrived, torch.no_grad():
+            for rank, (received, _) in enumerate(arrived):
+                for row, (_, sent) in zip(received.detach().view(self.world, -1), arrived, strict=True):
+                    row.copy_(sent.detach().view(self.world, -1)[rank])
+        return met
 
     def agree(self, code: int) -> None:
         if self.checks:
-            self._meet(code, _NOTHING, _agree).wait()
-
-    def _meet(self, code: int, own: Pair, work: Callable[[list[Pair]], None]) -> ThreadWork:
-        digest, table = self.log.record(code), self._table
-        with table.lock:
-            rendezvous = table.rendezvous_by_digest.setdefault(digest, _Rendezvous())
-            rendezvous.arrived[self.rank] = own
-            is_last = len(rendezvous.arrived) == self.world
-            if is_last:
-                del table.rendezvous_by_digest[digest]
-            rendezvous.is_running = works = is_last and not rendezvous.is_cancelled
-        if works:
-            try:
-                with torch.no_grad():
-                    work([rendezvous.arrived[rank] for rank in range(self.world)])
-            except Exception as error:  # noqa: BLE001  every rank raises it
-                rendezvous.error = error
-            rendezvous.arrived.clear()
-            rendezvous.is_over.set()
-        return ThreadWork(self, code, rendezvous)
+            met = ThreadWork(self, code, self.log.record(code), _NOTHING)
+            with met:
+                # That all have arrived is enough.
+                pass
+            met.wait()
 
     def drain(self, work: Any) -> bool:
         rendezvous: _Rendezvous = work.rendezvous
         rendezvous.is_over.wait(_DRAIN_SECONDS)
-        with self._table.lock:
+        with self.table.lock:
             rendezvous.is_cancelled = True
         if rendezvous.is_running:
             rendezvous.is_over.wait()
@@ -133,28 +168,3 @@ class ThreadChannel(WatchedChannel):
 
 
 _NOTHING = (torch.empty(0, device="cpu"), torch.empty(0, device="cpu"))
-
-
-def _gather(arrived: list[Pair]) -> None:
-    for output, _ in arrived:
-        rows = output.detach().view(len(arrived), -1)
-        for row, (_, own) in zip(rows, arrived, strict=True):
-            row.copy_(own.detach().view(-1))
-
-
-def _reduce(arrived: list[Pair]) -> None:
-    for rank, (output, _) in enumerate(arrived):
-        total = output.detach()
-        for term, (_, rows) in enumerate(arrived):
-            row = rows.detach().view(len(arrived), -1)[rank]
-            total.copy_(row) if term == 0 else total.add_(row)
-
-
-def _exchange(arrived: list[Pair]) -> None:
-    for rank, (output, _) in enumerate(arrived):
-        for row, (_, rows) in zip(output.detach().view(len(arrived), -1), arrived, strict=True):
-            row.copy_(rows.detach().view(len(arrived), -1)[rank])
-
-
-def _agree(arrived: list[Pair]) -> None:
-    """Does nothing: that all have arrived is enough."""

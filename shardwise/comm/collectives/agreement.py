@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.channels.collective_log import collective_code
+from shardwise.comm.channels.channel import collective_code
 from shardwise.comm.collectives.group import GroupCollectives
 from shardwise.errors import RankDisagreement
 from shardwise.torch_internals import unseen_by_modes

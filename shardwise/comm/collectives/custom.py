@@ -12,8 +12,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.channels.channel import UNNAMED
-from shardwise.comm.collectives.group import DONE, GroupCollectives, Work
+from shardwise.comm.collectives.group import DONE, GroupCollectives, Work, WrappedCollectives
 from shardwise.errors import ConfigError
 from shardwise.torch_internals import backend_of, symmetric_memory
 
@@ -51,7 +50,7 @@ class ReduceScatter(Comm, Protocol):
     ) -> Work | None: ...
 
 
-class StagedCollectives(GroupCollectives):
+class StagedCollectives(WrappedCollectives):
     """A group whose gathers and reduces use a user's buffers; ``set_by`` names the setting that asked for it."""
 
     def __init__(
@@ -63,35 +62,27 @@ class StagedCollectives(GroupCollectives):
         *,
         set_by: str,
     ) -> None:
-        super().__init__(inner.group, inner.device)
+        super().__init__(inner)
         self.set_by = set_by
-        self.gathers_each = False
         self._allocate = allocate
         self._own_all_gather = all_gather
         self._own_reduce_scatter = reduce_scatter
 
-    @property
-    def lends_rows(self) -> bool:
-        return False
-
-    def lend(self, num_bytes: int) -> torch.Tensor | None:
-        return None
-
-    def issue_all_gather(self, output: torch.Tensor, own: torch.Tensor, code: int = UNNAMED) -> Work:
+    def issue_all_gather(self, output: torch.Tensor, own: torch.Tensor, code: int) -> Work:
         sent, received = self._staged(own), self._buffer_like(output)
         if self._own_all_gather is None:
-            work: Work | None = super().issue_all_gather(received, sent, code)
+            work: Work | None = self.inner.issue_all_gather(received, sent, code)
         else:
             self.channel.record(code)
             work = self._own_all_gather(received, sent, self.group, async_op=True)
         return _Staged(work, sent, received, output)
 
     def issue_reduce_scatter(
-        self, output: torch.Tensor, rows: torch.Tensor, average: bool, code: int = UNNAMED
+        self, output: torch.Tensor, rows: torch.Tensor, average: bool, code: int
     ) -> Work:
         sent, received = self._staged(rows), self._buffer_like(output)
         if self._own_reduce_scatter is None:
-            work: Work | None = super().issue_reduce_scatter(received, sent, average, code)
+            work: Work | None = self.inner.issue_reduce_scatter(received, sent, average, code)
         else:
             self.channel.record(code)
             op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
@@ -105,19 +96,16 @@ class StagedCollectives(GroupCollectives):
         return self._buffer_like(tensor).copy_(tensor)
 
 
-class HookedCollectives(GroupCollectives):
+class HookedCollectives(WrappedCollectives):
     """A group whose reduces are a user's communication hook, as torch defines them; the hook also divides."""
 
     def __init__(self, inner: GroupCollectives, state: object, hook: Callable[..., object]) -> None:
-        super().__init__(inner.group, inner.device)
+        super().__init__(inner)
         self._state = state
         self._hook = hook
 
-    def lend(self, num_bytes: int) -> torch.Tensor | None:
-        return None
-
     def issue_reduce_scatter(
-        self, output: torch.Tensor, rows: torch.Tensor, average: bool, code: int = UNNAMED
+        self, output: torch.Tensor, rows: torch.Tensor, average: bool, code: int
     ) -> Work:
         if self.world == 1:
             # Nothing is scattered: a hook then averages in place, as without sharding.
@@ -127,7 +115,7 @@ class HookedCollectives(GroupCollectives):
             self._hook(self._state, rows, output)
         return DONE
 
-    def issue_all_reduce(self, tensor: torch.Tensor, average: bool, code: int = UNNAMED) -> Work:
+    def issue_all_reduce(self, tensor: torch.Tensor, average: bool, code: int) -> Work:
         self._hook(self._state, tensor)
         return DONE
 

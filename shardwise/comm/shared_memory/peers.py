@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from shardwise.comm.channels.channel import LostConnection, WatchedChannel
+from shardwise.comm.channels.watched import LostConnection, WatchedChannel
 from shardwise.comm.shared_memory.arena import (
     MAGIC_BYTES,
     Arena,

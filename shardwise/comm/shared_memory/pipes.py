@@ -17,7 +17,8 @@ import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 
-from shardwise.comm.channels.channel import Channel, LostConnection, WatchedChannel
+from shardwise.comm.channels.channel import Channel
+from shardwise.comm.channels.watched import LostConnection, WatchedChannel
 from shardwise.errors import PeerFailure, StateError
 
 _MESSAGE = struct.Struct("<qqq")

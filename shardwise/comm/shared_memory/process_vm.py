@@ -25,7 +25,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardwise.comm.channels.channel import Channel, LostConnection
+from shardwise.comm.channels.channel import Channel
+from shardwise.comm.channels.watched import LostConnection
 from shardwise.comm.shared_memory.pipes import Pipes, close, open_pipes
 from shardwise.errors import RankDisagreement, StateError
 

@@ -17,8 +17,8 @@ from pathlib import Path as FilePath
 from typing import NamedTuple
 
 from shardwise import policies
-from shardwise.comm.channels.channel import EpochFailure, Waiting, WatchedChannel
-from shardwise.comm.channels.collective_log import LogExcerpt, collective_name, first_divergence
+from shardwise.comm.channels.channel import LogExcerpt, collective_name, first_divergence
+from shardwise.comm.channels.watched import EpochFailure, Waiting, WatchedChannel
 from shardwise.comm.watchdog.store import START_TIME_FIELD, Entry
 from shardwise.errors import PeerFailure, RankDisagreement
 

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 
 from shardwise import policies
-from shardwise.comm.channels.channel import EpochFailure, Waiting, WatchedChannel, is_lost_connection
-from shardwise.comm.channels.collective_log import LogExcerpt, collective_name
+from shardwise.comm.channels.channel import LogExcerpt, collective_name
+from shardwise.comm.channels.watched import EpochFailure, Waiting, WatchedChannel, is_lost_connection
 from shardwise.comm.watchdog.diagnosis import Evidence, collect_evidence, describe_late_ranks, diagnose
 from shardwise.comm.watchdog.stacks import stack_of
 from shardwise.comm.watchdog.store import Entry
@@ -387,7 +387,7 @@ def _status(
     # Reading a stack interrupts the rank, and while a rank is merely busy nobody needs its stack.
     is_late = still_seconds >= policies.trust().timeout_seconds * _LATE_FRACTION
     stack = stack_of(channel.thread) if is_late else []
-    group = channel.group()
+    group = channel.group_if_alive()
     issued = num_issued(group) if is_late and group is not None else None
     excerpt = channel.log.excerpt(_NUM_EVENTS_POSTED)
     return {

@@ -10,35 +10,35 @@ from __future__ import annotations
 
 import torch
 
-from shardwise.comm.channels.channel import UNNAMED
-from shardwise.comm.collectives.group import DONE, GroupCollectives, Work
+from shardwise.comm.collectives.group import DONE, GroupCollectives, Work, WrappedCollectives
 from shardwise.planning.layout import ceil_div
 from shardwise.planning.sums import tree_sum
 
 
-class ExactCollectives(GroupCollectives):
+class ExactCollectives(WrappedCollectives):
     """A group whose reduces are tree sums over its ranks, in the dtype of their output."""
 
     set_by = "exact=True"
 
     def __init__(self, inner: GroupCollectives) -> None:
-        # Everything but the reduces is as in the inner group.
-        self.__dict__.update(inner.__dict__)
+        super().__init__(inner)
         self.averages = False
-        self._inner = inner
+
+    def lend(self, num_bytes: int) -> torch.Tensor | None:
+        return self.inner.lend(num_bytes)
 
     def issue_reduce_scatter(
-        self, output: torch.Tensor, rows: torch.Tensor, average: bool, code: int = UNNAMED
+        self, output: torch.Tensor, rows: torch.Tensor, average: bool, code: int
     ) -> Work:
         if self.world == 1:
             output.copy_(rows)
             return DONE
         arrived = torch.empty_like(rows)
         return _ReduceScatterWork(
-            self._inner.issue_exchange(arrived, rows, code), arrived.view(self.world, -1), output
+            self.inner.issue_exchange(arrived, rows, code), arrived.view(self.world, -1), output
         )
 
-    def issue_all_reduce(self, tensor: torch.Tensor, average: bool, code: int = UNNAMED) -> Work:
+    def issue_all_reduce(self, tensor: torch.Tensor, average: bool, code: int) -> Work:
         if self.world == 1:
             return DONE
         # Each rank sums a shard of the tensor: fewer bytes are sent than if every rank received all terms.
@@ -48,8 +48,8 @@ class ExactCollectives(GroupCollectives):
             shards = tensor.new_zeros(shard_numel * self.world)
             shards[: tensor.numel()] = tensor
         arrived = torch.empty_like(shards)
-        work = self._inner.issue_exchange(arrived, shards, code)
-        return _AllReduceWork(self._inner, work, code, arrived.view(self.world, -1), shards, tensor)
+        work = self.inner.issue_exchange(arrived, shards, code)
+        return _AllReduceWork(self.inner, work, code, arrived.view(self.world, -1), shards, tensor)
 
 
 class _ReduceScatterWork:

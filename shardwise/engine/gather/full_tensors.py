@@ -14,8 +14,9 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.overrides import is_tensor_like
 
+from shardwise.comm.channels.channel import UNNAMED
+from shardwise.comm.channels.registry import channel_of
 from shardwise.comm.collectives.agreement import gather_objects
-from shardwise.comm.collectives.group import GroupCollectives
 from shardwise.engine.unit.flat_form import FlatForm, FlatSlot, Line
 from shardwise.engine.unit.replaced import take_back_replaced
 from shardwise.engine.unit.unit import Unit
@@ -61,7 +62,7 @@ def full_tensor_of(value: Any) -> Any:
 
 def _gather_sharded_tensor(value: ShardedTensor) -> torch.Tensor:
     shards = value.local_shards()
-    calls = GroupCollectives(*group_of_sharded_tensor(value))
+    calls = channel_of(*group_of_sharded_tensor(value))
     blocks = gather_objects(
         [(shard.metadata.shard_offsets, list(shard.tensor.shape)) for shard in shards], calls
     )
@@ -123,7 +124,7 @@ def gather_segment(unit: Unit, shard: torch.Tensor) -> torch.Tensor:
     root.streams.gather.wait_compute()
     with unseen_by_modes(), root.streams.gather:
         full = torch.empty(calls.world * own.numel(), dtype=own.dtype, device=own.device)
-        calls.issue_all_gather(full.view(torch.uint8), own.view(torch.uint8)).wait()
+        calls.issue_all_gather(full.view(torch.uint8), own.view(torch.uint8), UNNAMED).wait()
         arrival = root.streams.gather.record_event()
     # order: the gather before compute, because the caller reads what it received
     root.streams.compute_waits_for(arrival)

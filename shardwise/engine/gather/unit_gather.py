@@ -20,6 +20,7 @@ import torch
 
 from shardwise.comm.collectives.group import GroupCollectives, LentRows, Work, drain
 from shardwise.comm.dry_run import is_like_cuda
+from shardwise.comm.streams import SideStream, StreamEvent
 from shardwise.engine.buffers import ElasticBuffer
 from shardwise.engine.gather.tensor_extensions import TensorExtension
 from shardwise.engine.kernels import plan_copy_out_kernel
@@ -176,8 +177,11 @@ class UnitGather:
         self._temporary = [] if self._rows is full else [self._rows]
         self._work: Work | None = None
         self._lent: LentRows | None = None
-        # Whether the gather issued last keeps a part of the rows when it finishes.
+        # Whether the gather issued last keeps a part of the rows when it finishes, and whether it is a prefetch.
         self.keeps_part = False
+        self.is_prefetch = False
+        # On the gather stream, behind the copy-out of the gather that finished last.
+        self.arrival: StreamEvent | None = None
 
         self._part: ElasticBuffer | None = None
         if part_calls is not None:
@@ -254,12 +258,13 @@ class UnitGather:
     def part_bytes(self) -> int:
         return 0 if self._part is None else self._part.size_bytes
 
-    def issue(self, code: int, from_part: bool, keeps_part: bool) -> None:
+    def issue(self, code: int, from_part: bool, keeps_part: bool, is_prefetch: bool) -> None:
         """Starts the gather, from every rank's shards or from the parts kept after forward.
 
         With ``keeps_part`` this rank's part of the rows stays, from ``finish`` to ``drop_part``.
         """
         self.keeps_part = keeps_part
+        self.is_prefetch = is_prefetch
         if from_part:
             assert self._part_calls is not None
             self._full.grow()
@@ -284,8 +289,8 @@ class UnitGather:
             self._rows.grow()
             self._work = self.calls.issue_all_gather(self._all_rows, self._own, code)
 
-    def finish(self) -> None:
-        """Waits for the rows and copies them out."""
+    def finish(self, stream: SideStream) -> None:
+        """Waits for the rows and copies them out, on the gather stream, which is current."""
         assert self._work is not None
         self._work.wait()
         self._work = None
@@ -305,6 +310,7 @@ class UnitGather:
             buffer.shrink()
         for extension in self._extensions:
             extension.rebuild()
+        self.arrival = self.calls.channel.last_event = stream.record_event()
 
     def free(self) -> None:
         """Frees the full parameters."""

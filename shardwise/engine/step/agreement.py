@@ -18,7 +18,6 @@ import torch
 
 from shardwise import policies
 from shardwise.comm.channels.channel import Channel
-from shardwise.comm.collectives.group import GroupCollectives
 from shardwise.engine.step.non_finite import NonFiniteGuard
 from shardwise.engine.step.undo import Undo
 from shardwise.engine.unit.collective_names import STEP
@@ -62,7 +61,6 @@ class StepAgreement:
 
     def __init__(self, top: Unit) -> None:
         self._rank = top.rank
-        self._groups: list[GroupCollectives] = []
         # Weak: modules own them.
         self._units = [weakref.ref(top)]
         self.channels: list[Channel] = []
@@ -87,10 +85,8 @@ class StepAgreement:
         return [unit for reference in self._units if (unit := reference()) is not None]
 
     def _find_groups(self) -> None:
-        found = {
-            calls.channel: calls for unit in self._alive() for calls in unit.all_calls() if calls.world > 1
-        }
-        self._groups, self.channels = list(found.values()), list(found)
+        used = (calls for unit in self._alive() for calls in unit.all_calls())
+        self.channels = list(dict.fromkeys(calls.channel for calls in used if calls.world > 1))
         self._num_agreed = [0] * len(self.channels)
         self._note_epochs()
 
@@ -126,7 +122,7 @@ class StepAgreement:
             raise
         policy = policies.trust().non_finite
         if self.guard is not None and policy is not None:
-            self.guard.check(policy, optimizer, self._groups)
+            self.guard.check(policy, optimizer, self.channels)
         if self._undo is not None and not in_backward:
             self._undo.forget()
         self._stepping = weakref.ref(optimizer)

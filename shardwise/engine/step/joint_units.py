@@ -59,7 +59,7 @@ class JointUnits:
         if not self._is_holding:
             self._is_holding = True
             for unit in self._units:
-                unit.hold()
+                unit.gathered.hold()
 
     def end_forward(self) -> None:
         """Releases the units after a forward without grad: no backward will follow."""
@@ -73,7 +73,7 @@ class JointUnits:
             return
         self._is_holding = False
         for unit, is_freed in zip(self._units, frees, strict=True):
-            if unit.release():
+            if unit.gathered.release():
                 if is_freed:
                     unit.reshard(phase)
                 else:

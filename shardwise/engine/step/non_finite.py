@@ -19,7 +19,7 @@ from shardwise.errors import NonFiniteGradients
 from shardwise.torch_internals import unseen_by_modes
 
 if TYPE_CHECKING:
-    from shardwise.comm.collectives.group import GroupCollectives
+    from shardwise.comm.channels.channel import Channel
     from shardwise.engine.unit.binding import Slot
 
 _LOGGER = logging.getLogger("shardwise")
@@ -45,9 +45,9 @@ class NonFiniteGuard:
     def forget(self) -> None:
         self._seen = []
 
-    def check(self, policy: str, optimizer: Optimizer, groups: Iterable[GroupCollectives]) -> None:
+    def check(self, policy: str, optimizer: Optimizer, channels: Iterable[Channel]) -> None:
         """Raises, warns or drops the gradients, the same on all ranks, if any rank had one that is not finite."""
-        number, rank, name = self._first_on_all_ranks(groups)
+        number, rank, name = self._first_on_all_ranks(channels)
         self._seen = []
         if number == _NONE:
             return
@@ -66,13 +66,13 @@ class NonFiniteGuard:
             what += "; the step is skipped on all ranks"
         _LOGGER.warning("%s", what)
 
-    def _first_on_all_ranks(self, groups: Iterable[GroupCollectives]) -> tuple[int, int, str]:
+    def _first_on_all_ranks(self, channels: Iterable[Channel]) -> tuple[int, int, str]:
         first = self._first_here()
         # Over each mesh axis in turn, so that in the end all ranks know the first.
-        for calls in groups:
+        for channel in channels:
             record = _HEAD.pack(*first[:2]) + first[2].encode()[: _RECORD_BYTES - _HEAD.size]
             with unseen_by_modes(), torch.inference_mode(False), torch.no_grad():
-                records = gather_bytes(record.ljust(_RECORD_BYTES, b"\0"), calls, calls.device)
+                records = gather_bytes(record.ljust(_RECORD_BYTES, b"\0"), channel, channel.device)
             first = min(
                 (
                     *_HEAD.unpack(known[: _HEAD.size]),

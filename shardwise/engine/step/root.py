@@ -32,11 +32,13 @@ from shardwise.engine.reduce.reduce_plan import ReducePlan
 from shardwise.engine.step.agreement import StepAgreement
 from shardwise.engine.step.joint_units import JointUnits
 from shardwise.engine.unit.binding import Slot, clean_name
+from shardwise.engine.unit.collective_names import CollectiveNames
+from shardwise.engine.unit.interfaces import Position
 from shardwise.engine.unit.membership import units_of
 from shardwise.errors import StateError
-from shardwise.planning.lifecycle import SHARDED, UNSHARDED
+from shardwise.planning.lifecycle import GATHERING, SHARDED, UNSHARDED
 from shardwise.planning.schedule import Window
-from shardwise.torch_internals import backward_executes, do_aside, inside_backward, queue_end_of_backward
+from shardwise.torch_internals import aside, backward_executes, inside_backward, queue_end_of_backward
 
 if TYPE_CHECKING:
     from shardwise.engine.unit.autograd_signals import Visit
@@ -53,7 +55,8 @@ class _EndOfBackward:
         root, self._root = self._root, None
         assert root is not None
         try:
-            do_aside(Root.end_backward, root)
+            with aside():
+                root.end_backward()
         except BaseException as error:
             root.break_off(f"{type(error).__name__} at the end of backward")
             raise
@@ -71,7 +74,7 @@ def _is_reached(reference: weakref.ref[Unit]) -> bool:
 class Root:
     """The step of one model on one rank."""
 
-    def __init__(self, top: Unit) -> None:
+    def __init__(self, top: Unit, name: str) -> None:
         # Weak, like all references from a root to its units: modules own them, and a user who keeps one module or
         # parameter must not keep the memory of the whole model.
         self._top = weakref.ref(top)
@@ -95,7 +98,7 @@ class Root:
         self.agreement = StepAgreement(top)
         # Only where ranks may run different units.
         self.joint_units: JointUnits | None = None
-        self._adopt(top, top.name)
+        self._adopt(top, name)
 
     # --- units ----------------------------------------------------------------------------------------------------
 
@@ -111,7 +114,10 @@ class Root:
         return [unit for reference in self._unit_refs if (unit := reference()) is not None]
 
     def _adopt(self, unit: Unit, name: str, model: int = 1) -> None:
-        unit.adopt(self, len(self._unit_refs), name, model)
+        top, number = self.top, len(self._unit_refs)
+        names = CollectiveNames(name, len(unit.slots), model)
+        is_outermost = unit is top or unit in top.hooks.companions
+        unit.adopt(self, Position(number, name, names, unit is top, is_outermost))
         self._unit_refs.append(weakref.ref(unit))
 
     def adopt_units(self) -> None:
@@ -201,7 +207,7 @@ class Root:
         for unit in self.units:
             if unit.hooks.has_several:
                 unit.hooks.end_partial_forward()
-            if unit.prefetched:
+            if unit.state is GATHERING and unit.buffers.gather.is_prefetch:
                 # It was prefetched and not run; it would be stale later.
                 unit.reshard(trace.IN_FORWARD)
         self.in_forward = False
@@ -388,7 +394,7 @@ class Root:
             self.in_forward = False
             for unit in self.units:
                 unit.hooks.release_partial_forward()
-                if unit.state is UNSHARDED and not unit.holders:
+                if unit.state is UNSHARDED and not unit.gathered.holders:
                     unit.reshard(trace.IDLE)
 
     def break_off_backward(self) -> None:

@@ -36,9 +36,9 @@ from shardwise.engine.tensor_trees import InputSwaps, map_tensors, tensors_in
 from shardwise.engine.unit.membership import units_of
 from shardwise.planning.schedule import Window
 from shardwise.torch_internals import (
+    aside,
     buffers_of,
     current_backward,
-    do_aside,
     hook_gradient,
     hook_of_gradient,
     unrecorded_view,
@@ -185,7 +185,7 @@ class Visit:
     def _with_backward(self, output: Any) -> Any:
         """Gives the output of a root with joint units a backward on a rank that ran nothing trainable."""
         unit = self.hooks.unit
-        if unit.is_top:
+        if unit.position.is_top:
             output = with_backward(output)
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
@@ -198,7 +198,8 @@ class Visit:
         follower = self.follower() if self.follower is not None else None
         if follower is not None:
             follower.inputs_gradients_are_done(gradient)
-        do_aside(self.hooks.pre_backward, self)
+        with aside():
+            self.hooks.pre_backward(self)
 
     def views_gradient_arrives(self, gradient: Tensor) -> None:
         self.seen_in = current_backward()
@@ -211,7 +212,8 @@ class Visit:
     def inputs_gradients_are_done(self, gradients: Any) -> None:
         if is_grad_enabled():
             self._await_second_backward(gradients)
-        do_aside(self.hooks.post_backward, self)
+        with aside():
+            self.hooks.post_backward(self)
 
     def later_inputs_gradients_are_done(self, gradients: Any) -> None:
         if is_grad_enabled():
@@ -224,7 +226,8 @@ class Visit:
                 hook_gradient(gradient, self._gradients_gradient_arrives)
 
     def _gradients_gradient_arrives(self, gradient: Tensor) -> None:
-        do_aside(self.hooks.pre_backward, self)
+        with aside():
+            self.hooks.pre_backward(self)
 
 
 # Attributes that every module has, which never hold a result.

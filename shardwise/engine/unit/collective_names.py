@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardwise import trace
-from shardwise.comm.channels.collective_log import collective_code, listed
+from shardwise.comm.channels.channel import collective_code, listed
 
 if TYPE_CHECKING:
     from shardwise.engine.reduce.gradient_buffer import Presence

@@ -46,6 +46,9 @@ class ShardedForm(Protocol):
     uses_whole_shards: bool
     # Whether the versions of shards tell of every write. Those of plain tensors do not tell of ``param.data.copy_()``.
     sees_all_writes: bool
+    # Whether a write to one trained parameter counts as a write to all of them: an optimizer skips a parameter on ranks
+    # that have no elements of it, but ranks are to notice its step alike.
+    are_written_together: bool
     # Whether modules show shards between forward and backward where parameters stay gathered for backward's sake alone.
     hides_kept: bool
 
@@ -82,9 +85,6 @@ class ShardedForm(Protocol):
     def all_show(self, snapshot: Any) -> bool:
         """Whether modules still show the parameters of ``snapshot``: none replaced, frozen or thawed."""
 
-    def written(self, slots: list[Slot], changed: list[bool]) -> list[bool]:
-        """Returns which parameters count as written to where the versions of these shards have ``changed``."""
-
     def named(self, slots: list[Slot], shown: Container[int]) -> list[Slot]:
         """Returns the slots that stay in the unit when some have lost all their names to ties.
 
@@ -104,6 +104,7 @@ class DTensorForm:
     lends_gradients = True
     uses_whole_shards = False
     sees_all_writes = True
+    are_written_together = False
     hides_kept = False
 
     def __init__(self, placement_fn: PlacementFn | None) -> None:
@@ -160,9 +161,6 @@ class DTensorForm:
             [slot.local for _, slot in shown],
             [slot.sharded.requires_grad for _, slot in shown],
         )
-
-    def written(self, slots: list[Slot], changed: list[bool]) -> list[bool]:
-        return changed
 
     def named(self, slots: list[Slot], shown: Container[int]) -> list[Slot]:
         return [slot for slot in slots if slot.places or id(slot.sharded) in shown]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 from torch import nn
@@ -198,7 +199,9 @@ def make_unit(
     offload = _within_budget(offload, own, mesh)
     slots = form.make_slots(own, mesh, precision, shard_home(mesh, offload).device, name)
     settings = UnitSettings(precision, offload, after_forward, gather_calls=mesh.shard)
-    unit = Unit(name, modules, slots, form, mesh, settings, sums, UnitHooks, Root, companions)
+    unit = Unit(
+        name, modules, slots, form, mesh, settings, sums, partial(UnitHooks, companions=companions), Root
+    )
     OPTIMIZER_HOOKS.install()
     for found, slot in zip(own, slots, strict=True):
         tag(found.param, unit, slot)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Container, Hashable, Sequence
 from dataclasses import replace
-from operator import and_, or_
 from typing import Any
 
 import torch
@@ -193,6 +192,7 @@ class FlatForm:
     lends_gradients = False
     uses_whole_shards = True
     sees_all_writes = False
+    are_written_together = True
     hides_kept = True
 
     def __init__(
@@ -336,13 +336,6 @@ class FlatForm:
             ):
                 return False
         return True
-
-    def written(self, slots: list[Slot], changed: list[bool]) -> list[bool]:
-        # An optimizer skips a parameter on ranks that have no elements of it, but ranks are to notice its step alike.
-        trained = [slot.sharded.requires_grad for slot in slots]
-        if not any(map(and_, changed, trained)):
-            return changed
-        return list(map(or_, changed, trained))
 
     def named(self, slots: list[Slot], shown: Container[int]) -> list[Slot]:
         # Cuts must not move: slots without names stay in the line, unused.

@@ -10,19 +10,21 @@ show the shards, because those are what a user reads and writes between steps.
 
 from __future__ import annotations
 
-from operator import ne
+from operator import and_, ne, or_
 from typing import Protocol
 
 import torch
 from torch.autograd.graph import increment_version
 
+from shardwise import trace
 from shardwise.comm.mesh import DataMesh
 from shardwise.engine.gather.tensor_extensions import is_tensor_extension
 from shardwise.engine.unit.binding import ShownForms, Slot
 from shardwise.engine.unit.dtensor_form import ShardedForm
 from shardwise.engine.unit.interfaces import NamedUnit, RootInterface
+from shardwise.engine.unit.unit_buffers import UnitBuffers
 from shardwise.errors import StateError
-from shardwise.planning.lifecycle import UNSHARDED, State
+from shardwise.planning.lifecycle import SHARDED, UNSHARDED, State
 from shardwise.planning.schedule import Window
 
 
@@ -44,6 +46,7 @@ class GatheredUnit(NamedUnit, Protocol):
     mesh: DataMesh
     state: State
     shown: ShownForms
+    buffers: UnitBuffers
 
     @property
     def gradients(self) -> _Trained: ...
@@ -51,6 +54,7 @@ class GatheredUnit(NamedUnit, Protocol):
     def settings(self) -> _Kept: ...
 
     def show_shards(self) -> None: ...
+    def reshard(self, phase: str) -> None: ...
 
 
 class GatheredParameters:
@@ -58,6 +62,8 @@ class GatheredParameters:
 
     def __init__(self, unit: GatheredUnit) -> None:
         self._unit = unit
+        # How often they are held.
+        self.holders = 0
         # The version of the shards that the kept parameters were gathered from; None while a step uses them.
         self.kept_version: int | None = None
         # The forward of the model that they were kept in; None if they were told to stay for others.
@@ -96,13 +102,44 @@ class GatheredParameters:
         if now == before or len(now) != len(before):
             return
         is_kept = unit.state is UNSHARDED and self.kept_version is not None
-        written = unit.form.written(unit.slots, list(map(ne, now, before)))
+        written = list(map(ne, now, before))
+        if unit.form.are_written_together:
+            trained = [slot.sharded.requires_grad for slot in unit.slots]
+            if any(map(and_, written, trained)):
+                written = list(map(or_, written, trained))
         for index, slot in enumerate(unit.slots):
             if written[index]:
                 is_as_seen = is_kept and _contents(slot) == self._last_seen[index]
                 increment_version(slot.unsharded)
                 if is_as_seen:
                     self._last_seen[index] = _contents(slot)
+
+    def hold(self) -> None:
+        """Keeps the parameters gathered until ``release`` was called as often as ``hold``."""
+        self.holders += 1
+        if self.is_hidden:
+            self.reveal()
+
+    def hold_for_forward(self) -> None:
+        """Holds the parameters for a visit; frees what is kept and stale, so that it is gathered again."""
+        unit = self._unit
+        if (
+            unit.state is not SHARDED
+            and self.holders == 0
+            and (self.awaits_unseen_backward or self.is_stale() or self._have_old_part())
+        ):
+            unit.reshard(trace.IN_FORWARD)
+        self.hold()
+
+    def _have_old_part(self) -> bool:
+        """Whether parameters stay gathered with the part that was to be kept: users may have written to them since."""
+        unit = self._unit
+        return unit.state is UNSHARDED and unit.buffers.gather.keeps_part
+
+    def release(self) -> bool:
+        """Ends one ``hold``; returns whether it was the last."""
+        self.holders -= 1
+        return self.holders == 0
 
     def keep(self, is_hidden: bool = False) -> None:
         """Notes the shards' version, to find out later whether the kept parameters are stale.

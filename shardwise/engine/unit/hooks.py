@@ -27,7 +27,7 @@ from shardwise.engine.unit.autograd_signals import GraphAttributes, Visit
 from shardwise.engine.unit.unit import Unit
 from shardwise.planning.lifecycle import GATHERING, UNSHARDED
 from shardwise.planning.schedule import KEEP
-from shardwise.torch_internals import current_backward, do_aside, inside_backward, untraced
+from shardwise.torch_internals import aside, current_backward, inside_backward, untraced
 
 
 def _weak_hook(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
@@ -41,7 +41,8 @@ def _weak_hook(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
     def call(param: Tensor) -> None:
         alive = reference()
         if alive is not None:
-            do_aside(alive, param)
+            with aside():
+                alive(param)
 
     return call
 
@@ -65,8 +66,11 @@ def _is_plain(tensor: Tensor) -> bool:
 class UnitHooks:
     """The hooks of one unit on its modules, parameters and activations."""
 
-    def __init__(self, unit: Unit) -> None:
+    def __init__(self, unit: Unit, companions: tuple[Unit, ...] = ()) -> None:
         self.unit = unit
+        # Units of the same modules on other meshes; they are among the unit's ``needs``, and have no visits of their
+        # own.
+        self.companions = companions
         # The calls that are running, the innermost last: a module may call itself. Each has its visit, None for a unit
         # that needs no gather, and the inputs that were swapped for it.
         self._calls: list[tuple[Visit | None, InputSwaps]] = []
@@ -116,17 +120,19 @@ class UnitHooks:
         """
         unit, root = self.unit, self.unit.root
         # Only inputs of the whole model may be on another device.
-        enters = self._input_device is not None and (unit.is_top or not root.in_forward)
+        enters = self._input_device is not None and (unit.position.is_top or not root.in_forward)
         visit: Visit | None
         if root.in_backward and inside_backward():
-            visit = do_aside(UnitHooks._gather_for_recompute, self)
+            with aside():
+                visit = self._gather_for_recompute()
         elif self.has_several and self._calls:
             # A module that calls itself, or another of the unit's: one visit for all of them.
             visit = self._calls[-1][0]
         elif self._modules_to_run:
             visit = self._shared_visit
         else:
-            visit = do_aside(self._begin_forward, module)
+            with aside():
+                visit = self._begin_forward(module)
         is_usual = not kwargs and len(args) == 1 and isinstance(args[0], Tensor)
         swaps = NO_SWAPS if is_usual else InputSwaps((args, kwargs))
         self._calls.append((visit, swaps))
@@ -148,21 +154,21 @@ class UnitHooks:
     def _begin_forward(self, module: nn.Module) -> Visit | None:
         """Begins a visit: holds and gathers what the unit's modules show, and prefetches."""
         unit = self.unit
-        is_outermost = unit.is_top and not self._calls
-        is_within_model = unit.root.in_forward and not unit.is_top
+        is_outermost = unit.position.is_top and not self._calls
+        is_within_model = unit.root.in_forward and not unit.position.is_top
         visit: Visit | None = None
         try:
             if is_outermost:
                 unit.root.begin_forward()
             elif not unit.root.in_forward:
                 unit.root.begin_unit_alone()
-            if unit.needs or unit.is_top:
+            if unit.needs or unit.position.is_top:
                 visit = Visit(self, unit.root.window)
                 while visit.held is not unit.needs:
                     # A gather may find parameters tied to another unit's, and add that unit to ``needs``.
                     needs = unit.needs
                     for needed in needs[len(visit.held) :]:
-                        needed.hold_for_forward()
+                        needed.gathered.hold_for_forward()
                         visit.held = (*visit.held, needed)
                         needed.issue_gather(trace.IN_FORWARD, in_forward=True)
                     visit.held = needs
@@ -172,7 +178,7 @@ class UnitHooks:
                 needed.wait_gather()
         except BaseException as error:
             for needed in () if visit is None else visit.held:
-                if needed.release():
+                if needed.gathered.release():
                     needed.abandon_gather()
             if is_outermost:
                 unit.root.break_off_forward(error)
@@ -222,7 +228,8 @@ class UnitHooks:
         if not recomputes:
             self._modules_to_run.discard(module)
             if self._is_last_call():
-                do_aside(self._end_forward, visit)
+                with aside():
+                    self._end_forward(visit)
         self._leave_call()
         return output
 
@@ -254,7 +261,7 @@ class UnitHooks:
             recorder.add(trace.POST_FORWARD, unit.name, trace.IN_FORWARD, unit.rank)
         if visit is not None:
             self._release(visit)
-        if unit.is_top and len(self._calls) < 2:
+        if unit.position.is_top and len(self._calls) < 2:
             unit.root.end_forward()
 
     def _release(self, visit: Visit, has_raised: bool = False) -> None:
@@ -263,7 +270,7 @@ class UnitHooks:
         for needed in held:
             if visit.is_unseen and not has_raised:
                 needed.gathered.awaits_unseen_backward = True
-            if needed.release():
+            if needed.gathered.release():
                 # What had been computed when forward raised may still be used in this step.
                 is_kept = is_grad_enabled() if has_raised else needed.gathered.awaits_unseen_backward
                 if is_kept:
@@ -302,9 +309,10 @@ class UnitHooks:
             if self._is_last_call():
                 self._shared_visit = None
                 if visit is not None:
-                    do_aside(self._release_after_error, visit)
+                    with aside():
+                        self._release_after_error(visit)
         self._leave_call()
-        if self.unit.is_top and not self._calls:
+        if self.unit.position.is_top and not self._calls:
             root.break_off_forward(error)
 
     def _release_after_error(self, visit: Visit) -> None:
@@ -335,7 +343,7 @@ class UnitHooks:
             if needed.root is not root and not needed.root.in_backward:
                 # No model around both has run yet; this backward's end must end that root's backward, too.
                 needed.root.begin_backward()
-            needed.hold()
+            needed.gathered.hold()
             if needed.settings.gathers_in_backward:
                 needed.issue_gather(trace.IN_PRE_BACKWARD)
         for needed in unit.needs:
@@ -357,7 +365,7 @@ class UnitHooks:
             return
         self._close(visit)
         unit.gradients.reduce()
-        for companion in unit.companions:
+        for companion in self.companions:
             companion.gradients.reduce()
         if unit.settings.recorder is not None:
             self._report(unit.settings.recorder)
@@ -390,7 +398,7 @@ class UnitHooks:
     def flush(self) -> None:
         """Reduces, frees and reports at the end of backward what gave no signal."""
         unit = self.unit
-        if unit.prefetched and unit.state is GATHERING and unit.gradients.have_come():
+        if unit.state is GATHERING and unit.buffers.gather.is_prefetch and unit.gradients.have_come():
             unit.gradients.check_were_announced()
         if self._open_visits:
             self._owes_event = True
@@ -414,7 +422,7 @@ class UnitHooks:
         visit.is_open = False
         self._open_visits.remove(visit)
         for needed in self.unit.needs:
-            if needed.release():
+            if needed.gathered.release():
                 if needed.settings.frees_after_backward:
                     needed.reshard(trace.IN_POST_BACKWARD)
                 else:

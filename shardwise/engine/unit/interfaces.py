@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -19,16 +20,30 @@ if TYPE_CHECKING:
     from shardwise.engine.reduce.reduce_in_flight import Lender, ReduceInFlight
     from shardwise.engine.reduce.reduce_plan import ReducePlan
     from shardwise.engine.step.non_finite import NonFiniteGuard
+    from shardwise.engine.unit.collective_names import CollectiveNames
     from shardwise.planning.schedule import Window
 
 
 class NamedUnit(Protocol):
     """What an error says about a unit."""
 
-    name: str
-
+    @property
+    def name(self) -> str: ...
     @property
     def rank(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """A unit's position in its model; ``Unit.adopt`` replaces it as a whole."""
+
+    number: int
+    name: str
+    collective_names: CollectiveNames
+    # Whether it is the outermost unit, whose forward is the model's.
+    is_top: bool
+    # The same, or a companion of the outermost unit.
+    is_outermost: bool
 
 
 class AgreementInterface(Protocol):
@@ -94,6 +109,7 @@ class HooksInterface(Protocol):
 
     # Whether the unit has several modules, of which a forward need not run all.
     has_several: bool
+    companions: tuple[Any, ...]
 
     @property
     def is_running(self) -> bool: ...

@@ -85,7 +85,7 @@ def _follow_ties(unit: Unit) -> None:
         for other in unit.root.units:
             if unit in other.needs:
                 other.need(owner)
-        if not owner.holders:
+        if not owner.gathered.holders:
             # Otherwise what was frozen or thawed since its last gather would go unnoticed.
             owner.note_trainable()
         owner.show_in(places)

@@ -24,7 +24,7 @@ from shardwise.engine.unit.binding import Place, Shown, ShownForms, Slot, unshar
 from shardwise.engine.unit.collective_names import CollectiveNames
 from shardwise.engine.unit.dtensor_form import ShardedForm
 from shardwise.engine.unit.gathered_parameters import GatheredParameters
-from shardwise.engine.unit.interfaces import HooksInterface, RootInterface
+from shardwise.engine.unit.interfaces import HooksInterface, Position, RootInterface
 from shardwise.engine.unit.membership import sharded_shown, tag
 from shardwise.engine.unit.replaced import catch_up, ties_while_gathered
 from shardwise.engine.unit.settings import ShardHome, UnitSettings, shard_home
@@ -50,11 +50,7 @@ class Unit:
 
     # Set by ``adopt``.
     root: RootInterface
-    number: int
-    is_top: bool
-    # Whether it is a companion of the outermost unit.
-    is_beside_top = False
-    collective_names: CollectiveNames
+    position: Position
 
     def __init__(
         self,
@@ -66,10 +62,8 @@ class Unit:
         settings: UnitSettings,
         sums: Summation,
         make_hooks: Callable[[Unit], HooksInterface],
-        make_root: Callable[[Unit], RootInterface],
-        companions: tuple[Unit, ...] = (),
+        make_root: Callable[[Unit, str], RootInterface],
     ) -> None:
-        self.name = name
         self.modules = modules
         self.slots = slots
         self.form = form
@@ -77,28 +71,19 @@ class Unit:
         self.settings = settings
         # Units whose parameters this unit's modules show: itself, and the owners of tied parameters.
         self.needs: tuple[Unit, ...] = (self,) if slots else ()
-        # Units of the same modules on other meshes; they are among ``needs``, and have no visits of their own.
-        self.companions = companions
         self.state = SHARDED
-        self.holders = 0
-        self.prefetched = False
         self.shown = ShownForms(Shown(), Shown(), None)
         self.gathered = GatheredParameters(self)
         self.gradients = UnitGradients(self, sums)
         self.build()
         self.hooks = make_hooks(self)
         # A unit is its own root until the first forward of an outer unit.
-        make_root(self)
+        make_root(self, name)
 
-    def adopt(self, root: RootInterface, number: int, name: str, model: int) -> None:
-        """Makes the unit part of ``root``: its number there, its name, and the number of the model on its group."""
+    def adopt(self, root: RootInterface, position: Position) -> None:
+        """Makes the unit part of ``root``."""
         self.root = root
-        self.number = number
-        self.is_top = number == 0
-        for companion in self.companions:
-            companion.is_beside_top = self.is_top
-        self.name = name
-        self.collective_names = CollectiveNames(name, len(self.slots), model)
+        self.position = position
         if self.has_memory and self.state is SHARDED and not self.buffers.are_for(self.slots):
             self.build()
             self.show_in_all_places()
@@ -120,7 +105,7 @@ class Unit:
         self.hooks.read_settings()
 
     def name_collectives(self, names: CollectiveNames) -> None:
-        self.collective_names = names
+        self.position = replace(self.position, collective_names=names)
 
     def need(self, owner: Unit) -> None:
         """Gathers ``owner`` together with this unit, because this unit's modules show a parameter of it."""
@@ -133,6 +118,10 @@ class Unit:
             others = (slot for unit in self.root.units if unit is not self for slot in unit.slots)
             shown = {id(place.params.get(place.name)) for slot in others for place in slot.places}
             self.slots = self.form.named(self.slots, shown)
+
+    @property
+    def name(self) -> str:
+        return self.position.name
 
     @property
     def rank(self) -> int:
@@ -250,35 +239,28 @@ class Unit:
             and root.expects_backward
             and not self.keeps_after_forward()
         )
+        gather = self.buffers.gather
         with stream:
-            self.buffers.gather.issue(self.collective_names.gather[phase], from_part, keeps_part)
+            gather.issue(self.position.collective_names.gather[phase], from_part, keeps_part, prefetch)
             if settings.gather_calls.ordered_by_stream:
-                self._finish_gather()
+                gather.finish(stream)
         self.state = TRANSITIONS[state, GATHER]
         self.gathered.kept_version = None
-        self.prefetched = prefetch
         if settings.recorder is not None:
             settings.recorder.add(trace.UNSHARD, self.name, phase, self.rank)
-
-    def _finish_gather(self) -> None:
-        self.buffers.gather.finish()
-        self._arrival = self.settings.gather_calls.channel.last_event = (
-            self.root.streams.gather.record_event()
-        )
 
     def wait_gather(self) -> None:
         """Makes what follows on the compute stream wait for the parameters, and shows them."""
         if self.state is not GATHERING:
             return
-        streams = self.root.streams
+        streams, gather = self.root.streams, self.buffers.gather
         if not self.settings.gather_calls.ordered_by_stream:
             with streams.gather:
-                self._finish_gather()
+                gather.finish(streams.gather)
         # order: copy-out before compute, because forward and backward read the full parameters
-        streams.compute_waits_for(self._arrival)
+        streams.compute_waits_for(gather.arrival)
         self.shown.unsharded.show()
         self.state = TRANSITIONS[GATHERING, ARRIVE]
-        self.prefetched = False
         if self.gathered.kept_version is not None:
             self.gathered.note_contents()
 
@@ -330,7 +312,7 @@ class Unit:
     def end_step(self) -> None:
         """Frees the parameters at the end of the last backward, unless somebody holds them or they are to stay."""
         if (
-            not self.holders
+            not self.gathered.holders
             and self.settings.frees_after_backward
             and not self.gathered.awaits_unseen_backward
         ):
@@ -338,7 +320,7 @@ class Unit:
 
     def abandon_step(self, drops_stash: bool) -> None:
         """Drops what a step that raised has in flight, and shards the parameters again."""
-        self.holders = 0
+        self.gathered.holders = 0
         self.hooks.forget()
         self.abandon_gather()
         self.gradients.abandon_step(drops_stash)
@@ -347,7 +329,6 @@ class Unit:
         """Shards the parameters again, without waiting for a gather in flight, which may have failed."""
         if self.state is GATHERING and not self.settings.gather_calls.ordered_by_stream:
             self.state = TRANSITIONS[GATHERING, ABANDON]
-            self.prefetched = False
             self.gathered.kept_version = None
             if self.buffers.gather.abandon():
                 self.root.free_after_compute(self)
@@ -359,11 +340,11 @@ class Unit:
     def _cancel_gather(self, phase: str) -> None:
         """Drops a gather before anyone saw it; it is in flight on all ranks, so it must land first."""
         if not self.settings.gather_calls.ordered_by_stream:
-            with self.root.streams.gather:
-                self._finish_gather()
+            stream = self.root.streams.gather
+            with stream:
+                self.buffers.gather.finish(stream)
         self.buffers.gather.drop_part()
         self.root.free_after_compute(self)
-        self.prefetched = False
         self.gathered.kept_version = None
         self.state = TRANSITIONS[GATHERING, ABANDON]
         if self.settings.recorder is not None:
@@ -374,33 +355,8 @@ class Unit:
         if self.state is SHARDED:
             return
         self.gathered.count_optimizer_step()
-        if not self.holders and not self.root.is_busy:
+        if not self.gathered.holders and not self.root.is_busy:
             self.reshard(trace.IDLE)
-
-    def hold(self) -> None:
-        """Keeps the unsharded parameters until ``release`` was called as often as ``hold``."""
-        self.holders += 1
-        if self.gathered.is_hidden:
-            self.gathered.reveal()
-
-    def hold_for_forward(self) -> None:
-        """Holds the parameters for a visit; frees what is kept and stale, so that it is gathered again."""
-        if (
-            self.state is not SHARDED
-            and self.holders == 0
-            and (self.gathered.awaits_unseen_backward or self.gathered.is_stale() or self._has_old_part())
-        ):
-            self.reshard(trace.IN_FORWARD)
-        self.hold()
-
-    def _has_old_part(self) -> bool:
-        """Whether parameters stay gathered with the part that was to be kept: users may have written to them since."""
-        return self.state is UNSHARDED and self.buffers.gather.keeps_part
-
-    def release(self) -> bool:
-        """Ends one ``hold``; returns whether it was the last."""
-        self.holders -= 1
-        return self.holders == 0
 
     @property
     def stays_in_view(self) -> bool:
@@ -416,7 +372,10 @@ class Unit:
         The root's do unless a user said otherwise, because backward needs them at once; without grad no backward comes.
         """
         settings = self.settings
-        is_outermost = self.is_top or self.is_beside_top
-        if is_outermost and not settings.after_forward_is_explicit and self.root.expects_backward:
+        if (
+            self.position.is_outermost
+            and not settings.after_forward_is_explicit
+            and self.root.expects_backward
+        ):
             return True
         return settings.after_forward is KEEP

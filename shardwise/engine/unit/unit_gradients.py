@@ -19,15 +19,18 @@ from shardwise.comm.mesh import DataMesh
 from shardwise.engine.reduce.gradient_buffer import GradientBuffer, presence
 from shardwise.engine.reduce.reduce_plan import ReducePlan, Summation
 from shardwise.engine.unit.binding import Slot, is_wider
-from shardwise.engine.unit.collective_names import CollectiveNames
 from shardwise.engine.unit.dtensor_form import ShardedForm
 from shardwise.engine.unit.flat_form import FlatForm
-from shardwise.engine.unit.interfaces import NamedUnit, RootInterface
+from shardwise.engine.unit.interfaces import NamedUnit, Position, RootInterface
 from shardwise.engine.unit.settings import ShardHome, UnitSettings
 from shardwise.engine.unit.shown_stash import ShownStash
 from shardwise.engine.unit.unit_buffers import UnitBuffers
 from shardwise.errors import StateError
 from shardwise.torch_internals import backward_reaches
+
+
+class _Held(Protocol):
+    holders: int
 
 
 class ReducedUnit(NamedUnit, Protocol):
@@ -39,10 +42,11 @@ class ReducedUnit(NamedUnit, Protocol):
     mesh: DataMesh
     settings: UnitSettings
     root: RootInterface
-    collective_names: CollectiveNames
-    holders: int
+    position: Position
     buffers: UnitBuffers
 
+    @property
+    def gathered(self) -> _Held: ...
     @property
     def home(self) -> ShardHome: ...
     @property
@@ -265,7 +269,11 @@ class UnitGradients:
             for plan in self._still_to_reduce():
                 self._issue(plan, [None] * len(plan.slots))
                 unit = self._unit
-                if unit.settings.frees_after_backward and unit.holders == 0 and unit.root.is_last_backward:
+                if (
+                    unit.settings.frees_after_backward
+                    and not unit.gathered.holders
+                    and unit.root.is_last_backward
+                ):
                     # Peers whose backward reached it have freed it and will gather it again: so must this rank.
                     unit.reshard(trace.IN_POST_BACKWARD)
         self._started.clear()
@@ -304,7 +312,7 @@ class UnitGradients:
             root.agreement.guard.look(unit.name, plan.slots, gradients)
         present = presence(gradients)
         root.finish_earlier_reduces(plan, self.max_inputs)
-        codes = plan.codes(unit.collective_names, self.settings, present)
+        codes = plan.codes(unit.position.collective_names, self.settings, present)
         reduction = plan.begin(self.settings, root.streams, codes)
         reduction.issue(gradients, present, root.lend_freed(unit, plan))
         root.reduces.append(reduction)

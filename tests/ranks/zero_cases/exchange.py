@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.comm import exchange as tensor_exchange
-from shardwise.comm.collectives.group import channel_of
+from shardwise.comm.channels.registry import channel_of
 from shardwise.comm.exchange import plan_exchange, process_vm_peers_of
 from shardwise.comm.shared_memory import process_vm
 from shardwise.comm.shared_memory.process_vm import DirectReads, ProcessVMPeers
