@@ -85,7 +85,7 @@ class Root:
         # The visit that the running backward has reached last.
         self.reached: Visit | None = None
         self._unit_refs: list[weakref.ref[Unit]] = []
-        self._has_adopted = False
+        self.has_adopted = False
         # Freed units whose memory is still to be reclaimed, with the end of their last compute.
         self._freed: deque[tuple[Unit, StreamEvent]] = deque()
         # Reduces in flight, the oldest first.
@@ -116,7 +116,7 @@ class Root:
 
     def adopt_units(self) -> None:
         """Adopts all units of the model, names them, and checks that all ranks hold the same model; once."""
-        if self._has_adopted:
+        if self.has_adopted:
             return
         names: dict[Unit, str] = {self.top: ""}
         for module in self.top.modules:
@@ -142,7 +142,7 @@ class Root:
         check_model(self.units, f"first forward, rank {self.top.rank}")
         self._check_agreement()
         self._is_offloaded = any(unit.home.is_offloaded for unit in self.units)
-        self._has_adopted = True
+        self.has_adopted = True
         self.update_joint_units()
         take_workspaces(self.top.mesh.device)
 
