@@ -1,8 +1,7 @@
 """The root of a model: its units, what they have in flight, and the phase of the step. One on each rank.
 
-A new unit is its own root. The first forward of an outer unit adopts the units below it; from then on they share side
-streams, order and phase. Forward and backward call a root through the units' hooks, optimizers through
-``optimizer_hooks``.
+A new unit is its own root. The first forward of an outer unit adopts the units below it: they share side streams, order
+and phase. Forward and backward call a root through the units' hooks, optimizers through ``optimizer_hooks``.
 
 Memory in flight, on a device whose host runs ahead: a freed unit keeps its memory until the compute stream has passed
 it. The gather stream reclaims that memory before it gathers the next unit but one.
@@ -209,8 +208,7 @@ class Root:
             self.joint_units.end_forward()
         self._reclaim(0)
         if self._is_offloaded and not torch.is_grad_enabled():
-            # order: the gathers' transfers before the host goes on, because no backward will wait for them and the
-            # host may write the shards
+            # order: the gathers' transfers before the host, because it may write the shards and no backward waits
             self.streams.host_waits_for(self.streams.gather.record_event())
 
     # --- memory ---------------------------------------------------------------------------------------------------
@@ -380,6 +378,8 @@ class Root:
         """Tells peers that this rank has left its step."""
         if self.is_busy:
             self.agreement.break_off(what)
+            # order: reduces before compute, because compute's allocator reuses gradients that users may drop now
+            self.streams.compute_waits_for(self.streams.reduce.record_event())
 
     def break_off_forward(self, error: BaseException) -> None:
         """Ends a forward that raised: tells peers, and frees what was kept for a backward that will not come."""
