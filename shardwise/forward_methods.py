@@ -24,7 +24,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     if isinstance(module, FullyShardedDataParallel):
         enter = module._enter_method
     elif isinstance(module, FSDPModule):
-        enter = functools.partial(units_of(module)[0].hooks.pre_forward, module)
+        enter = functools.partial(_enter, module)
     else:
         return
     method = getattr(module, method_name, None)
@@ -34,14 +34,14 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
             where=f"register_fsdp_forward_method({type(module).__name__}, {method_name!r})",
             fix="pass the name of a method of the module",
         )
-    unit = units_of(module)[0]
-    hooks = unit.hooks
 
     @functools.wraps(method)
     def run_gathered(*args: Any, **kwargs: Any) -> Any:
         if SUMMONED_ATTRIBUTE in module.__dict__:
-            check_has_full_parameters(unit)
+            check_has_full_parameters(units_of(module)[0])
             return method(*args, **kwargs)
+        # Not before: the unit may be joined with others after this method was registered.
+        hooks = units_of(module)[0].hooks
         args, kwargs = enter(args, kwargs)
         try:
             return hooks.post_forward(module, args, method(*args, **kwargs))
@@ -51,6 +51,10 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     # On the instance, not on the class: other modules of the class may not be sharded.
     module.__dict__[method_name] = run_gathered
+
+
+def _enter(module: FSDPModule, args: Any, kwargs: Any) -> Any:
+    return units_of(module)[0].hooks.pre_forward(module, args, kwargs)
 
 
 def share_comm_ctx(modules: Sequence[nn.Module]) -> None:

@@ -31,7 +31,7 @@ class PipelinedState:
     _fsdp_param_groups: tuple[()] = ()
 
     def __init__(self, module: nn.Module) -> None:
-        self._unit = units_of(module)[0]
+        self._module = module
 
     @property
     def _state_ctx(self) -> PipelinedState:
@@ -42,7 +42,7 @@ class PipelinedState:
         return (self,)
 
     def _root_post_backward_final_callback(self) -> None:
-        self._unit.root.reduce_stash()
+        units_of(self._module)[0].root.reduce_stash()
 
 
 def make_recognised() -> None:

@@ -32,6 +32,7 @@ from shardwise.engine.exact.exact_sums import EXACT_SUMMATION, check_mesh
 from shardwise.engine.reduce.reduce_plan import DEFAULT_SUMMATION
 from shardwise.engine.unit.dtensor_form import DTensorForm, PlacementFn, chosen_placement
 from shardwise.engine.unit.factory import check_unit, find_parameters, make_unit
+from shardwise.engine.unit.joining import join_units
 from shardwise.engine.unit.membership import UNITS_ATTRIBUTE, membership, units_of
 from shardwise.engine.unit.module_selection import Wrap, choose_modules, is_container, join_neighbors
 from shardwise.engine.unit.unit import Unit
@@ -133,7 +134,8 @@ def fully_shard(
         wrap: which submodules become units of their own first: a class, several classes, a minimum number of elements,
             or a callable that takes a module and returns a bool or a mapping of keywords for that module.
         group_bytes: modules chosen by ``wrap`` that follow each other become one unit while their parameters together
-            are at most this large: fewer and larger collectives for models of many small blocks.
+            are at most this large: fewer and larger collectives for models of many small blocks. Without ``wrap``, so
+            do units below ``module`` that were made by hand, if they are sharded alike and have not run yet.
         exact: sum gradients in one fixed order over micro-batches, in float32, so that the same micro-batches give the
             same bits on 1, 2, 4, 8, ... ranks, however the model is sharded. Use it for all units of a model or none.
         plan: ``"auto"`` chooses units, what is freed after forward, what is recomputed and offloaded, and replicas: the
@@ -171,6 +173,11 @@ def fully_shard(
     for members, unit_options in chosen:
         # Not a comprehension, which would be a frame of its own: warnings name the caller's line.
         plans.append(_UnitPlan(members, ignored, unit_options))
+    if group_bytes and wrap is None:
+        # Before their places are looked up: the outer unit may show some of their parameters, too.
+        for module in modules:
+            for unit in join_units(module, group_bytes):
+                keep_state_dicts_sharded((unit,))
     for plan in plans:
         plan.make_unit()
     sharded: FSDPModule | list[FSDPModule] = module
@@ -192,11 +199,14 @@ def _chosen_by(
             fix="pass the most bytes of parameters of a unit of several modules, e.g. 16 * 2**20, or 0",
         )
     if wrap is None:
-        if group_bytes:
+        if group_bytes and not any(
+            units_of(below) for module in modules for below in module.modules() if below is not module
+        ):
             raise ConfigError(
-                "group_bytes joins modules that wrap chooses, and wrap is not given",
+                "group_bytes joins small units below a module, and there are none",
                 where="fully_shard(model, group_bytes=...)",
-                fix="pass wrap too, e.g. wrap=Block; or shard several modules as one unit with fully_shard([a, b])",
+                fix="shard blocks first, with fully_shard(block) for each or with wrap=Block in this call; or shard "
+                "several modules as one unit with fully_shard([a, b])",
             )
         return []
     if len(modules) != 1:

@@ -295,6 +295,26 @@ def reduces_of_rows_with_their_own_memory_run_late(deaf_to: Site | None) -> Outc
     return stage.read_gradients(), stage.gradients(3.0)
 
 
+def a_backward_raises_while_reduces_run(deaf_to: Site | None) -> Outcome:
+    """Gradients that were given out are dropped, and their memory used again, while reduces still write there."""
+    stage = Stage(deaf_to)
+    stage.streams.slow = {"reduce"}
+
+    def fail(module: Any, gradients: Any) -> None:
+        raise ValueError("planned")
+
+    # In the root, the last unit: reduces of the others are under way.
+    stage.model.first.register_full_backward_pre_hook(fail)
+    loss = stage.model(stage.input(3.0)).sum()
+    with pytest.raises(ValueError, match="planned"):
+        loss.backward()
+    stage.model.zero_grad()
+    tensors = [stage.input(7.0, 0) for _ in range(4 * len(WEIGHTS))]
+    stage.finish()
+    used = torch.stack(tensors)
+    return used, torch.full_like(used, 7.0)
+
+
 def gradients_are_added_late(deaf_to: Site | None) -> Outcome:
     stage = Stage(deaf_to)
     stage.model(stage.input(3.0)).sum().backward()
@@ -458,10 +478,13 @@ WAITS = {
         Site("issue", "wait_compute"), backward_computes_late
     ),
     "rows are reduced before their memory is reused": Wait(
-        Site("release_rows", "compute_waits_for"), reduces_of_rows_with_their_own_memory_run_late
+        Site("_return_to_compute", "compute_waits_for"), reduces_of_rows_with_their_own_memory_run_late
     ),
     "rows are reduced before what they lie in is gathered into": Wait(
         Site("return_memory", "wait_event"), reduces_run_late
+    ),
+    "reduces are done before a backward that raised leaves their memory to compute": Wait(
+        Site("break_off", "compute_waits_for"), a_backward_raises_while_reduces_run
     ),
     "gradients are added before what follows backward": Wait(
         Site("end_backward", "compute_waits_for"), gradients_are_added_late

@@ -10,11 +10,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shardwise import ConfigError, CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, trace
+from shardwise import (
+    ConfigError,
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    StateError,
+    fully_shard,
+    register_fsdp_forward_method,
+    trace,
+)
 from shardwise.engine.unit.membership import units_of as units_of_module
 from shardwise.testing import run_ranks
 from shardwise.testing.workloads import Block, TiedTransformer, seeded
-from tests.ranks.models import Layers, TwoLayers, data, is_sharded, same, sgd
+from tests.ranks.models import Layers, TwoLayers, data, full, is_sharded, same, sgd
 from tests.ranks.subject import FSDPModule, beyond_torch
 from tests.ranks.tables import cases_of, run_cases
 
@@ -294,6 +302,126 @@ def test_groups_without_a_size_or_without_modules_to_join_are_refused():
         [
             {"message": "group_bytes=-1 is not a size", "wrap": TwoLayers, "group_bytes": -1},
             {"message": "group_bytes=1.5 is not a size", "wrap": TwoLayers, "group_bytes": 1.5},
-            {"message": "and wrap is not given", "group_bytes": 2**20},
+            {"message": "below a module, and there are none", "group_bytes": 2**20},
+        ],
+    )
+
+
+def by_hand(build=Layers, group_bytes=2**30, prepare=None, **options):
+    """A model whose layers were sharded one by one, and joined when the model was."""
+    model = seeded(build())
+    for layer in model.layers:
+        fully_shard(layer, **options)
+    if prepare is not None:
+        prepare(model)
+    return fully_shard(model, group_bytes=group_bytes, **options)
+
+
+def made_by_hand_train_alike(group_bytes=2**30, units=("", "layers.0"), build=Layers, **options):
+    joined = by_hand(build, group_bytes, **options)
+    losses, events, shards = train(joined, layer_data)
+    assert sorted({name for event, name, _ in events if event == trace.UNSHARD}) == list(units)
+    chosen = trained_in_groups(group_bytes, build, **options)
+    assert events == chosen[1]
+    for one, other in zip([*losses, *shards], chosen[2], strict=True):
+        same(one, other, "loss or shard")
+
+
+def test_units_made_by_hand_are_joined_and_train_to_the_same_bits():
+    run_cases(
+        made_by_hand_train_alike,
+        2,
+        [
+            {},
+            {"group_bytes": 2 * LAYER_BYTES, "units": ["", "layers.0", "layers.2"]},
+            {"group_bytes": 2 * LAYER_BYTES - 1, "units": ["", "layers.0", "layers.1", "layers.2"]},
+            {"reshard_after_forward": False},
+            {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
+            {"offload_policy": CPUOffloadPolicy()},
+            {"exact": True},
+            {"build": RunsALayerTwice},
+        ],
+    )
+
+
+def joined_by_hand_keep_what_is_theirs():
+    """Names, values and identity of parameters; optimizers, registered methods and refusals from before."""
+    model, plain = seeded(Layers()), seeded(Layers())
+    originals = list(model.layers.parameters())
+    for layer in model.layers:
+        layer.twice = lambda x, layer=layer: layer.out_proj(layer.in_proj(x)) * 2
+        fully_shard(layer)
+        register_fsdp_forward_method(layer, "twice")
+    before = {name: (param, full(param.detach().clone())) for name, param in model.layers.named_parameters()}
+    optim = sgd(model.layers.parameters())
+    fully_shard(model, group_bytes=2**30)
+    assert len({id(unit) for layer in model.layers for unit in units_of_module(layer)}) == 1
+    after = dict(model.layers.named_parameters())
+    assert list(after) == list(before)
+    for name, (param, value) in before.items():
+        assert after[name] is param
+        same(full(param.detach()), value, name)
+    x = layer_data(0)
+    same(model.layers[1].twice(x), plain.layers[1].out_proj(plain.layers[1].in_proj(x)) * 2, "other method")
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    model(x).square().mean().backward()
+    optim.step()
+    assert not torch.equal(
+        model.layers[2].in_proj.weight.to_local(), state["layers.2.in_proj.weight"].to_local()
+    )
+    model.load_state_dict(state)
+    for name, value in model.state_dict().items():
+        same(value.to_local(), state[name].to_local(), name)
+    model.zero_grad()
+    model(x).square().mean().backward()
+    with pytest.raises(StateError, match="as it was before it was sharded"):
+        torch.optim.SGD(originals[-1:], lr=0.1).step()
+
+
+def test_joined_units_keep_names_identity_and_what_was_registered():
+    run_ranks(joined_by_hand_keep_what_is_theirs, 2)
+
+
+def differ_in_a_setting(model):
+    model.layers[1].set_reshard_after_forward(False)
+
+
+def have_run(model):
+    for layer in model.layers:
+        layer(layer_data(0))
+
+
+def are_prefetched(model):
+    model.layers[0].set_modules_to_forward_prefetch([model.layers[1]])
+
+
+def average_otherwise(model):
+    model.layers[1].set_gradient_divide_factor(3.0)
+
+
+class TiedLayers(Layers):
+    def __init__(self):
+        super().__init__()
+        self.layers[1].in_proj.weight = self.layers[0].in_proj.weight
+
+
+def stay_apart(groups, **options):
+    model = by_hand(**options)
+    units = [units_of_module(layer)[0] for layer in model.layers]
+    assert [units.index(unit) for unit in units] == groups
+    model(layer_data(0)).square().mean().backward()
+
+
+def test_units_that_were_made_differently_or_are_known_elsewhere_are_not_joined():
+    run_cases(
+        stay_apart,
+        2,
+        [
+            {"groups": [0, 0, 0]},
+            {"groups": [0, 1, 2], "prepare": differ_in_a_setting},
+            {"groups": [0, 1, 2], "prepare": have_run},
+            {"groups": [0, 1, 2], "prepare": are_prefetched},
+            {"groups": [0, 1, 2], "prepare": average_otherwise},
+            {"groups": [0, 1, 2], "build": TiedLayers},
         ],
     )

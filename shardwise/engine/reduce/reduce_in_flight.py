@@ -148,12 +148,13 @@ class ReduceInFlight:
             return torch.empty(plan.row_numel, dtype=plan.sum_dtype, device=plan.mesh.device)
 
     def release_rows(self) -> None:
-        """Returns the memory of the rows, and of gradients packed on the reduce stream, to the compute stream."""
-        if not self._holds_rows:
-            return
+        """Returns the memory of the rows, and of gradients packed on the reduce stream, to whom it belongs."""
         if self._lender is not None:
             self.return_memory()
-            return
+        elif self._holds_rows:
+            self._return_to_compute()
+
+    def _return_to_compute(self) -> None:
         if self._scattered is not None:
             # order: the reduce-scatter before compute, because compute's allocator reuses the memory from here on
             self._streams.compute_waits_for(self._scattered)
@@ -206,7 +207,9 @@ class ReduceInFlight:
                     return False
         if self._streams.host_runs_ahead:
             self._scattered = self._streams.reduce.record_event()
-        self.release_rows()
+        self.return_memory()
+        # Its own row is compute's, too.
+        self._return_to_compute()
         return True
 
     # The stages run on the reduce stream.
@@ -217,7 +220,10 @@ class ReduceInFlight:
         assert self._own_row is not None
         self._work.wait()
         self._work = None
-        if not streams.host_runs_ahead:
+        if streams.host_runs_ahead:
+            # Not behind what follows: with offload, later gathers come from the host while this row goes there.
+            self._scattered = streams.reduce.record_event()
+        else:
             self.release_rows()
         if plan.partial is not None:
             self._own_row.add_(plan.partial.row)
@@ -230,9 +236,8 @@ class ReduceInFlight:
             self._received, self._own_row = [], None
             self.is_done = True
         elif plan.mesh.replicate is not None:
-            self._scattered = streams.reduce.record_event()
             # order: the reduce-scatter before the all-reduce over replicas, because that sums its result
-            streams.replicate.wait_event(self._scattered)
+            streams.replicate.wait_event(streams.reduce.record_event())
             with streams.replicate:
                 calls = self._settings.replicate_calls or plan.mesh.replicate
                 self._work = calls.issue_all_reduce(
@@ -240,8 +245,6 @@ class ReduceInFlight:
                 )
         else:
             self._divide(self._own_row)
-        if self._scattered is None and streams.host_runs_ahead:
-            self._scattered = streams.reduce.record_event()
 
     def _receive_replicas(self) -> None:
         assert self._work is not None

@@ -1,8 +1,7 @@
 """The root of a model: its units, what they have in flight, and the phase of the step. One on each rank.
 
-A new unit is its own root. The first forward of an outer unit adopts the units below it; from then on they share side
-streams, order and phase. Forward and backward call a root through the units' hooks, optimizers through
-``optimizer_hooks``.
+A new unit is its own root. The first forward of an outer unit adopts the units below it: they share side streams, order
+and phase. Forward and backward call a root through the units' hooks, optimizers through ``optimizer_hooks``.
 
 Memory in flight, on a device whose host runs ahead: a freed unit keeps its memory until the compute stream has passed
 it. The gather stream reclaims that memory before it gathers the next unit but one.
@@ -88,7 +87,7 @@ class Root:
         # The visit that the running backward has reached last.
         self.reached: Visit | None = None
         self._unit_refs: list[weakref.ref[Unit]] = []
-        self._has_adopted = False
+        self.has_adopted = False
         # Freed units whose memory is still to be reclaimed, with the end of their last compute.
         self._freed: deque[tuple[Unit, StreamEvent]] = deque()
         # Reduces in flight, the oldest first.
@@ -122,7 +121,7 @@ class Root:
 
     def adopt_units(self) -> None:
         """Adopts all units of the model, names them, and checks that all ranks hold the same model; once."""
-        if self._has_adopted:
+        if self.has_adopted:
             return
         names: dict[Unit, str] = {self.top: ""}
         for module in self.top.modules:
@@ -148,7 +147,7 @@ class Root:
         check_model(self.units, f"first forward, rank {self.top.rank}")
         self._check_agreement()
         self._is_offloaded = any(unit.home.is_offloaded for unit in self.units)
-        self._has_adopted = True
+        self.has_adopted = True
         self.update_joint_units()
         take_workspaces(self.top.mesh.device)
 
@@ -215,8 +214,7 @@ class Root:
             self.joint_units.end_forward()
         self._reclaim(0)
         if self._is_offloaded and not torch.is_grad_enabled():
-            # order: the gathers' transfers before the host goes on, because no backward will wait for them and the
-            # host may write the shards
+            # order: the gathers' transfers before the host, because it may write the shards and no backward waits
             self.streams.host_waits_for(self.streams.gather.record_event())
 
     # --- memory ---------------------------------------------------------------------------------------------------
@@ -386,6 +384,8 @@ class Root:
         """Tells peers that this rank has left its step."""
         if self.is_busy:
             self.agreement.break_off(what)
+            # order: reduces before compute, because compute's allocator reuses gradients that users may drop now
+            self.streams.compute_waits_for(self.streams.reduce.record_event())
 
     def break_off_forward(self, error: BaseException) -> None:
         """Ends a forward that raised: tells peers, and frees what was kept for a backward that will not come."""

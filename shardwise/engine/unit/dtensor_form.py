@@ -108,7 +108,7 @@ class DTensorForm:
     hides_kept = False
 
     def __init__(self, placement_fn: PlacementFn | None) -> None:
-        self._placement_fn = placement_fn
+        self.placement_fn = placement_fn
         self.all_show = all_show
 
     def make_slots(
@@ -119,7 +119,7 @@ class DTensorForm:
         device: torch.device,
         where: str,
     ) -> list[Slot]:
-        dims = [chosen_placement(each, self._placement_fn, where)[0] % each.param.dim() for each in found]
+        dims = [chosen_placement(each, self.placement_fn, where)[0] % each.param.dim() for each in found]
         return [_make_slot(each, dim, mesh, precision, device) for each, dim in zip(found, dims, strict=True)]
 
     def plan(self, params: list[RowParam], world: int) -> Layout:

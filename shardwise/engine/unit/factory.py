@@ -18,7 +18,15 @@ from shardwise.engine.step.root import Root
 from shardwise.engine.unit.binding import FoundParameter, Place, Slot, clean_name
 from shardwise.engine.unit.dtensor_form import PlacementFn, ShardedForm, chosen_placement
 from shardwise.engine.unit.hooks import UnitHooks
-from shardwise.engine.unit.membership import UNITS_ATTRIBUTE, hidden, membership, tag, tag_hidden, units_of
+from shardwise.engine.unit.membership import (
+    UNITS_ATTRIBUTE,
+    hidden,
+    membership,
+    share_tag,
+    tag,
+    tag_hidden,
+    units_of,
+)
 from shardwise.engine.unit.settings import UnitSettings, shard_home
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import ConfigAssertionError, ConfigError
@@ -205,7 +213,7 @@ def make_unit(
     OPTIMIZER_HOOKS.install()
     for found, slot in zip(own, slots, strict=True):
         tag(found.param, unit, slot)
-        tag(slot.sharded, unit, slot)
+        share_tag(found.param, slot.sharded)
         tag_hidden(unit, slot)
     for found, owner, slot in tied:
         known = {(place.module, place.name) for place in slot.places}

@@ -64,6 +64,7 @@ class RootInterface(Protocol):
     """The step that a unit is part of: ``engine/step/root.Root``."""
 
     streams: SideStreams
+    has_adopted: bool
     in_forward: bool
     in_backward: bool
     expects_backward: bool

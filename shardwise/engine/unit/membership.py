@@ -94,6 +94,17 @@ def units_of(module: nn.Module) -> tuple[Unit, ...]:
     return units
 
 
+def share_tag(param: torch.Tensor, sharded: torch.Tensor) -> None:
+    """Gives the sharded parameter the tag of the one that was found, so that both move to another unit at once."""
+    sharded.__dict__[MEMBERSHIP_ATTRIBUTE] = param.__dict__[MEMBERSHIP_ATTRIBUTE]
+
+
+def move_tags(slots: Iterable[Slot], unit: Unit) -> None:
+    """Makes ``unit`` the owner of these slots."""
+    for slot in slots:
+        slot.sharded.__dict__[MEMBERSHIP_ATTRIBUTE].unit = weakref.ref(unit)
+
+
 class ShardedPlaceholder(torch.Tensor):
     """What modules show for a parameter inside a flat parameter, while its unit is sharded.
 
