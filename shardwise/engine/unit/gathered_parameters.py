@@ -1,10 +1,11 @@
-"""Parameters that stay gathered after their step: whether they are still current, and what users did to them.
+"""Gathered parameters: who holds them, whether they are still current, and what users did to them.
 
-A unit keeps its gathered parameters between forward and backward, or from one step to the next. In that time a user may
-write to shards, step an optimizer, or write to, freeze, replace and tie the gathered parameters themselves. Here the
-unit notices: stale parameters are gathered again, and writes to gathered parameters are copied to the shards.
+Visits hold the parameters while they need them (``hold``, ``release``). After that a unit may keep them gathered, from
+forward to backward or from one step to the next. In that time a user may write to shards, step an optimizer, or write
+to, freeze, replace and tie the gathered parameters themselves. Here the unit notices: stale parameters are gathered
+again, and writes to gathered parameters are copied to the shards.
 
-``keep`` begins this and ``unit.reshard`` ends it. Where no backward will follow, kept parameters are *hidden*: modules
+``keep`` begins that and ``unit.reshard`` ends it. Where no backward will follow, kept parameters are *hidden*: modules
 show the shards, because those are what a user reads and writes between steps.
 """
 

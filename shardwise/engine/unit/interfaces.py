@@ -1,7 +1,7 @@
-"""What a unit knows of the objects above it: its root (``engine/step/root``), its hooks (``hooks``).
+"""What a unit knows of the objects above it: its root (``engine/step/root``), its position there, and its hooks.
 
-Both import ``unit``; it reaches them through these protocols, so that the three can be read one after another. Units
-are ``Any`` here for the same reason.
+Root and hooks import ``unit``; it reaches them through these protocols, so that the three can be read one after
+another. Units are ``Any`` here for the same reason.
 """
 
 from __future__ import annotations
