@@ -30,7 +30,9 @@ class Step:
     all_reduces: bool = True
     backward: str = "plain"
     input_needs_grad: bool = False
-    on_one_rank: bool = False  # the input needs its gradient on one rank only
+    # The input needs its gradient on one rank only; not where one rank alone would run a backward in which a plain
+    # model waits for all: with gradients that ranks hold, or with reentrant checkpoints.
+    on_one_rank: bool = False
     fails: str = ""  # the path of a block whose exception is caught inside the model
     clips: bool = False
     steps: bool = True
@@ -158,8 +160,10 @@ def draw_step(dice: Dice, context: Context, number: int, holds: bool = False) ->
         all_reduces=all_reduces,
         backward=backward,
         input_needs_grad=dice.chance(25),
-        # Where nothing is trained, one rank alone runs a backward; what ranks hold would be summed by it alone.
-        on_one_rank="on_one_rank" not in without and not holds and dice.chance(5),
+        on_one_rank=not holds
+        and "reentrant" not in context.kinds
+        and "on_one_rank" not in without
+        and dice.chance(5),
         fails=fails,
         clips="clip" not in without and is_last and dice.chance(10) and not counts_unused(context),
         steps=is_last and dice.chance(85),
@@ -779,6 +783,7 @@ def write_keep_gradients(context: Context, number: int, target: str) -> list[str
         "side.reshard(model)",
         "kept = side.gradients(model)",
         f"side.zero_grad({target})",
+        "side.zero_grad(model)",  # the optimizer may not have all of its parameters
         f"side.backward(model({batch(context, number)}).square().mean())",
         f'side.note("kept {number}", kept)',
     ]

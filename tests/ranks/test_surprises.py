@@ -1560,6 +1560,18 @@ def test_what_is_written_to_data_of_shards_is_used_by_units_that_are_kept(with_g
     twice(program, kept)
 
 
+def test_data_of_gathered_parameters_is_written_to_in_vain_as_in_torch():
+    def on_a_rank():
+        model = fully_shard(seeded(Pair()))
+        before = whole(model.first.weight).clone()
+        model.unshard()
+        model.first.weight.data.mul_(2)
+        model.reshard()
+        assert torch.equal(whole(model.first.weight), before)
+
+    run_ranks(on_a_rank, 2)
+
+
 # --- weights written to while a graph needs them ----------------------------------------------------------------------
 
 
@@ -1577,6 +1589,12 @@ def step_on(model, optimizer, saved):
 
 def load_saved(model, optimizer, saved):
     model.load_state_dict(saved)
+
+
+def scale_local_by_half(model, optimizer, saved):
+    with torch.no_grad():
+        for param in model.parameters():
+            (param.to_local() if isinstance(param, DTensor) else param).mul_(0.5)
 
 
 def differentiates_after(write, optimizer_class):
@@ -1603,6 +1621,13 @@ def test_a_backward_that_needs_weights_of_before_a_write_is_refused_as_autograd_
 
     program = differentiates_after(write, partial(torch.optim.SGD, lr=0.5, foreach=foreach))
     twice(program, shard_children, kept, wrap_children, wrapped)
+
+
+def test_a_backward_that_needs_weights_of_before_a_write_to_local_tensors_is_refused():
+    def kept(model):
+        return shard_children(model, reshard_after_forward=False)
+
+    twice(differentiates_after(scale_local_by_half, partial(torch.optim.SGD, lr=0.5)), shard_children, kept)
 
 
 def test_a_backward_may_follow_a_step_of_weights_that_it_does_not_need():

@@ -96,7 +96,7 @@ class GatheredParameters:
         """
         unit, before = self._unit, self._versions
         try:
-            self._versions = now = [slot.sharded._version for slot in unit.slots]
+            self._versions = now = [slot.sharded._version + slot.local._version for slot in unit.slots]
         except RuntimeError:
             # Tensors made in inference mode have no versions, and no backward needs them.
             return
