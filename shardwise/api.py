@@ -18,6 +18,7 @@ from shardwise.errors import (
     ShardwiseError,
     StateAssertionError,
     StateError,
+    StateTypeError,
 )
 from shardwise.forecast.choice import Choice, choose
 from shardwise.forecast.plan import Plan, plan
@@ -104,6 +105,7 @@ __all__ = [
     "StateDictSettings",
     "StateDictType",
     "StateError",
+    "StateTypeError",
     "TrustPolicy",
     "UnshardHandle",
     "ZeroRedundancyOptimizer",

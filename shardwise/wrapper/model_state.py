@@ -329,7 +329,9 @@ def _gather_own_values(wrapper: nn.Module, state: State, prefix: str) -> None:
     for path, module in _outside_wrappers(wrapper.get_submodule(WRAPPED_NAME)):
         names = [name for name, param in parameters_of(module).items() if isinstance(param, DTensor)]
         stay.update(prefix + clean_name(f"{path}.{name}" if path else name) for name in names)
-        names = [name for name, child in children_of(module).items() if child is not None and is_wrapper(child)]
+        names = [
+            name for name, child in children_of(module).items() if child is not None and is_wrapper(child)
+        ]
         inner += [f"{prefix}{clean_name(f'{path}.{name}' if path else name)}." for name in names]
     for key in [key for key in state if key.startswith(prefix) and key not in stay]:
         if not key.startswith(tuple(inner)):

@@ -6,8 +6,10 @@ another file tests it.
 
 from __future__ import annotations
 
+import copy
 import math
 import os
+import pickle
 import warnings
 from contextlib import contextmanager, suppress
 from types import SimpleNamespace
@@ -203,6 +205,23 @@ def the_modules_that_param_init_fn_gets(lib):
 def the_module_in_an_activation_checkpoint(lib):
     model = net()
     return lib.make(checkpoint_wrapper(model)).module is model
+
+
+def a_shallow_copy(lib):
+    model = nested(lib)
+    step(model)
+    copied = copy.copy(model)
+    torch.optim.SGD(copied.parameters(), 0.1).step()
+    both = step(copied).detach(), step(model).detach()
+    return type(copied).__name__, copied.module is model.module, both, sums_of(copied), sums_of(model)
+
+
+def a_pickled_wrapper(lib):
+    pickle.dumps(nested(lib))
+
+
+def a_deep_copy(lib):
+    copy.deepcopy(nested(lib))
 
 
 # --- attributes -----------------------------------------------------------------------------------------------------
@@ -606,6 +625,9 @@ CHECKS = [
     a_param_init_fn_that_is_no_function,
     the_modules_that_param_init_fn_gets,
     the_module_in_an_activation_checkpoint,
+    a_shallow_copy,
+    a_pickled_wrapper,
+    a_deep_copy,
     attributes,
     the_state_when_summoned,
     weights_stored_wider_after_wrapping,
