@@ -355,14 +355,15 @@ WRAPPER = (
     ),
     _better(
         "FullyShardedDataParallel",
-        "parameters of several dtypes in one flat parameter",
+        "scalars, integers and parameters of several dtypes in one flat parameter",
         "torch refuses them",
         "test_wrapper_combined.py::test_scalars_empty_integers_and_several_dtypes_in_one_unit",
     ),
     _better(
         "FullyShardedDataParallel",
         "trainable and frozen parameters in one wrapper without `use_orig_params`",
-        "torch refuses them; here they get two flat parameters",
+        "torch refuses them; here they get two flat parameters. With `use_orig_params`, torch warns that gradients take "
+        "the memory of all parameters; here they do not, so nothing warns",
         "test_wrapper_combined.py::test_scalars_empty_integers_and_several_dtypes_in_one_unit",
     ),
     _better(
@@ -449,8 +450,9 @@ WRAPPER = (
     ),
     _better(
         "FullyShardedDataParallel.summon_full_params",
-        "a forward inside; `with_grads` with `offload_to_cpu`",
-        "torch refuses both, or breaks",
+        "a forward inside; `with_grads` with `offload_to_cpu`, with `rank0_only`, or without `use_orig_params`; "
+        "`offload_to_cpu` with NO_SHARD",
+        "torch refuses them, or breaks",
         "test_wrapper_like_torch.py::test_what_torch_refuses_and_shardwise_does",
     ),
     _better(
@@ -464,6 +466,56 @@ WRAPPER = (
         "SHARDED state dicts without a device mesh",
         "DTensors, as with one, which `torch.distributed.checkpoint` saves and loads on any number of ranks",
         "test_wrapper_combined.py::test_torchs_checkpoints_move_between_worlds",
+    ),
+    _better(
+        "FullyShardedDataParallel",
+        "`use_orig_params` or `limit_all_gathers` other in an inner wrapper",
+        "torch refuses the first forward",
+        "test_wrapper_like_torch.py::test_programs_that_torch_refuses_run",
+    ),
+    _better(
+        "FullyShardedDataParallel",
+        "parameters tied across wrappers",
+        "torch sees them as different parameters, and breaks",
+        "test_wrapper_like_torch.py::test_programs_that_torch_refuses_run",
+    ),
+    _better(
+        "FullyShardedDataParallel(sharding_strategy)",
+        "the hybrid strategies without `process_group`, `device_mesh` or `auto_wrap_policy`",
+        "shards within a host, replicates between hosts, as with a policy; torch refuses it, since each of its wrappers "
+        "would make groups of its own",
+        "test_wrapper_like_torch.py::test_programs_that_torch_refuses_run",
+    ),
+    _better(
+        "FullyShardedDataParallel(sharding_strategy)",
+        "the hybrid strategies with one rank in each shard group",
+        "gradients are summed over replicas; torch switches to NO_SHARD within the shard group, and replicas drift apart",
+        "test_wrapper_like_torch.py::test_what_differs_from_torch_on_purpose",
+    ),
+    _differs(
+        "FullyShardedDataParallel.summon_full_params",
+        "which objects parameters are, with `use_orig_params`",
+        "shards and full parameters are different tensors, so a list of parameters that was made outside has shards; "
+        "torch's parameters become full ones in place. Ask for `parameters()` inside",
+        "test_wrapper_like_torch.py::test_what_differs_from_torch_on_purpose",
+    ),
+    _better(
+        "FullyShardedDataParallel.summon_full_params",
+        "`writeback=False` with NO_SHARD",
+        "changes are dropped, as torch's documentation says; torch keeps them",
+        "test_wrapper_like_torch.py::test_what_differs_from_torch_on_purpose",
+    ),
+    _better(
+        "FullyShardedDataParallel.state_dict_type",
+        "LOCAL state dicts with a device mesh",
+        "torch refuses them",
+        "test_wrapper_like_torch.py::test_programs_that_torch_refuses_run",
+    ),
+    _better(
+        "FullyShardedDataParallel.optim_state_dict_to_load",
+        "a state that does not fit",
+        "refused; torch drops the states of parameters that are in no group, and fills up flat parameters with zeros",
+        "test_wrapper_optim_state.py::test_states_that_one_flat_parameter_cannot_hold_are_refused",
     ),
     _same("ShardingStrategy", "test_wrapper.py::test_each_strategy_gathers_reduces_and_frees_as_it_says"),
     _same("BackwardPrefetch", "test_wrapper.py::test_backward_and_forward_prefetch_when_told_to"),
@@ -555,6 +607,18 @@ ZERO = (
         "`overlap_with_ddp` in the first steps",
         "torch skips two or three steps until DDP has rebuilt its buckets; here the first backward steps",
         "test_zero_overlap.py::test_it[overlap_equals_ddp_with_a_local_optimizer]",
+    ),
+    _better(
+        "ZeroRedundancyOptimizer",
+        "`overlap_with_ddp` before the first backward",
+        "parameter groups can be added and states consolidated; torch refuses both until it has stepped",
+        "test_zero_overlap.py::test_it[overlap_steps_a_group_that_was_added_later]",
+    ),
+    _better(
+        "ZeroRedundancyOptimizer.step",
+        "`overlap_with_ddp` without a hook that steps",
+        "raises, because no parameter would ever be updated; torch's does nothing, and says so in its log alone",
+        "test_zero_errors.py::test_it[refuses_overlap_that_would_never_step]",
     ),
     _better(
         "ZeroRedundancyOptimizer",

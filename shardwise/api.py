@@ -18,6 +18,7 @@ from shardwise.errors import (
     ShardwiseError,
     StateAssertionError,
     StateError,
+    StateTypeError,
 )
 from shardwise.forecast import auto as _auto  # noqa: F401  makes plans for fully_shard(plan=...)
 from shardwise.forecast.choice import Choice, choose
@@ -105,6 +106,7 @@ __all__ = [
     "StateDictSettings",
     "StateDictType",
     "StateError",
+    "StateTypeError",
     "TrustPolicy",
     "UnshardHandle",
     "ZeroRedundancyOptimizer",

@@ -25,6 +25,7 @@ __all__ = [
     "ShardwiseError",
     "StateAssertionError",
     "StateError",
+    "StateTypeError",
     "UnsupportedError",
 ]
 
@@ -90,6 +91,10 @@ class StateError(ShardwiseError, RuntimeError):
 
 class StateAssertionError(StateError, AssertionError):
     """A valid call at the wrong time, where torch raises an ``AssertionError``."""
+
+
+class StateTypeError(StateError, TypeError):
+    """An object is in a state that a call cannot take, where torch raises a ``TypeError``."""
 
 
 class RankDisagreement(ShardwiseError, RuntimeError):

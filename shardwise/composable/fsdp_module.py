@@ -27,7 +27,7 @@ from shardwise.engine.exact.exact_collectives import ExactCollectives
 from shardwise.engine.exact.exact_sums import check_not_exact
 from shardwise.engine.step.agreement import forget_torn_steps
 from shardwise.engine.step.joint_units import set_joint
-from shardwise.engine.unit.binding import not_copied
+from shardwise.engine.unit.binding import not_copied, shallow_copy
 from shardwise.engine.unit.membership import UNITS_ATTRIBUTE, units_of
 from shardwise.engine.unit.replaced import move_from_meta
 from shardwise.engine.unit.unit import Unit
@@ -92,6 +92,9 @@ class FSDPModule(_AnyModule):
         # Containers call their own class to make a part of themselves (a slice of a Sequential): it is not sharded.
         plain: Any = next(base for base in cls.__mro__ if not issubclass(base, FSDPModule))
         return plain(*args, **kwargs)
+
+    def __copy__(self) -> Any:
+        return shallow_copy(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise not_copied("deepcopy", type(self).__name__)

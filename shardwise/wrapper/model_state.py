@@ -40,6 +40,7 @@ from shardwise.errors import CheckpointError, UnsupportedError
 from shardwise.planning.layout import cut_evenly
 from shardwise.torch_internals import (
     buffers_of,
+    children_of,
     dtensor,
     dtensor_spec,
     loads_as_usual,
@@ -273,10 +274,13 @@ class LoadHooks:
             _gather_own_values(wrapper, state, f"{prefix}{WRAPPED_NAME}.")
             return
         hide_flat_parameters(unit)
+        seen: set[Place] = set()
         for path, slot, place in own_places(wrapper, unit):
             key = f"{prefix}{WRAPPED_NAME}.{path}{place.name}"
             value = loaded(state.get(key))
-            if not slot.is_shown:
+            is_seen = place in seen
+            seen.add(place)
+            if not slot.is_shown and not is_seen:
                 # Instead of the flat parameter: a view of its elements for torch to copy into.
                 part = local_elements(slot, slot.sharded.detach()).view(slot.shown_shape)
                 self._temporary.append(
@@ -316,7 +320,9 @@ def _gather_own_values(wrapper: nn.Module, state: State, prefix: str) -> None:
     for path, module in _outside_wrappers(wrapper.get_submodule(WRAPPED_NAME)):
         names = [name for name, param in parameters_of(module).items() if isinstance(param, DTensor)]
         stay.update(prefix + clean_name(f"{path}.{name}" if path else name) for name in names)
-        names = [name for name, child in module.named_children() if is_wrapper(child)]
+        names = [
+            name for name, child in children_of(module).items() if child is not None and is_wrapper(child)
+        ]
         inner += [f"{prefix}{clean_name(f'{path}.{name}' if path else name)}." for name in names]
     for key in [key for key in state if key.startswith(prefix) and key not in stay]:
         if not key.startswith(tuple(inner)):
@@ -324,25 +330,29 @@ def _gather_own_values(wrapper: nn.Module, state: State, prefix: str) -> None:
 
 
 def own_places(wrapper: nn.Module, unit: Unit) -> Iterator[tuple[str, FlatSlot, Place]]:
-    """The places of parameters inside a wrapper and no inner one, with their module's path and slot."""
-    paths: dict[int, str] = {}
+    """The places of parameters inside a wrapper and no inner one, with their module's path and slot.
+
+    A module that the model has under several names comes under each of them.
+    """
+    paths: dict[int, list[str]] = {}
     for name, module in _outside_wrappers(wrapper.get_submodule(WRAPPED_NAME)):
         path = clean_name(name)
-        paths.setdefault(id(parameters_of(module)), f"{path}." if path else "")
+        paths.setdefault(id(parameters_of(module)), []).append(f"{path}." if path else "")
     for needed in dict.fromkeys((unit, *unit.needs)):
         for slot in flat_slots(needed):
             for place in slot.places:
-                if id(place.params) in paths:
-                    yield paths[id(place.params)], slot, place
+                for path in paths.get(id(place.params), ()):
+                    yield path, slot, place
 
 
 def _outside_wrappers(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """``module`` and the modules below it that are inside no inner wrapper, with their paths."""
+    """``module`` and the modules below it that are inside no inner wrapper, with all of their paths."""
     if is_wrapper(module):
         return
     yield name, module
-    for child_name, child in module.named_children():
-        yield from _outside_wrappers(child, f"{name}.{child_name}" if name else child_name)
+    for child_name, child in children_of(module).items():
+        if child is not None:
+            yield from _outside_wrappers(child, f"{name}.{child_name}" if name else child_name)
 
 
 def check_fits(wrapper: nn.Module, state: Any, strict: bool) -> None:

@@ -22,7 +22,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.engine.exact.exact_sums import check_not_exact
 from shardwise.engine.gather.full_tensors import is_flat
 from shardwise.engine.step.joint_units import set_joint
-from shardwise.engine.unit.binding import CHECKPOINTED_NAME, WRAPPED_NAME, clean_name, not_copied
+from shardwise.engine.unit.binding import (
+    CHECKPOINTED_NAME,
+    WRAPPED_NAME,
+    clean_name,
+    not_copied,
+    shallow_copy,
+)
 from shardwise.engine.unit.membership import membership, units_of
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import ConfigAssertionError, ConfigError, StateAssertionError, StateError
@@ -153,7 +159,10 @@ class FullyShardedDataParallel(ReadAttributes):
             return getattr(self._modules[WRAPPED_NAME], name)
 
     def __getitem__(self, key: Any) -> Any:
-        return self.module[key]  # type: ignore[index]
+        return self.module.__getitem__(key)  # type: ignore[operator]
+
+    def __copy__(self) -> Any:
+        return shallow_copy(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise not_copied("deepcopy", type(self).__name__)

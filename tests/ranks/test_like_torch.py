@@ -566,6 +566,16 @@ def to_and_apply(api):
     return kinds(model), train(model)
 
 
+def shallow_copies(api):
+    model = shard(api)
+    model.blocks[0] = copy.copy(model.blocks[0])
+    seen = [train(model)]
+    copied = copy.copy(model)
+    seen += [train(copied), train(model), list(copied.state_dict()), copied.head is model.head]
+    copied(rows(0)).sum().backward()
+    return [*seen, gradients(copied), gradients(model)]
+
+
 def loading_a_state_dict(api):
     model, other = shard(api), shard(api)
     other.load_state_dict(model.state_dict())
@@ -680,6 +690,7 @@ PROGRAMS = [
     to_and_apply,
     tensor_subclasses,
     loading_a_state_dict,
+    shallow_copies,
 ]
 
 

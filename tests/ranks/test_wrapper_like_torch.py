@@ -6,12 +6,15 @@ another file tests it.
 
 from __future__ import annotations
 
+import copy
 import math
 import os
+import pickle
 import warnings
 from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -203,6 +206,23 @@ def the_modules_that_param_init_fn_gets(lib):
 def the_module_in_an_activation_checkpoint(lib):
     model = net()
     return lib.make(checkpoint_wrapper(model)).module is model
+
+
+def a_shallow_copy(lib):
+    model = nested(lib)
+    step(model)
+    copied = copy.copy(model)
+    torch.optim.SGD(copied.parameters(), 0.1).step()
+    both = step(copied).detach(), step(model).detach()
+    return type(copied).__name__, copied.module is model.module, both, sums_of(copied), sums_of(model)
+
+
+def a_pickled_wrapper(lib):
+    pickle.dumps(nested(lib))
+
+
+def a_deep_copy(lib):
+    copy.deepcopy(nested(lib))
 
 
 # --- attributes -----------------------------------------------------------------------------------------------------
@@ -606,6 +626,9 @@ CHECKS = [
     a_param_init_fn_that_is_no_function,
     the_modules_that_param_init_fn_gets,
     the_module_in_an_activation_checkpoint,
+    a_shallow_copy,
+    a_pickled_wrapper,
+    a_deep_copy,
     attributes,
     the_state_when_summoned,
     weights_stored_wider_after_wrapping,
@@ -773,3 +796,129 @@ def beyond_torch():
 
 def test_what_torch_refuses_and_shardwise_does():
     run_ranks(beyond_torch, 2)
+
+
+def trains(model, want=None):
+    """Whether a step gives finite parameters, those of ``want`` if given."""
+    step(model)
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    sums = sums_of(model)
+    assert all(map(math.isfinite, sums))
+    assert want is None or same(sums, want), (sums, want)
+    return sums
+
+
+def options_that_differ_inside(lib):
+    torch.manual_seed(0)
+    want = trains(nested(lib))
+    for inner, outer in (
+        ({"use_orig_params": True}, {}),
+        ({}, {"use_orig_params": True}),
+        ({"limit_all_gathers": False}, {}),
+    ):
+        torch.manual_seed(0)
+        model = net()
+        model[2][0] = lib.make(model[2][0], **inner)
+        model[2] = lib.make(model[2], **inner)
+        trains(lib.make(model, **outer), want)
+
+
+def a_hybrid_strategy_without_groups(lib):
+    trains(lib.make(net(), sharding_strategy=lib.ShardingStrategy.HYBRID_SHARD))
+
+
+def a_scalar(lib):
+    model = net()
+    model[0].scale = nn.Parameter(torch.tensor(2.0))
+    trains(lib.make(model, use_orig_params=True))
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+def parameters_tied_across_wrappers(lib):
+    torch.manual_seed(0)
+    want = trains(lib.make(Tied()))
+    torch.manual_seed(0)
+    trains(lib.make(Tied(), auto_wrap_policy=on_linear(lib)), want)
+
+
+def gradients_of_flat_parameters(lib):
+    model = nested(lib)
+    step(model)
+    with lib.FSDP.summon_full_params(model, with_grads=True):
+        assert all(param.grad.shape == param.shape for param in model.parameters())
+
+
+def summoned_copies_on_the_host(lib):
+    model = lib.make(net(), sharding_strategy=lib.ShardingStrategy.NO_SHARD)
+    with lib.FSDP.summon_full_params(model, offload_to_cpu=True):
+        pass
+
+
+def local_states_with_a_mesh(lib):
+    model = lib.make(net(), device_mesh=init_device_mesh(device().type, (dist.get_world_size(),)))
+    with lib.FSDP.state_dict_type(model, lib.StateDictType.LOCAL_STATE_DICT):
+        state = model.state_dict()
+        model.load_state_dict(state)
+
+
+REFUSED_BY_TORCH = [
+    options_that_differ_inside,
+    a_hybrid_strategy_without_groups,
+    a_scalar,
+    parameters_tied_across_wrappers,
+    gradients_of_flat_parameters,
+    summoned_copies_on_the_host,
+    local_states_with_a_mesh,
+]
+
+
+def refused_by_torch():
+    theirs, ours = libraries()
+    for program in REFUSED_BY_TORCH:
+        program(ours)
+        with pytest.raises(Exception):  # noqa: B017  of any kind; ours raised none
+            program(theirs)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_programs_that_torch_refuses_run():
+    run_ranks(refused_by_torch, 2, kind="gloo")
+
+
+def differs_from_torch():
+    theirs, ours = libraries()
+    strategies = theirs.ShardingStrategy
+    for lib in (theirs, ours):
+        model = lib.make(net(), sharding_strategy=strategies.NO_SHARD)
+        want = sums_of(model)
+        with lib.FSDP.summon_full_params(model, writeback=False), torch.no_grad():
+            for param in model.parameters():
+                param.zero_()
+        assert same(sums_of(model), want) == (lib is ours)
+        model = nested(lib, use_orig_params=True)
+        before = set(map(id, model.parameters()))
+        with lib.FSDP.summon_full_params(model):
+            assert (set(map(id, model.parameters())) == before) == (lib is theirs)
+        # Two replicas, each on one rank: they stay equal if gradients are summed over replicas.
+        alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        groups = (alone, dist.group.WORLD)
+        model = lib.make(net(), sharding_strategy=strategies.HYBRID_SHARD, process_group=groups)
+        step(model, torch.full((2, 4), float(dist.get_rank())))
+        torch.optim.SGD(model.parameters(), 0.1).step()
+        everyone = [None, None]
+        dist.all_gather_object(everyone, sums_of(model))
+        assert same(*everyone) == (lib is ours)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_differs_from_torch_on_purpose():
+    run_ranks(differs_from_torch, 2, kind="gloo")

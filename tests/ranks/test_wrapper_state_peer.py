@@ -357,8 +357,41 @@ def loaded_in_ways_of_their_own(lib, use_orig_params, wraps_part):
     return list(result.missing_keys), list(result.unexpected_keys), model.state_dict()
 
 
+class NamedTwice(nn.Module):
+    """One module under two names, and a weight that two modules share."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 5, bias=False)
+        self.second.weight = self.first.weight
+        self.again = self.first
+        self.first.register_buffer("scale", torch.ones(3))
+
+    def forward(self, x):
+        return self.again(self.second(self.first(x)))
+
+
+def under_two_names(lib, wraps_part, use_orig_params):
+    model = seeded(NamedTwice())
+    if wraps_part:
+        model.second.weight = nn.Parameter(model.first.weight.detach().clone())
+        model.first = model.again = lib.FSDP(model.first, use_orig_params=use_orig_params)
+    model = lib.FSDP(model, use_orig_params=use_orig_params)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for kind in (lib.FULL, lib.SHARDED, lib.LOCAL)[: 2 if use_orig_params else 3]:
+        with lib.FSDP.state_dict_type(model, kind):
+            state = model.state_dict()
+            step(model, optim)
+            # Back to the values of before the step.
+            found.append((kind.name, list(state), str(model.load_state_dict(state))))
+        found.append(model.state_dict())
+    return found
+
+
 MODELS = [
     (of_every_kind, BOTH_FORMS),
+    (under_two_names, cases_of(use_orig_params=[False, True], wraps_part=[False, True])),
     (with_a_mesh, [{}]),
     (nothing_sharded, [{}]),
     (incomplete, [{}]),

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.errors import StateAssertionError, StateError
+from shardwise.errors import StateAssertionError, StateError, StateTypeError
 from shardwise.torch_internals import (
     Spec,
     children_of,
@@ -292,8 +292,16 @@ def unsharded_shown(slots: Iterable[Slot], flat_entries: Iterable[ShownEntry]) -
     return Shown(entries)
 
 
+def shallow_copy(module: nn.Module) -> nn.Module:
+    """What ``copy.copy`` makes of a module: another of its class with the same submodules, parameters and units."""
+    copied = object.__new__(type(module))
+    copied.__dict__.update(module.__dict__)
+    return copied
+
+
 def not_copied(how: str, what: str) -> StateError:
-    return StateAssertionError(
+    error = StateTypeError if how == "pickle" else StateAssertionError
+    return error(
         f"{what} cannot be copied by {how}: its parameters are tied to the ranks it is sharded over",
         where=f"{how} of a sharded module",
         fix="copy the model before fully_shard, or build a second one and load this one's state_dict() into it",
