@@ -128,7 +128,7 @@ def draw(random_: random.Random) -> dict[str, Any]:
     kind = random_.choice(("language", "language", "encoder", "perceptrons", "convolutions"))
     dtype = random_.choice(("bfloat16", "bfloat16", "float32"))
     head = random_.choice((32, 64, 128))
-    heads = random_.choice((4, 6, 8, 12, 16, 24))
+    heads = random_.choice((6, 8, 12, 16, 24, 32))
     blocks, width = random_.randint(2, 28), head * heads
     batch = random_.choice((1, 2, 3, 4, 8))
     if kind == "language":

@@ -50,7 +50,7 @@ RANKS = 8
 PREPARED = RESULTS / "auto_plan_prepared.json"
 MEASURED = RESULTS / "auto_plan.json"
 # How much a random model may need and how long its step may take, with nothing recomputed or offloaded, as predicted.
-MOST_BYTES, MOST_SECONDS = 100 * 2**30, 0.35
+LEAST_BYTES, MOST_BYTES, MOST_SECONDS = 2**30, 100 * 2**30, 0.35
 GIB = 2**30
 
 # --- what is asked ------------------------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ def prepare_random(seed: int, count: int, save: Callable[[dict[str, Any]], None]
         share = draw.uniform(-0.1, 1.05)
         free = answer(question(spec))
         number += 1
-        if free.memory.reserved > MOST_BYTES or free.seconds > MOST_SECONDS:
+        if not LEAST_BYTES < free.memory.reserved < MOST_BYTES or free.seconds > MOST_SECONDS:
             continue
         least = least_memory(question(spec))
         budget = int(least.memory.reserved + share * (free.memory.reserved - least.memory.reserved))

@@ -66,13 +66,18 @@ def on_fake_group(model: Callable[[], nn.Module], inputs: Any, ranks: int = 8, *
     )
 
 
-def language(size_name: str, **settings: Any) -> Plan:
+def language(size_name: str, compiles: bool = False, **settings: Any) -> Plan:
     size = SIZES[size_name]
     tokens = torch.empty(1, size.tokens, dtype=torch.long, device="meta")
     is_plain = settings.get("api") == "none"
-    return on_fake_group(
-        lambda: Language(size).bfloat16() if is_plain else Language(size), (tokens, tokens), **settings
-    )
+
+    def made() -> nn.Module:
+        model = Language(size).bfloat16() if is_plain else Language(size)
+        for block in model.blocks if compiles else ():
+            block.compile()
+        return model
+
+    return on_fake_group(made, (tokens, tokens), **settings)
 
 
 # --- memory -------------------------------------------------------------------------------------------------------
@@ -190,6 +195,16 @@ def compute_bound_steps() -> Iterator[Row]:
             yield Row(f"{size}, fully_shard", "ms", ours, median_ms(file, "shardwise"), file)
 
 
+def compiled_steps() -> Iterator[Row]:
+    """Blocks compiled: no price comes from these files."""
+    for size in ("1b", "8b"):
+        file = f"step_time_{size}_8_compiled_cuda"
+        plain = 1e3 * language(size, compiles=True, api="none").seconds
+        yield Row(f"{size}, compiled, plain", "ms", plain, median_ms(file, "plain"), file)
+        ours = 1e3 * language(size, compiles=True).seconds
+        yield Row(f"{size}, compiled, fully_shard", "ms", ours, median_ms(file, "shardwise"), file)
+
+
 def offloaded_steps() -> Iterator[Row]:
     ours = 1e3 * language("1b", ranks=1, offload=True, optimizer="adamw").seconds
     for file in ("offload_step_1b_cuda", "offload_step_1b_cuda_again"):
@@ -205,7 +220,7 @@ def published() -> Iterator[Row]:
 
 GROUPS: dict[str, tuple[Callable[[], Iterator[Row]], ...]] = {
     "memory": (step_memory, backward_memory),
-    "time": (host_bound_steps, compute_bound_steps, offloaded_steps),
+    "time": (host_bound_steps, compute_bound_steps, compiled_steps, offloaded_steps),
     "published": (published,),
 }
 

@@ -164,12 +164,18 @@ def _text(plan: Plan) -> str:
     if plan.fits:
         return plan.text()
     from shardwise.forecast.alternatives import smallest_change
+    from shardwise.train.prediction import as_settings
 
     found = smallest_change(plan)
     if found is None:
         return f"{plan.text()}\nno change of settings was found that fits"
-    name, changed = found
+    before, after = plan.question, found[1].question
+    had = as_settings(before.settings)
+    flags = [f"--set {setting}" for setting in as_settings(after.settings) if setting not in had]
+    if after.ranks != before.ranks:
+        flags += [f"--ranks {after.ranks}", f"--nodes {after.nodes}"]
+    spare, ms = found[1].spare_bytes / 2**30, 1e3 * found[1].seconds
+    change = " ".join(flags)
     return (
-        f"{plan.text()}\nsmallest change that fits: {name}: {changed.spare_bytes / 2**30:,.2f} GiB to spare, "
-        f"{1e3 * changed.seconds:,.1f} ms a step"
+        f"{plan.text()}\nsmallest change that fits: {change}: {spare:,.2f} GiB to spare, {ms:,.1f} ms a step"
     )

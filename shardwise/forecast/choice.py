@@ -66,7 +66,7 @@ class Choice:
             f"  {other} is faster and needs {gib(plan.memory.reserved - self.budget_bytes)} GiB more"
             for other, plan in faster[:1]
         ]
-        return "\n".join([*lines, "", comparison_text(self.compared)])
+        return "\n".join([*lines, "", comparison_text(self.compared, self.budget_bytes)])
 
 
 def choose(

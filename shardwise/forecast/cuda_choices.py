@@ -47,7 +47,9 @@ def choosing_as_cuda(recorder: TapeRecorder, fuses_norms: bool = True) -> Iterat
         weight: Any = None,
         eps: float | None = None,
     ) -> Any:
-        if not fuses_norms or not input.is_meta or (weight is not None and weight.dtype != input.dtype):
+        mixed = weight is not None and weight.dtype != input.dtype
+        # A compiler makes a kernel of the parts.
+        if not fuses_norms or not input.is_meta or mixed or torch.compiler.is_compiling():
             return rms_norm(input, normalized_shape, weight, eps)
         return _RmsNorm.apply(input, len(normalized_shape), weight, recorder)
 

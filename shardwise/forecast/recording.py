@@ -197,6 +197,11 @@ class EngineEvents(trace.Recorder):
 class TorchCalls(TorchDispatchMode):
     """Writes every call that reaches torch's dispatcher, below autograd."""
 
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Torch compiles nothing under modes that it takes for a user's."""
+        return True
+
     def __init__(self, recorder: TapeRecorder) -> None:
         super().__init__()
         self._recorder = recorder

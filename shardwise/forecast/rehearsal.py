@@ -22,6 +22,7 @@ from shardwise.composable.fully_shard import fully_shard
 from shardwise.engine.unit.membership import units_of
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import ConfigError
+from shardwise.forecast.compiled import compiling_as_cuda
 from shardwise.forecast.cuda_choices import choosing_as_cuda
 from shardwise.forecast.dry_mesh import dry_mesh
 from shardwise.forecast.dry_optimizer import DryOptimizer
@@ -64,6 +65,7 @@ def rehearse(job: Job, settings: Settings, ranks: int, num_steps: int = 2, on_cu
     with ExitStack() as stack:
         stack.enter_context(rehearsing(recorder))
         stack.enter_context(choosing_as_cuda(recorder, fuses_norms=on_cuda))
+        stack.enter_context(compiling_as_cuda(recorder))
         with META:
             model = job.build()
         model = model.to(META) if any(p.device != META for p in _tensors_of(model)) else model

@@ -70,10 +70,10 @@ def _memory(plan: Plan) -> list[str]:
     return lines
 
 
-def verdict(plan: Plan) -> str:
-    if plan.fits:
-        return f"fits with {gib(plan.spare_bytes)} GiB to spare"
-    return f"does not fit by {gib(-plan.spare_bytes)} GiB"
+def verdict(plan: Plan, budget_bytes: int | None = None) -> str:
+    """Whether a plan fits into a budget; None: into what the device has."""
+    spare = plan.spare_bytes if budget_bytes is None else budget_bytes - plan.memory.reserved
+    return f"fits with {gib(spare)} GiB to spare" if spare >= 0 else f"does not fit by {gib(-spare)} GiB"
 
 
 def _time(plan: Plan) -> list[str]:
@@ -117,7 +117,7 @@ def _links(plan: Plan) -> list[str]:
     return lines or ["sent by a rank, GiB           0.00"]
 
 
-def comparison_text(plans: Sequence[tuple[str, Plan]]) -> str:
+def comparison_text(plans: Sequence[tuple[str, Plan]], budget_bytes: int | None = None) -> str:
     """A line for each plan."""
     width = max(len(name) for name, _ in plans)
     lines = [
@@ -125,7 +125,7 @@ def comparison_text(plans: Sequence[tuple[str, Plan]]) -> str:
     ]
     lines += [
         f"{name:<{width}} {ms(plan.seconds):>11} {plan.tokens_per_second:>16,.0f} {ms(plan.step.exposed):>11} "
-        f"{gib(plan.memory.reserved):>13}   {verdict(plan)}"
+        f"{gib(plan.memory.reserved):>13}   {verdict(plan, budget_bytes)}"
         for name, plan in plans
     ]
     return "\n".join(lines)

@@ -103,8 +103,7 @@ def as_settings(chosen: Settings) -> list[str]:
         found.append("sharding.offload=true")
     if chosen.group_bytes:
         found.append(f"sharding.group_bytes={chosen.group_bytes}")
-    if chosen.micro_batches > 1:
-        found.append(f"train.accumulate={chosen.micro_batches}")
+    found.append(f"train.accumulate={chosen.micro_batches}")
     return found
 
 
@@ -164,9 +163,11 @@ def _peak_of(config: Config, gpu: str, ranks: int, nodes: int) -> MemoryForecast
 def choose_settings(
     config: Config, device: str | Device, ranks: int, nodes: int, budget_gb: float | None
 ) -> Choice:
-    """Chooses the mode, groups of units, recomputation and offload of a recipe: the fastest step that fits."""
+    """Chooses mode, groups of units, recomputation, offload and micro-batches of a recipe: the fastest that fits."""
     sharding = replace(config.sharding, mode="full", group_bytes=0, recompute=False, offload=False)
-    question = question_of(replace(config, sharding=sharding), device, ranks, nodes)
+    # From all samples of a rank at once to one at a time.
+    train = replace(config.train, accumulate=1)
+    question = question_of(replace(config, sharding=sharding, train=train), device, ranks, nodes)
     budget = None if budget_gb is None else int(budget_gb * 2**30)
     may = EVERYTHING - {"parts", "forward_prefetch"}  # for which recipes have no settings
     return choose_for(question.changed(reshard_after_forward=None), budget, may)
