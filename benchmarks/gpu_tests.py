@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -39,7 +40,12 @@ def run(paths: list[Path], workers: int, log: Path, timeout: float) -> int | Non
         try:
             return process.wait(timeout)
         except subprocess.TimeoutExpired:
-            process.terminate()
+            # It says what failed so far, if it is interrupted and not killed.
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
             return None
 
 

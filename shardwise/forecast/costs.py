@@ -83,13 +83,27 @@ def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     count = flop_registry.get(func._overloadpacket)
     if count is None:
         return 0
+    is_attention = func._overloadpacket._qualified_op_name.split("::")[1] in ATTENTION_PACKETS
+    if is_attention:
+        args = _with_all_heads(func, args)
     flops = int(count(*args, **kwargs, out_val=out))
-    if func._overloadpacket._qualified_op_name.split("::")[1] in ATTENTION_PACKETS and _is_causal(
-        func, args, kwargs
-    ):
+    if is_attention and _is_causal(func, args, kwargs):
         # Kernels skip what the mask hides.
         flops //= 2
     return flops
+
+
+def _with_all_heads(func: Any, args: Sequence[Any]) -> list[Any]:
+    """The arguments with as many heads in keys and values as in queries: torch 2.11 counts no others."""
+    positions = {argument.name: index for index, argument in enumerate(func._schema.arguments)}
+    given = list(args)
+    if positions.keys() >= {"query", "key", "value"} and given[positions["query"]].dim() == 4:
+        heads = given[positions["query"]].shape[1]
+        for name in ("key", "value"):
+            tensor = given[positions[name]]
+            if tensor.shape[1] not in (0, heads):
+                given[positions[name]] = tensor[:, :1].expand(-1, heads, -1, -1)
+    return given
 
 
 def _is_causal(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
