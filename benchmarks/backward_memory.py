@@ -33,6 +33,7 @@ MODES: dict[str, dict[str, Any]] = {
     "kept after forward": {"reshard_after_forward": False},
     "offloaded": {"offload": True},
     "bf16": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
+    "bf16, reduced in bf16": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16},
 }
 PHASES = ("idle", "forward", "backward", "after_backward")
 

@@ -45,6 +45,30 @@ class RunsALayerTwice(Layers):
         return self.last(x)
 
 
+class OneLayerACall(TwoLayers):
+    """Each call uses one of two parameters: the first call's are still to be gathered when the second's are reduced."""
+
+    def __init__(self):
+        super().__init__(WIDTH)
+        self.out_proj = torch.nn.Linear(WIDTH, 4 * WIDTH)
+        self.is_first = True
+
+    def forward(self, x):
+        layer = self.in_proj if self.is_first else self.out_proj
+        self.is_first = not self.is_first
+        return torch.relu(layer(x))[..., :WIDTH]
+
+
+class GathersWhatIsReduced(Layers):
+    def __init__(self):
+        super().__init__(width=WIDTH)
+        self.layers[1] = OneLayerACall()
+
+    def forward(self, x):
+        x = self.layers[0](self.first(x))
+        return self.last(self.layers[1](self.layers[1](x)))
+
+
 class LeavesALayerOut(Layers):
     def forward(self, x):
         return self.last(self.layers[2](self.layers[0](self.first(x))))
@@ -174,6 +198,7 @@ def test_rows_in_the_memory_of_full_parameters_change_no_bit():
             {"borrows": True, "accumulates": "without sync"},
             {"borrows": True, "build": Ties},
             {"borrows": True, "build": partial(RunsALayerTwice, width=WIDTH)},
+            {"borrows": True, "build": GathersWhatIsReduced},
             {"borrows": True, "build": partial(LeavesALayerOut, width=WIDTH)},
             {"borrows": True, "prepare": freezes},
             {"borrows": True, "prepare": partial(recomputes, use_reentrant=False)},
