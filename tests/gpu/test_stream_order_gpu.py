@@ -483,8 +483,8 @@ WAITS = {
     "rows are reduced before what they lie in is gathered into": Wait(
         Site("return_memory", "wait_event"), reduces_run_late
     ),
-    "reduces are done before a backward that raised leaves their memory to compute": Wait(
-        Site("break_off", "compute_waits_for"), a_backward_raises_while_reduces_run
+    "gradients are complete before users may drop them": Wait(
+        Site("finish", "compute_waits_for"), a_backward_raises_while_reduces_run
     ),
     "gradients are added before what follows backward": Wait(
         Site("end_backward", "compute_waits_for"), gradients_are_added_late

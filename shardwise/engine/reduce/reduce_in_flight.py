@@ -87,8 +87,9 @@ class ReduceInFlight:
         self._holds_rows = False
         # Whose memory the rows are in; None: their own.
         self._lender: Lender | None = None
-        # On the reduce stream, after the last use of the rows.
+        # On the reduce stream, after the last use of the rows, and after the gradients are complete.
         self._scattered: StreamEvent | None = None
+        self._divided: StreamEvent | None = None
 
     def issue(
         self, gradients: list[torch.Tensor | None], present: Presence, lender: Lender | None = None
@@ -193,6 +194,9 @@ class ReduceInFlight:
         self.advance()
         while not self.is_done:
             self.advance()
+        if self._buffer is not None and self._divided is not None:
+            # order: the gradients before compute, because their memory is compute's, and users may drop them at once
+            self._streams.compute_waits_for(self._divided)
         return self._assign_gradients()
 
     def listeners(self) -> Collection[Callable[[Callable[[], None], bool], None]]:
@@ -263,6 +267,8 @@ class ReduceInFlight:
             own_row.div_(self._division.after)
         self._segments = [own_row] if self.plan.needs_no_cast else self._cast_segments(own_row)
         self._own_row = None
+        if self._buffer is not None and self._streams.host_runs_ahead:
+            self._divided = self._streams.reduce.record_event()
         self.is_done = True
 
     def _run_all_reduce_hook(self, own_row: torch.Tensor) -> None:

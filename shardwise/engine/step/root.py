@@ -384,8 +384,6 @@ class Root:
         """Tells peers that this rank has left its step."""
         if self.is_busy:
             self.agreement.break_off(what)
-            # order: reduces before compute, because compute's allocator reuses gradients that users may drop now
-            self.streams.compute_waits_for(self.streams.reduce.record_event())
 
     def break_off_forward(self, error: BaseException) -> None:
         """Ends a forward that raised: tells peers, and frees what was kept for a backward that will not come."""
