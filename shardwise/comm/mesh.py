@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from shardwise.comm.channels.channel import SingleRankChannel
+from shardwise.comm.channels.channel import GroupChannel, SingleRankChannel
 from shardwise.comm.channels.registry import channel_of
 from shardwise.comm.collectives.group import GroupCollectives
 from shardwise.comm.exchange import all_gather_bytes
@@ -45,6 +45,13 @@ class DataMesh:
     whole: DeviceMesh | None = None
     named: tuple[int, ...] = ()
     _parts: dict[int, GroupCollectives] = field(default_factory=dict)
+    # alive: channels hold their groups weakly
+    _groups: list[dist.ProcessGroup] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._groups.extend(
+            calls.group for calls in (self.shard, self.replicate) if isinstance(calls, GroupChannel)
+        )
 
     @property
     def rank(self) -> int:
@@ -92,6 +99,7 @@ class DataMesh:
     def _group_of(self, ranks: list[int]) -> GroupCollectives:
         """Creates a group, called by its own ranks only: the mesh may be one of several in the job."""
         group = dist.new_group(ranks, use_local_synchronization=True)
+        self._groups.append(group)
         return channel_of(group, self.device)
 
 

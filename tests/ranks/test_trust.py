@@ -5,6 +5,7 @@ Many cases share one set of ranks: a case that left anything behind would fail t
 
 from __future__ import annotations
 
+import gc
 import itertools
 import re
 import time
@@ -384,3 +385,17 @@ def test_logs_of_groups_that_carry_data_themselves_are_compared_before_a_step_is
         # One of the two others may come there only when it has been told.
         assert re.search(r"ranks? (0|2|0, 2) went on to reduce 'a'", reported[0][1])
         assert "rank 1 went on to reduce 'b'" in reported[0][1]
+
+
+def used_after_its_end():
+    channel = channel_of(dist.new_group(), torch.device("cpu"))
+    channel.issue_all_reduce(torch.ones(1), average=False).wait()
+    dist.destroy_process_group(channel.group)
+    # Whoever shards over a group keeps it alive; here nobody does.
+    gc.collect()
+    with pytest.raises(StateError, match="a process group was used after it had been destroyed"):
+        channel.issue_all_reduce(torch.ones(1), average=False)
+
+
+def test_a_collective_of_a_group_that_is_gone_says_so():
+    run_ranks(used_after_its_end, 2, kind="gloo")
