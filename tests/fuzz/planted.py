@@ -27,6 +27,7 @@ from shardwise.engine.unit.flat_form import FlatForm
 from shardwise.engine.unit.gathered_parameters import GatheredParameters
 from shardwise.engine.unit.hooks import UnitHooks
 from shardwise.engine.unit.unit_gradients import UnitGradients
+from shardwise.wrapper import summon_full_params
 from tests.fuzz import trial
 from tests.fuzz.programs import Program, draw, source
 from tests.fuzz.shrink import shrunk
@@ -81,6 +82,10 @@ def flat_shards_are_trusted_to_tell_of_writes(patch: pytest.MonkeyPatch) -> None
     patch.setattr(FlatForm, "sees_all_writes", True)
 
 
+def calls_of_wrappers_see_no_tie(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(summon_full_params, "take_back_replaced", lambda unit: None)
+
+
 def _fails(program: Program) -> bool:
     return any(
         "fail" in action.kind or (_is_step(action) and action.args[1].fails) for action in program.actions
@@ -108,6 +113,12 @@ def _writes_between(program: Program) -> bool:
 def _writes_data_of_a_wrapper(program: Program) -> bool:
     return program.settings.api == "wrapper" and any(
         action.kind == "scale_data" for action in program.actions
+    )
+
+
+def _ties_wrapped(program: Program) -> bool:
+    return program.settings.api == "wrapper" and any(
+        action.kind == "tie" or "tie" in action.args for action in program.actions
     )
 
 
@@ -143,6 +154,7 @@ DEFECTS = (
     Defect(what_a_frozen_parameter_holds_is_left_out, _freezes_while_it_holds),
     Defect(autograd_hears_of_no_write, _writes_between),
     Defect(flat_shards_are_trusted_to_tell_of_writes, _writes_data_of_a_wrapper),
+    Defect(calls_of_wrappers_see_no_tie, _ties_wrapped),
 )
 
 

@@ -73,7 +73,7 @@ NOT_OF_ZERO = (
 
 
 def draw_api(dice: Dice, without: frozenset[str]) -> str:
-    apis = [(68, "fully_shard"), (22, "wrapper"), (10, "zero")]
+    apis = [(60, "fully_shard"), (31, "wrapper"), (9, "zero")]
     return dice.weighted([api for api in apis if api[1] not in without])
 
 
@@ -107,7 +107,7 @@ def draw_settings(dice: Dice, api: str, without: frozenset[str]) -> Settings:
         offload="offload" not in without and dice.chance(8),
         optimizer=dice.pick([name for name in OPTIMIZERS if not any(word in name for word in without)]),
         strategy=strategy if api == "wrapper" else "FULL_SHARD",
-        use_orig_params=api != "wrapper" or "flat_params" in without or dice.chance(65),
+        use_orig_params=api != "wrapper" or "flat_params" in without or dice.chance(75),
         prefetch=dice.pick(("BACKWARD_PRE", "BACKWARD_POST", "")) if api == "wrapper" else "BACKWARD_PRE",
         bucket_view=api == "zero" and dice.chance(40),
         balanced=api == "zero" and dice.chance(40),

@@ -242,7 +242,7 @@ def _reorders(program: Program) -> bool:
     if "fused" in settings.optimizer or "flat" in settings.optimizer:
         return True
     for action in program.actions:
-        if action.kind in ("tie", "ema") or (
+        if action.kind in ("tie", "summon", "ema", "clip") or (
             action.kind == "optimizer" and ("fused" in action.args[0] or "flat" in action.args[0])
         ):
             return True

@@ -1630,6 +1630,22 @@ def test_a_backward_that_needs_weights_of_before_a_write_to_local_tensors_is_ref
     twice(differentiates_after(scale_local_by_half, partial(torch.optim.SGD, lr=0.5)), shard_children, kept)
 
 
+def test_a_backward_follows_a_write_to_gathered_weights_that_came_before_its_forward():
+    def program(sharding):
+        model = seeded(nn.Linear(WIDTH, WIDTH))
+        model = sharding(model) if sharding else model
+        if sharding:
+            model.unshard()
+        with torch.no_grad():
+            model.weight.mul_(0.5)
+        loss = model(inputs().requires_grad_()).square().mean()
+        model(inputs(2)).sum().backward()
+        loss.backward()
+        return [loss.detach(), whole(model.weight.grad)]
+
+    twice(program, fully_shard)
+
+
 def test_a_backward_may_follow_a_step_of_weights_that_it_does_not_need():
     """One optimizer for all, as for a generator that waits while its discriminator is trained."""
 
@@ -1767,6 +1783,26 @@ def test_a_weight_that_loses_its_own_name_to_a_tie_keeps_the_name_that_was_tied_
         return gradients_and_losses(model)
 
     twice(program, shard_third, fully_shard)
+
+
+@pytest.mark.parametrize("first", ["unshard", "call"])
+def test_two_ties_in_a_row_are_followed_though_the_inner_unit_was_used_alone_first(first):
+    def program(sharding):
+        model = seeded(nn.Sequential(nn.Linear(WIDTH, WIDTH), Pair(), nn.Linear(WIDTH, WIDTH)))
+        if sharding:
+            fully_shard(model[1])
+            fully_shard(model)
+        model[0].weight = model[1].first.weight
+        model[1].first.weight = model[1].second.weight
+        if first == "call":
+            with torch.no_grad():
+                model[1](inputs())
+        elif sharding:
+            model[1].unshard()
+            model[1].reshard()
+        return gradients_and_losses(model)
+
+    twice(program, fully_shard)
 
 
 def test_a_unit_that_kept_a_part_is_tied_away_whole():

@@ -207,9 +207,13 @@ class GatheredParameters:
         unit = self._unit
         if self.kept_version is None or self.is_hidden or unit.state is not UNSHARDED:
             return
-        for slot, seen in zip(unit.slots, self._last_seen, strict=True):
+        for index, (slot, seen) in enumerate(zip(unit.slots, self._last_seen, strict=True)):
             if _contents(slot) != seen:
+                before = slot.local._version
                 self._copy_to_shard(slot)
+                if index < len(self._versions):
+                    # autograd knows of this write: it was one to the gathered parameter.
+                    self._versions[index] += slot.local._version - before
                 self.has_moved |= slot.unsharded.data_ptr() != seen[1]
 
     def _copy_to_shard(self, slot: Slot) -> None:

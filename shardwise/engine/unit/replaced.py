@@ -109,6 +109,8 @@ def _move_tied_names(unit: Unit) -> dict[Unit, list[Place]]:
             owner, tied = found
             if tied is slot:
                 continue
+            if tied not in owner.slots:
+                owner.take_back(tied)
             if owner.settings.precision.param_dtype != unit.settings.precision.param_dtype:
                 raise StateError(
                     f"parameter '{slot.name}' was tied to '{tied.name}' of unit '{owner.name}', which computes in "

@@ -119,6 +119,13 @@ class Unit:
             shown = {id(place.params.get(place.name)) for slot in others for place in slot.places}
             self.slots = self.form.named(self.slots, shown)
 
+    def take_back(self, slot: Slot) -> None:
+        """Takes back a dropped slot: a name was tied to its parameter by a unit that was not in this root yet."""
+        self.reshard(trace.IDLE)
+        self.slots.append(slot)
+        self.build()
+        self.show_in_all_places()
+
     @property
     def name(self) -> str:
         return self.position.name
