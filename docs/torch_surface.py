@@ -362,8 +362,8 @@ WRAPPER = (
     _better(
         "FullyShardedDataParallel",
         "trainable and frozen parameters in one wrapper without `use_orig_params`",
-        "torch refuses them; here they get two flat parameters. With `use_orig_params`, torch warns that gradients take "
-        "the memory of all parameters; here they do not, so nothing warns",
+        "torch refuses them; here they get two flat parameters. With `use_orig_params`, torch warns that gradients "
+        "take the memory of all parameters; here they do not, so nothing warns",
         "test_wrapper_combined.py::test_scalars_empty_integers_and_several_dtypes_in_one_unit",
     ),
     _better(
@@ -482,14 +482,15 @@ WRAPPER = (
     _better(
         "FullyShardedDataParallel(sharding_strategy)",
         "the hybrid strategies without `process_group`, `device_mesh` or `auto_wrap_policy`",
-        "shards within a host, replicates between hosts, as with a policy; torch refuses it, since each of its wrappers "
-        "would make groups of its own",
+        "shards within a host, replicates between hosts, as with a policy; torch refuses it, since each of its "
+        "wrappers would make groups of its own",
         "test_wrapper_like_torch.py::test_programs_that_torch_refuses_run",
     ),
     _better(
         "FullyShardedDataParallel(sharding_strategy)",
         "the hybrid strategies with one rank in each shard group",
-        "gradients are summed over replicas; torch switches to NO_SHARD within the shard group, and replicas drift apart",
+        "gradients are summed over replicas; torch switches to NO_SHARD within the shard group, and replicas "
+        "drift apart",
         "test_wrapper_like_torch.py::test_what_differs_from_torch_on_purpose",
     ),
     _differs(

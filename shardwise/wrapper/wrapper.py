@@ -332,7 +332,8 @@ class FullyShardedDataParallel(ReadAttributes):
         self._check_outermost("clip_grad_norm_")
         params = list(self.parameters())
         total = clip_grad_norm_(params, float(max_norm), float(norm_type))
-        if all(param.grad is None for param in params):
+        own = [param for param in params if param.numel()]
+        if own and all(param.grad is None for param in own):
             warnings.warn(
                 f"clip_grad_norm_ found no gradients on rank {self.rank}: the norm is in {total.dtype}",
                 stacklevel=2,

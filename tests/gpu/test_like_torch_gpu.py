@@ -5,9 +5,6 @@ Each program runs with torch's library and with shardwise on the same two ranks,
 
 from __future__ import annotations
 
-import traceback
-from functools import partial
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,7 +15,7 @@ from tests.ranks import test_beside_ddp as ddp
 from tests.ranks import test_like_torch as composable
 from tests.ranks import test_wrapper_like_torch as wrapper
 from tests.ranks import test_wrapper_state_peer as states
-from tests.ranks.side_by_side import device, on_gpu
+from tests.ranks.side_by_side import device, failures, on_gpu
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(200), pytest.mark.filterwarnings("ignore")]
 
@@ -28,51 +25,26 @@ def assert_none(function, *args):
         assert not differences, "\n".join(differences)
 
 
-def failures(named):
-    """What functions raise, as text under their names; all are called."""
-    found = []
-    for function, name in named:
-        try:
-            function()
-        except Exception as error:  # noqa: BLE001  reported together
-            trace = "".join(traceback.format_tb(error.__traceback__)[-3:])
-            found.append(f"{name}: {type(error).__name__}: {error}\n{trace}")
-    return found
-
-
 # --- the programs of tests/ranks --------------------------------------------------------------------------------------
 
 
-def all_programs(programs, check):
-    mesh = composable.shared_mesh()
-    return failures((partial(check, program, mesh), program.__name__) for program in programs)
-
-
-def has_torchs(programs, uses):
-    """The programs whose names of torch's API this version of torch has."""
-    found = composable.where_torch_has_it(programs, uses)
-    return [each.values[0] for each in found if not each.marks[0].args[0]]
-
-
 def test_programs_give_what_they_give_with_torch():
-    assert_none(all_programs, has_torchs(composable.PROGRAMS, composable.USES), composable.both)
+    assert_none(
+        composable.all_programs, composable.here(composable.PROGRAMS, composable.USES), composable.both
+    )
 
 
 def test_misuses_raise_errors_of_the_kind_that_torch_raises():
-    assert_none(all_programs, has_torchs(composable.MISUSES, composable.MISUSES_USE), composable.both_raise)
+    misuses = composable.here(composable.MISUSES, composable.MISUSES_USE)
+    assert_none(composable.all_programs, misuses, composable.both_raise)
 
 
 def test_the_wrapper_does_what_torchs_does():
     assert_none(wrapper.beside_torch, wrapper.CHECKS)
 
 
-def states_beside_torch():
-    tables = [*states.OPTIMIZERS, *states.MODELS, *states.FUNCTIONS]
-    return failures((partial(states.beside_torch, [each]), each[0].__name__) for each in tables)
-
-
 def test_states_have_torchs_keys_shapes_and_values():
-    assert_none(states_beside_torch)
+    assert_none(states.all_tables)
 
 
 def beside_ddp():
@@ -218,7 +190,7 @@ PROGRAMS = [
 
 
 def test_devices_and_streams_are_used_as_torch_uses_them():
-    assert_none(all_programs, PROGRAMS, composable.both)
+    assert_none(composable.all_programs, PROGRAMS, composable.both)
 
 
 # --- devices and memory: the wrapper ----------------------------------------------------------------------------------

@@ -6,10 +6,13 @@ Tensors are made on the default device, so that the same program runs on CPUs an
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 
 def device() -> torch.device:
@@ -23,6 +26,24 @@ def on_gpu(function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
     finally:
         torch.set_default_device(None)
+
+
+def two_axes(*names: str) -> DeviceMesh:
+    """Two ranks along the first axis; the second has one rank, or, of four ranks, two."""
+    shape = (2, dist.get_world_size() // 2)
+    return init_device_mesh(device().type, shape, mesh_dim_names=names or None)
+
+
+def failures(named: Iterable[tuple[Callable[[], Any], str]]) -> list[str]:
+    """What functions raise, as text under their names; all are called."""
+    found = []
+    for function, name in named:
+        try:
+            function()
+        except Exception as error:  # noqa: BLE001  reported together
+            trace = "".join(traceback.format_tb(error.__traceback__)[-3:])
+            found.append(f"{name}: {type(error).__name__}: {error}\n{trace}")
+    return found
 
 
 def same(ours: Any, theirs: Any) -> bool:

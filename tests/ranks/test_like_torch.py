@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import warnings
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +26,7 @@ from torch.utils import _pytree as pytree
 
 import shardwise
 from shardwise.testing import run_ranks
-from tests.ranks.side_by_side import device
+from tests.ranks.side_by_side import device, failures, two_axes
 
 NAMES = (
     "CPUOffloadPolicy",
@@ -64,7 +65,7 @@ def outcome(program, api):
 
 def shared_mesh():
     """One object for all: DTensor keeps the first of equal meshes, and torch wants the very one it was given."""
-    return init_device_mesh(device().type, (2, 1), mesh_dim_names=("dp", "tp"))
+    return two_axes("dp", "tp")
 
 
 def both(program, spmd=None):
@@ -230,7 +231,7 @@ def torchs_offload_policies(api):
 
 
 def mesh_of_two_axes(api):
-    mesh = init_device_mesh(device().type, (2, 1), mesh_dim_names=("replicate", "shard"))
+    mesh = two_axes("replicate", "shard")
     model = shard(api, mesh=mesh)
     return [tuple(map(str, p.placements)) for p in model.parameters()], train(model)
 
@@ -249,15 +250,18 @@ def reshard_after_forward(api):
     return seen
 
 
+def has_even_columns(param):
+    # torch refuses the others.
+    return param.dim() == 2 and param.shape[1] % dist.get_world_size() == 0
+
+
 def shard_placement_fn(api):
-    model = shard(
-        api, shard_placement_fn=lambda p: Shard(1) if p.dim() == 2 and p.shape[1] % 2 == 0 else None
-    )
+    model = shard(api, shard_placement_fn=lambda p: Shard(1) if has_even_columns(p) else None)
     return [tuple(map(str, p.placements)) for p in model.parameters()], train(model)
 
 
 def shard_placement_fn_counts_dims_from_the_end(api):
-    model = shard(api, shard_placement_fn=lambda p: Shard(-1) if p.dim() == 2 else None)
+    model = shard(api, shard_placement_fn=lambda p: Shard(-1) if has_even_columns(p) else None)
     return [tuple(p.to_local().shape) for p in model.parameters()], train(model)
 
 
@@ -388,7 +392,7 @@ def set_requires_gradient_sync(api):
 
 
 def set_requires_all_reduce(api):
-    mesh = init_device_mesh(device().type, (2, 1), mesh_dim_names=("replicate", "shard"))
+    mesh = two_axes("replicate", "shard")
     model = shard(api, mesh=mesh)
     model.set_requires_all_reduce(False, recurse=True)
     model(rows(0)).sum().backward()
@@ -613,10 +617,10 @@ def tensor_subclasses(api):
     seen = []
     for options in (
         {},
-        {"reshard_after_forward": 2},
-        {"mp_policy": api.MixedPrecisionPolicy(torch.bfloat16)},
+        {"reshard_after_forward": dist.get_world_size()},
+        {"mp_policy": api.MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
     ):
-        model = Stack()
+        model = Stack(8)  # torch's subclasses must divide
         for block in model.blocks:
             weight = block.first.weight.detach()
             block.first.weight = nn.Parameter(Pair(weight.clone(), weight.clone()))
@@ -694,6 +698,17 @@ PROGRAMS = [
 ]
 
 
+def here(programs, uses):
+    """The programs that this version of torch has everything for."""
+    return [each.values[0] for each in where_torch_has_it(programs, uses) if not each.marks[0].args[0]]
+
+
+def all_programs(programs, check):
+    """What goes wrong in all programs, one after another on the same ranks."""
+    mesh = shared_mesh()
+    return failures((partial(check, program, mesh), program.__name__) for program in programs)
+
+
 @pytest.mark.parametrize("program", [*where_torch_has_it(PROGRAMS, USES)])
 def test_a_program_gives_what_it_gives_with_torch(program):
     run_ranks(both, 2, program, kind="gloo")
@@ -725,7 +740,7 @@ def no_module(api):
 
 
 def mesh_of_three_axes(api):
-    api.fully_shard(Block(), mesh=init_device_mesh(device().type, (2, 1, 1)))
+    api.fully_shard(Block(), mesh=init_device_mesh(device().type, (dist.get_world_size(), 1, 1)))
 
 
 def reshards_to_a_number_that_does_not_divide(api):
@@ -834,9 +849,7 @@ def names_an_unknown_axis(api):
 
 
 def names_an_axis_of_a_mesh_without_names(api):
-    api.fully_shard(
-        Block(), mesh=init_device_mesh(device().type, (2,)), dp_mesh_dims=api.DataParallelMeshDims(shard="dp")
-    )
+    api.fully_shard(Block(), mesh=api.mesh, dp_mesh_dims=api.DataParallelMeshDims(shard="dp"))
 
 
 def placed_on_the_axis_that_shards(api):
@@ -846,7 +859,7 @@ def placed_on_the_axis_that_shards(api):
 
 
 def hook_stream_with_replicas(api):
-    mesh = init_device_mesh(device().type, (2, 1), mesh_dim_names=("replicate", "shard"))
+    mesh = two_axes("replicate", "shard")
     api.fully_shard(Block(), mesh=mesh).set_all_reduce_hook(lambda reduced: None, stream=object())
 
 

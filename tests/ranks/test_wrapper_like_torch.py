@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise
 from shardwise.testing import run_ranks
-from tests.ranks.side_by_side import device, same
+from tests.ranks.side_by_side import device, same, two_axes
 
 
 def library(source, *more):
@@ -116,7 +116,7 @@ def an_ignored_number(lib):
 
 
 def a_mesh_of_two_axes(lib):
-    model = lib.make(net(), device_mesh=init_device_mesh(device().type, (2, 1)))
+    model = lib.make(net(), device_mesh=two_axes())
     step(model)
     return model.sharding_strategy.name, model.world_size, round(float(model.clip_grad_norm_(1e9)), 4)
 
@@ -346,7 +346,7 @@ def average(state, gradients, own):
 def a_hook(lib):
     model = nested(lib)
     before = [each._comm_hook for each in wrappers(lib, model)]
-    model.register_comm_hook(2, average)
+    model.register_comm_hook(dist.get_world_size(), average)
     step(model)
     found = [(each._comm_hook is average, each._comm_hook_state) for each in wrappers(lib, model)]
     return before, found, round(float(model.clip_grad_norm_(1e9)), 4)
@@ -363,17 +363,17 @@ def a_hook_of_a_single_rank(lib):
 def a_hook_of_an_inner_wrapper(lib):
     model = nested(lib)
     assert model.check_is_root()
-    model.module[2].register_comm_hook(2, average)
+    model.module[2].register_comm_hook(dist.get_world_size(), average)
 
 
 def a_hook_of_an_inner_wrapper_that_is_alone(lib):
-    nested(lib).module[2].register_comm_hook(2, average)
+    nested(lib).module[2].register_comm_hook(dist.get_world_size(), average)
 
 
 def a_second_hook(lib):
     model = nested(lib)
-    model.register_comm_hook(2, average)
-    model.register_comm_hook(2, average)
+    model.register_comm_hook(dist.get_world_size(), average)
+    model.register_comm_hook(dist.get_world_size(), average)
 
 
 def a_hook_that_is_no_function(lib):
@@ -381,9 +381,9 @@ def a_hook_that_is_no_function(lib):
 
 
 def a_hook_with_a_hybrid_strategy(lib):
-    mesh = init_device_mesh(device().type, (1, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(device().type, (1, dist.get_world_size()), mesh_dim_names=("replicate", "shard"))
     model = lib.make(net(), sharding_strategy=lib.ShardingStrategy.HYBRID_SHARD, device_mesh=mesh)
-    model.register_comm_hook(2, average)
+    model.register_comm_hook(dist.get_world_size(), average)
 
 
 def apply_when_summoned(lib):

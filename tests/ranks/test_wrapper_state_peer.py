@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -24,7 +25,7 @@ import shardwise
 from shardwise.testing import run_ranks
 from shardwise.testing.workloads import seeded
 from shardwise.torch_internals import ShardedTensor
-from tests.ranks.side_by_side import device, same
+from tests.ranks.side_by_side import device, failures, same
 from tests.ranks.tables import cases_of, slow
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -140,10 +141,10 @@ def to_load(state, use_orig_params):
     """A state to load. Which parameters a rank has no elements of depends on how the library aligns them."""
     if not use_orig_params:
         return state
-    return {
-        **state,
-        "state": {tuple(sorted(values)) for values in state["state"].values() if isinstance(values, dict)},
-    }
+    own = {tuple(sorted(values)) for values in state["state"].values() if isinstance(values, dict)}
+    of_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, own)
+    return {**state, "state": set().union(*of_ranks)}
 
 
 # --- states of optimizers -------------------------------------------------------------------------------------------
@@ -285,7 +286,9 @@ def of_every_kind(lib, use_orig_params):
 
 
 def with_a_mesh(lib):
-    model = nested(lib, is_wrapped=True, device_mesh=init_device_mesh(device().type, (2,)))
+    model = nested(
+        lib, is_wrapped=True, device_mesh=init_device_mesh(device().type, (dist.get_world_size(),))
+    )
     lib.FSDP.set_state_dict_type(model, lib.SHARDED)
     state, settings = model.state_dict(), lib.FSDP.get_state_dict_type(model)
     uses = settings.state_dict_config._use_dtensor, settings.optim_state_dict_config._use_dtensor
@@ -458,6 +461,12 @@ def beside_torch(tables):
         for options in all_options:
             want, got = described(case(TORCHS, **options)), described(case(OURS, **options))
             assert same(got, want), f"{case.__name__} {options}: {got} instead of {want}"
+
+
+def all_tables():
+    """What goes wrong in all tables, one after another on the same ranks."""
+    tables = [*OPTIMIZERS, *MODELS, *FUNCTIONS]
+    return failures((partial(beside_torch, [each]), each[0].__name__) for each in tables)
 
 
 @pytest.mark.parametrize("tables", [OPTIMIZERS, MODELS, FUNCTIONS], ids=["optimizers", "models", "functions"])
