@@ -66,18 +66,13 @@ def on_fake_group(model: Callable[[], nn.Module], inputs: Any, ranks: int = 8, *
     )
 
 
-def language(size_name: str, compiles: bool = False, **settings: Any) -> Plan:
+def language(size_name: str, **settings: Any) -> Plan:
     size = SIZES[size_name]
     tokens = torch.empty(1, size.tokens, dtype=torch.long, device="meta")
     is_plain = settings.get("api") == "none"
-
-    def made() -> nn.Module:
-        model = Language(size).bfloat16() if is_plain else Language(size)
-        for block in model.blocks if compiles else ():
-            block.compile()
-        return model
-
-    return on_fake_group(made, (tokens, tokens), **settings)
+    return on_fake_group(
+        lambda: Language(size).bfloat16() if is_plain else Language(size), (tokens, tokens), **settings
+    )
 
 
 # --- memory -------------------------------------------------------------------------------------------------------
@@ -199,9 +194,9 @@ def compiled_steps() -> Iterator[Row]:
     """Blocks compiled: no price comes from these files."""
     for size in ("1b", "8b"):
         file = f"step_time_{size}_8_compiled_cuda"
-        plain = 1e3 * language(size, compiles=True, api="none").seconds
+        plain = 1e3 * language(size, compile=True, api="none").seconds
         yield Row(f"{size}, compiled, plain", "ms", plain, median_ms(file, "plain"), file)
-        ours = 1e3 * language(size, compiles=True).seconds
+        ours = 1e3 * language(size, compile=True).seconds
         yield Row(f"{size}, compiled, fully_shard", "ms", ours, median_ms(file, "shardwise"), file)
 
 

@@ -252,7 +252,10 @@ def sharded_as(model: nn.Module, settings: Settings, mesh: Any) -> Any:
     for index, block in enumerate(blocks):
         # Evenly spread: the block with which another whole one is due.
         if int((index + 1) * settings.recompute) > int(index * settings.recompute):
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+            forward = torch.compile(block.forward) if settings.compile else block.forward
+            block.forward = partial(checkpoint, forward, use_reentrant=False)
+        elif settings.compile:
+            block.compile()
     if settings.api == "wrapper":
         return _wrapped(model, settings, mesh, blocks)
     if settings.api == "none":

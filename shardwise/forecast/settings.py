@@ -30,6 +30,8 @@ class Settings:
     """Replicas of hybrid sharding: shards are spread over ``ranks / replicas`` ranks."""
     recompute: float = False
     """Activation checkpointing of every block, or of such a part of them, evenly spread: 0.5 is every second one."""
+    compile: bool = False
+    """Compile every block, within its recomputation."""
     micro_batches: int = 1
     """Forwards and backwards a step; every backward reduces."""
     forward_prefetch: int = 0

@@ -84,6 +84,7 @@ def question_of(config: Config, device: str | Device, ranks: int, nodes: int) ->
         replicas=num_replicas(sharding.replicas, ranks, ranks // nodes) if sharding.mode == "hybrid" else 1,
         group_bytes=sharding.group_bytes,
         recompute=sharding.recompute,
+        compile=sharding.compile,
         micro_batches=train.accumulate,
         optimizer="sgd" if config.optimizer.name == "sgd" else "adamw",
     )
@@ -150,7 +151,7 @@ def _gib(num_bytes: int) -> str:
 
 def _peak_of(config: Config, gpu: str, ranks: int, nodes: int) -> MemoryForecast | None:
     device = prices_of_gpu(gpu)
-    if device is None or config.sharding.compile:
+    if device is None:
         return None
     try:
         with torch.random.fork_rng(devices=[]):
@@ -195,8 +196,6 @@ def chosen_here(config: Config, ranks: int | None, budget_gb: float | None) -> C
 def assumptions(config: Config) -> list[str]:
     """What of a recipe is predicted as something else."""
     found = []
-    if config.sharding.compile:
-        found.append("compiled blocks are predicted as eager ones: time and activations are upper bounds")
     if config.sharding.float8 != "off":
         found.append("float8 products are predicted in the precision of the others: time is an upper bound")
     if config.optimizer.name not in ("adamw", "sgd"):
