@@ -130,6 +130,7 @@ class PeakCheck:
         predicted, self._predicted = self._predicted, None
         if predicted is not None:
             self._note(difference_of(predicted, torch.cuda.max_memory_allocated(self._device)))
+            self._note(shares_of(self._device))
 
 
 def difference_of(predicted: MemoryForecast, allocated: int) -> str:
@@ -140,6 +141,18 @@ def difference_of(predicted: MemoryForecast, allocated: int) -> str:
         return said
     kinds = sorted(predicted.by_kind.items(), key=lambda item: -item[1])
     return f"{said}: {', '.join(f'{kind} {_gib(num_bytes)}' for kind, num_bytes in kinds)}"
+
+
+def shares_of(device: torch.device) -> str:
+    """Says who holds a GPU's memory now: tensors, torch's allocator, and what no allocator of torch knows of."""
+    allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+    free, total = torch.cuda.mem_get_info(device)
+    return (
+        f"memory of the device: {_gib(allocated)} in tensors and workspaces, {_gib(reserved - allocated)} kept by "
+        f"torch's allocator for later ones (torch.cuda.empty_cache() returns what it can), "
+        f"{_gib(total - free - reserved)} outside of it (CUDA's context, NCCL's buffers, other processes), "
+        f"{_gib(free)} free"
+    )
 
 
 _CLOSE = 0.05

@@ -17,6 +17,7 @@ from shardwise.train.prediction import (
     choose_settings,
     difference_of,
     question_of,
+    shares_of,
 )
 from shardwise.train.recipes import RECIPES
 from shardwise.train.settings import with_settings
@@ -102,6 +103,18 @@ def test_settings_are_not_chosen_for_a_machine_without_gpus(capsys):
 def test_a_prediction_that_was_close_is_noted_and_one_that_was_not_says_what_it_counted():
     assert difference_of(FORECAST, 102 << 30).endswith("+2.0 % of what was predicted")
     assert "activations 60.00 GiB, shards 40.00 GiB" in difference_of(FORECAST, 120 << 30)
+
+
+def test_memory_is_told_apart_by_who_holds_it(monkeypatch):
+    counted = {
+        "memory_allocated": 10 << 30,
+        "memory_reserved": 14 << 30,
+        "mem_get_info": (60 << 30, 80 << 30),
+    }
+    for name, value in counted.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    said = shares_of(torch.device("cuda"))
+    assert [word for word in said.split() if word[0].isdigit()] == ["10.00", "4.00", "6.00", "60.00"]
 
 
 def test_a_run_on_a_cpu_predicts_nothing():
