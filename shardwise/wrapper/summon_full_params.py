@@ -61,11 +61,15 @@ def summoned(
         )
     # To the caller, past contextlib.
     warn_of_copies("summon_full_params", offload_to_cpu, rank0_only, stacklevel=4)
-    idle = idle_units(module.modules(), "summon_full_params")
-    asked_for = flat_units(module.modules() if recurse else [module])
-    # A name that is tied to a parameter of another unit shows it in full, too.
-    shared = {needed for unit in asked_for for needed in unit.needs if not is_summoned(needed)}
-    units = [unit for unit in idle if unit in asked_for or unit in shared]
+    idle_units(module.modules(), "summon_full_params")
+    units = flat_units(module.modules() if recurse else [module])
+    for unit in units:  # and those that are added meanwhile
+        # A name that is tied to a parameter of another unit shows it in full, too.
+        units += [
+            needed
+            for needed in unit.needs
+            if is_flat(needed) and needed not in units and not is_summoned(needed)
+        ]
     for unit in units:
         unit.gradients.hide_stash()
         if with_grads and unit.gradients.has_stash:

@@ -837,7 +837,9 @@ def write_tie(context: Context, one: str, other: str, is_rebuilt: bool = True) -
 
 
 def write_replace(context: Context, path: str, is_rebuilt: bool = True) -> list[str]:
-    return rebuilt([f"{at(path)} = nn.Parameter({at(path)}.detach() * 0.5)"], context, is_rebuilt)
+    module, _, name = path.rpartition(".")
+    made = f"nn.Parameter({at(path)}.detach() * 0.5)"
+    return rebuilt([write_set(context, module, name, made)], context, is_rebuilt)
 
 
 def write_load_part(context: Context, path: str) -> list[str]:

@@ -64,9 +64,9 @@ _ENGINE_ONLY = frozenset(
 _WRAPPER_ONLY = frozenset({"summon", "local_state"})
 _NOT_MODELLED = frozenset({"precision", "flat", "ema"})
 NOT_OF_FULLY_SHARD = _WRAPPER_ONLY
-NOT_OF_WRAPPERS = _ENGINE_ONLY | _NOT_MODELLED | {"keep_gradients", "replace", "assign"}
+NOT_OF_WRAPPERS = _ENGINE_ONLY | _NOT_MODELLED | {"keep_gradients", "assign"}
 # What needs parameters under their own names.
-NOT_OF_FLAT_PARAMETERS = frozenset({"freeze", "thaw", "freeze_module", "tie_after", "set_data"})
+NOT_OF_FLAT_PARAMETERS = frozenset({"freeze", "thaw", "freeze_module", "tie_after", "replace", "set_data"})
 NOT_OF_ZERO = (
     _ENGINE_ONLY | _WRAPPER_ONLY | _NOT_MODELLED | {"hybrid", "offload", "deepcopy", "no_sync", "clip"}
 )

@@ -19,7 +19,14 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import shardwise
-from shardwise import FullyShardedDataParallel, MixedPrecisionPolicy, StateError, fully_shard, trace
+from shardwise import (
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    RankDisagreement,
+    StateError,
+    fully_shard,
+    trace,
+)
 from shardwise.testing import run_ranks
 from shardwise.testing.workloads import seeded
 from tests.ranks.models import is_gathered, is_sharded
@@ -1856,3 +1863,21 @@ def test_a_wrapper_gives_a_parameter_once_that_was_tied_while_it_was_gathered():
         return wrapped(model)
 
     twice(program, wrap_second, world_size=1)
+
+
+def test_inputs_that_need_gradients_on_one_rank_alone_raise_on_every_rank_and_training_goes_on():
+    """With them, the first unit's backward ends in another place, so gradients are reduced in another order."""
+
+    def on_a_rank():
+        model = seeded(Pair())
+        fully_shard(model.first)
+        fully_shard(model)
+        optimizer = sgd_of(model)
+        with pytest.raises(RankDisagreement, match="inputs that need gradients alike"):
+            train(model, optimizer, inputs().requires_grad_(torch.distributed.get_rank() == 0))
+        optimizer.zero_grad()
+        return [torch.stack(gradients_and_losses(model)[::5])]
+
+    plain = torch.stack(gradients_and_losses(seeded(Pair()))[::5])
+    for losses in run_ranks(on_a_rank, 2):
+        assert torch.equal(*losses, plain)

@@ -94,6 +94,11 @@ def first_to_third(model):
     inside(model.inner).first.weight = inside(inside(model.inner).third).weight
 
 
+def outer_to_first_and_first_to_third(model):
+    model.outer.weight = inside(model.inner).first.weight
+    first_to_third(model)
+
+
 # --- what a program does first after it -------------------------------------------------------------------------------
 
 
@@ -242,7 +247,7 @@ def assert_same(plain, wrapped):
 @pytest.mark.parametrize(
     ("ties", "whens"),
     [
-        ([third_to_outer, outer_to_third], ["before any forward"]),
+        ([third_to_outer, outer_to_third, outer_to_first_and_first_to_third], ["before any forward"]),
         slow(
             [third_to_outer, outer_to_third, first_to_outer, first_to_third],
             ["before any forward", "after a forward", "after a step"],
@@ -255,7 +260,13 @@ def test_whatever_runs_first_after_a_tie_sees_it(ties, whens, summoned):
     cases = cases_of(
         tie=ties, entry=ENTRIES, part=["model", "inner", "third"], when=whens, summoned=[summoned]
     )
-    run_cases(after_a_tie, 2, cases, kind="threads")
+    # Converted in part, the buffer of the second wrapper would have two dtypes, which is refused.
+    rows = [
+        case
+        for case in cases
+        if case["entry"] is not converts or case["tie"] is not outer_to_first_and_first_to_third
+    ]
+    run_cases(after_a_tie, 2, rows, kind="threads")
 
 
 def test_a_tie_of_full_parameters_is_refused_where_they_are_flat():

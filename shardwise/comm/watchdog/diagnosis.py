@@ -168,8 +168,9 @@ def _describe_divergence(channel: WatchedChannel, logs: Logs, divergence: int) -
     ways = "; ".join(f"{_ranks(ranks)} went on to {name}" for name, ranks in ranks_by_event.items())
     what = f"ranks diverged: {ways}"
     fix = (
-        "make every rank run the same modules in the same order, equally often, with the same settings; if ranks are "
-        "meant to take different branches, call set_safe_participation() on them; no optimizer has used this step"
+        "make every rank run the same modules in the same order, equally often, with the same settings, on inputs that "
+        "need gradients alike; if ranks are meant to take different branches, call set_safe_participation() on them; "
+        "no optimizer has used this step"
     )
     return EpochFailure(
         RankDisagreement,
