@@ -50,7 +50,7 @@ def api_of(library: Any, mesh_of_dp_and_tp: Any) -> Any:
     def fully_shard(module, **options):
         return shard(module, **{"mesh": mesh, **options})
 
-    api.fully_shard, api.mesh = fully_shard, mesh
+    api.fully_shard, api.mesh, api.without_a_mesh = fully_shard, mesh, shard
     return api
 
 
@@ -569,6 +569,12 @@ def to_and_apply(api):
     return kinds(model), train(model)
 
 
+def the_default_mesh(api):
+    model = api.without_a_mesh(Stack())
+    mesh = model.head.weight.device_mesh
+    return mesh.device_type, mesh.ndim, [param.device.type for param in model.parameters()], train(model)
+
+
 def shallow_copies(api):
     model = shard(api)
     model.blocks[0] = copy.copy(model.blocks[0])
@@ -694,6 +700,7 @@ PROGRAMS = [
     tensor_subclasses,
     loading_a_state_dict,
     shallow_copies,
+    the_default_mesh,
 ]
 
 
