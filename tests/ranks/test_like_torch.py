@@ -569,6 +569,19 @@ def to_and_apply(api):
     return kinds(model), train(model)
 
 
+def functional_calls_with_its_own_values(api):
+    seen = []
+    for is_strict in (False, True):
+        model = shard(api)
+        for step in range(2):
+            values = dict(model.named_parameters())
+            output = torch.func.functional_call(model, values, (rows(step),), strict=is_strict)
+            output.sum().backward()
+            seen.append((output.detach(), gradients(model)))
+        seen.append(train(model))
+    return seen
+
+
 def the_default_mesh(api):
     model = api.without_a_mesh(Stack())
     mesh = model.head.weight.device_mesh
@@ -701,6 +714,7 @@ PROGRAMS = [
     loading_a_state_dict,
     shallow_copies,
     the_default_mesh,
+    functional_calls_with_its_own_values,
 ]
 
 
