@@ -147,6 +147,19 @@ FULLY_SHARD = (
     ),
     _better(
         "fully_shard",
+        "outputs that are views and are written to in place",
+        "they get their gradients; torch warns of every view that a unit gives out, because its own backward would not "
+        "be told",
+        "test_autograd.py::test_outputs_may_be_written_to_in_place",
+    ),
+    _better(
+        "fully_shard",
+        "`torch.func.functional_call` with other values for sharded parameters",
+        "refused; torch ignores them, and those of a model's first forward it keeps for good",
+        "test_surprises.py::test_functional_call_on_a_sharded_model_is_refused_and_changes_nothing",
+    ),
+    _better(
+        "fully_shard",
         "a forward that raised",
         "what comes after it gives what it gives without; in torch, units that were gathered go on with the weights "
         "they had",

@@ -7,7 +7,7 @@ calls back; ``functional_call`` asks first; and a tensor whose memory was freed 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any
@@ -161,15 +161,17 @@ def _call_after(cls: Any, heard: Callable[[Any, bool], None]) -> None:
     cls.zero_grad = zero_grad_and_tell
 
 
-def before_functional_call(check: Callable[[nn.Module, Iterable[str]], None]) -> None:
-    """Calls ``check(module, names)`` before ``torch.func.functional_call`` swaps values. Called once per process."""
+def before_functional_call(to_swap: Callable[[nn.Module, Mapping[str, Any]], dict[str, Any]]) -> None:
+    """``torch.func.functional_call`` swaps what ``to_swap(module, values)`` gives it. Called once per process."""
     functions: Any = stateless
     functional_call = functions._functional_call
 
     @wraps(functional_call)
     def checked(module: nn.Module, values: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
-            check(module, values)
+            needed = to_swap(module, values)
+            # ``strict`` compares the names with those of the module.
+            values = values if kwargs.get("strict") else needed
         return functional_call(module, values, *args, **kwargs)
 
     functions._functional_call = checked

@@ -50,7 +50,7 @@ def api_of(library: Any, mesh_of_dp_and_tp: Any) -> Any:
     def fully_shard(module, **options):
         return shard(module, **{"mesh": mesh, **options})
 
-    api.fully_shard, api.mesh = fully_shard, mesh
+    api.fully_shard, api.mesh, api.without_a_mesh = fully_shard, mesh, shard
     return api
 
 
@@ -570,6 +570,25 @@ def to_and_apply(api):
     return kinds(model), train(model)
 
 
+def functional_calls_with_its_own_values(api):
+    seen = []
+    for is_strict in (False, True):
+        model = shard(api)
+        for step in range(2):
+            values = dict(model.named_parameters())
+            output = torch.func.functional_call(model, values, (rows(step),), strict=is_strict)
+            output.sum().backward()
+            seen.append((output.detach(), gradients(model)))
+        seen.append(train(model))
+    return seen
+
+
+def the_default_mesh(api):
+    model = api.without_a_mesh(Stack())
+    mesh = model.head.weight.device_mesh
+    return mesh.device_type, mesh.ndim, [param.device.type for param in model.parameters()], train(model)
+
+
 def shallow_copies(api):
     model = shard(api)
     model.blocks[0] = copy.copy(model.blocks[0])
@@ -695,6 +714,8 @@ PROGRAMS = [
     tensor_subclasses,
     loading_a_state_dict,
     shallow_copies,
+    the_default_mesh,
+    functional_calls_with_its_own_values,
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 
 import pytest
 import torch
@@ -299,3 +300,18 @@ def test_a_policys_dtype_outlives_a_conversion_of_the_parameters():
     cases = itertools.product((False, True), ONE_AXIS, ("half", "double"), (False, True))
     for case in cases:
         run_ranks(converted, 2, *case)
+
+
+def clipped_on_a_rank_without_elements():
+    model = FullyShardedDataParallel(nn.Linear(2, 1, bias=False), use_orig_params=True)
+    model(torch.ones(1, 2)).sum().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        norm = model.clip_grad_norm_(1.0)
+    return sum(param.numel() for param in model.parameters()), float(norm)
+
+
+def test_a_rank_without_elements_is_not_warned_that_it_has_no_gradients():
+    found = run_ranks(clipped_on_a_rank_without_elements, 2)
+    assert [numel for numel, _ in found] == [2, 0]
+    assert [norm for _, norm in found] == pytest.approx([2**0.5] * 2)

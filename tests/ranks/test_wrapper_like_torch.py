@@ -221,10 +221,6 @@ def a_pickled_wrapper(lib):
     pickle.dumps(nested(lib))
 
 
-def a_deep_copy(lib):
-    copy.deepcopy(nested(lib))
-
-
 # --- attributes -----------------------------------------------------------------------------------------------------
 
 
@@ -628,7 +624,6 @@ CHECKS = [
     the_module_in_an_activation_checkpoint,
     a_shallow_copy,
     a_pickled_wrapper,
-    a_deep_copy,
     attributes,
     the_state_when_summoned,
     weights_stored_wider_after_wrapping,

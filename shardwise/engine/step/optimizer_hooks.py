@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from shardwise.engine.reduce.gradient_buffer import make_traceable
 from shardwise.engine.unit.membership import is_member, membership, units_of, watched_data
-from shardwise.engine.unit.replaced import check_not_sharded
+from shardwise.engine.unit.replaced import values_to_swap
 from shardwise.errors import StateError
 from shardwise.torch_internals import (
     before_functional_call,
@@ -60,7 +60,7 @@ class OptimizerHooks:
                 count_foreach_writes(is_member)
                 redirect_data(is_member, watched_data)
                 on_zero_grad(optimizer_zeroed, _module_zeroed)
-                before_functional_call(check_not_sharded)
+                before_functional_call(values_to_swap)
                 make_freed_tensors_printable()
 
     @contextmanager

@@ -8,7 +8,7 @@ slot, and the old parameter is no longer used.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -218,20 +218,18 @@ def _check_are_home(unit: Unit) -> None:
         )
 
 
-def check_not_sharded(model: nn.Module, names: Iterable[str]) -> None:
-    """Raises if one of the names is a parameter of a unit: ``functional_call`` would put other values in its place.
+def values_to_swap(model: nn.Module, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The values that ``functional_call`` has to put in the place of others: not those that are there already.
 
-    A gather in the call would overwrite them or take them for the new shards, and backward would not know them.
+    Raises if one would take the place of a unit's parameter: a gather in the call would overwrite it or take it for the
+    new shard, and backward would not know it.
     """
-    for name in names:
-        path, _, own = name.rpartition(".")
-        try:
-            module = model.get_submodule(path)
-        except AttributeError:
-            continue  # functional_call says what is wrong
-        param = parameters_of(module).get(own)
-        found = hidden(module, own) if param is None else membership(param)
-        if found is not None:
+    swapped = {}
+    for name, value in values.items():
+        found = _unit_and_slot(model, name)
+        if found is None:
+            swapped[name] = value
+        elif value is not found[1].sharded:
             unit, slot = found
             raise StateError(
                 f"functional_call cannot give parameter '{name}' other values: it is sharded, and the unit's gather "
@@ -240,6 +238,17 @@ def check_not_sharded(model: nn.Module, names: Iterable[str]) -> None:
                 fix="call functional_call on a model that is not sharded, or write the values to the sharded "
                 "parameters with copy_() or load_state_dict()",
             )
+    return swapped
+
+
+def _unit_and_slot(model: nn.Module, name: str) -> tuple[Unit, Slot] | None:
+    path, _, own = name.rpartition(".")
+    try:
+        module = model.get_submodule(path)
+    except AttributeError:
+        return None  # functional_call says what is wrong
+    param = parameters_of(module).get(own)
+    return hidden(module, own) if param is None else membership(param)
 
 
 def _described(param: object) -> str:
