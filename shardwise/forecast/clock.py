@@ -45,12 +45,12 @@ COPY_SHARE = 0.22
 
 # Host prices of the engine's own work, at the event that ends it.
 _AT_EVENT = {
-    trace.UNSHARD: "unit_gather",
-    trace.RESHARD: "unit_reshard",
-    trace.REDUCE: "unit_reduce",
-    trace.PRE_FORWARD: "unit_hooks_forward",
-    trace.PRE_BACKWARD: "unit_hooks_backward",
-    trace.POST_BACKWARD: "unit_beside_hooks",
+    trace.UNSHARD: ("unit_gather",),
+    trace.RESHARD: ("unit_reshard",),
+    trace.REDUCE: ("unit_reduce",),
+    trace.PRE_FORWARD: ("unit_hooks_forward",),
+    trace.PRE_BACKWARD: ("unit_hooks_backward", "unit_prefetch"),
+    trace.POST_BACKWARD: ("unit_beside_hooks",),
 }
 _OF_OP = {"pack": "pack", "copy-out": "copy_out"}
 _ELASTIC = frozenset((GATHERED, GATHERING, ROWS, SHARD_GRADIENTS))
@@ -237,7 +237,8 @@ class _Playing:
 
     def _collective(self, sent: Collective) -> None:
         links, world = self._device.links, sent.ranks
-        self._host += self._price(self._host_call(sent)) + self._price("streams_of_a_collective")
+        self._host += self._price(self._host_call(sent))
+        self._host += self._price("issue_of_a_collective") + self._price("streams_of_a_collective")
         local = self._ranks_per_node(sent.axis, world)
         seconds = seconds_of_collective(links, sent.kind, sent.num_bytes, world, local)
         start, end = self._run(sent.stream, seconds)
@@ -301,7 +302,7 @@ class _Playing:
         if mark.kind == "phase":
             self._begin_phase(mark.phase)
             return
-        self._host += self._price(_AT_EVENT.get(mark.kind, ""))
+        self._host += sum(map(self._price, _AT_EVENT.get(mark.kind, ())))
         if mark.kind in (trace.PRE_FORWARD, trace.PRE_BACKWARD):
             self._unit = mark.unit
         elif mark.kind in (trace.POST_FORWARD, trace.POST_BACKWARD):

@@ -22,6 +22,8 @@ class Settings:
     """Which modules are units, as ``fully_shard(wrap=...)``; None: the classes of which a list has several."""
     group_bytes: int = 0
     """How large units of several modules may be, as ``fully_shard(group_bytes=...)``; 0: one module each."""
+    alone: tuple[str, ...] = ()
+    """Names of modules beside those that are units of their own, such as a large embedding."""
     reshard_after_forward: bool | int | None = None
     mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
     offload: bool = False
