@@ -159,6 +159,8 @@ class _Playing:
         self.beside: list[tuple[float, float, float]] = []
         self.result = StepTime()
         self._host = 0.0
+        # Until when a thread beside the host's own steps units in backward.
+        self._thread = 0.0
         self._ready = dict.fromkeys((COMPUTE, GATHER, REDUCE, REPLICATE), 0.0)
         self._events: dict[int, float] = {}
         # Until when compute waits for another stream, not for the host.
@@ -196,7 +198,7 @@ class _Playing:
     def _end(self) -> None:
         result = self.result
         result.host = self._host
-        result.seconds = max(self._host, *self._ready.values())
+        result.seconds = max(self._host, self._thread, *self._ready.values())
         result.exposed += max(
             0.0, max(self._ready[GATHER], self._ready[REDUCE]) - max(self._ready[COMPUTE], self._host)
         )
@@ -267,9 +269,13 @@ class _Playing:
 
     def _host_work(self, work: HostWork) -> None:
         seconds = work.num_bytes / self._device.host_microseconds.get("optimizer_bytes_per_us", 56_000) / 1e6
+        self.result.optimizer += seconds
+        if work.after:
+            start = max(self._thread, self._ready[work.after])
+            self._thread = start + seconds
+            return
         self._bar("host", self._host, self._host + seconds, work.kind, "")
         self._host += seconds
-        self.result.optimizer += seconds
 
     def _host_calls(self, calls: HostCalls) -> None:
         self._host += calls.count * self._price(calls.price)

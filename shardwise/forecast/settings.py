@@ -41,7 +41,8 @@ class Settings:
     api: Literal["fully_shard", "wrapper", "none"] = "fully_shard"
     """none: the model whole on every rank, without communication."""
     optimizer: str | None = "adamw"
-    """adamw (fused), adamw-foreach, sgd, or None for forward and backward alone."""
+    """adamw (fused), adamw-foreach, adamw-in-backward (``shardwise.optim.flat(..., in_backward=True)``), sgd, or None
+    for forward and backward alone."""
     shard: Callable[[nn.Module, Any], Any] | None = None
     """Your own way to shard: takes the model and a mesh, and replaces all of the above but the last four."""
 
@@ -67,11 +68,11 @@ class Settings:
             raise ConfigError(
                 f"a step has {self.micro_batches} micro-batches", where=where, fix="use 1 or more"
             )
-        if self.optimizer not in (None, "adamw", "adamw-foreach", "sgd"):
+        if self.optimizer not in (None, "adamw", "adamw-foreach", "adamw-in-backward", "sgd"):
             raise ConfigError(
                 f"there is no prediction for the optimizer '{self.optimizer}'",
                 where=where,
-                fix="use adamw, adamw-foreach, sgd, or None",
+                fix="use adamw, adamw-foreach, adamw-in-backward, sgd, or None",
             )
 
     def changed(self) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from shardwise.train.prediction import (
     as_settings,
     choose_settings,
     difference_of,
+    predict,
     question_of,
 )
 from shardwise.train.recipes import RECIPES
@@ -30,7 +31,7 @@ def test_the_command_prints_memory_time_and_links(capsys):
     assert main(["plan", "tiny", "--ranks", "4", "--device", "a100"]) == 0
     shown = capsys.readouterr().out
     for part in (
-        "tiny: 0.00 B parameters, 5 units, 4 × A100",
+        "tiny: 0.46 M parameters, 5 units, 4 × A100",
         "fits with",
         "tokens/s a rank",
         "4 ranks, over",
@@ -102,6 +103,32 @@ def test_settings_are_not_chosen_for_a_machine_without_gpus(capsys):
 def test_a_prediction_that_was_close_is_noted_and_one_that_was_not_says_what_it_counted():
     assert difference_of(FORECAST, 102 << 30).endswith("+2.0 % of what was predicted")
     assert "activations 60.00 GiB, shards 40.00 GiB" in difference_of(FORECAST, 120 << 30)
+
+
+@pytest.mark.parametrize(("settings", "ranks"), [([], 6), (["--set", "train.batch_size=32"], 8)])
+def test_without_a_number_of_ranks_it_takes_what_the_batch_allows(settings, ranks, capsys):
+    assert main(["plan", "tiny", "--json", *settings]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["ranks"] == ranks
+
+
+def test_a_choice_is_drawn_and_not_combined_with_other_questions(tmp_path, capsys):
+    page = tmp_path / "step.html"
+    assert main(["plan", "tiny", "--choose", "--html", str(page)]) == 0
+    assert page.exists()
+    assert "written to" in capsys.readouterr().out
+    for beside in (["--compare", "ranks=2,4"], ["--what-if", "ranks=2..4"]):
+        assert main(["plan", "tiny", "--choose", *beside]) == 1
+        assert "one question at a time" in capsys.readouterr().err
+
+
+def test_a_prediction_is_drawn_over_a_measured_step(tmp_path, capsys):
+    page, measured = tmp_path / "both.html", tmp_path / "measured.json"
+    step = predict(tiny("train.batch_size=8"), "h200", 2, 1).timeline.as_json()
+    measured.write_text(json.dumps(step | {"name": "measured on Monday"}))
+    assert main(["plan", "tiny", "--over", str(measured)]) == 1
+    assert "name the page with --html" in capsys.readouterr().err
+    assert main(["plan", "tiny", "--html", str(page), "--over", str(measured)]) == 0
+    assert "measured on Monday" in page.read_text()
 
 
 def test_a_run_on_a_cpu_predicts_nothing():
