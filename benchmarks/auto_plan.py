@@ -71,7 +71,8 @@ def question(spec: dict[str, Any], **settings: Any) -> Question:
 
 
 def settings_of(spec: dict[str, Any], changed: dict[str, Any]) -> Settings:
-    return Settings(mp_policy=auto_models.precision(spec), **changed)
+    alone = tuple(changed.get("alone", ()))
+    return Settings(mp_policy=auto_models.precision(spec), **{**changed, "alone": alone})
 
 
 def as_record(plan: Plan) -> dict[str, Any]:

@@ -34,7 +34,9 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         default="h200",
         help="h100, h200, a100, b200, l40s, ..., or a file of prices (default: h200)",
     )
-    parser.add_argument("--ranks", type=int, default=8, help="devices (default: 8)")
+    parser.add_argument(
+        "--ranks", type=int, help="devices (default: 8, or as many of them as the batch can be divided among)"
+    )
     parser.add_argument("--nodes", type=int, help="machines that they are on (default: one for every 8)")
     parser.add_argument(
         "--set", dest="settings", metavar="NAME=VALUE", action="append", default=[], help="change a setting"
@@ -54,6 +56,13 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         "--budget-gb", type=float, metavar="GIB", help="with --choose: what torch may reserve"
     )
     parser.add_argument("--html", metavar="FILE", help="write the step as a picture")
+    parser.add_argument(
+        "--over",
+        metavar="TRACE",
+        action="append",
+        default=[],
+        help="with --html: draw it over a measured step, a file of Recorder.save_chrome or torch.profiler",
+    )
     parser.add_argument("--json", action="store_true", help="print numbers as JSON")
     parser.set_defaults(run=_plan)
 
@@ -62,7 +71,21 @@ def _plan(options: argparse.Namespace) -> int:
     from shardwise.train.prediction import assumptions
     from shardwise.train.recipes import load_recipe
 
+    if sum(map(bool, (options.choose, options.compare, options.what_if))) > 1:
+        raise ConfigError(
+            "--choose, --compare and --what-if are one question at a time",
+            where="shardwise plan",
+            fix="ask one of them",
+        )
+    if options.over and not options.html:
+        raise ConfigError(
+            "--over draws a measured step into a page, and there is none",
+            where="shardwise plan --over",
+            fix="name the page with --html FILE",
+        )
     config = load_recipe(options.recipe)
+    if options.ranks is None:
+        options.ranks = _ranks_for(_with(config, options.settings))
     if options.choose:
         return _choose(options, _with(config, options.settings))
     named = _plans(options, config)
@@ -77,19 +100,25 @@ def _plan(options: argparse.Namespace) -> int:
     if not options.json:
         for line in assumptions(_with(config, options.settings)):
             print(f"assumed: {line}")
-    if options.html:
-        from shardwise.forecast.page import write_page
-
-        device = named[0][1].question.device
-        title = f"One step of {config.name}, predicted"
-        write_page(
-            options.html,
-            [plan.timeline for _, plan in named],
-            title=title,
-            capacity_bytes=device.memory_bytes,
-        )
-        print(f"written to {options.html}")
+    _draw(options, [plan for _, plan in named])
     return 0
+
+
+def _draw(options: argparse.Namespace, plans: list[Plan]) -> None:
+    """Writes the page that ``--html`` asks for."""
+    if not options.html:
+        return
+    from shardwise.forecast.measured import read_timeline
+    from shardwise.forecast.page import write_page
+
+    write_page(
+        options.html,
+        [*(plan.timeline for plan in plans), *map(read_timeline, options.over)],
+        title=f"One step of {plans[0].question.name}, predicted",
+        capacity_bytes=plans[0].question.device.memory_bytes,
+    )
+    if not options.json:
+        print(f"written to {options.html}")
 
 
 def _choose(options: argparse.Namespace, config: Config) -> int:
@@ -100,11 +129,20 @@ def _choose(options: argparse.Namespace, config: Config) -> int:
     settings = as_settings(chosen.best.question.settings)
     if options.json:
         print(json.dumps(chosen.best.as_json() | {"choice": settings}, indent=1))
-        return 0
-    print(chosen.text())
-    flags = " ".join(f"--set {setting}" for setting in (*options.settings, *settings))
-    print(f"\nshardwise train {options.recipe} {flags}")
+    else:
+        print(chosen.text())
+        flags = " ".join(f"--set {setting}" for setting in (*options.settings, *settings))
+        print(f"\nshardwise train {options.recipe} {flags}")
+    _draw(options, [chosen.best])
     return 0
+
+
+def _ranks_for(config: Config) -> int:
+    """Up to eight ranks, of which each has equally many samples of a batch."""
+    train = config.train
+    return max(
+        ranks for ranks in range(1, 9) if ranks == 1 or train.batch_size % (ranks * train.accumulate) == 0
+    )
 
 
 def _with(config: Config, settings: list[str]) -> Config:

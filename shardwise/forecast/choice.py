@@ -19,7 +19,7 @@ from shardwise.errors import ConfigError
 from shardwise.forecast.alternatives import with_half_batch
 from shardwise.forecast.plan import Plan, Question, answer, question_of
 from shardwise.forecast.prices import Device
-from shardwise.forecast.rehearsal import block_bytes, sharded_as
+from shardwise.forecast.rehearsal import block_bytes, large_modules, sharded_as
 from shardwise.forecast.report import comparison_text, gib
 from shardwise.forecast.settings import Settings
 
@@ -27,9 +27,9 @@ __all__ = ["EVERYTHING", "Choice", "choose", "choose_for", "least_memory"]
 
 # A change has to make a step this much faster to be worth another setting.
 _WORTH = 0.99
-# What may be chosen beside the usual: recomputation of some blocks, gathers further ahead, smaller micro-batches and
-# more of them, and replicas.
-EVERYTHING = frozenset(("parts", "forward_prefetch", "micro_batches", "replicas"))
+# What may be chosen beside the usual: large modules as units of their own, recomputation of some blocks, gathers
+# further ahead, smaller micro-batches and more of them, and replicas.
+EVERYTHING = frozenset(("alone", "parts", "forward_prefetch", "micro_batches", "replicas"))
 _PARTS = (0.25, 0.5, 0.75)
 
 
@@ -196,7 +196,13 @@ def _ladder(question: Question, may: frozenset[str], offload: bool = False) -> I
         parts: tuple[float, ...] = (given.recompute,) if given.recompute else (False, True)
         changed = [rung.changed(recompute=part, offload=offload or given.offload) for part in parts]
         # Whole parameters of all units are what offload is to save.
-        yield [each for part in changed for each in _kept_or_freed(part, question, keeps=not offload)]
+        yield [
+            each
+            for part in changed
+            for each in _with_large_ones_alone(
+                _kept_or_freed(part, question, keeps=not offload), question, may
+            )
+        ]
         splits = "micro_batches" in may and given.micro_batches == 1
         rung = with_half_batch(rung) if splits else None
 
@@ -206,6 +212,12 @@ def _kept_or_freed(question: Question, given: Question, keeps: bool = True) -> l
     if given.settings.reshard_after_forward is not None:
         return [question]
     return [question.changed(reshard_after_forward=frees) for frees in ((False, True) if keeps else (True,))]
+
+
+def _with_large_ones_alone(questions: list[Question], given: Question, may: frozenset[str]) -> list[Question]:
+    """Adds what needs less where an embedding or an output layer is as large as a block: a unit of its own."""
+    large = large_modules(given.job, given.settings) if "alone" in may and not given.settings.alone else ()
+    return [*questions, questions[-1].changed(alone=large)] if large else questions
 
 
 def _refinements(best: Plan, given: Settings, may: frozenset[str]) -> Iterator[Question]:
@@ -222,6 +234,7 @@ def _refinements(best: Plan, given: Settings, may: frozenset[str]) -> Iterator[Q
             yield from _kept_or_freed(grouped, as_given)
             count *= 2
     waits = best.step.exposed > (1 - _WORTH) * best.seconds
+    yield from _with_large_ones_alone([question], question.changed(alone=given.alone), may)[1:]
     if "forward_prefetch" in may and waits and given.api == "fully_shard" and not given.forward_prefetch:
         for units in (0, 1, 2):
             yield question.changed(forward_prefetch=units)

@@ -45,12 +45,12 @@ COPY_SHARE = 0.22
 
 # Host prices of the engine's own work, at the event that ends it.
 _AT_EVENT = {
-    trace.UNSHARD: "unit_gather",
-    trace.RESHARD: "unit_reshard",
-    trace.REDUCE: "unit_reduce",
-    trace.PRE_FORWARD: "unit_hooks_forward",
-    trace.PRE_BACKWARD: "unit_hooks_backward",
-    trace.POST_BACKWARD: "unit_beside_hooks",
+    trace.UNSHARD: ("unit_gather",),
+    trace.RESHARD: ("unit_reshard",),
+    trace.REDUCE: ("unit_reduce",),
+    trace.PRE_FORWARD: ("unit_hooks_forward",),
+    trace.PRE_BACKWARD: ("unit_hooks_backward", "unit_prefetch"),
+    trace.POST_BACKWARD: ("unit_beside_hooks",),
 }
 _OF_OP = {"pack": "pack", "copy-out": "copy_out"}
 _ELASTIC = frozenset((GATHERED, GATHERING, ROWS, SHARD_GRADIENTS))
@@ -159,6 +159,8 @@ class _Playing:
         self.beside: list[tuple[float, float, float]] = []
         self.result = StepTime()
         self._host = 0.0
+        # Until when a thread beside the host's own steps units in backward.
+        self._thread = 0.0
         self._ready = dict.fromkeys((COMPUTE, GATHER, REDUCE, REPLICATE), 0.0)
         self._events: dict[int, float] = {}
         # Until when compute waits for another stream, not for the host.
@@ -196,7 +198,7 @@ class _Playing:
     def _end(self) -> None:
         result = self.result
         result.host = self._host
-        result.seconds = max(self._host, *self._ready.values())
+        result.seconds = max(self._host, self._thread, *self._ready.values())
         result.exposed += max(
             0.0, max(self._ready[GATHER], self._ready[REDUCE]) - max(self._ready[COMPUTE], self._host)
         )
@@ -237,7 +239,8 @@ class _Playing:
 
     def _collective(self, sent: Collective) -> None:
         links, world = self._device.links, sent.ranks
-        self._host += self._price(self._host_call(sent)) + self._price("streams_of_a_collective")
+        self._host += self._price(self._host_call(sent))
+        self._host += self._price("issue_of_a_collective") + self._price("streams_of_a_collective")
         local = self._ranks_per_node(sent.axis, world)
         seconds = seconds_of_collective(links, sent.kind, sent.num_bytes, world, local)
         start, end = self._run(sent.stream, seconds)
@@ -266,9 +269,13 @@ class _Playing:
 
     def _host_work(self, work: HostWork) -> None:
         seconds = work.num_bytes / self._device.host_microseconds.get("optimizer_bytes_per_us", 56_000) / 1e6
+        self.result.optimizer += seconds
+        if work.after:
+            start = max(self._thread, self._ready[work.after])
+            self._thread = start + seconds
+            return
         self._bar("host", self._host, self._host + seconds, work.kind, "")
         self._host += seconds
-        self.result.optimizer += seconds
 
     def _host_calls(self, calls: HostCalls) -> None:
         self._host += calls.count * self._price(calls.price)
@@ -301,7 +308,7 @@ class _Playing:
         if mark.kind == "phase":
             self._begin_phase(mark.phase)
             return
-        self._host += self._price(_AT_EVENT.get(mark.kind, ""))
+        self._host += sum(map(self._price, _AT_EVENT.get(mark.kind, ())))
         if mark.kind in (trace.PRE_FORWARD, trace.PRE_BACKWARD):
             self._unit = mark.unit
         elif mark.kind in (trace.POST_FORWARD, trace.POST_BACKWARD):

@@ -11,7 +11,8 @@ from shardwise.forecast.recording import TapeRecorder
 from shardwise.forecast.tape import OPTIMIZER, Op
 
 # Numbers that an optimizer keeps for each element.
-_STATES = {"adamw": 2, "adamw-foreach": 2, "sgd": 1}
+_STATES = {"adamw": 2, "adamw-foreach": 2, "adamw-in-backward": 2, "sgd": 1}
+_IN_BACKWARD = "adamw-in-backward"
 
 
 class DryOptimizer:
@@ -29,6 +30,8 @@ class DryOptimizer:
         self._name = name
         self._recorder = recorder
         self._has_state = False
+        if name == _IN_BACKWARD:
+            recorder.steps_in_backward = _moved(2) / 2
 
     def zero_grad(self) -> None:
         for unit in self._units:
@@ -61,16 +64,20 @@ class DryOptimizer:
                     recorder.hold(4, OPTIMIZER)
         on_device = sum(numel * itemsize for numel, itemsize, is_offloaded in shards if not is_offloaded)
         on_host = sum(numel * itemsize for numel, itemsize, is_offloaded in shards if is_offloaded)
-        recorder.host_calls("optimizer_of_a_shard" if self._units else "optimizer_of_a_tensor", len(shards))
+        # In backward, a unit is stepped as one tensor.
+        if self._name != _IN_BACKWARD:
+            recorder.host_calls(
+                "optimizer_of_a_shard" if self._units else "optimizer_of_a_tensor", len(shards)
+            )
         if on_device:
             self._step_on_device(on_device, states)
-        if on_host:
-            recorder.host_work("optimizer", on_host * (3 + 2 * states) // 2)
+        if on_host and self._name != _IN_BACKWARD:
+            recorder.host_work("optimizer", on_host * _moved(states) // 2)
 
     def _step_on_device(self, num_bytes: int, states: int) -> None:
         """A gradient is read; the parameter and its states are read and written."""
         tape = self._recorder.tape
-        moved = num_bytes * (3 + 2 * states)
+        moved = num_bytes * _moved(states)
         if self._name != "adamw-foreach":
             tape.append(Op("optimizer", "optimizer", self._recorder.stream, 0, moved, "float32"))
             return
@@ -79,3 +86,8 @@ class DryOptimizer:
         for _ in range(12):
             tape.append(Op("optimizer", "optimizer", self._recorder.stream, 0, 2 * num_bytes, "float32"))
         self._recorder.release(roots)
+
+
+def _moved(states: int) -> int:
+    """Bytes that a step reads and writes for each of the parameters: a gradient is read, all else both."""
+    return 3 + 2 * states

@@ -26,7 +26,7 @@ from shardwise.forecast.memory_play import MemoryForecast, play_memory
 from shardwise.forecast.picture import timeline_of
 from shardwise.forecast.prices import Device
 from shardwise.forecast.rehearsal import Job, Rehearsal, rehearse
-from shardwise.forecast.report import text_of
+from shardwise.forecast.report import count, text_of
 from shardwise.forecast.settings import Settings
 from shardwise.forecast.timeline import Timeline
 
@@ -113,7 +113,7 @@ class Plan:
     def facts(self) -> dict[str, str]:
         question = self.question
         return {
-            "model": f"{question.name or 'model'}, {self.rehearsal.num_params / 1e9:.2f} B parameters",
+            "model": f"{question.name or 'model'}, {count(self.rehearsal.num_params)} parameters",
             "ranks": f"{question.ranks} on {question.nodes} node{'s' * (question.nodes > 1)}",
             "device": question.device.name,
             "settings": ", ".join(f"{key}={value}" for key, value in question.settings.changed().items()),

@@ -42,6 +42,8 @@ class TapeRecorder:
         self.tape: list[Entry] = []
         self.stream = COMPUTE
         self.phase = ""
+        # What a thread of the host does with each byte of a gradient that has arrived there.
+        self.steps_in_backward = 0.0
         self._num_events = 0
         self._num_keys = 0
         # Live storages: their key on the tape, and their entry, whose ``what`` is corrected as more is known.
@@ -135,6 +137,12 @@ class TapeRecorder:
 
     def host_work(self, kind: str, num_bytes: int) -> None:
         self.tape.append(HostWork(kind, num_bytes))
+
+    def transfer(self, direction: str, num_bytes: int) -> None:
+        self.tape.append(Transfer(direction, num_bytes, self.stream))
+        if direction == "out" and self.phase == "backward" and self.steps_in_backward:
+            work = int(self.steps_in_backward * num_bytes)
+            self.tape.append(HostWork("optimizer", work, self.stream))
 
     def host_calls(self, price: str, count: int) -> None:
         self.tape.append(HostCalls(price, count))
@@ -249,10 +257,10 @@ class TorchCalls(TorchDispatchMode):
             target, source = args[0], args[1]
             if target.device != source.device:
                 direction = "in" if target.device.type == "meta" else "out"
-                recorder.tape.append(Transfer(direction, target.nbytes, recorder.stream))
+                recorder.transfer(direction, target.nbytes)
             return True, target
         if packet == "_to_copy" and inputs[0].device.type == "meta":
-            recorder.tape.append(Transfer("out", inputs[0].nbytes, recorder.stream))
+            recorder.transfer("out", inputs[0].nbytes)
             return True, torch.empty_like(inputs[0], device="cpu", dtype=kwargs.get("dtype"))
         if packet in ("zeros", "empty"):
             return True, torch.empty(args[0], dtype=kwargs.get("dtype"), device="cpu")

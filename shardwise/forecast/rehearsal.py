@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from shardwise.comm.dry_run import rehearsing
 from shardwise.composable.fully_shard import fully_shard
 from shardwise.engine.unit.membership import units_of
+from shardwise.engine.unit.module_selection import choose_modules, has_forward
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import ConfigError
 from shardwise.forecast.compiled import compiling_as_cuda
@@ -223,8 +224,6 @@ def repeated_classes(model: nn.Module) -> tuple[type[nn.Module], ...]:
 
 def blocks_of(model: nn.Module, wrap: Any) -> list[nn.Module]:
     """Returns the modules that ``wrap`` selects, in the order in which they are registered."""
-    from shardwise.engine.unit.module_selection import choose_modules
-
     chosen = {id(module) for module, _ in choose_modules(model, wrap, set())}
     return [module for module in model.modules() if id(module) in chosen]
 
@@ -233,10 +232,30 @@ def block_bytes(job: Job, settings: Settings) -> list[int]:
     """Returns the bytes of each module that is a unit under these settings, without the root."""
     with META:
         model = job.build()
-    return [
-        sum(param.numel() * param.element_size() for param in block.parameters())
-        for block in _blocks_as_set(model, settings)
-    ]
+    return [_bytes_of(block.parameters()) for block in _blocks_as_set(model, settings)]
+
+
+def large_modules(job: Job, settings: Settings) -> tuple[str, ...]:
+    """Returns the names of modules outside of the blocks with parameters of their own as large as a block.
+
+    Of modules that share a parameter, the first is named.
+    """
+    with META:
+        model = job.build()
+    blocks = _blocks_as_set(model, settings)
+    taken = {param for block in blocks for param in block.parameters()}
+    least = max((_bytes_of(block.parameters()) for block in blocks), default=0)
+    found = []
+    for name, module in model.named_modules():
+        own = {param for param in module.parameters(recurse=False) if param not in taken}
+        if name and least and has_forward(module) and _bytes_of(own) >= least:
+            found.append(name)
+            taken |= own
+    return tuple(found)
+
+
+def _bytes_of(params: Iterable[torch.Tensor]) -> int:
+    return sum(param.numel() * param.element_size() for param in params)
 
 
 def _blocks_as_set(model: nn.Module, settings: Settings) -> list[nn.Module]:
@@ -268,6 +287,8 @@ def sharded_as(model: nn.Module, settings: Settings, mesh: Any) -> Any:
         "mp_policy": settings.mp_policy,
         "offload_policy": offload,
     }
+    for name in settings.alone:
+        fully_shard(model.get_submodule(name), **options)
     sharded: Any = fully_shard(model, wrap=wrap, group_bytes=settings.group_bytes if blocks else 0, **options)
     if settings.forward_prefetch:
         # One module of each unit: a unit may have several.
@@ -290,7 +311,7 @@ def _wrapped(model: nn.Module, settings: Settings, mesh: Any, blocks: list[nn.Mo
         (True, False): ShardingStrategy.HYBRID_SHARD,
         (True, True): ShardingStrategy._HYBRID_SHARD_ZERO2,
     }[settings.replicas > 1, keeps]
-    chosen = {id(block) for block in blocks}
+    chosen = {id(module) for module in (*blocks, *map(model.get_submodule, settings.alone))}
     return FullyShardedDataParallel(
         model,
         device_mesh=mesh,

@@ -21,7 +21,14 @@ _KIND_NAMES = {
 
 
 def gib(num_bytes: float) -> str:
-    return f"{num_bytes / 2**30:,.2f}"
+    """GiB with two decimals, and with four where two would say nothing."""
+    found = num_bytes / 2**30
+    return f"{found:,.2f}" if not 0 < abs(found) < 0.1 else f"{found:.4f}"
+
+
+def count(number: float) -> str:
+    """A number of parameters, in billions or millions."""
+    return f"{number / 1e9:.2f} B" if number >= 1e8 else f"{number / 1e6:.2f} M"
 
 
 def text_of(plan: Plan) -> str:
@@ -35,7 +42,7 @@ def _head(plan: Plan) -> list[str]:
     made = f"{len(rehearsal.units)} units" if rehearsal.units else "not sharded"
     name = question.name or "model"
     where = f"{question.ranks} × {question.device.name}{nodes}"
-    lines = [f"{name}: {rehearsal.num_params / 1e9:.2f} B parameters, {made}, {where}"]
+    lines = [f"{name}: {count(rehearsal.num_params)} parameters, {made}, {where}"]
     changed = question.settings.changed()
     if changed:
         lines.append("  " + ", ".join(f"{name}={_short(value)}" for name, value in changed.items()))
@@ -94,7 +101,7 @@ def _time(plan: Plan) -> list[str]:
     )
     lines.append(f"  of these: {phases}")
     if step.seconds and step.flops:
-        lines.append(f"  {step.flops / step.seconds / 1e12:,.0f} TFLOP/s")
+        lines.append(f"  {step.flops / step.seconds / 1e12:,.3g} TFLOP/s")
     return lines
 
 

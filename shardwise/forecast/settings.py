@@ -22,6 +22,8 @@ class Settings:
     """Which modules are units, as ``fully_shard(wrap=...)``; None: the classes of which a list has several."""
     group_bytes: int = 0
     """How large units of several modules may be, as ``fully_shard(group_bytes=...)``; 0: one module each."""
+    alone: tuple[str, ...] = ()
+    """Names of modules beside those that are units of their own, such as a large embedding."""
     reshard_after_forward: bool | int | None = None
     mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
     offload: bool = False
@@ -39,7 +41,8 @@ class Settings:
     api: Literal["fully_shard", "wrapper", "none"] = "fully_shard"
     """none: the model whole on every rank, without communication."""
     optimizer: str | None = "adamw"
-    """adamw (fused), adamw-foreach, sgd, or None for forward and backward alone."""
+    """adamw (fused), adamw-foreach, adamw-in-backward (``shardwise.optim.flat(..., in_backward=True)``), sgd, or None
+    for forward and backward alone."""
     shard: Callable[[nn.Module, Any], Any] | None = None
     """Your own way to shard: takes the model and a mesh, and replaces all of the above but the last four."""
 
@@ -65,11 +68,11 @@ class Settings:
             raise ConfigError(
                 f"a step has {self.micro_batches} micro-batches", where=where, fix="use 1 or more"
             )
-        if self.optimizer not in (None, "adamw", "adamw-foreach", "sgd"):
+        if self.optimizer not in (None, "adamw", "adamw-foreach", "adamw-in-backward", "sgd"):
             raise ConfigError(
                 f"there is no prediction for the optimizer '{self.optimizer}'",
                 where=where,
-                fix="use adamw, adamw-foreach, sgd, or None",
+                fix="use adamw, adamw-foreach, adamw-in-backward, sgd, or None",
             )
 
     def changed(self) -> dict[str, Any]:

@@ -93,10 +93,14 @@ class Mark:
 
 @dataclass(slots=True)
 class HostWork:
-    """Work of the host itself, such as an optimizer that steps there."""
+    """Work of the host itself, such as an optimizer that steps there.
+
+    With ``after``, another thread does it, once that stream has come here.
+    """
 
     kind: str
     num_bytes: int
+    after: str = ""
 
 
 @dataclass(slots=True)

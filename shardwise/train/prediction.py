@@ -183,7 +183,7 @@ def choose_settings(
     train = replace(config.train, accumulate=1)
     question = question_of(replace(config, sharding=sharding, train=train), device, ranks, nodes)
     budget = None if budget_gb is None else int(budget_gb * 2**30)
-    may = EVERYTHING - {"parts", "forward_prefetch"}  # for which recipes have no settings
+    may = EVERYTHING - {"alone", "parts", "forward_prefetch"}  # for which recipes have no settings
     return choose_for(question.changed(reshard_after_forward=None), budget, may)
 
 

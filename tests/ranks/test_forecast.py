@@ -25,6 +25,8 @@ MODES = {
     "replicated": {"replicas": 2},
     "replicated, two micro-batches": {"replicas": 2, "micro_batches": 2},
     "prefetched in forward": {"forward_prefetch": 1},
+    "large ones alone": {"alone": ("first", "last")},
+    "units of several blocks": {"group_bytes": 2**30, "forward_prefetch": 1},
     "mixed precision": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
     "the wrapper": {"api": "wrapper"},
     "the wrapper, kept": {"api": "wrapper", "reshard_after_forward": False},

@@ -69,6 +69,13 @@ def test_the_host_can_wait_for_a_stream_and_then_works_itself():
     assert found.host == pytest.approx(4 * MS)
 
 
+def test_a_thread_steps_what_has_arrived_on_the_host_while_the_device_goes_on():
+    sent = Transfer("out", 4, GATHER)
+    found = played(sent, HostWork("optimizer", 5000, GATHER), work(6), optimizer_bytes_per_us=1.0)
+    assert found.seconds == pytest.approx((4 + 5) * MS)
+    assert found.optimizer == pytest.approx(5 * MS)
+
+
 def test_every_micro_batch_after_the_third_takes_as_long_as_the_second():
     def micro_batch(ms):
         return [Mark("phase", "", "forward"), work(ms)]

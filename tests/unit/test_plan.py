@@ -14,9 +14,10 @@ import shardwise
 from shardwise import ConfigError, MixedPrecisionPolicy
 from shardwise.comm.dry_run import rehearsing
 from shardwise.forecast.alternatives import over_ranks, smallest_change
+from shardwise.forecast.choice import choose_for
 from shardwise.forecast.dry_mesh import dry_mesh
 from shardwise.forecast.recording import TapeRecorder
-from shardwise.forecast.rehearsal import block_bytes, sharded_as
+from shardwise.forecast.rehearsal import block_bytes, large_modules, sharded_as
 from shardwise.forecast.report import comparison_text
 from shardwise.forecast.settings import Settings
 from shardwise.planning import memory as planned_kinds
@@ -192,6 +193,38 @@ def test_a_choice_shards_as_it_was_predicted():
     apart = planned()
     made = planned(group_bytes=3 * max(block_bytes(apart.question.job, apart.question.settings)))
     assert len(made.rehearsal.units) == 3
+
+
+class Tokens(nn.Module):
+    def __init__(self, tied=False):
+        super().__init__()
+        self.embed = nn.Embedding(20_000, 64)
+        self.blocks = nn.ModuleList(MeasuredBlock(64) for _ in range(3))
+        self.norm, self.out = nn.LayerNorm(64), nn.Linear(64, 20_000, bias=False)
+        if tied:
+            self.out.weight = self.embed.weight
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.out(self.norm(x))
+
+
+def test_large_embeddings_are_units_of_their_own_where_that_saves_memory():
+    def asked(tied=False, **settings):
+        tokens = torch.empty(16, dtype=torch.long, device="meta")
+        return planned(lambda: Tokens(tied), tokens, **settings)
+
+    together = asked()
+    job, settings = together.question.job, together.question.settings
+    assert large_modules(job, settings) == ("embed", "out")
+    assert large_modules(asked(tied=True).question.job, settings) == ("embed",)
+    apart = asked(alone=("embed", "out"))
+    assert {"embed", "out"} <= set(apart.rehearsal.units)
+    assert apart.memory.allocated < together.memory.allocated
+    chosen = choose_for(together.question, apart.memory.reserved)
+    assert chosen.settings["alone"] == ("embed", "out")
 
 
 def test_more_ranks_hold_less_each_and_communicate_over_slower_links():

@@ -16,6 +16,7 @@ from shardwise.train.prediction import (
     as_settings,
     choose_settings,
     difference_of,
+    predict,
     question_of,
     shares_of,
 )
@@ -31,7 +32,7 @@ def test_the_command_prints_memory_time_and_links(capsys):
     assert main(["plan", "tiny", "--ranks", "4", "--device", "a100"]) == 0
     shown = capsys.readouterr().out
     for part in (
-        "tiny: 0.00 B parameters, 5 units, 4 × A100",
+        "tiny: 0.46 M parameters, 5 units, 4 × A100",
         "fits with",
         "tokens/s a rank",
         "4 ranks, over",
@@ -115,6 +116,32 @@ def test_memory_is_told_apart_by_who_holds_it(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
     said = shares_of(torch.device("cuda"))
     assert [word for word in said.split() if word[0].isdigit()] == ["10.00", "4.00", "6.00", "60.00"]
+
+
+@pytest.mark.parametrize(("settings", "ranks"), [([], 6), (["--set", "train.batch_size=32"], 8)])
+def test_without_a_number_of_ranks_it_takes_what_the_batch_allows(settings, ranks, capsys):
+    assert main(["plan", "tiny", "--json", *settings]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["ranks"] == ranks
+
+
+def test_a_choice_is_drawn_and_not_combined_with_other_questions(tmp_path, capsys):
+    page = tmp_path / "step.html"
+    assert main(["plan", "tiny", "--choose", "--html", str(page)]) == 0
+    assert page.exists()
+    assert "written to" in capsys.readouterr().out
+    for beside in (["--compare", "ranks=2,4"], ["--what-if", "ranks=2..4"]):
+        assert main(["plan", "tiny", "--choose", *beside]) == 1
+        assert "one question at a time" in capsys.readouterr().err
+
+
+def test_a_prediction_is_drawn_over_a_measured_step(tmp_path, capsys):
+    page, measured = tmp_path / "both.html", tmp_path / "measured.json"
+    step = predict(tiny("train.batch_size=8"), "h200", 2, 1).timeline.as_json()
+    measured.write_text(json.dumps(step | {"name": "measured on Monday"}))
+    assert main(["plan", "tiny", "--over", str(measured)]) == 1
+    assert "name the page with --html" in capsys.readouterr().err
+    assert main(["plan", "tiny", "--html", str(page), "--over", str(measured)]) == 0
+    assert "measured on Monday" in page.read_text()
 
 
 def test_a_run_on_a_cpu_predicts_nothing():
