@@ -95,8 +95,12 @@ class Context:
         return [leaf for leaf, block in self.blocks if is_below(leaf, path) and not block.children]
 
     def _is_own(self, path: str, leaf: str) -> bool:
-        around = [unit for unit in self.sharded if is_below(leaf, unit)]
-        return not around or is_below(max(around, key=len), path)
+        unit = self.unit_of(leaf)
+        return unit is None or is_below(unit, path)
+
+    def unit_of(self, path: str) -> str | None:
+        """Returns the path of the innermost unit around a module or parameter."""
+        return max((unit for unit in self.sharded if is_below(path, unit)), key=len, default=None)
 
 
 def is_below(path: str, above: str) -> bool:
@@ -257,6 +261,9 @@ def draw_pair(dice: Dice, context: Context, without: Sequence[str] = ()) -> tupl
         for other in params[index + 1 :]
         if one.shape == other.shape and one.single == other.single and len(one.shape) == 2
     ]
+    apart = [pair for pair in pairs if context.unit_of(pair[0]) != context.unit_of(pair[1])]
+    if apart and dice.chance(60):
+        pairs = apart
     return dice.pick(pairs) if pairs else None
 
 

@@ -99,7 +99,7 @@ def draw_actions(dice: Dice, context: Context) -> list[Action]:
     saved = holds = hooked = False
     count = dice.between(2, 9)
     # Programs save, load or tie just after set-up, too, when no unit has run yet.
-    early = dice.between(1, 4) if dice.chance(40) else 0
+    early = dice.between(1, 4) if dice.chance(50) else 0
     for number in range(early + count):
         if number >= early and dice.chance(45):
             drawn.append(actions.draw_step(dice, context, number, holds))
