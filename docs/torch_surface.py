@@ -386,6 +386,13 @@ WRAPPER = (
         "test_wrapper_like_torch.py::test_what_torch_refuses_and_shardwise_does",
     ),
     _better(
+        "FullyShardedDataParallel(device_id)",
+        "a machine without accelerators",
+        "needs nothing, and `cpu_offload` works; torch needs `device_id=torch.device('cpu')`, and refuses "
+        "`cpu_offload`",
+        "test_wrapper_accumulation.py::test_micro_batches_in_and_out_of_no_sync_equal_one_batch",
+    ),
+    _better(
         "FullyShardedDataParallel(sync_module_states)",
         "a module on the CPU, with gloo",
         "torch refuses it",
