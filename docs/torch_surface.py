@@ -533,6 +533,12 @@ WRAPPER = (
         "test_wrapper_like_torch.py::test_programs_that_torch_refuses_run",
     ),
     _better(
+        "FullyShardedDataParallel.optim_state_dict",
+        "FULL states with `use_orig_params`, on a CPU",
+        "each state under its own name; torch 2.13 gives Adam's `exp_avg_sq` as its `exp_avg`, too",
+        "test_wrapper_optim_state.py::test_states_go_under_their_own_names_whatever_order_optimizers_have",
+    ),
+    _better(
         "FullyShardedDataParallel.optim_state_dict_to_load",
         "a state that does not fit",
         "refused; torch drops the states of parameters that are in no group, and fills up flat parameters with zeros",
