@@ -533,6 +533,12 @@ WRAPPER = (
         "test_wrapper_like_torch.py::test_programs_that_torch_refuses_run",
     ),
     _better(
+        "FullyShardedDataParallel.no_sync",
+        "a `reduce_dtype` wider than the `param_dtype`",
+        "micro-batches are added up in it; torch adds them up in the `param_dtype`",
+        "test_wrapper_like_torch.py::test_what_differs_from_torch_on_purpose",
+    ),
+    _better(
         "FullyShardedDataParallel.optim_state_dict",
         "FULL states with `use_orig_params`, on a CPU",
         "each state under its own name; torch 2.13 gives Adam's `exp_avg_sq` as its `exp_avg`, too",
