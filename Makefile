@@ -13,11 +13,11 @@ DEV    := $(VENV)/.installed-dev
 PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help venv dev test test-all test-slow test-arithmetic test-ecosystem test-ecosystem-short ecosystem-venv test-gpu fuzz demo lint format typecheck bench bench-gpu reference docs shape dist clean
+.PHONY: help venv dev test test-all test-slow test-like-torch test-arithmetic test-ecosystem test-ecosystem-short ecosystem-venv test-gpu fuzz demo lint format typecheck bench bench-gpu reference docs shape dist clean
 
 help:
 	@sed -n '1,4s/^# \{0,1\}//p' Makefile
-	@echo "also: venv dev test-all test-slow test-arithmetic test-ecosystem test-gpu fuzz lint format typecheck bench bench-gpu reference docs shape dist clean"
+	@echo "also: venv dev test-all test-slow test-like-torch test-arithmetic test-ecosystem test-gpu fuzz lint format typecheck bench bench-gpu reference docs shape dist clean"
 
 venv: $(STAMP)
 
@@ -41,6 +41,13 @@ $(DEV): $(STAMP)
 
 test: $(DEV)
 	$(PY) -m pytest -m "not slow" $(PYTEST_ARGS)
+
+# Programs with ours and with torch's FSDP side by side: on 2 and 4 ranks with gloo and, where there is a GPU, on 2 with NCCL.
+LIKE_TORCH := tests/ranks/test_like_torch.py tests/ranks/test_wrapper_like_torch.py \
+	tests/ranks/test_wrapper_state_peer.py tests/ranks/test_beside_torch.py \
+	tests/ranks/test_like_torch_four_ranks.py tests/gpu/test_like_torch_gpu.py
+test-like-torch: $(DEV)
+	$(PY) -m pytest $(LIKE_TORCH) $(PYTEST_ARGS)
 
 # The long tail: combinations, long runs and whole programs, of which `make test` has each behaviour by itself.
 test-slow: $(DEV)

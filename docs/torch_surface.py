@@ -386,6 +386,13 @@ WRAPPER = (
         "test_wrapper_like_torch.py::test_what_torch_refuses_and_shardwise_does",
     ),
     _better(
+        "FullyShardedDataParallel(device_id)",
+        "a machine without accelerators",
+        "needs nothing, and `cpu_offload` works; torch needs `device_id=torch.device('cpu')`, and refuses "
+        "`cpu_offload`",
+        "test_wrapper_accumulation.py::test_micro_batches_in_and_out_of_no_sync_equal_one_batch",
+    ),
+    _better(
         "FullyShardedDataParallel(sync_module_states)",
         "a module on the CPU, with gloo",
         "torch refuses it",
@@ -524,6 +531,18 @@ WRAPPER = (
         "LOCAL state dicts with a device mesh",
         "torch refuses them",
         "test_wrapper_like_torch.py::test_programs_that_torch_refuses_run",
+    ),
+    _better(
+        "FullyShardedDataParallel.no_sync",
+        "a `reduce_dtype` wider than the `param_dtype`",
+        "micro-batches are added up in it; torch adds them up in the `param_dtype`",
+        "test_wrapper_like_torch.py::test_what_differs_from_torch_on_purpose",
+    ),
+    _better(
+        "FullyShardedDataParallel.optim_state_dict",
+        "FULL states with `use_orig_params`, on a CPU",
+        "each state under its own name; torch 2.13 gives Adam's `exp_avg_sq` as its `exp_avg`, too",
+        "test_wrapper_optim_state.py::test_states_go_under_their_own_names_whatever_order_optimizers_have",
     ),
     _better(
         "FullyShardedDataParallel.optim_state_dict_to_load",

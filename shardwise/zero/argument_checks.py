@@ -40,7 +40,15 @@ def group_or_world(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
                 fix="call torch.distributed.init_process_group() first, or pass process_group=",
             )
         group = dist.group.WORLD
-    assert group is not None
+    if not isinstance(group, dist.ProcessGroup):
+        is_outside = group == dist.GroupMember.NON_GROUP_MEMBER
+        raise ConfigTypeError(
+            "this rank is not in process_group" if is_outside else f"process_group is {group!r}",
+            where=f"ZeroRedundancyOptimizer(process_group=…), rank {dist.get_rank()}",
+            fix="create the optimizer on the ranks of the group only"
+            if is_outside
+            else "pass a torch.distributed.ProcessGroup, or None for all ranks",
+        )
     return group
 
 

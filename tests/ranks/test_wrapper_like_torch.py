@@ -903,6 +903,13 @@ def differs_from_torch():
         before = set(map(id, model.parameters()))
         with lib.FSDP.summon_full_params(model):
             assert (set(map(id, model.parameters())) == before) == (lib is theirs)
+        precision = to_bf16(lib, reduce_dtype=torch.float32)
+        options = {"sharding_strategy": strategies.NO_SHARD, "mixed_precision": precision}
+        model = lib.make(net(), use_orig_params=True, **options)
+        with model.no_sync():
+            step(model)
+        held = {param.grad.dtype for param in model.parameters()}
+        assert held == ({torch.float32} if lib is ours else {torch.bfloat16})
         # Two replicas, each on one rank: they stay equal if gradients are summed over replicas.
         alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         groups = (alone, dist.group.WORLD)

@@ -229,6 +229,12 @@ def refuses_options_that_cannot_work() -> None:
         with pytest.raises(ConfigError, match="is not known to be element-wise"):
             ZeroRedundancyOptimizer(params, optimizer_class, balanced=True)
     ZeroRedundancyOptimizer(params, Declared, balanced=True, lr=0.1)
+    for group, problem in (
+        (dist.GroupMember.NON_GROUP_MEMBER, "not in process_group"),
+        (5, "process_group is 5"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            ZeroRedundancyOptimizer(params, SGD, process_group=group, lr=0.1)
     with pytest.raises(ConfigError, match=r"LBFGS.step\(\) needs a closure"):
         ZeroRedundancyOptimizer(params, torch.optim.LBFGS, overlap_with_ddp=True)
     with pytest.warns(UserWarning, match="LBFGS searches along directions of all parameters"):
