@@ -185,7 +185,7 @@ def test_the_choice_is_the_fastest_that_fits():
     tight = chosen(free.best.memory.reserved / 2**30 - 0.2)
     assert tight.best.memory.reserved < free.best.memory.reserved
     assert tight.text().startswith("chosen: ")
-    with pytest.raises(ConfigError, match=r"fits into 0\.01 GiB"):
+    with pytest.raises(ConfigError, match=r"fits into 0\.0100 GiB"):
         chosen(0.01)
 
 
