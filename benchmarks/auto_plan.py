@@ -35,6 +35,7 @@ from typing import Any
 import auto_models
 import torch
 import torch.distributed as dist
+from auto_summary import summary_of
 from measuring import RESULTS, expect, machine
 from models import start_group
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -375,6 +376,17 @@ def final(
         report.write()
 
 
+def summarize(report: Report) -> None:
+    found = {
+        part: summary_of(report.content[part], is_grid=part != "random")
+        for part in PARTS
+        if report.content.get(part)
+    }
+    report.content["summary"] = found
+    report.write()
+    print(json.dumps(found, indent=1), flush=True)
+
+
 PARTS = ("random", "tiny", "1b")
 
 
@@ -400,6 +412,7 @@ def measure(args: argparse.Namespace) -> None:
             report.write()
             traceback.print_exc()
         clear(device)
+    summarize(report)
     dist.destroy_process_group()
 
 

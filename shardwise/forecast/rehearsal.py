@@ -67,8 +67,7 @@ def rehearse(job: Job, settings: Settings, ranks: int, num_steps: int = 2, on_cu
         stack.enter_context(rehearsing(recorder))
         stack.enter_context(choosing_as_cuda(recorder, fuses_norms=on_cuda))
         stack.enter_context(compiling_as_cuda(recorder))
-        with META:
-            model = job.build()
+        model = _built(job)
         model = model.to(META) if any(p.device != META for p in _tensors_of(model)) else model
         mesh = dry_mesh(recorder, ranks // settings.replicas, settings.replicas)
         num_params = sum(param.numel() for param in model.parameters())
@@ -111,6 +110,12 @@ def rehearse(job: Job, settings: Settings, ranks: int, num_steps: int = 2, on_cu
         )
 
 
+def _built(job: Job) -> nn.Module:
+    with META:
+        model: nn.Module = _run(job.build, None, "be built")
+        return model
+
+
 def _tensors_of(model: nn.Module) -> Iterable[torch.Tensor]:
     yield from model.parameters()
     yield from model.buffers()
@@ -134,11 +139,11 @@ def _step(
         if settings.replicas > 1 and hasattr(model, "set_requires_all_reduce"):
             model.set_requires_all_reduce(number == micro_batches - 1)
         recorder.begin_phase("forward")
-        output = _run(model, args, kwargs)
+        output = _run(partial(model, *args, **kwargs), model, "be run")
         loss = (job.loss or loss_of)(output)
         del output
         recorder.begin_phase("backward")
-        torch.autograd.backward(loss)
+        _run(partial(torch.autograd.backward, loss), model, "run backward")
         del loss, args, kwargs
     recorder.begin_phase("optimizer")
     optimizer.step()
@@ -146,15 +151,18 @@ def _step(
     optimizer.zero_grad()
 
 
-def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs forward; an error says in which module."""
+def _run(call: Callable[[], Any], model: nn.Module | None, what: str) -> Any:
+    """Runs what may need data that is not there; an error says in which module."""
     try:
-        return model(*args, **kwargs)
+        return call()
     except (NotImplementedError, RuntimeError) as error:
+        place = "the function that builds the model" if model is None else _place_of(error, model)
         raise ConfigError(
-            f"the model cannot be run without data: {str(error).strip().splitlines()[0]}",
-            where=f"shardwise.plan, {_place_of(error, model)}",
-            fix="let its forward depend on shapes only: without .item(), .nonzero(), .tolist() or branches on values",
+            f"the model cannot {what} without data: {str(error).strip().splitlines()[0]}",
+            where=f"shardwise.plan, {place}",
+            fix="let it depend on shapes only: without .item(), .nonzero(), .tolist() or branches on values"
+            if model is not None
+            else "build it without reading weights: load them after it has been sharded",
         ) from error
 
 
@@ -230,8 +238,7 @@ def blocks_of(model: nn.Module, wrap: Any) -> list[nn.Module]:
 
 def block_bytes(job: Job, settings: Settings) -> list[int]:
     """Returns the bytes of each module that is a unit under these settings, without the root."""
-    with META:
-        model = job.build()
+    model = _built(job)
     return [_bytes_of(block.parameters()) for block in _blocks_as_set(model, settings)]
 
 
@@ -240,8 +247,7 @@ def large_modules(job: Job, settings: Settings) -> tuple[str, ...]:
 
     Of modules that share a parameter, the first is named.
     """
-    with META:
-        model = job.build()
+    model = _built(job)
     blocks = _blocks_as_set(model, settings)
     taken = {param for block in blocks for param in block.parameters()}
     least = max((_bytes_of(block.parameters()) for block in blocks), default=0)

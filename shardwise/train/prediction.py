@@ -19,6 +19,7 @@ from shardwise.forecast.plan import Plan, Question, answer
 from shardwise.forecast.prices import Device
 from shardwise.forecast.rehearsal import META, Job
 from shardwise.forecast.settings import Settings
+from shardwise.forecast.tape import ACTIVATIONS
 from shardwise.policies import MixedPrecisionPolicy
 from shardwise.train.config import Config
 from shardwise.train.hugging_face import HuggingFaceModel
@@ -134,13 +135,21 @@ class PeakCheck:
 
 
 def difference_of(predicted: MemoryForecast, allocated: int) -> str:
-    """Says how far a prediction was off; beyond 5 %, also what it counted."""
+    """Says how far a prediction was off; beyond 5 %, also which kind was wrong.
+
+    All kinds but activations are known to the byte, so these were.
+    """
     off = allocated / predicted.allocated - 1.0
     said = f"peak memory of the first step: {_gib(allocated)}, {100 * off:+.1f} % of what was predicted"
     if abs(off) <= _CLOSE:
         return said
-    kinds = sorted(predicted.by_kind.items(), key=lambda item: -item[1])
-    return f"{said}: {', '.join(f'{kind} {_gib(num_bytes)}' for kind, num_bytes in kinds)}"
+    known = {kind: num_bytes for kind, num_bytes in predicted.by_kind.items() if kind != ACTIVATIONS}
+    kinds = sorted(known.items(), key=lambda item: -item[1])
+    took = allocated - sum(known.values())
+    return (
+        f"{said}: activations took {_gib(took)} instead of {_gib(predicted.by_kind.get(ACTIVATIONS, 0))}, beside "
+        f"{', '.join(f'{kind} {_gib(num_bytes)}' for kind, num_bytes in kinds)}"
+    )
 
 
 def shares_of(device: torch.device) -> str:

@@ -56,7 +56,7 @@ def test_all_ranks_shard_as_rank_0_has_chosen_and_train_as_by_hand():
         assert losses == expected
         assert units == found[0][0][1]
         assert "" in units
-        assert "settings fits into 0.00 GiB" in refused
+        assert "settings fits into 0.0000 GiB" in refused
 
 
 def test_the_logger_says_what_was_chosen_and_why(caplog):

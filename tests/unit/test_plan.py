@@ -185,7 +185,7 @@ def test_the_choice_is_the_fastest_that_fits():
     tight = chosen(free.best.memory.reserved / 2**30 - 0.2)
     assert tight.best.memory.reserved < free.best.memory.reserved
     assert tight.text().startswith("chosen: ")
-    with pytest.raises(ConfigError, match=r"fits into 0\.01 GiB"):
+    with pytest.raises(ConfigError, match=r"fits into 0\.0100 GiB"):
         chosen(0.01)
 
 
@@ -266,6 +266,35 @@ class Choosing(nn.Module):
 def test_a_model_that_looks_at_values_is_refused_and_the_module_named():
     with pytest.raises(ConfigError, match=r"cannot be run without data(.|\n)*module 'inner\.1' \(Choosing\)"):
         shardwise.plan(Branching, torch.empty(2, 4, device="meta"), ranks=2)
+
+
+class LooksBack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * gradient.sum().item()
+
+
+class LookingBack(nn.Linear):
+    def forward(self, x):
+        return LooksBack.apply(super().forward(x))
+
+
+class ReadsWeights(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 4)
+        self.scale = self.weight.abs().max().item()
+
+
+def test_what_looks_at_values_in_backward_or_while_it_is_built_is_refused_as_well():
+    inputs = torch.empty(2, 4, device="meta")
+    with pytest.raises(ConfigError, match="cannot run backward without data"):
+        shardwise.plan(lambda: nn.Sequential(LookingBack(4, 4)), inputs, ranks=2)
+    with pytest.raises(ConfigError, match=r"cannot be built without data(.|\n)*load them after"):
+        shardwise.plan(ReadsWeights, inputs, ranks=2)
 
 
 @pytest.mark.parametrize(
