@@ -87,8 +87,10 @@ class ReduceInFlight:
         self._holds_rows = False
         # Whose memory the rows are in; None: their own.
         self._lender: Lender | None = None
-        # On the reduce stream, after the last use of the rows, and after the gradients are complete.
+        # On the reduce stream, after the last use of the rows.
         self._scattered: StreamEvent | None = None
+        # After the gradients are complete, if their memory is compute's; until compute has waited for it. Not with
+        # replicas: compute would wait for their sum, which may take longer than a unit.
         self._divided: StreamEvent | None = None
 
     def issue(
@@ -156,9 +158,10 @@ class ReduceInFlight:
             self._return_to_compute()
 
     def _return_to_compute(self) -> None:
-        if self._scattered is not None:
+        if (read := self._divided or self._scattered) is not None:
             # order: the reduce-scatter before compute, because compute's allocator reuses the memory from here on
-            self._streams.compute_waits_for(self._scattered)
+            self._streams.compute_waits_for(read)
+        self._divided = None
         self._gradients = ()
         self._holds_rows = False
         self.plan.rows.shrink()
@@ -194,7 +197,7 @@ class ReduceInFlight:
         self.advance()
         while not self.is_done:
             self.advance()
-        if self._buffer is not None and self._divided is not None:
+        if self._divided is not None:
             # order: the gradients before compute, because their memory is compute's, and users may drop them at once
             self._streams.compute_waits_for(self._divided)
         return self._assign_gradients()
@@ -267,7 +270,7 @@ class ReduceInFlight:
             own_row.div_(self._division.after)
         self._segments = [own_row] if self.plan.needs_no_cast else self._cast_segments(own_row)
         self._own_row = None
-        if self._buffer is not None and self._streams.host_runs_ahead:
+        if self._buffer is not None and self._streams.host_runs_ahead and self.plan.mesh.replicate is None:
             self._divided = self._streams.reduce.record_event()
         self.is_done = True
 
