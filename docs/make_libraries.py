@@ -49,7 +49,7 @@ ON_GPUS = {
     "torchtitan": "torchtitan's llama3 debug model in bf16",
     "float8": "torchao's float8 training",
     "float8_gathers": "the same, gathered in float8",
-    "host_optimizer": "torchao's `CPUOffloadOptimizer`, with gradients offloaded",
+    "host_optimizer": "torchao's `CPUOffloadOptimizer`",
     "context_parallel": "torch's context parallelism, over the mesh that shards the model",
 }
 

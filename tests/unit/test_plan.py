@@ -204,9 +204,9 @@ def test_a_choice_shards_as_it_was_predicted():
 class Tokens(nn.Module):
     def __init__(self, tied=False):
         super().__init__()
-        self.embed = nn.Embedding(20_000, 64)
+        self.embed = nn.Embedding(200_000, 64)
         self.blocks = nn.ModuleList(MeasuredBlock(64) for _ in range(3))
-        self.norm, self.out = nn.LayerNorm(64), nn.Linear(64, 20_000, bias=False)
+        self.norm, self.out = nn.LayerNorm(64), nn.Linear(64, 200_000, bias=False)
         if tied:
             self.out.weight = self.embed.weight
 

@@ -188,15 +188,13 @@ def float8(case, rank, device):
 
 
 def host_optimizer(case, rank, device):
-    """torchao's optimizer that keeps its states on the host and takes gradients there as they come."""
+    """torchao's optimizer that keeps its states on the host. With ``offload_gradients`` it raises on torch's FSDP2, too."""
     import torch
     from torchao.optim import CPUOffloadOptimizer
 
     model = language(device)
     shard(model)
-    optimizer = CPUOffloadOptimizer(
-        model.parameters(), torch.optim.AdamW, offload_gradients=True, lr=1e-3, fused=True
-    )
+    optimizer = CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3, fused=True)
     return steps(
         model, rank, device, lambda model, tokens: model(tokens), tokens=1024, optimizer=optimizer
     ), model
