@@ -24,7 +24,7 @@ from torch.fx import GraphModule, Node
 from shardwise.forecast.costs import bytes_of, kind_of
 from shardwise.forecast.recording import TapeRecorder
 from shardwise.forecast.tape import Op
-from shardwise.torch_internals import backend_running_graphs, replaced_functions
+from shardwise.torch_internals import backend_running_graphs, forget_compiled, replaced_functions
 
 __all__ = ["compiling_as_cuda"]
 
@@ -48,11 +48,19 @@ _FUSED = {
 
 @contextmanager
 def compiling_as_cuda(recorder: TapeRecorder) -> Iterator[None]:
-    """Within it, what is compiled runs as its graphs would on CUDA, and is written to the tape."""
+    """Within it, what is compiled runs as its graphs would on CUDA, and is written to the tape.
+
+    Then the compiler forgets it, and all else, so that neither this nor a later compilation finds too many versions.
+    """
     compile_ = torch.compile
+    has_compiled = False
     backend = backend_running_graphs(lambda graph: _Graph(graph, recorder).run)
 
     def compiled(function: Any) -> Any:
+        nonlocal has_compiled
+        if not has_compiled:
+            forget_compiled()
+        has_compiled = True
         return compile_(function, backend=backend, dynamic=False)
 
     def chosen_compile(model: Any = None, **_: Any) -> Any:
@@ -65,8 +73,12 @@ def compiling_as_cuda(recorder: TapeRecorder) -> Iterator[None]:
         module.forward = compiled(module.forward)
         return model
 
-    with replaced_functions(torch, compile=chosen_compile):
-        yield
+    try:
+        with replaced_functions(torch, compile=chosen_compile):
+            yield
+    finally:
+        if has_compiled:
+            forget_compiled()
 
 
 def _packet(node: Node) -> str:

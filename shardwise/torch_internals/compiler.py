@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.fx import GraphModule
 
-__all__ = ["backend_running_graphs"]
+__all__ = ["backend_running_graphs", "forget_compiled"]
+
+
+def forget_compiled() -> None:
+    """Forgets what has been compiled in this process: of one function torch keeps a few versions, and then gives up."""
+    torch._dynamo.reset()
 
 
 def backend_running_graphs(runner: Callable[[GraphModule], Callable[[list[Any]], Any]]) -> Any:

@@ -58,6 +58,11 @@ def test_compiled_blocks_keep_less_and_compute_the_same_products():
     assert compiled.rehearsal.trace == eager.rehearsal.trace
 
 
+def test_a_model_is_predicted_alike_however_often_it_was_compiled():
+    # torch keeps eight versions of a function, and runs it as it is from then on.
+    assert len({planned(compile=True).memory.allocated for _ in range(9)}) == 1
+
+
 def test_a_models_own_calls_of_the_compiler_count_as_the_setting_does():
     def compiled_by_itself():
         model = nn.Sequential(*(Gated() for _ in range(3)))

@@ -188,7 +188,10 @@ def float8(case, rank, device):
 
 
 def host_optimizer(case, rank, device):
-    """torchao's optimizer that keeps its states on the host. With ``offload_gradients`` it raises on torch's FSDP2, too."""
+    """torchao's optimizer that keeps its states on the host.
+
+    With ``offload_gradients`` it raises on torch's FSDP2.
+    """
     import torch
     from torchao.optim import CPUOffloadOptimizer
 
