@@ -83,9 +83,16 @@ def of_architectures(result):
     return [str(len(apart)), str(apart.count(0))]
 
 
+def of_choices(result):
+    chosen = [trial for trial in result["random"] if "refused" not in trial]
+    failed = [trial for trial in chosen if trial["measured"]["ended"] != "ok"]
+    return [f"{result['final']['1b']['chosen / fastest']:.2f}", str(len(chosen)), str(len(failed))]
+
+
 # Which figures of a results file the pages quote, as they print them.
 QUOTED = {
     "architectures": of_architectures,
+    "auto_plan": of_choices,
     "async_save": lambda result: [f"{100 * result[name]:.1f}%" for name in ("cost", "cost_in_cpu_time")],
     "fuzz_faults": counts(
         "runs",
@@ -102,6 +109,9 @@ QUOTED = {
     "trust_cost_cpu": figures("on / off"),
     "trust_cost_cuda": figures("on / off"),
     "two_hosts": counts("nodes"),
+    "whole_step_1b_fake_8": figures("shardwise / FSDP2"),
+    "whole_step_1b_nccl_2": figures("shardwise / FSDP2"),
+    "whole_step_8b_fake_8": figures("shardwise / FSDP2"),
     "zero_soak_gloo": counts("hangs", "steps_that_differ"),
 }
 
