@@ -164,7 +164,6 @@ class _Playing:
         self._ready = dict.fromkeys((COMPUTE, GATHER, REDUCE, REPLICATE), 0.0)
         self._events: dict[int, float] = {}
         # Until when compute waits for another stream, not for the host.
-        self._waits_until = 0.0
         self._phase, self._unit, self._phase_began = "forward", "", 0.0
         self._host_began = 0.0
         self._open: list[tuple[str, float, float, str, str]] = []

@@ -58,6 +58,14 @@ class Layers(nn.Module):
         return self.last(x)
 
 
+class RunsALayerTwice(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for index in (0, 1, 0, 2, 1):
+            x = self.layers[index](x)
+        return self.last(x)
+
+
 def data(step: int, rank: int, *shape: int) -> Tensor:
     """Returns one rank's input of one step; any rank can draw it."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(1000 * step + rank + 7))

@@ -15,7 +15,7 @@ from shardwise import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shar
 from shardwise.comm.streams import SideStream, SideStreams
 from shardwise.engine.unit.membership import units_of
 from shardwise.testing.workloads import seeded
-from tests.ranks.models import Layers, TwoLayers, data, same, sgd
+from tests.ranks.models import Layers, RunsALayerTwice, TwoLayers, data, same, sgd
 from tests.ranks.subject import beyond_torch
 from tests.ranks.tables import run_cases
 
@@ -35,14 +35,6 @@ class Ties(Layers):
     def __init__(self):
         super().__init__(width=WIDTH)
         self.layers[2].in_proj.weight = self.layers[0].in_proj.weight
-
-
-class RunsALayerTwice(Layers):
-    def forward(self, x):
-        x = self.first(x)
-        for index in (0, 1, 0, 2, 1):
-            x = self.layers[index](x)
-        return self.last(x)
 
 
 class OneLayerACall(TwoLayers):

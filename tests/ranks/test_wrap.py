@@ -22,7 +22,7 @@ from shardwise import (
 from shardwise.engine.unit.membership import units_of as units_of_module
 from shardwise.testing import run_ranks
 from shardwise.testing.workloads import Block, TiedTransformer, seeded
-from tests.ranks.models import Layers, TwoLayers, data, full, is_sharded, same, sgd
+from tests.ranks.models import Layers, RunsALayerTwice, TwoLayers, data, full, is_sharded, same, sgd
 from tests.ranks.subject import FSDPModule, beyond_torch
 from tests.ranks.tables import cases_of, run_cases
 
@@ -255,14 +255,6 @@ def test_small_neighbors_share_a_unit_and_train_to_the_same_bits():
 class SkipsALayer(Layers):
     def forward(self, x):
         return self.last(self.layers[2](self.layers[0](self.first(x))))
-
-
-class RunsALayerTwice(Layers):
-    def forward(self, x):
-        x = self.first(x)
-        for index in (0, 1, 0, 2, 1):
-            x = self.layers[index](x)
-        return self.last(x)
 
 
 def last_one_is_kept(module):

@@ -12,11 +12,8 @@ it. The gather stream reclaims that memory before it gathers the next unit but o
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -29,6 +26,7 @@ from shardwise.engine.exact.exact_sums import check_model
 from shardwise.engine.reduce.reduce_in_flight import Lender, ReduceInFlight, run_user_hooks
 from shardwise.engine.reduce.reduce_plan import ReducePlan
 from shardwise.engine.step.agreement import StepAgreement
+from shardwise.engine.step.begun_roots import note_begun
 from shardwise.engine.step.joint_units import JointUnits
 from shardwise.engine.unit.binding import Slot, clean_name
 from shardwise.engine.unit.collective_names import CollectiveNames
@@ -180,8 +178,7 @@ class Root:
         self.recover()
         self.agreement.check_not_torn()
         self.adopt_units()
-        if _collecting.roots is not None and self not in _collecting.roots:
-            _collecting.roots.append(self)
+        note_begun(self)
         self.in_forward = True
         self.agreement.begin_forward()
         self.expects_backward = torch.is_grad_enabled()
@@ -433,22 +430,3 @@ class Root:
         self.agreement.clear_failure()
         self.in_forward = self.in_backward = self.ends_backward = False
         self.reached = None
-
-
-class _Collecting(threading.local):
-    """The list of the roots whose forward begins on this thread, while somebody collects them."""
-
-    roots: list[Root] | None = None
-
-
-_collecting = _Collecting()
-
-
-@contextmanager
-def collect_roots(roots: list[Root]) -> Iterator[None]:
-    """Within it, adds each root whose forward begins on this thread to ``roots``, in order."""
-    outer, _collecting.roots = _collecting.roots, roots
-    try:
-        yield
-    finally:
-        _collecting.roots = outer

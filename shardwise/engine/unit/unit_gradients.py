@@ -109,8 +109,9 @@ class UnitGradients:
         return self._plan_of([any(either) for either in zip(held, self.trainable, strict=True)])
 
     def rows_fit(self, plan: ReducePlan) -> bool:
-        """Whether rows lie in the memory of the full parameters, once these are freed: they fit, and nobody asked for
-        more overlap than that allows. Later gathers wait for the reduce.
+        """Whether rows can lie in the memory of the full parameters, once these are freed.
+
+        The next gathers then wait for the reduce, so not where users asked for both at once.
         """
         return (
             len(plan.slices) == 1
@@ -120,7 +121,7 @@ class UnitGradients:
         )
 
     def may_borrow(self, plan: ReducePlan | None = None) -> bool:
-        """Whether a reduce, by default the usual one, puts its rows there: only streams order it before gathers."""
+        """Whether a reduce, by default the usual one, puts its rows there: streams must order it before gathers."""
         plan = plan or self.plan
         return (
             plan is not None
