@@ -3,7 +3,10 @@
     PYTHONPATH=. python benchmarks/gpu_tests.py                 # on a machine with a GPU, straight from the source tree
     PYTHONPATH=. python benchmarks/gpu_tests.py wrapper_gpu     # only some files; the results of others are kept
 
-Tests run in parallel, each with ranks of its own. Ranks share the GPU, so that several ranks need only one.
+Tests run in parallel, each with ranks of its own. Ranks share the GPU, so that several ranks need only one. Without
+CUDA's multi-process service they take turns of milliseconds, and a collective has to wait for the turns of all its
+ranks. So tests run under that service where it can be started, except those that end ranks in the middle of their work:
+an end like that disturbs everyone's.
 """
 
 from __future__ import annotations
@@ -17,7 +20,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -26,17 +32,43 @@ import torch
 
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results"
+# Their ranks are killed, or raise while others wait for them in a kernel.
+WITHOUT_SERVICE = ("gpu_ranks", "trust_gpu")
+# The service takes 48 processes; a worker has up to four ranks of NCCL and of gloo each.
+MOST_WORKERS_OF_SERVICE = 8
 # A line of pytest-xdist for a test that has ended.
 _ENDED = re.compile(r"^\[gw\d+\] \[ *\d+%\] (\w+) tests/gpu/(\w+)\.py::(.+?) *$", re.MULTILINE)
 _COLLECTED = re.compile(r"\d+ workers \[(\d+) items\]")
 
 
-def run(paths: list[Path], workers: int, log: Path, timeout: float) -> int | None:
+@contextmanager
+def service() -> Iterator[dict[str, str] | None]:
+    """Starts CUDA's multi-process service; gives the environment of its clients, None if it cannot be started."""
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {**os.environ, "CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
+        try:
+            subprocess.run(["nvidia-cuda-mps-control", "-d"], env=environment, check=True, timeout=20)
+            probe = "import torch; torch.ones(1, device='cuda').item()"
+            subprocess.run([sys.executable, "-c", probe], env=environment, check=True, timeout=60)
+        except (OSError, subprocess.SubprocessError) as error:
+            print(f"without CUDA's multi-process service: {error}", file=sys.stderr)
+            yield None
+            return
+        try:
+            yield environment
+        finally:
+            # It waits for its clients, ten seconds at most.
+            subprocess.run(["nvidia-cuda-mps-control"], input=b"quit -t 10\n", env=environment, check=False)
+
+
+def run(
+    paths: list[Path], workers: int, log: Path, timeout: float, environment: dict[str, str] | None
+) -> int | None:
     """Runs the tests; returns pytest's exit status, None if the time ran out."""
     command = [sys.executable, "-m", "pytest", "-v", "--durations=40", "-p", "no:cacheprovider"]
     command += ["-n", str(workers), "--dist", "load", "--maxschedchunk", "1", *map(str, paths)]
-    with log.open("wb") as file:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
+    with log.open("ab") as file:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, env=environment)
         try:
             return process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -47,6 +79,25 @@ def run(paths: list[Path], workers: int, log: Path, timeout: float) -> int | Non
             except subprocess.TimeoutExpired:
                 process.kill()
             return None
+
+
+def run_all(paths: list[Path], workers: int, log: Path, timeout: float) -> bool:
+    """Runs the tests under the service, then those that do without it; returns whether all passed in time."""
+    alone = [path for path in paths if path.stem.removeprefix("test_") in WITHOUT_SERVICE]
+    shared = [path for path in paths if path not in alone]
+    begun = time.monotonic()
+    log.unlink(missing_ok=True)
+    statuses = []
+    with service() as environment:
+        if environment is None:
+            alone, shared = paths, []
+        if shared:
+            workers_of_service = min(workers, MOST_WORKERS_OF_SERVICE)
+            statuses.append(run(shared, workers_of_service, log, timeout, environment))
+    if alone:
+        left = timeout - (time.monotonic() - begun)
+        statuses.append(run(alone, workers, log, max(left, 1.0), None))
+    return all(status == 0 for status in statuses)
 
 
 def outcomes(told: str) -> dict[str, dict[str, Any]]:
@@ -77,14 +128,14 @@ def main() -> int:
         return 2
     args.logs.mkdir(parents=True, exist_ok=True)
     folder = ROOT / "tests" / "gpu"
-    paths = [folder / f"test_{name}.py" for name in args.files] or [folder]
-    status = run(paths, args.workers, args.logs / "pytest.log", args.timeout)
+    paths = [folder / f"test_{name}.py" for name in args.files] or sorted(folder.glob("test_*.py"))
+    has_passed = run_all(paths, args.workers, args.logs / "pytest.log", args.timeout)
     told = (args.logs / "pytest.log").read_text(errors="replace")
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     ran = {name: {"date": now, **each} for name, each in sorted(outcomes(told).items())}
-    collected = _COLLECTED.search(told)
+    collected = sum(map(int, _COLLECTED.findall(told)))
     ended = sum(each["passed"] + each["skipped"] + len(each["failed"]) for each in ran.values())
-    not_run = int(collected[1]) - ended if collected else None
+    not_run = collected - ended
     for name, each in ran.items():
         print(f"{name}: {each}")
     print(f"not run: {not_run}")
@@ -101,7 +152,7 @@ def main() -> int:
         "files": files | ran,
     }
     args.output.write_text(json.dumps(result, indent=1) + "\n")
-    return 0 if status == 0 and not_run == 0 else 1
+    return 0 if has_passed and not_run == 0 else 1
 
 
 if __name__ == "__main__":

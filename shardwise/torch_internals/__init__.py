@@ -4,6 +4,7 @@
 names, only a file here changes. Ranks as threads are in ``torch_threads.py``.
 """
 
+from shardwise.torch_internals.captures import *
 from shardwise.torch_internals.compiler import *
 from shardwise.torch_internals.dispatch import *
 from shardwise.torch_internals.dtensor import *

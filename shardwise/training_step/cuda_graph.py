@@ -11,9 +11,12 @@ recorded again. A step that cannot be recorded warns once and runs eagerly from 
 
 from __future__ import annotations
 
+import contextlib
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,9 +35,11 @@ from shardwise.engine.step.graph_capture import (
 from shardwise.engine.step.root import Root
 from shardwise.engine.tensor_trees import map_tensors, tensors_in
 from shardwise.errors import ShardwiseError
-from shardwise.torch_internals import same_structure
+from shardwise.torch_internals import forget_capture, same_structure
 
 _WARM_UP_CALLS = 3
+# Code between the step and its user's line.
+_NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), contextlib.__file__)
 
 
 def capture(step: Callable[..., Any], *example_inputs: Any) -> CapturedStep:
@@ -114,7 +119,7 @@ class CapturedStep:
         except ShardwiseError:
             raise
         except Exception as error:  # noqa: BLE001 - a step that cannot be recorded may still run eagerly
-            self._give_up(f"{type(error).__name__}: {error}")
+            self._give_up(_reason(error))
         # Nothing was executed, so parameters are unchanged. The Python state of the step is restored.
         torch.cuda.synchronize()
         for root in self._roots:
@@ -155,13 +160,10 @@ class _Recording:
         self._input_tensors = tensors_in(self._inputs)
         self._graph = torch.cuda.CUDAGraph()
         self._roots = roots
-        # "thread_local": other threads, such as NCCL's watchdog, may call CUDA meanwhile.
         with ExitStack() as stack:
             for root in roots:
                 stack.enter_context(recording(root))
-            stack.enter_context(
-                torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local")
-            )
+            stack.enter_context(_capturing(self._graph, stream))
             output = step(*self._inputs)
             for root in roots:
                 join_streams(root)
@@ -191,6 +193,34 @@ class _Recording:
 
 def _shapes(inputs: tuple[Any, ...]) -> list[tuple[torch.Size, torch.dtype]]:
     return [(tensor.shape, tensor.dtype) for tensor in tensors_in(inputs)]
+
+
+@contextmanager
+def _capturing(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Iterator[None]:
+    """Records what runs inside. If that fails, torch is as it was before."""
+    current, pool = torch.cuda.current_stream(), torch.cuda.graph_pool_handle()
+    own_error: BaseException | None = None
+    try:
+        # "thread_local": other threads, such as NCCL's watchdog, may call CUDA meanwhile.
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            try:
+                yield
+            except BaseException as error:
+                own_error = error
+                raise
+    except BaseException as error:  # noqa: BLE001 - raised below
+        torch.cuda.set_stream(current)
+        forget_capture(graph, pool)
+        # What the step raised says more than that the capture could not be ended after it.
+        raise own_error or error from None
+
+
+def _reason(error: Exception) -> str:
+    """What the step raised, and where in the user's code."""
+    frames = traceback.extract_tb(error.__traceback__)
+    users = [frame for frame in frames if not frame.filename.startswith(_NOT_THE_USERS)]
+    where = f" ({users[-1].filename}, line {users[-1].lineno})" if users else ""
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}{where}"
 
 
 @contextmanager
