@@ -5,8 +5,9 @@
 
 Tests run in parallel, each with ranks of its own. Ranks share the GPU, so that several ranks need only one. Without
 CUDA's multi-process service they take turns of milliseconds, and a collective has to wait for the turns of all its
-ranks. So tests run under that service where it can be started, except those that end ranks in the middle of their work:
-an end like that disturbs everyone's.
+ranks. So tests run under that service where it can be started, except those that it would change: a rank that ends in
+the middle of its work disturbs every other, and streams of one process share queues, so that one waits for another
+where nothing makes it wait.
 """
 
 from __future__ import annotations
@@ -32,8 +33,10 @@ import torch
 
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results"
-# Their ranks are killed, or raise while others wait for them in a kernel.
-WITHOUT_SERVICE = ("gpu_ranks", "trust_gpu")
+# Names the service's folder to its clients.
+PIPES = "CUDA_MPS_PIPE_DIRECTORY"
+# Their ranks end while others wait for them in a kernel, or show what goes wrong without a wait between streams.
+WITHOUT_SERVICE = ("gpu_ranks", "stream_order_gpu", "trust_gpu")
 # The service takes 48 processes; a worker has up to four ranks of NCCL and of gloo each.
 MOST_WORKERS_OF_SERVICE = 8
 # A line of pytest-xdist for a test that has ended.
@@ -43,9 +46,15 @@ _COLLECTED = re.compile(r"\d+ workers \[(\d+) items\]")
 
 @contextmanager
 def service() -> Iterator[dict[str, str] | None]:
-    """Starts CUDA's multi-process service; gives the environment of its clients, None if it cannot be started."""
+    """Gives the environment of clients of CUDA's multi-process service; None if it cannot be started.
+
+    A service that the environment names is used, and left running.
+    """
+    if PIPES in os.environ:
+        yield dict(os.environ)
+        return
     with tempfile.TemporaryDirectory() as folder:
-        environment = {**os.environ, "CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
+        environment = {**os.environ, PIPES: folder, "CUDA_MPS_LOG_DIRECTORY": folder}
         try:
             subprocess.run(["nvidia-cuda-mps-control", "-d"], env=environment, check=True, timeout=20)
             probe = "import torch; torch.ones(1, device='cuda').item()"
@@ -62,7 +71,7 @@ def service() -> Iterator[dict[str, str] | None]:
 
 
 def run(
-    paths: list[Path], workers: int, log: Path, timeout: float, environment: dict[str, str] | None
+    paths: list[Path], workers: int, log: Path, timeout: float, environment: dict[str, str]
 ) -> int | None:
     """Runs the tests; returns pytest's exit status, None if the time ran out."""
     command = [sys.executable, "-m", "pytest", "-v", "--durations=40", "-p", "no:cacheprovider"]
@@ -96,7 +105,8 @@ def run_all(paths: list[Path], workers: int, log: Path, timeout: float) -> bool:
             statuses.append(run(shared, workers_of_service, log, timeout, environment))
     if alone:
         left = timeout - (time.monotonic() - begun)
-        statuses.append(run(alone, workers, log, max(left, 1.0), None))
+        environment = {name: value for name, value in os.environ.items() if name != PIPES}
+        statuses.append(run(alone, workers, log, max(left, 1.0), environment))
     return all(status == 0 for status in statuses)
 
 
