@@ -24,8 +24,9 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,20 +55,21 @@ def service() -> Iterator[dict[str, str] | None]:
         yield dict(os.environ)
         return
     with tempfile.TemporaryDirectory() as folder:
-        environment = {**os.environ, PIPES: folder, "CUDA_MPS_LOG_DIRECTORY": folder}
+        environment: dict[str, str] | None = {**os.environ, PIPES: folder, "CUDA_MPS_LOG_DIRECTORY": folder}
+        control = partial(subprocess.run, env=environment)
         try:
-            subprocess.run(["nvidia-cuda-mps-control", "-d"], env=environment, check=True, timeout=20)
+            control(["nvidia-cuda-mps-control", "-d"], check=True, timeout=20)
             probe = "import torch; torch.ones(1, device='cuda').item()"
-            subprocess.run([sys.executable, "-c", probe], env=environment, check=True, timeout=60)
+            control([sys.executable, "-c", probe], check=True, timeout=60)
         except (OSError, subprocess.SubprocessError) as error:
             print(f"without CUDA's multi-process service: {error}", file=sys.stderr)
-            yield None
-            return
+            environment = None
         try:
             yield environment
         finally:
-            # It waits for its clients, ten seconds at most.
-            subprocess.run(["nvidia-cuda-mps-control"], input=b"quit -t 10\n", env=environment, check=False)
+            with suppress(OSError):
+                # It waits for its clients, ten seconds at most.
+                control(["nvidia-cuda-mps-control"], input=b"quit -t 10\n", check=False)
 
 
 def run(
@@ -105,8 +107,8 @@ def run_all(paths: list[Path], workers: int, log: Path, timeout: float) -> bool:
             statuses.append(run(shared, workers_of_service, log, timeout, environment))
     if alone:
         left = timeout - (time.monotonic() - begun)
-        environment = {name: value for name, value in os.environ.items() if name != PIPES}
-        statuses.append(run(alone, workers, log, max(left, 1.0), environment))
+        without = {name: value for name, value in os.environ.items() if name != PIPES}
+        statuses.append(run(alone, workers, log, max(left, 1.0), without))
     return all(status == 0 for status in statuses)
 
 
