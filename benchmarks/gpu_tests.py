@@ -101,8 +101,8 @@ def run_all(paths: list[Path], workers: int, log: Path, timeout: float) -> bool:
     statuses = []
     with service() as environment:
         if environment is None:
-            alone, shared = paths, []
-        if shared:
+            alone = paths
+        elif shared:
             workers_of_service = min(workers, MOST_WORKERS_OF_SERVICE)
             statuses.append(run(shared, workers_of_service, log, timeout, environment))
     if alone:
