@@ -62,7 +62,7 @@ def links(clock: Clock) -> dict[str, Any]:
 def _timed(clock: Clock, group: GroupChannel, kind: str) -> list[tuple[float, float]]:
     """Returns the bytes that each rank moves, and seconds, of collectives of several sizes."""
     world, found = group.world, []
-    for numel in (1 << 8, 1 << 14, 1 << 18, 1 << 20, 1 << 22):
+    for numel in (1 << 8, 1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24):
         own, rows = torch.ones(numel // world), torch.ones(numel // world * world)
         own, rows = own.to(clock.device), rows.to(clock.device)
         runs: dict[str, Callable[[], object]] = {
@@ -87,8 +87,12 @@ def _together(clock: Clock, run: Callable[[], object], times: int = 9) -> float:
 
 
 def fitted_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Returns the fixed seconds and the bytes a second of the line that is nearest in proportion to the times."""
-    weights = [1 / seconds**2 for _, seconds in points]
+    """Returns the fixed seconds and the bytes a second of the line that is nearest to the times.
+
+    Errors count between their size and their share of a time. By their share alone, small collectives would decide the
+    rate, which a cache makes several times that of a unit's; by their size alone, the largest would decide both.
+    """
+    weights = [1 / seconds for _, seconds in points]
     total = sum(weights)
     mean_size = sum(w * size for w, (size, _) in zip(weights, points, strict=True)) / total
     mean_seconds = sum(w * seconds for w, (_, seconds) in zip(weights, points, strict=True)) / total

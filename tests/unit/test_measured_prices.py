@@ -39,6 +39,22 @@ def test_a_line_is_found_through_times_of_collectives():
     assert rate > 0
 
 
+def test_a_cache_that_holds_small_collectives_does_not_decide_the_rate_of_a_units():
+    # Of gloo on two cores: those of two megabytes and less stay in the cache.
+    points = [
+        (512, 5e-5),
+        (32768, 6e-5),
+        (524288, 1.5e-4),
+        (2097152, 2.1e-4),
+        (8388608, 2e-3),
+        (33554432, 9e-3),
+    ]
+    fixed, rate = fitted_line(points)
+    for size, seconds in points[-2:]:
+        assert fixed + size / rate == pytest.approx(seconds, rel=0.2)
+    assert fixed < 2 * points[0][1]
+
+
 def test_ranks_that_share_a_core_take_turns():
     def work():
         return torch.ones(64, 64) @ torch.ones(64, 64)
