@@ -9,9 +9,11 @@ allocates, but for activations and the allocator's rounding.
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -27,6 +29,8 @@ WIDTH, NUM_BLOCKS = 2048, 6
 BLOCK_BYTES = 8 * WIDTH * WIDTH * 4
 # Activations, and what the allocator rounds up.
 MOST_OFF = 2 << 20
+# Processes beside each other.
+AT_ONCE = 8
 
 MODES: dict[str, dict[str, Any]] = {
     "freed after forward": {},
@@ -35,6 +39,7 @@ MODES: dict[str, dict[str, Any]] = {
     "bf16": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
     "bf16, reduced in bf16": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16},
 }
+CONTENDERS = ("FSDP2", "shardwise")
 PHASES = ("idle", "forward", "backward", "after_backward")
 
 
@@ -113,26 +118,27 @@ def measured_in_a_process(contender: str, mode: str, world_size: int) -> dict[st
 def main() -> int:
     options = parser(__doc__, rounds=1, iterations=3)
     options.set_defaults(device="cuda")
-    options.add_argument("--only", choices=["FSDP2", "shardwise"], help="print the memory of this one")
+    options.add_argument("--only", choices=CONTENDERS, help="print the memory of this one")
     options.add_argument("--mode", choices=list(MODES), default="freed after forward")
     options.add_argument("--world-size", type=int, default=8)
     args = options.parse_args()
     if args.only:
         run_alone(args.only, args.mode, args.world_size)
         return 0
+    cases = list(itertools.product(CONTENDERS, MODES, (2, 8)))
+    # Bytes are counted, not time: processes may run beside each other.
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        found = dict(zip(cases, pool.map(lambda case: measured_in_a_process(*case), cases), strict=True))
     figures: dict[str, dict[str, float]] = {}
     blocks: dict[str, dict[str, float]] = {}
-    for world_size in (2, 8):
-        for mode in MODES:
-            peaks = {}
-            for contender in ("FSDP2", "shardwise"):
-                found = measured_in_a_process(contender, mode, world_size)
-                peaks[contender] = found
-                in_blocks = {phase: round(found[phase] / BLOCK_BYTES, 2) for phase in PHASES}
-                blocks[f"{contender}, {world_size} ranks, {mode}"] = in_blocks
-                print(f"{contender}, {world_size} ranks, {mode}: {in_blocks}", flush=True)
-            ratio = peaks["shardwise"]["backward"] / peaks["FSDP2"]["backward"]
-            figures[f"backward, shardwise / FSDP2, {world_size} ranks, {mode}"] = {"value": ratio}
+    for world_size, mode in itertools.product((2, 8), MODES):
+        for contender in CONTENDERS:
+            peaks = found[contender, mode, world_size]
+            in_blocks = {phase: round(peaks[phase] / BLOCK_BYTES, 2) for phase in PHASES}
+            blocks[f"{contender}, {world_size} ranks, {mode}"] = in_blocks
+            print(f"{contender}, {world_size} ranks, {mode}: {in_blocks}")
+        theirs, ours = (found[contender, mode, world_size]["backward"] for contender in CONTENDERS)
+        figures[f"backward, shardwise / FSDP2, {world_size} ranks, {mode}"] = {"value": ours / theirs}
     write(
         "backward_memory", args, args.out, "backward_memory_cuda", step_ms={}, figures=figures, blocks=blocks
     )
