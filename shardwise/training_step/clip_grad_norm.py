@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from shardwise.comm.channels.channel import collective_code
 from shardwise.comm.channels.registry import channel_of
 from shardwise.comm.collectives.group import GroupCollectives
+from shardwise.engine.buffers import GradientBuffer
 from shardwise.engine.gather.full_tensors import flat_slots, is_flat, local_elements
-from shardwise.engine.reduce.gradient_buffer import GradientBuffer
 from shardwise.engine.unit.membership import membership
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import ConfigError, ConfigTypeError, StateError

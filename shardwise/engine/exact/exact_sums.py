@@ -25,8 +25,8 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.comm.mesh import DataMesh
 from shardwise.comm.streams import SideStreams
+from shardwise.engine.buffers import GradientView, gradient_version
 from shardwise.engine.exact.exact_collectives import ExactCollectives
-from shardwise.engine.reduce.gradient_buffer import GradientView, gradient_version
 from shardwise.engine.reduce.reduce_in_flight import ReduceInFlight
 from shardwise.engine.reduce.reduce_plan import ReducePlan, ReduceSettings, Summation, computed_dtype
 from shardwise.engine.unit.binding import Slot

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.comm.collectives.group import Work, drain
 from shardwise.comm.streams import SideStreams, StreamEvent
-from shardwise.engine.reduce.gradient_buffer import GradientBuffer, GradientView, Presence
+from shardwise.engine.buffers import GradientBuffer, GradientView, Presence
 from shardwise.engine.unit.binding import Slot
 from shardwise.torch_internals import (
     add_all,

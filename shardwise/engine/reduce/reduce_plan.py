@@ -28,7 +28,7 @@ from shardwise.comm.collectives.custom import HookedCollectives
 from shardwise.comm.collectives.group import AllReduceHook, GroupCollectives
 from shardwise.comm.mesh import DataMesh
 from shardwise.comm.streams import SideStreams
-from shardwise.engine.reduce.gradient_buffer import GradientBuffer, GradientView, Presence
+from shardwise.engine.buffers import GradientBuffer, GradientView, Presence
 from shardwise.engine.reduce.pack import plan_slices
 from shardwise.engine.reduce.reduce_in_flight import PartialSum, ReduceInFlight
 from shardwise.engine.unit.binding import Slot

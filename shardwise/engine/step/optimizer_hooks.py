@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from shardwise.engine.reduce.gradient_buffer import make_traceable
+from shardwise.engine.buffers import make_traceable
 from shardwise.engine.unit.membership import is_member, membership, units_of, watched_data
 from shardwise.engine.unit.replaced import values_to_swap
 from shardwise.errors import StateError

@@ -19,8 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.comm.mesh import DataMesh
-from shardwise.engine.buffers import alias, contiguous_strides
-from shardwise.engine.reduce.gradient_buffer import GradientView
+from shardwise.engine.buffers import GradientView, alias, contiguous_strides
 from shardwise.engine.unit.binding import FoundParameter, ShownEntry, Slot
 from shardwise.engine.unit.dtensor_form import gradient_views_by_slot, placed_on_both
 from shardwise.errors import StateError
