@@ -28,10 +28,10 @@ from shardwise.comm.streams import SideStreams
 from shardwise.engine.buffers import GradientView, gradient_version
 from shardwise.engine.exact.exact_collectives import ExactCollectives
 from shardwise.engine.reduce.reduce_in_flight import ReduceInFlight
-from shardwise.engine.reduce.reduce_plan import ReducePlan, ReduceSettings, Summation, computed_dtype
+from shardwise.engine.reduce.reduce_plan import ReducePlan, Summation, computed_dtype
 from shardwise.engine.unit.binding import Slot
 from shardwise.engine.unit.dtensor_form import ShardedForm
-from shardwise.engine.unit.settings import ShardHome
+from shardwise.engine.unit.settings import ReduceSettings, ShardHome
 from shardwise.errors import ConfigError, StateError
 from shardwise.planning.layout import Packing
 from shardwise.planning.sums import is_power_of_two, total, with_term

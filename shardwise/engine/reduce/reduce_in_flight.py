@@ -16,6 +16,7 @@ from shardwise.comm.collectives.group import Work, drain
 from shardwise.comm.streams import SideStreams, StreamEvent
 from shardwise.engine.buffers import GradientBuffer, GradientView, Presence
 from shardwise.engine.unit.binding import Slot
+from shardwise.engine.unit.settings import ReduceSettings
 from shardwise.torch_internals import (
     add_all,
     local_of,
@@ -25,7 +26,7 @@ from shardwise.torch_internals import (
 )
 
 if TYPE_CHECKING:
-    from shardwise.engine.reduce.reduce_plan import ReducePlan, ReduceSettings
+    from shardwise.engine.reduce.reduce_plan import ReducePlan
 
 
 class Lender(Protocol):

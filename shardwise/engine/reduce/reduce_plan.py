@@ -18,14 +18,11 @@ through the memory of one slice. All of this is planned here, once per set of tr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
-from dataclasses import dataclass, field
+from collections.abc import Container
 from typing import NamedTuple, Protocol
 
 import torch
 
-from shardwise.comm.collectives.custom import HookedCollectives
-from shardwise.comm.collectives.group import AllReduceHook, GroupCollectives
 from shardwise.comm.mesh import DataMesh
 from shardwise.comm.streams import SideStreams
 from shardwise.engine.buffers import GradientBuffer, GradientView, Presence
@@ -33,45 +30,10 @@ from shardwise.engine.reduce.pack import plan_slices
 from shardwise.engine.reduce.reduce_in_flight import PartialSum, ReduceInFlight
 from shardwise.engine.unit.binding import Slot
 from shardwise.engine.unit.dtensor_form import ShardedForm
-from shardwise.engine.unit.settings import ShardHome
+from shardwise.engine.unit.settings import ReduceSettings, ShardHome
 from shardwise.planning.layout import Packing
 from shardwise.planning.sums import Division, plan_division
 from shardwise.policies import MixedPrecisionPolicy
-
-
-@dataclass
-class ReduceSettings:
-    """What users set for a unit's reduces; read when one is issued."""
-
-    calls: GroupCollectives
-    divide_factor: float | None = None
-    sums_only: bool = False
-    all_reduces: bool = True
-    includes_unused: bool = False
-    # Used instead of the mesh's own collectives over replicas.
-    replicate_calls: GroupCollectives | None = None
-    hook: AllReduceHook | None = None
-    hook_stream: torch.cuda.Stream | None = None
-    # Called when a unit's gradients have been assigned, with a function that waits until the host may read them, and
-    # whether this is the last backward of the step.
-    listeners: dict[int, Callable[[Callable[[], None], bool], None]] = field(default_factory=dict)
-    # A user's function that reduces, with its state.
-    comm_hook: tuple[Callable[..., object], object] | None = None
-
-    def use_hook(
-        self,
-        shard: GroupCollectives,
-        replicate: GroupCollectives | None,
-        state: object,
-        hook: Callable[..., object],
-    ) -> None:
-        """Replaces the reduce, including its division, by a user's function."""
-        self.comm_hook = (hook, state)
-        self.divide_factor, self.sums_only = 1.0, True
-        if replicate is None:
-            self.calls = HookedCollectives(shard, state, hook)
-        else:
-            self.replicate_calls = HookedCollectives(replicate, state, hook)
 
 
 class Summation:
