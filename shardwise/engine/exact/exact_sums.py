@@ -28,8 +28,8 @@ from shardwise.comm.streams import SideStreams
 from shardwise.engine.buffers import GradientView, gradient_version
 from shardwise.engine.exact.exact_collectives import ExactCollectives
 from shardwise.engine.reduce.reduce_in_flight import ReduceInFlight
-from shardwise.engine.reduce.reduce_plan import ReducePlan, Summation, computed_dtype
-from shardwise.engine.unit.binding import Slot
+from shardwise.engine.reduce.reduce_plan import ReducePlan, Summation
+from shardwise.engine.unit.binding import Slot, computed_dtype
 from shardwise.engine.unit.dtensor_form import ShardedForm
 from shardwise.engine.unit.settings import ReduceSettings, ShardHome
 from shardwise.errors import ConfigError, StateError

@@ -239,6 +239,14 @@ class Slot:
         self.stash = None
 
 
+def computed_dtype(slots: list[Slot]) -> torch.dtype:
+    """A dtype that holds the gradients of all these slots without loss."""
+    dtype = slots[0].compute_dtype
+    for slot in slots[1:]:
+        dtype = torch.promote_types(dtype, slot.compute_dtype)
+    return dtype
+
+
 def is_wider(dtype: torch.dtype | None, other: torch.dtype) -> bool:
     return dtype is not None and dtype.itemsize > other.itemsize
 
