@@ -18,7 +18,7 @@ through the memory of one slice. All of this is planned here, once per set of tr
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple, Protocol
@@ -45,7 +45,7 @@ from shardwise.planning.column_blocks import (
     column_blocks_of_packing,
 )
 from shardwise.planning.flat import FlatPacking
-from shardwise.planning.layout import Block, Packing, PaddingBlock, Span
+from shardwise.planning.layout import Block, Packing, Span
 from shardwise.planning.memory import ROWS
 from shardwise.planning.rows import RowsPacking
 from shardwise.planning.slices import RowsSlice, cut_into_slices
@@ -405,17 +405,11 @@ class FusedPack:
         return self._fillers[gap, dtype]
 
 
-class _BlockSource(Protocol):
-    def blocks(self, index: int) -> Sequence[Block]: ...
-
-    def padding(self) -> Sequence[PaddingBlock]: ...
-
-
 class BlockwisePack:
     """Packs each block of each gradient with a strided copy."""
 
     def __init__(
-        self, packing: _BlockSource, rows: ElasticBuffer, dtype: torch.dtype, num_gradients: int
+        self, packing: Packing | RowsSlice, rows: ElasticBuffer, dtype: torch.dtype, num_gradients: int
     ) -> None:
         itemsize = dtype.itemsize
         self._blocks: list[list[tuple[Block, torch.Tensor]]] = []
