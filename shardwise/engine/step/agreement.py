@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from shardwise import policies
 from shardwise.comm.channels.channel import Channel
 from shardwise.engine.buffers import gradient_version
-from shardwise.engine.step.non_finite import NonFiniteGuard
+from shardwise.engine.step.safeguards import NonFiniteGuard
 from shardwise.engine.unit.binding import Slot
 from shardwise.engine.unit.collective_names import STEP
 from shardwise.errors import StateError

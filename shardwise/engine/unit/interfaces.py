@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from shardwise.comm.streams import SideStreams
     from shardwise.engine.reduce.reduce_in_flight import Lender, ReduceInFlight
     from shardwise.engine.reduce.reduce_plan import ReducePlan
-    from shardwise.engine.step.non_finite import NonFiniteGuard
+    from shardwise.engine.step.safeguards import NonFiniteGuard
     from shardwise.engine.unit.collective_names import CollectiveNames
     from shardwise.planning.schedule import Window
 
