@@ -1,7 +1,7 @@
 """The root of a model: its units, what they have in flight, and the phase of the step. One on each rank.
 
 A new unit is its own root. The first forward of an outer unit adopts the units below it: they share side streams, order
-and phase. Forward and backward call a root through the units' hooks, optimizers through ``optimizer_hooks``.
+and phase. Forward and backward call a root through the units' hooks, optimizers through its agreement.
 
 Memory in flight, on a device whose host runs ahead: a freed unit keeps its memory until the compute stream has passed
 it. The gather stream reclaims that memory before it gathers the next unit but one.

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from shardwise.comm.mesh import DataMesh
 from shardwise.engine.reduce.reduce_plan import DEFAULT_SUMMATION, Summation
-from shardwise.engine.step.optimizer_hooks import OPTIMIZER_HOOKS
+from shardwise.engine.step.agreement import OPTIMIZER_HOOKS
 from shardwise.engine.step.root import Root
 from shardwise.engine.unit.binding import FoundParameter, Place, Slot, clean_name
 from shardwise.engine.unit.dtensor_form import PlacementFn, ShardedForm, chosen_placement
