@@ -27,6 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from shardwise import policies
 from shardwise.comm.channels.channel import Channel
+from shardwise.comm.collectives.agreement import check_same_model
 from shardwise.engine.buffers import make_traceable
 from shardwise.engine.step.safeguards import NonFiniteGuard, Undo
 from shardwise.engine.unit.collective_names import STEP
@@ -103,6 +104,18 @@ class StepAgreement:
             return 1
         self.channels[0].num_models += 1
         return self.channels[0].num_models
+
+    def check_units(self) -> None:
+        """Raises unless the ranks of each mesh hold the same units."""
+        lines_of_mesh: dict[int, list[str]] = {}
+        meshes = {id(unit.mesh): unit.mesh for unit in self._alive()}
+        for unit in self._alive():
+            lines = lines_of_mesh.setdefault(id(unit.mesh), [])
+            lines.extend(unit.descriptions())
+        for key, mesh in meshes.items():
+            for calls in (mesh.shard, mesh.replicate):
+                if calls is not None:
+                    check_same_model(lines_of_mesh[key], calls, mesh.device)
 
     def _alive(self) -> list[Unit]:
         return [unit for reference in self._units if (unit := reference()) is not None]

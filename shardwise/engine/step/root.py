@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardwise import trace
-from shardwise.comm.collectives.agreement import check_same_model
 from shardwise.comm.streams import StreamEvent, side_streams_for, take_workspaces
 from shardwise.engine.exact.exact_sums import check_model
 from shardwise.engine.reduce.reduce_in_flight import Lender, ReduceInFlight, run_user_hooks
@@ -143,7 +142,7 @@ class Root:
         for unit, name in names.items():
             self._adopt(unit, name, model)
         check_model(self.units, f"first forward, rank {self.top.rank}")
-        self._check_agreement()
+        self.agreement.check_units()
         self._is_offloaded = any(unit.home.is_offloaded for unit in self.units)
         self.has_adopted = True
         self.update_joint_units()
@@ -155,17 +154,6 @@ class Root:
             self.joint_units.end_backward()
         joint = [unit for unit in self.units if unit.settings.is_joint]
         self.joint_units = JointUnits(joint) if joint else None
-
-    def _check_agreement(self) -> None:
-        lines_of_mesh: dict[int, list[str]] = {}
-        meshes = {id(unit.mesh): unit.mesh for unit in self.units}
-        for unit in self.units:
-            lines = lines_of_mesh.setdefault(id(unit.mesh), [])
-            lines.extend(unit.descriptions())
-        for key, mesh in meshes.items():
-            for calls in (mesh.shard, mesh.replicate):
-                if calls is not None:
-                    check_same_model(lines_of_mesh[key], calls, mesh.device)
 
     @property
     def is_busy(self) -> bool:
