@@ -12,8 +12,11 @@ it. The gather stream reclaims that memory before it gathers the next unit but o
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -25,7 +28,6 @@ from shardwise.engine.exact.exact_sums import check_model
 from shardwise.engine.reduce.reduce_in_flight import Lender, ReduceInFlight, run_user_hooks
 from shardwise.engine.reduce.reduce_plan import ReducePlan
 from shardwise.engine.step.agreement import StepAgreement
-from shardwise.engine.step.begun_roots import note_begun
 from shardwise.engine.step.joint_units import JointUnits
 from shardwise.engine.unit.binding import Slot, clean_name
 from shardwise.engine.unit.collective_names import CollectiveNames
@@ -65,6 +67,24 @@ class _EndOfBackward:
 def _is_reached(reference: weakref.ref[Unit]) -> bool:
     unit = reference()
     return unit is not None and unit.gradients.are_reached_by_backward()
+
+
+# A recorded step must know every root in it.
+class _Collecting(threading.local):
+    roots: list[Root] | None = None
+
+
+_collecting = _Collecting()
+
+
+@contextmanager
+def collect_roots(roots: list[Root]) -> Iterator[None]:
+    """Within it, adds each root whose forward begins on this thread to ``roots``, in order."""
+    outer, _collecting.roots = _collecting.roots, roots
+    try:
+        yield
+    finally:
+        _collecting.roots = outer
 
 
 class Root:
@@ -166,7 +186,7 @@ class Root:
         self.recover()
         self.agreement.check_not_torn()
         self.adopt_units()
-        note_begun(self)
+        self._note_begun()
         self.in_forward = True
         self.agreement.begin_forward()
         self.expects_backward = torch.is_grad_enabled()
@@ -179,6 +199,11 @@ class Root:
             self.post_optim_event = None
         if self.joint_units is not None:
             self.joint_units.begin_forward()
+
+    def _note_begun(self) -> None:
+        roots = _collecting.roots
+        if roots is not None and self not in roots:
+            roots.append(self)
 
     def begin_unit_alone(self) -> None:
         """Begins a forward of one unit outside of the model's; recovers if the model's last step raised."""
