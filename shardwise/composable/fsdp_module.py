@@ -32,7 +32,7 @@ from shardwise.engine.unit.membership import UNITS_ATTRIBUTE, units_of
 from shardwise.engine.unit.replaced import move_from_meta
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import ConfigAssertionError, ConfigError, ConfigTypeError
-from shardwise.planning.schedule import FREE, KEEP
+from shardwise.planning.lifecycle import FREE, KEEP
 from shardwise.planning.sums import is_power_of_two
 from shardwise.torch_internals import untraced_itself
 

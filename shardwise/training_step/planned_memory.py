@@ -14,8 +14,8 @@ from torch import nn
 from shardwise.engine.unit.membership import units_of
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import ConfigError, StateError
+from shardwise.planning.lifecycle import KEEP
 from shardwise.planning.memory import StepMemory, UnitBytes, step_memory
-from shardwise.planning.schedule import KEEP
 
 
 def planned_memory(

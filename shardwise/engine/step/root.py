@@ -29,17 +29,16 @@ from shardwise.engine.reduce.reduce_in_flight import Lender, ReduceInFlight, run
 from shardwise.engine.reduce.reduce_plan import ReducePlan
 from shardwise.engine.step.agreement import StepAgreement
 from shardwise.engine.step.joint_units import JointUnits
+from shardwise.engine.unit.autograd_signals import Visit, Window
 from shardwise.engine.unit.binding import Slot, clean_name
 from shardwise.engine.unit.collective_names import CollectiveNames
 from shardwise.engine.unit.interfaces import Position
 from shardwise.engine.unit.membership import units_of
 from shardwise.errors import StateError
 from shardwise.planning.lifecycle import GATHERING, SHARDED, UNSHARDED
-from shardwise.planning.schedule import Window
 from shardwise.torch_internals import aside, backward_executes, inside_backward, queue_end_of_backward
 
 if TYPE_CHECKING:
-    from shardwise.engine.unit.autograd_signals import Visit
     from shardwise.engine.unit.unit import Unit
 
 

@@ -31,7 +31,7 @@ from shardwise.engine.unit.settings import UnitSettings, shard_home
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import ConfigAssertionError, ConfigError
 from shardwise.planning.layout import ceil_div
-from shardwise.planning.schedule import AfterForward
+from shardwise.planning.lifecycle import AfterForward
 from shardwise.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardwise.torch_internals import (
     are_other_axes,

@@ -12,7 +12,7 @@ from shardwise import trace
 from shardwise.comm.collectives.custom import HookedCollectives
 from shardwise.comm.collectives.group import AllReduceHook, GroupCollectives
 from shardwise.comm.mesh import DataMesh
-from shardwise.planning.schedule import AfterForward
+from shardwise.planning.lifecycle import AfterForward
 from shardwise.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 
