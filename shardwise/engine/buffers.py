@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -29,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.dlpack import from_dlpack
 
 from shardwise.comm.dry_run import current_dry_run, is_dry
-from shardwise.engine.unit.binding import Slot
+from shardwise.engine.unit.binding import Attachment, Slot
 from shardwise.errors import ConfigError
 from shardwise.planning.layout import Layout
 from shardwise.planning.memory import SHARD_GRADIENTS
@@ -246,8 +245,8 @@ def presence(gradients: list[torch.Tensor | None]) -> Presence:
     return None
 
 
-class Lease:
-    """Frees the buffer when the gradient that carries it is deleted. Copies of that gradient carry an empty lease."""
+class Lease(Attachment):
+    """Frees the buffer when the gradient that carries it is deleted."""
 
     def __init__(self, buffer: GradientBuffer | None = None) -> None:
         # Weak, because the buffer refers to the parameters: Python's garbage collector does not see that a parameter
@@ -259,13 +258,6 @@ class Lease:
         buffer = self._buffer() if self._buffer is not None and not sys.is_finalizing() else None
         if buffer is not None:
             buffer.take_back()
-
-    def __deepcopy__(self, memo: dict[int, object]) -> Lease:
-        return Lease()
-
-    def __reduce__(self) -> tuple[type[OrderedDict[str, object]], tuple[()]]:
-        # Saved gradients must load without shardwise, and with torch.load(weights_only=True).
-        return (OrderedDict, ())
 
 
 class GradientBuffer:

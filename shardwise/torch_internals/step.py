@@ -209,6 +209,11 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return local
 
 
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns what this rank has of a tensor: the local tensor of a DTensor, all of any other."""
+    return local_of(tensor) if isinstance(tensor, DTensor) else tensor
+
+
 _local = attrgetter("_local_tensor")
 _requires_grad = attrgetter("requires_grad")
 

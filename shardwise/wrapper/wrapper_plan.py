@@ -25,13 +25,13 @@ from shardwise.engine.unit.factory import (
     find_parameters,
     make_unit,
 )
-from shardwise.engine.unit.flat_form import FlatForm, part_of
+from shardwise.engine.unit.flat_form import FlatForm
 from shardwise.engine.unit.membership import hidden, membership, units_of
 from shardwise.engine.unit.module_selection import has_forward
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import ConfigError, ConfigTypeError
 from shardwise.policies import as_record
-from shardwise.torch_internals import children_of, parameters_of
+from shardwise.torch_internals import children_of, local_part, parameters_of
 from shardwise.wrapper.device_and_mesh import (
     chosen_device,
     chosen_mesh,
@@ -347,7 +347,7 @@ def _prepare_tensors(plans: list[WrapperPlan], ignored_modules: set[nn.Module], 
     if options.device_id is not None:
         move(unwrapped, device, outermost.ignored)
     if options.sync_module_states:
-        params = [part_of(found.param) for found in _unsharded_parameters(module, outermost.ignored)]
+        params = [local_part(found.param) for found in _unsharded_parameters(module, outermost.ignored)]
         buffers = [buffer for member in unwrapped for buffer in member.buffers(recurse=False)]
         send_from_first_rank([*params, *buffers], outermost.mesh)
 

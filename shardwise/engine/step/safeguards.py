@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise.comm.collectives.agreement import gather_bytes
 from shardwise.engine.buffers import gradient_version
 from shardwise.engine.unit.binding import Slot
 from shardwise.errors import NonFiniteGradients
-from shardwise.torch_internals import buffers_of, local_of, unseen_by_modes
+from shardwise.torch_internals import buffers_of, local_part, unseen_by_modes
 
 if TYPE_CHECKING:
     from shardwise.comm.channels.channel import Channel
@@ -132,7 +131,7 @@ class Undo:
             for slot, gradient, values, version in self._gradients:
                 # A gradient that nobody wrote to keeps its version, which others compare.
                 if gradient is not None and values is not None and gradient_version(gradient) != version:
-                    _local(gradient).copy_(values)
+                    local_part(gradient).copy_(values)
                 slot.sharded.grad = gradient
             for buffer, values in self._buffers:
                 buffer.copy_(values)
@@ -143,8 +142,4 @@ def _kept(slot: Slot) -> tuple[Slot, torch.Tensor | None, torch.Tensor | None, i
     gradient = slot.sharded.grad
     if gradient is None:
         return slot, None, None, 0
-    return slot, gradient, _local(gradient).clone(), gradient_version(gradient)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return local_of(tensor) if isinstance(tensor, DTensor) else tensor
+    return slot, gradient, local_part(gradient).clone(), gradient_version(gradient)

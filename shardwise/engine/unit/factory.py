@@ -37,7 +37,7 @@ from shardwise.torch_internals import (
     are_other_axes,
     buffers_of,
     is_replicated,
-    local_of,
+    local_part,
     parameters_of,
     refuse_torchs_fsdp,
 )
@@ -259,7 +259,7 @@ def _within_budget(offload: OffloadPolicy, own: list[FoundParameter], mesh: Data
         return offload
     shard_bytes = 0
     for found in own:
-        part = local_of(found.param) if isinstance(found.param, DTensor) else found.param
+        part = local_part(found.param)
         shard_bytes += ceil_div(part.numel(), mesh.shard.world) * part.itemsize
     return OffloadPolicy() if offload.keeps_on_device(mesh.rank, shard_bytes) else offload
 
