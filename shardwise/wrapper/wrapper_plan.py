@@ -68,10 +68,6 @@ class WrapperPlan:
     own_modules: list[nn.Module] = field(default_factory=list)
     full_precision_modules: list[nn.Module] = field(default_factory=list)
 
-    @property
-    def backward_prefetch(self) -> BackwardPrefetch | None:
-        return self.options.backward_prefetch
-
     def make_unit(self, wrapper: nn.Module) -> Unit:
         """Shards the module's parameters as one unit of ``wrapper``, and applies mixed precision to its modules."""
         options, precision = self.options, self.options.mixed_precision
@@ -99,9 +95,9 @@ class WrapperPlan:
         )
         for module in self.full_precision_modules:
             compute_in_full_precision(module)
-        if self.backward_prefetch is None:
+        if options.backward_prefetch is None:
             unit.configure(backward_prefetch=())
-        unit.configure(prefetches_late=self.backward_prefetch is BackwardPrefetch.BACKWARD_POST)
+        unit.configure(prefetches_late=options.backward_prefetch is BackwardPrefetch.BACKWARD_POST)
         return unit
 
     def _container_units(self) -> list[Unit]:
