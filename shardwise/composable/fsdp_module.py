@@ -28,11 +28,11 @@ from shardwise.engine.exact.exact_sums import check_not_exact
 from shardwise.engine.step.agreement import forget_torn_steps
 from shardwise.engine.step.joint_units import set_joint
 from shardwise.engine.unit.binding import not_copied, shallow_copy
-from shardwise.engine.unit.membership import UNITS_ATTRIBUTE, units_of
+from shardwise.engine.unit.membership import UNITS_ATTRIBUTE, units_in, units_of
 from shardwise.engine.unit.replaced import move_from_meta
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import ConfigAssertionError, ConfigError, ConfigTypeError
-from shardwise.planning.schedule import FREE, KEEP
+from shardwise.planning.lifecycle import FREE, KEEP
 from shardwise.planning.sums import is_power_of_two
 from shardwise.torch_internals import untraced_itself
 
@@ -117,7 +117,7 @@ class FSDPModule(_AnyModule):
 
     def reshard(self) -> None:
         """Frees this module's unsharded parameters and puts the sharded ones back. Not recursive."""
-        for unit in _own_units(self):
+        for unit in units_of(self):
             unit.reshard(trace.IDLE)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
@@ -125,7 +125,7 @@ class FSDPModule(_AnyModule):
 
         With ``async_op`` it returns a handle at once; ``handle.wait()`` or the module's forward waits for the gather.
         """
-        units = _own_units(self)
+        units = units_of(self)
         for unit in units:
             if unit.root.agreement.is_broken:
                 unit.root.recover()
@@ -145,7 +145,7 @@ class FSDPModule(_AnyModule):
 
         The next forward of the root does the same; call this to free the memory at once.
         """
-        for unit in _own_units(self):
+        for unit in units_of(self):
             unit.root.reset()
             unit.root.agreement.forget_torn_step()
 
@@ -153,7 +153,7 @@ class FSDPModule(_AnyModule):
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Tells whether the next backward is the last one through this forward."""
-        for unit in _own_units(self):
+        for unit in units_of(self):
             unit.root.is_last_backward = is_last_backward
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
@@ -192,7 +192,7 @@ class FSDPModule(_AnyModule):
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """With False, backward does not gather this module's parameters, if it needs none (an embedding)."""
-        for unit in _own_units(self):
+        for unit in units_of(self):
             unit.configure(gathers_in_backward=unshard_in_backward)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
@@ -203,7 +203,7 @@ class FSDPModule(_AnyModule):
                 where=f"{type(self).__name__}.set_gradient_divide_factor",
                 fix="pass a positive number; 1.0 gives the plain sum",
             )
-        units = _own_units(self)
+        units = units_of(self)
         if not is_power_of_two(factor):
             check_not_exact(
                 units, f"set_gradient_divide_factor({factor})", "rounds: its factor is not a power of two"
@@ -218,14 +218,14 @@ class FSDPModule(_AnyModule):
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Reduces with SUM and divides afterwards, even if the backend can average."""
-        for unit in _own_units(self):
+        for unit in units_of(self):
             unit.gradients.settings.sums_only = enable
 
     def set_all_reduce_hook(self, hook: AllReduceHook, *, stream: torch.cuda.Stream | None = None) -> None:
         """Calls ``hook`` with the reduced gradients, after any all-reduce over replicas, before the last division."""
         _check_one_mesh(self, "set_all_reduce_hook")
-        check_not_exact(_own_units(self), "set_all_reduce_hook", "may change them for each micro-batch")
-        for unit in _own_units(self):
+        check_not_exact(units_of(self), "set_all_reduce_hook", "may change them for each micro-batch")
+        for unit in units_of(self):
             if stream is not None and unit.mesh.replicate is not None:
                 raise ConfigError(
                     "a stream was given for the all-reduce hook of a unit that has replicas",
@@ -237,7 +237,7 @@ class FSDPModule(_AnyModule):
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Makes the next gathers wait for ``event`` instead of the current stream. Used once."""
-        for unit in _own_units(self):
+        for unit in units_of(self):
             unit.root.post_optim_event = event
 
     def set_reduce_scatter_unused_params(
@@ -291,7 +291,7 @@ class FSDPModule(_AnyModule):
         """Gathers with ``comm``, in buffers from ``comm.allocate``. Parameters are sent as bytes."""
         setter = "set_custom_all_gather"
         _check_one_mesh(self, setter)
-        units = _own_units(self)
+        units = units_of(self)
         _check_gather_is_free(units, setter)
         for unit in units:
             unit.configure(
@@ -302,7 +302,7 @@ class FSDPModule(_AnyModule):
         """Reduces with ``comm``, in buffers from ``comm.allocate``."""
         setter = "set_custom_reduce_scatter"
         _check_one_mesh(self, setter)
-        units = _own_units(self)
+        units = units_of(self)
         _check_reduce_is_free(units, setter)
         for unit in units:
             unit.gradients.settings.calls = StagedCollectives(
@@ -312,7 +312,7 @@ class FSDPModule(_AnyModule):
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Uses buffers that the process group allocates, if its backend can."""
         setter = "set_allocate_memory_from_process_group_for_comm"
-        units = _own_units(self)
+        units = units_of(self)
         if enable:
             _check_gather_is_free(units, setter)
             _check_reduce_is_free(units, setter)
@@ -330,7 +330,7 @@ class FSDPModule(_AnyModule):
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Gathers through symmetric memory, which lets NCCL use faster algorithms on hardware that has them."""
         setter = "set_symm_mem_for_comm"
-        units = _own_units(self)
+        units = units_of(self)
         _check_gather_is_free(units, setter)
         for unit in units:
             allocate = symmetric_allocate(unit.mesh.shard, backend, f"{type(self).__name__}.{setter}")
@@ -339,13 +339,13 @@ class FSDPModule(_AnyModule):
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Gathers ``modules`` when this module's forward begins."""
         chosen = _units_of_all(modules, "set_modules_to_forward_prefetch")
-        for unit in _own_units(self):
+        for unit in units_of(self):
             unit.configure(forward_prefetch=chosen)
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Gathers ``modules`` when this module's backward begins, instead of the module that ran before it."""
         chosen = _units_of_all(modules, "set_modules_to_backward_prefetch")
-        for unit in _own_units(self):
+        for unit in units_of(self):
             unit.configure(backward_prefetch=chosen)
 
     # --- state ----------------------------------------------------------------------------------------------------
@@ -353,7 +353,7 @@ class FSDPModule(_AnyModule):
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """As ``nn.Module.load_state_dict``; accepts full tensors too, and loads nothing if anything does not fit."""
         check_fits(self, state_dict, strict, assign)
-        forget_torn_steps(_own_units(self))
+        forget_torn_steps(units_of(self))
         return super().load_state_dict(state_dict, strict, assign)
 
     def share_memory(self) -> NoReturn:
@@ -363,29 +363,24 @@ class FSDPModule(_AnyModule):
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         # ``.to()`` and the like must be applied to the sharded parameters.
         self.reshard()
-        params = [slot.sharded for unit in _own_units(self) for slot in unit.slots]
+        params = [slot.sharded for unit in units_of(self) for slot in unit.slots]
         attributes = [dict(param.__dict__) for param in params]
         applied = super()._apply(*args, **kwargs)
         # torch swaps a DTensor's contents and drops attributes that users have set on the parameter.
         for param, kept in zip(params, attributes, strict=True):
             param.__dict__.update({**kept, **param.__dict__})
-        for unit in _own_units(self):
+        for unit in units_of(self):
             move_from_meta(unit)
         return applied
 
 
-def _own_units(module: Any) -> tuple[Unit, ...]:
-    return units_of(module)
-
-
 def _units_below(module: Any, recurse: bool) -> list[Unit]:
-    modules = module.modules() if recurse else (module,)
-    return list(dict.fromkeys(unit for member in modules for unit in units_of(member)))
+    return units_in(module.modules() if recurse else (module,))
 
 
 def _check_one_mesh(module: Any, setter: str) -> None:
     """Raises if the module's parameters are sharded over several meshes: a user's function may fit only one of them."""
-    units = _own_units(module)
+    units = units_of(module)
     if len(units) > 1:
         meshes = ", ".join(str(unit.mesh.mesh) for unit in units)
         raise ConfigError(
@@ -434,4 +429,4 @@ def _units_of_all(modules: list[FSDPModule], call: str) -> tuple[Unit, ...]:
                 where=call,
                 fix="pass modules on which fully_shard was called",
             )
-    return tuple(unit for module in modules for unit in _own_units(module))
+    return tuple(unit for module in modules for unit in units_of(module))

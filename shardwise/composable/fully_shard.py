@@ -37,7 +37,7 @@ from shardwise.engine.unit.membership import UNITS_ATTRIBUTE, membership, units_
 from shardwise.engine.unit.module_selection import Wrap, choose_modules, is_container, join_neighbors
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import ConfigAssertionError, ConfigError, ConfigTypeError
-from shardwise.planning.schedule import AfterForward, plan_after_forward
+from shardwise.planning.lifecycle import AfterForward, plan_after_forward
 from shardwise.policies import (
     CPUOffloadPolicy,
     DataParallelMeshDims,

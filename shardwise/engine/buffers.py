@@ -1,4 +1,4 @@
-"""Memory of a unit: one permanent buffer of shards, and elastic buffers that are allocated and freed in every step.
+"""Memory of a unit: a permanent buffer of shards, elastic buffers of each gather and reduce, and gradients' buffers.
 
 Shards live in one flat buffer for as long as the model. Each sharded parameter aliases a span of it through dlpack: a
 plain view would share the buffer's storage, and saving or copying one parameter would save or copy the whole buffer.
@@ -6,20 +6,40 @@ plain view would share the buffer's storage, and saving or copying one parameter
 An elastic buffer's tensors persist while its storage is resized: grown before use, shrunk to zero after. Autograd's
 saved tensors, hooks and compiled code keep referring to the same tensor objects. Its tensors are not views of one
 another, so each has its own version counter, and filling one through another does not count as a change to autograd.
+
+The gradients of shards lie in such a buffer, too, laid out once and reused in every backward: a unit's reduced row is
+its gradient buffer, and each shard's gradient is a DTensor over a span of it, made once. A backward assigns these to
+the parameters; only the last one is made anew each time, and carries a *lease* that ends when it is deleted.
+``zero_grad`` drops gradients in that order, so when the lease ends none is in use, and the memory is freed. If
+something still uses one (a reference to a gradient, its local tensor, a view, a graph that saved one), that memory is
+left alone, and the unit makes a new buffer with new gradients.
 """
 
 from __future__ import annotations
 
 import sys
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from math import prod
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils.dlpack import from_dlpack
 
 from shardwise.comm.dry_run import current_dry_run, is_dry
+from shardwise.engine.unit.binding import Attachment, Slot
 from shardwise.errors import ConfigError
 from shardwise.planning.layout import Layout
-from shardwise.torch_internals import storage_use_count, tensor_over
+from shardwise.planning.memory import SHARD_GRADIENTS
+from shardwise.torch_internals import (
+    dtensor,
+    have_local_tensors,
+    local_of,
+    spec_of,
+    storage_use_count,
+    tensor_over,
+)
 
 
 def allocate_shards(
@@ -189,3 +209,125 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     for i in range(len(shape) - 2, -1, -1):
         strides[i] = strides[i + 1] * max(shape[i + 1], 1)
     return tuple(strides)
+
+
+# --- gradients --------------------------------------------------------------------------------------------------------
+
+LEASE_ATTRIBUTE = "_shardwise_lease"
+
+
+@dataclass(frozen=True, slots=True)
+class GradientView:
+    """Where the gradient of a sharded parameter lies in its segment of the own row.
+
+    ``members`` are the indices of the full gradients it is made of. ``is_segment``: the gradient is the whole segment.
+    ``is_none``: this rank has no element of the parameter, and its gradient is None.
+    """
+
+    slot: Slot
+    segment: int
+    start: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    members: tuple[int, ...]
+    is_segment: bool = False
+    is_none: bool = False
+
+
+# Which of a reduce's gradients are present; None if all are, as usual.
+Presence = tuple[bool, ...] | None
+
+
+def presence(gradients: list[torch.Tensor | None]) -> Presence:
+    for gradient in gradients:
+        if gradient is None:
+            return tuple(gradient is not None for gradient in gradients)
+    return None
+
+
+class Lease(Attachment):
+    """Frees the buffer when the gradient that carries it is deleted."""
+
+    def __init__(self, buffer: GradientBuffer | None = None) -> None:
+        # Weak, because the buffer refers to the parameters: Python's garbage collector does not see that a parameter
+        # owns its gradient, so this cycle would keep the whole model alive.
+        self._buffer = weakref.ref(buffer) if buffer is not None else None
+
+    def __del__(self) -> None:
+        # Nothing needs to be freed while the interpreter shuts down.
+        buffer = self._buffer() if self._buffer is not None and not sys.is_finalizing() else None
+        if buffer is not None:
+            buffer.take_back()
+
+
+class GradientBuffer:
+    """The gradient memory of one set of slots."""
+
+    def __init__(
+        self, views: Sequence[GradientView], row_numel: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.memory = ElasticBuffer(row_numel * dtype.itemsize, device, SHARD_GRADIENTS)
+        self.row = self.memory.tensor(dtype, 0, (row_numel,))
+        self._locals = {
+            view.slot: self.memory.tensor(dtype, view.start * dtype.itemsize, view.shape, view.strides)
+            for view in views
+        }
+        self.locals = list(self._locals.values())
+        self.gradients = {slot: slot.gradient(local) for slot, local in self._locals.items()}
+        self.memory.note_own_uses([*self.locals, *self.gradients.values()])
+        # Whether the row has no padding.
+        self.is_full = row_numel == sum(local.numel() for local in self.locals)
+        self.is_lent = False
+
+    def is_own(self) -> bool:
+        """Whether nothing but the unit refers to the memory or the gradients, and the gradients are unchanged."""
+        return not self.memory.is_grown or (
+            self.memory.is_own() and have_local_tensors(self.gradients.values(), self.locals)
+        )
+
+    @property
+    def is_all_lent(self) -> bool:
+        """Whether the current gradient of every parameter lies in this buffer."""
+        if not self.is_lent:
+            return False
+        for slot, local in self._locals.items():
+            gradient = slot.sharded.grad
+            if not isinstance(gradient, DTensor) or local_of(gradient) is not local:
+                return False
+        return True
+
+    def lend(self, views: list[GradientView]) -> None:
+        """Assigns the gradients to their parameters, which own the memory until the last of them is dropped."""
+        gradients = self.gradients
+        for view in views[:-1]:
+            slot = view.slot
+            slot.sharded.grad = gradients[slot]
+        last = views[-1].slot
+        last.sharded.grad = gradient = last.gradient(self._locals[last])
+        gradient.__dict__[LEASE_ATTRIBUTE] = Lease(self)
+        self.is_lent = True
+
+    def take_back(self) -> None:
+        self.is_lent = False
+        if self.is_own():
+            self.memory.shrink()
+
+
+def make_traceable(params: Iterable[torch.Tensor]) -> None:
+    """Replaces gradients by ones over the same memory that torch.compile can trace.
+
+    torch.compile expects a DTensor to have the storage offset of its local tensor; but torch cannot copy or save such a
+    DTensor, so gradients are made without one.
+    """
+    for param in params:
+        gradient = param.grad
+        if isinstance(gradient, DTensor) and local_of(gradient).storage_offset():
+            made = dtensor(local_of(gradient), spec_of(gradient))
+            made.__dict__.update(gradient.__dict__)
+            param.grad = made
+
+
+def gradient_version(gradient: torch.Tensor) -> int:
+    """A version counter that every in-place write to a gradient raises."""
+    # In-place operations on a DTensor raise its own version; writes to its local tensor raise the local tensor's.
+    return gradient._version + (local_of(gradient)._version if isinstance(gradient, DTensor) else 0)

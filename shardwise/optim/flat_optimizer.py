@@ -17,7 +17,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardwise.engine.step.optimizer_hooks import optimizer_zeroed
+from shardwise.engine.step.agreement import optimizer_zeroed
 from shardwise.engine.unit.membership import membership, units_of
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import StateError

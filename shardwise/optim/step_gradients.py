@@ -26,7 +26,7 @@ import torch
 from shardwise import trace
 from shardwise.comm.channels.channel import collective_code
 from shardwise.comm.collectives.group import GroupCollectives
-from shardwise.engine.reduce.gradient_buffer import gradient_version
+from shardwise.engine.buffers import gradient_version
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import RankDisagreement
 from shardwise.optim.held_parameters import HeldParameter

@@ -1,25 +1,24 @@
 """The five changes that shardwise makes to torch for the whole process, each in a function that is called once.
 
 In-place foreach kernels increment the versions of DTensors; ``param.data = value`` writes to shards; ``zero_grad``
-calls back; ``functional_call`` asks first; and a tensor whose memory was freed can be printed.
+calls back; ``functional_call`` asks first; and a tensor whose memory was freed can be printed. What every step then
+runs is in ``step``.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial, wraps
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import _tensor_str, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils import stateless
-from torch.utils._pytree import tree_map_only
 
 from shardwise.errors import ConfigError
-from shardwise.torch_internals.step import local_of
+from shardwise.torch_internals.step import counting_writes, telling
 
 
 def count_foreach_writes(is_counted: Callable[[torch.Tensor], bool]) -> None:
@@ -32,74 +31,7 @@ def count_foreach_writes(is_counted: Callable[[torch.Tensor], bool]) -> None:
         if name.startswith(("_foreach_", "_fused_")) and name.endswith("_"):
             packet = getattr(torch.ops.aten, name)
             for overload in packet.overloads():
-                handlers.setdefault(getattr(packet, overload), partial(_counting_writes, is_counted))
-
-
-def _counting_writes(
-    is_counted: Callable[[torch.Tensor], bool], op: Any, args: Sequence[Any], kwargs: dict[str, Any]
-) -> Any:
-    targets = args[0]
-    if all(isinstance(target, DTensor) for target in targets):
-        torch.autograd.graph.increment_version([target for target in targets if is_counted(target)])
-        if all(_can_be_sharded_like(targets, operand) for operand in (*args, *kwargs.values())):
-            # These kernels are element-wise, so each rank computes on its own shards.
-            args = [_sharded_like(targets, operand) for operand in args]
-            kwargs = {name: _sharded_like(targets, operand) for name, operand in kwargs.items()}
-            local_args, local_kwargs = tree_map_only(DTensor, local_of, (args, kwargs))
-            return op(*local_args, **local_kwargs)
-    with _without_handler(op):
-        return op(*args, **kwargs)
-
-
-def _can_be_sharded_like(targets: Sequence[Any], operand: Any) -> bool:
-    if isinstance(operand, DTensor):
-        return operand.ndim == 0
-    if not isinstance(operand, (list, tuple)):
-        return True
-    return all(
-        tensor.device_mesh == target.device_mesh
-        and tensor.shape == target.shape
-        and not any(placement.is_partial() for placement in target.placements)
-        for target, tensor in zip(targets, operand, strict=False)
-        if isinstance(tensor, DTensor)
-    )
-
-
-def _sharded_like(targets: Sequence[Any], operand: Any) -> Any:
-    """Returns an operand for local tensors: a list sharded like its targets, or a scalar as a full tensor."""
-    if isinstance(operand, DTensor):
-        return operand.full_tensor()
-    if not isinstance(operand, (list, tuple)):
-        return operand
-    return [
-        tensor.redistribute(target.device_mesh, target.placements)
-        if isinstance(tensor, DTensor) and tensor.placements != target.placements
-        else tensor
-        for target, tensor in zip(targets, operand, strict=False)
-    ]
-
-
-_bypass_lock = threading.Lock()
-# Handlers that are disabled at the moment, and by how many threads.
-_bypassed: dict[Any, tuple[Any, int]] = {}
-
-
-@contextmanager
-def _without_handler(op: Any) -> Iterator[None]:
-    """Disables our handler of an operator; several threads may do so at once."""
-    handlers = DTensor._op_dispatcher._custom_op_handlers
-    with _bypass_lock:
-        handler, num_threads = _bypassed.get(op) or (handlers.pop(op), 0)
-        _bypassed[op] = handler, num_threads + 1
-    try:
-        yield
-    finally:
-        with _bypass_lock:
-            num_threads = _bypassed.pop(op)[1] - 1
-            if num_threads:
-                _bypassed[op] = handler, num_threads
-            else:
-                handlers[op] = handler
+                handlers.setdefault(getattr(packet, overload), partial(counting_writes, is_counted))
 
 
 # Returns ``tensor.data``, whatever ``redirect_data`` made of it.
@@ -146,19 +78,9 @@ def on_zero_grad(
 
     torch has no hook for it, and ``zero_grad`` does not see every gradient.
     """
-    _call_after(torch.optim.Optimizer, of_optimizer)
-    _call_after(nn.Module, of_module)
-
-
-def _call_after(cls: Any, heard: Callable[[Any, bool], None]) -> None:
-    zero_grad = cls.zero_grad
-
-    @wraps(zero_grad)
-    def zero_grad_and_tell(self: Any, set_to_none: bool = True) -> None:
-        zero_grad(self, set_to_none)
-        heard(self, set_to_none)
-
-    cls.zero_grad = zero_grad_and_tell
+    optimizers, modules = cast(Any, torch.optim.Optimizer), cast(Any, nn.Module)
+    optimizers.zero_grad = telling(optimizers.zero_grad, of_optimizer)
+    modules.zero_grad = telling(modules.zero_grad, of_module)
 
 
 def before_functional_call(to_swap: Callable[[nn.Module, Mapping[str, Any]], dict[str, Any]]) -> None:

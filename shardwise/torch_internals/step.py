@@ -1,16 +1,18 @@
 """What a training step uses of torch's private names: the step's one door to them.
 
 Autograd's hooks and what the running backward reaches; modes that would record the engine's own work; local tensors of
-DTensors; storages, kernels over lists of tensors, and CUDA streams. What is needed at set-up only is in the other files
-of this package.
+DTensors; storages, kernels over lists of tensors, and CUDA streams; what an optimizer runs. What is needed at set-up
+only is in the other files of this package.
 """
 
 from __future__ import annotations
 
 import sys
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
 from operator import attrgetter, is_
 from types import FrameType
 from typing import Any, cast
@@ -24,6 +26,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils._python_dispatch import _disable_current_modes, _pop_mode, _push_mode
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 # --- autograd ---------------------------------------------------------------------------------------------------------
@@ -206,6 +209,11 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return local
 
 
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns what this rank has of a tensor: the local tensor of a DTensor, all of any other."""
+    return local_of(tensor) if isinstance(tensor, DTensor) else tensor
+
+
 _local = attrgetter("_local_tensor")
 _requires_grad = attrgetter("requires_grad")
 
@@ -342,3 +350,88 @@ def cuda_event() -> torch.cuda.Event:
 def raw_cuda_stream(device_index: int) -> int:
     """Returns the current stream as a CUDA handle."""
     return torch._C._cuda_getCurrentRawStream(device_index)
+
+
+# --- what an optimizer runs ------------------------------------------------------------------------------------------
+# ``process_wide`` puts these into torch.
+
+
+def telling(
+    zero_grad: Callable[[Any, bool], None], heard: Callable[[Any, bool], None]
+) -> Callable[..., None]:
+    """Returns ``zero_grad`` such that it calls ``heard`` afterwards."""
+
+    @wraps(zero_grad)
+    def zero_grad_and_tell(self: Any, set_to_none: bool = True) -> None:
+        zero_grad(self, set_to_none)
+        heard(self, set_to_none)
+
+    return zero_grad_and_tell
+
+
+def counting_writes(
+    is_counted: Callable[[torch.Tensor], bool], op: Any, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
+    """Runs an in-place kernel over lists of DTensors, and increments the versions of those that ``is_counted``."""
+    targets = args[0]
+    if all(isinstance(target, DTensor) for target in targets):
+        torch.autograd.graph.increment_version([target for target in targets if is_counted(target)])
+        if all(_can_be_sharded_like(targets, operand) for operand in (*args, *kwargs.values())):
+            # These kernels are element-wise, so each rank computes on its own shards.
+            args = [_sharded_like(targets, operand) for operand in args]
+            kwargs = {name: _sharded_like(targets, operand) for name, operand in kwargs.items()}
+            local_args, local_kwargs = tree_map_only(DTensor, local_of, (args, kwargs))
+            return op(*local_args, **local_kwargs)
+    with _without_handler(op):
+        return op(*args, **kwargs)
+
+
+def _can_be_sharded_like(targets: Sequence[Any], operand: Any) -> bool:
+    if isinstance(operand, DTensor):
+        return operand.ndim == 0
+    if not isinstance(operand, (list, tuple)):
+        return True
+    return all(
+        tensor.device_mesh == target.device_mesh
+        and tensor.shape == target.shape
+        and not any(placement.is_partial() for placement in target.placements)
+        for target, tensor in zip(targets, operand, strict=False)
+        if isinstance(tensor, DTensor)
+    )
+
+
+def _sharded_like(targets: Sequence[Any], operand: Any) -> Any:
+    """Returns an operand for local tensors: a list sharded like its targets, or a scalar as a full tensor."""
+    if isinstance(operand, DTensor):
+        return operand.full_tensor()
+    if not isinstance(operand, (list, tuple)):
+        return operand
+    return [
+        tensor.redistribute(target.device_mesh, target.placements)
+        if isinstance(tensor, DTensor) and tensor.placements != target.placements
+        else tensor
+        for target, tensor in zip(targets, operand, strict=False)
+    ]
+
+
+_bypass_lock = threading.Lock()
+# Handlers that are disabled at the moment, and by how many threads.
+_bypassed: dict[Any, tuple[Any, int]] = {}
+
+
+@contextmanager
+def _without_handler(op: Any) -> Iterator[None]:
+    """Disables our handler of an operator; several threads may do so at once."""
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    with _bypass_lock:
+        handler, num_threads = _bypassed.get(op) or (handlers.pop(op), 0)
+        _bypassed[op] = handler, num_threads + 1
+    try:
+        yield
+    finally:
+        with _bypass_lock:
+            num_threads = _bypassed.pop(op)[1] - 1
+            if num_threads:
+                _bypassed[op] = handler, num_threads
+            else:
+                handlers[op] = handler

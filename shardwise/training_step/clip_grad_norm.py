@@ -24,12 +24,12 @@ from torch.distributed.tensor import DTensor, Replicate
 from shardwise.comm.channels.channel import collective_code
 from shardwise.comm.channels.registry import channel_of
 from shardwise.comm.collectives.group import GroupCollectives
+from shardwise.engine.buffers import GradientBuffer
 from shardwise.engine.gather.full_tensors import flat_slots, is_flat, local_elements
-from shardwise.engine.reduce.gradient_buffer import GradientBuffer
 from shardwise.engine.unit.membership import membership
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import ConfigError, ConfigTypeError, StateError
-from shardwise.torch_internals import local_of, multiply_all, norms_of, spec_of
+from shardwise.torch_internals import local_of, local_part, multiply_all, norms_of, spec_of
 from shardwise.training_step.exact_norm import check_order, largest_of, norm_from, words_of
 
 _CALL = "clip_grad_norm_"
@@ -168,7 +168,7 @@ def _find_gradients(params: list[torch.Tensor], order: float) -> _Gradients:
             continue
         gradient = param.grad
         if gradient is not None:
-            found.to_scale.append(local_of(gradient) if isinstance(gradient, DTensor) else gradient)
+            found.to_scale.append(local_part(gradient))
             gradient = _without_partial(gradient)
         # A rank without a gradient goes by the parameter: it must take part in the same all-reduces as the others.
         like = param if gradient is None else gradient

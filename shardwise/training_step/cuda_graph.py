@@ -23,7 +23,6 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from shardwise.engine.step.begun_roots import collect_roots
 from shardwise.engine.step.graph_capture import (
     begin_replay,
     end_replay,
@@ -32,7 +31,7 @@ from shardwise.engine.step.graph_capture import (
     recording,
     why_not_capturable,
 )
-from shardwise.engine.step.root import Root
+from shardwise.engine.step.root import Root, collect_roots
 from shardwise.engine.tensor_trees import map_tensors, tensors_in
 from shardwise.errors import ShardwiseError
 from shardwise.torch_internals import forget_capture, same_structure

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
-from shardwise.torch_internals import local_of, unscale_all
+from shardwise.torch_internals import local_part, unscale_all
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
@@ -64,4 +63,4 @@ def _values_of(param: torch.Tensor) -> torch.Tensor:
     if gradient.is_sparse:
         param.grad = gradient = gradient.coalesce()
         return gradient.values()
-    return local_of(gradient) if isinstance(gradient, DTensor) else gradient
+    return local_part(gradient)

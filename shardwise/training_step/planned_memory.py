@@ -11,11 +11,11 @@ from dataclasses import replace
 
 from torch import nn
 
-from shardwise.engine.unit.membership import units_of
+from shardwise.engine.unit.membership import units_in, units_of
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import ConfigError, StateError
+from shardwise.planning.lifecycle import KEEP
 from shardwise.planning.memory import StepMemory, UnitBytes, step_memory
-from shardwise.planning.schedule import KEEP
 
 
 def planned_memory(
@@ -33,8 +33,7 @@ def planned_memory(
         syncs: ``False`` plans a backward without gradient sync (``set_requires_gradient_sync(False)``).
         holds_stash: plan a backward that adds to gradients of an earlier one without sync.
     """
-    units = [unit for module in model.modules() for unit in units_of(module)]
-    units = list(dict.fromkeys(units))
+    units = units_in(model.modules())
     if not units or units[0] not in units_of(model):
         raise ConfigError(
             "the model is not sharded as a whole",

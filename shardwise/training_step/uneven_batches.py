@@ -20,7 +20,7 @@ from torch import nn
 
 from shardwise.comm.collectives.agreement import gather_bytes
 from shardwise.comm.collectives.group import GroupCollectives
-from shardwise.engine.unit.membership import units_of
+from shardwise.engine.unit.membership import units_in
 from shardwise.errors import ConfigError
 from shardwise.torch_internals import unseen_by_modes
 
@@ -64,7 +64,7 @@ _END = object()
 
 
 def _groups_of(model: nn.Module) -> list[GroupCollectives]:
-    units = [unit for module in model.modules() for unit in units_of(module)]
+    units = units_in(model.modules())
     if not units:
         raise ConfigError(
             f"{type(model).__name__} is not sharded",

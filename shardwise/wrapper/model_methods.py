@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.engine.gather.full_tensors import is_flat
-from shardwise.engine.step.agreement import forget_torn_steps
-from shardwise.engine.step.optimizer_hooks import OPTIMIZER_HOOKS
+from shardwise.engine.step.agreement import OPTIMIZER_HOOKS, forget_torn_steps
 from shardwise.engine.unit.binding import WRAPPED_NAME, clean_name
 from shardwise.engine.unit.flat_form import FLAT_NAME
 from shardwise.engine.unit.membership import membership, units_of

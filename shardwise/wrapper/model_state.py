@@ -33,7 +33,7 @@ from shardwise.engine.gather.full_tensors import (
 )
 from shardwise.engine.state_dict_check import check_state_dict, size_mismatch
 from shardwise.engine.unit.binding import WRAPPED_NAME, Place, clean_name, is_wrapper
-from shardwise.engine.unit.flat_form import FlatSlot, part_of
+from shardwise.engine.unit.flat_form import FlatSlot
 from shardwise.engine.unit.membership import units_of
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import CheckpointError, UnsupportedError
@@ -45,6 +45,7 @@ from shardwise.torch_internals import (
     dtensor_spec,
     loads_as_usual,
     loads_elementwise,
+    local_part,
     parameters_of,
     state_entries,
 )
@@ -181,7 +182,7 @@ def _value_to_save(
     parallel: Mapping[int, FlatSlot],
     kind: StateDictType,
 ) -> torch.Tensor:
-    local = part_of(value)
+    local = local_part(value)
     unit = unit_of_storage.get(local.untyped_storage().data_ptr())
     if unit is None:
         return value

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from shardwise.errors import ConfigError, ConfigTypeError
-from shardwise.planning.schedule import FREE, KEEP, AfterForward
+from shardwise.planning.lifecycle import FREE, KEEP, AfterForward
 from shardwise.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, as_record
 from shardwise.torch_internals import BatchNorm
 

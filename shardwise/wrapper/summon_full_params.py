@@ -30,7 +30,7 @@ from shardwise.engine.gather.full_tensors import (
 )
 from shardwise.engine.unit.binding import Place
 from shardwise.engine.unit.flat_form import FlatSlot, Line
-from shardwise.engine.unit.membership import MEMBERSHIP_ATTRIBUTE, membership, units_of
+from shardwise.engine.unit.membership import MEMBERSHIP_ATTRIBUTE, membership, units_in
 from shardwise.engine.unit.replaced import take_back_replaced
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import StateAssertionError, StateError, UnsupportedError
@@ -113,8 +113,7 @@ def warn_of_copies(call: str, offload_to_cpu: bool, rank0_only: bool, stacklevel
 
 def flat_units(modules: Iterable[nn.Module]) -> list[Unit]:
     """The units of all wrappers among ``modules``."""
-    units = dict.fromkeys(unit for module in modules for unit in units_of(module))
-    return [unit for unit in units if is_flat(unit)]
+    return [unit for unit in units_in(modules) if is_flat(unit)]
 
 
 def flat_lines(unit: Unit) -> list[Line]:

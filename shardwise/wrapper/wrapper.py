@@ -29,7 +29,7 @@ from shardwise.engine.unit.binding import (
     not_copied,
     shallow_copy,
 )
-from shardwise.engine.unit.membership import membership, units_of
+from shardwise.engine.unit.membership import membership, units_in, units_of
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import ConfigAssertionError, ConfigError, StateAssertionError, StateError
 from shardwise.torch_internals import (
@@ -173,7 +173,7 @@ class FullyShardedDataParallel(ReadAttributes):
     @property
     def _units(self) -> list[Unit]:
         """The units of this wrapper and of the wrappers inside it."""
-        return list(dict.fromkeys(unit for module in self.modules() for unit in units_of(module)))
+        return units_in(self.modules())
 
     @untraced_itself
     def forward(self, *args: Any, **kwargs: Any) -> Any:

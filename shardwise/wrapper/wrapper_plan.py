@@ -25,13 +25,13 @@ from shardwise.engine.unit.factory import (
     find_parameters,
     make_unit,
 )
-from shardwise.engine.unit.flat_form import FlatForm, part_of
+from shardwise.engine.unit.flat_form import FlatForm
 from shardwise.engine.unit.membership import hidden, membership, units_of
 from shardwise.engine.unit.module_selection import has_forward
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import ConfigError, ConfigTypeError
 from shardwise.policies import as_record
-from shardwise.torch_internals import children_of, parameters_of
+from shardwise.torch_internals import children_of, local_part, parameters_of
 from shardwise.wrapper.device_and_mesh import (
     chosen_device,
     chosen_mesh,
@@ -68,10 +68,6 @@ class WrapperPlan:
     own_modules: list[nn.Module] = field(default_factory=list)
     full_precision_modules: list[nn.Module] = field(default_factory=list)
 
-    @property
-    def backward_prefetch(self) -> BackwardPrefetch | None:
-        return self.options.backward_prefetch
-
     def make_unit(self, wrapper: nn.Module) -> Unit:
         """Shards the module's parameters as one unit of ``wrapper``, and applies mixed precision to its modules."""
         options, precision = self.options, self.options.mixed_precision
@@ -99,9 +95,9 @@ class WrapperPlan:
         )
         for module in self.full_precision_modules:
             compute_in_full_precision(module)
-        if self.backward_prefetch is None:
+        if options.backward_prefetch is None:
             unit.configure(backward_prefetch=())
-        unit.configure(prefetches_late=self.backward_prefetch is BackwardPrefetch.BACKWARD_POST)
+        unit.configure(prefetches_late=options.backward_prefetch is BackwardPrefetch.BACKWARD_POST)
         return unit
 
     def _container_units(self) -> list[Unit]:
@@ -347,7 +343,7 @@ def _prepare_tensors(plans: list[WrapperPlan], ignored_modules: set[nn.Module], 
     if options.device_id is not None:
         move(unwrapped, device, outermost.ignored)
     if options.sync_module_states:
-        params = [part_of(found.param) for found in _unsharded_parameters(module, outermost.ignored)]
+        params = [local_part(found.param) for found in _unsharded_parameters(module, outermost.ignored)]
         buffers = [buffer for member in unwrapped for buffer in member.buffers(recurse=False)]
         send_from_first_rank([*params, *buffers], outermost.mesh)
 

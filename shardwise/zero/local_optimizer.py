@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardwise.engine.step.optimizer_hooks import OPTIMIZER_HOOKS
+from shardwise.engine.step.agreement import OPTIMIZER_HOOKS
 from shardwise.optim.elementwise_classes import is_torchs_own
 from shardwise.optim.joined_step import JoinedStep
 from shardwise.planning.ownership import OwnedPiece

@@ -23,6 +23,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import is_
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -265,7 +266,7 @@ class _SteppingBackward:
     def _plan(self, bucket: GradBucket) -> _BucketPlan:
         params = bucket.parameters()
         known = self._plans.get(bucket.index())
-        if known is not None and len(known.params) == len(params) and all(map(_is, known.params, params)):
+        if known is not None and len(known.params) == len(params) and all(map(is_, known.params, params)):
             return known
         partition = self._zero.partition
         # Another optimizer may step some of the model's parameters.
@@ -340,7 +341,3 @@ def _copy_into_bucket(reduced: Tensor, buffer: Tensor) -> None:
 
 def _gradient_of_piece(partition: Partition, piece: OwnedPiece, grad: Tensor) -> Tensor:
     return grad if partition.is_whole(piece) else partition.gradient_of(piece, grad)
-
-
-def _is(a: Tensor, b: Tensor) -> bool:
-    return a is b

@@ -11,7 +11,7 @@ from shardwise.engine import kernels
 from shardwise.engine.buffers import ElasticBuffer
 from shardwise.engine.gather.unit_gather import CopyBlocks
 from shardwise.engine.kernels import CopyOutKernel, PackKernel, plan_copy_out_kernel, plan_pack_kernel
-from shardwise.engine.reduce.pack import BlockwisePack, ContiguousPack
+from shardwise.engine.reduce.reduce_plan import BlockwisePack, ContiguousPack
 from shardwise.planning.column_blocks import (
     column_blocks_of_flat_packing,
     column_blocks_of_layout,

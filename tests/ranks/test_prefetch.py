@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed._composable import checkpoint as checkpointed
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.planning.schedule import Window
+from shardwise.engine.unit.autograd_signals import Window
 from shardwise.testing import run_ranks
 from shardwise.testing.workloads import TiedTransformer, seeded
 from tests.ranks.models import DoubleLinear, average_gradients, data, same, same_shard, sgd

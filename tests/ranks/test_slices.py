@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from shardwise.engine.reduce import pack
+from shardwise.engine.reduce import reduce_plan
 from shardwise.engine.unit.membership import units_of
 from shardwise.testing import run_ranks
 from shardwise.testing.workloads import WORKLOADS
@@ -26,7 +26,7 @@ def trained(name, options, most_bytes, device):
     """Parameters after two steps of two micro-batches; and the most slices that a unit had."""
     workload = WORKLOADS[name]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pack, "_MOST_BYTES", most_bytes)
+        patch.setattr(reduce_plan, "_MOST_BYTES", most_bytes)
         model = workload.model(device)
         for unit in (*workload.units(model), model):
             fully_shard(unit, **options)

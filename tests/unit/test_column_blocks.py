@@ -7,7 +7,7 @@ import torch
 
 from shardwise.engine.buffers import ElasticBuffer
 from shardwise.engine.gather.unit_gather import CopyBlocks
-from shardwise.engine.reduce.pack import BlockwisePack, ContiguousPack
+from shardwise.engine.reduce.reduce_plan import BlockwisePack, ContiguousPack
 from shardwise.planning.column_blocks import (
     column_blocks_of_flat_packing,
     column_blocks_of_layout,

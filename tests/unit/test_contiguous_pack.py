@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shardwise.engine.buffers import ElasticBuffer
-from shardwise.engine.reduce.pack import plan_pack
+from shardwise.engine.reduce.reduce_plan import plan_pack
 from shardwise.planning.flat import FlatPacking, plan_flat
 from shardwise.planning.layout import RowParam
 

@@ -7,8 +7,9 @@ import weakref
 
 import pytest
 
+from shardwise.engine.unit.autograd_signals import Window
 from shardwise.errors import ConfigError
-from shardwise.planning.schedule import FREE, KEEP, AfterForward, Window, plan_after_forward
+from shardwise.planning.lifecycle import FREE, KEEP, AfterForward, plan_after_forward
 
 
 def planned(requested: object, world: int = 8) -> AfterForward:

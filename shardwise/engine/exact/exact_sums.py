@@ -16,27 +16,25 @@ gradients were written to, they are kept, and later backwards form a new sum tha
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from shardwise.comm.mesh import DataMesh
 from shardwise.comm.streams import SideStreams
+from shardwise.engine.buffers import GradientView, gradient_version
 from shardwise.engine.exact.exact_collectives import ExactCollectives
-from shardwise.engine.reduce.gradient_buffer import GradientView, gradient_version
 from shardwise.engine.reduce.reduce_in_flight import ReduceInFlight
-from shardwise.engine.reduce.reduce_plan import ReducePlan, ReduceSettings, Summation, computed_dtype
-from shardwise.engine.unit.binding import Slot
+from shardwise.engine.reduce.reduce_plan import ReducePlan, Summation
+from shardwise.engine.unit.binding import Attachment, Slot, computed_dtype
 from shardwise.engine.unit.dtensor_form import ShardedForm
-from shardwise.engine.unit.settings import ShardHome
+from shardwise.engine.unit.settings import ReduceSettings, ShardHome
 from shardwise.errors import ConfigError, StateError
 from shardwise.planning.layout import Packing
 from shardwise.planning.sums import is_power_of_two, total, with_term
 from shardwise.policies import MixedPrecisionPolicy
-from shardwise.torch_internals import local_of, post_accumulate_hooks
+from shardwise.torch_internals import local_part, post_accumulate_hooks
 
 if TYPE_CHECKING:
     from shardwise.engine.unit.unit import Unit
@@ -126,7 +124,7 @@ class ExactReducePlan(ReducePlan):
         return ExactReduceInFlight(self, settings, streams, codes, self.reduce_number)
 
 
-class Tally:
+class Tally(Attachment):
     """The subtrees of the sum that a unit's gradients are; every sum has a new tally.
 
     ``trees`` has an entry for each reduce of a backward, because a unit may be reduced several times in one: (number of
@@ -190,7 +188,7 @@ class Tally:
     def base(self, number: int, existing: torch.Tensor | None) -> torch.Tensor | None:
         """The gradient of a view from before this sum began; ``existing`` is that of a view that joins the sum now."""
         if existing is not None:
-            self._bases[number] = local_of(existing) if isinstance(existing, DTensor) else existing
+            self._bases[number] = local_part(existing)
         return self._bases.get(number)
 
     def attach_to(self, gradients: dict[int, torch.Tensor]) -> None:
@@ -198,13 +196,6 @@ class Tally:
             gradient.__dict__[TALLY_ATTRIBUTE] = self
         self._versions = {number: gradient_version(gradient) for number, gradient in gradients.items()}
         self._subtree_versions = [subtree._version for subtree in self._subtrees()]
-
-    def __deepcopy__(self, memo: dict[int, object]) -> Tally:
-        return Tally()
-
-    def __reduce__(self) -> tuple[type[OrderedDict[str, object]], tuple[()]]:
-        # Saved gradients must load without shardwise, and with torch.load(weights_only=True).
-        return (OrderedDict, ())
 
 
 def _carried(gradient: torch.Tensor | None) -> Tally | None:

@@ -10,22 +10,22 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import is_grad_enabled
-from torch.distributed.tensor import DTensor
 
 from shardwise.comm.collectives.group import Work, drain
 from shardwise.comm.streams import SideStreams, StreamEvent
-from shardwise.engine.reduce.gradient_buffer import GradientBuffer, GradientView, Presence
+from shardwise.engine.buffers import GradientBuffer, GradientView, Presence
 from shardwise.engine.unit.binding import Slot
+from shardwise.engine.unit.settings import ReduceSettings
 from shardwise.torch_internals import (
     add_all,
-    local_of,
+    local_part,
     post_accumulate_hooks,
     with_torch_function,
     without_torch_function,
 )
 
 if TYPE_CHECKING:
-    from shardwise.engine.reduce.reduce_plan import ReducePlan, ReduceSettings
+    from shardwise.engine.reduce.reduce_plan import ReducePlan
 
 
 class Lender(Protocol):
@@ -358,7 +358,7 @@ class ReduceInFlight:
         for view in views:
             existing = view.slot.sharded.grad
             assert existing is not None
-            sums.append(local_of(existing) if isinstance(existing, DTensor) else existing)
+            sums.append(local_part(existing))
         stream = self._streams.reduce
         with stream:
             if self.plan.home.is_offloaded:

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING
 
 from shardwise import trace
 from shardwise.errors import StateError
-from shardwise.planning.lifecycle import UNSHARDED
-from shardwise.planning.schedule import KEEP
+from shardwise.planning.lifecycle import KEEP, UNSHARDED
 
 if TYPE_CHECKING:
     from shardwise.engine.unit.unit import Unit

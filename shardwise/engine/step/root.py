@@ -1,7 +1,7 @@
 """The root of a model: its units, what they have in flight, and the phase of the step. One on each rank.
 
 A new unit is its own root. The first forward of an outer unit adopts the units below it: they share side streams, order
-and phase. Forward and backward call a root through the units' hooks, optimizers through ``optimizer_hooks``.
+and phase. Forward and backward call a root through the units' hooks, optimizers through its agreement.
 
 Memory in flight, on a device whose host runs ahead: a freed unit keeps its memory until the compute stream has passed
 it. The gather stream reclaims that memory before it gathers the next unit but one.
@@ -12,33 +12,33 @@ it. The gather stream reclaims that memory before it gathers the next unit but o
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from shardwise import trace
-from shardwise.comm.collectives.agreement import check_same_model
 from shardwise.comm.streams import StreamEvent, side_streams_for, take_workspaces
 from shardwise.engine.exact.exact_sums import check_model
 from shardwise.engine.reduce.reduce_in_flight import Lender, ReduceInFlight, run_user_hooks
 from shardwise.engine.reduce.reduce_plan import ReducePlan
 from shardwise.engine.step.agreement import StepAgreement
-from shardwise.engine.step.begun_roots import note_begun
 from shardwise.engine.step.joint_units import JointUnits
+from shardwise.engine.unit.autograd_signals import Visit, Window
 from shardwise.engine.unit.binding import Slot, clean_name
 from shardwise.engine.unit.collective_names import CollectiveNames
 from shardwise.engine.unit.interfaces import Position
 from shardwise.engine.unit.membership import units_of
 from shardwise.errors import StateError
 from shardwise.planning.lifecycle import GATHERING, SHARDED, UNSHARDED
-from shardwise.planning.schedule import Window
 from shardwise.torch_internals import aside, backward_executes, inside_backward, queue_end_of_backward
 
 if TYPE_CHECKING:
-    from shardwise.engine.unit.autograd_signals import Visit
     from shardwise.engine.unit.unit import Unit
 
 
@@ -66,6 +66,24 @@ class _EndOfBackward:
 def _is_reached(reference: weakref.ref[Unit]) -> bool:
     unit = reference()
     return unit is not None and unit.gradients.are_reached_by_backward()
+
+
+# A recorded step must know every root in it.
+class _Collecting(threading.local):
+    roots: list[Root] | None = None
+
+
+_collecting = _Collecting()
+
+
+@contextmanager
+def collect_roots(roots: list[Root]) -> Iterator[None]:
+    """Within it, adds each root whose forward begins on this thread to ``roots``, in order."""
+    outer, _collecting.roots = _collecting.roots, roots
+    try:
+        yield
+    finally:
+        _collecting.roots = outer
 
 
 class Root:
@@ -143,7 +161,7 @@ class Root:
         for unit, name in names.items():
             self._adopt(unit, name, model)
         check_model(self.units, f"first forward, rank {self.top.rank}")
-        self._check_agreement()
+        self.agreement.check_units()
         self._is_offloaded = any(unit.home.is_offloaded for unit in self.units)
         self.has_adopted = True
         self.update_joint_units()
@@ -156,17 +174,6 @@ class Root:
         joint = [unit for unit in self.units if unit.settings.is_joint]
         self.joint_units = JointUnits(joint) if joint else None
 
-    def _check_agreement(self) -> None:
-        lines_of_mesh: dict[int, list[str]] = {}
-        meshes = {id(unit.mesh): unit.mesh for unit in self.units}
-        for unit in self.units:
-            lines = lines_of_mesh.setdefault(id(unit.mesh), [])
-            lines.extend(unit.descriptions())
-        for key, mesh in meshes.items():
-            for calls in (mesh.shard, mesh.replicate):
-                if calls is not None:
-                    check_same_model(lines_of_mesh[key], calls, mesh.device)
-
     @property
     def is_busy(self) -> bool:
         return self.in_forward or self.in_backward
@@ -178,7 +185,7 @@ class Root:
         self.recover()
         self.agreement.check_not_torn()
         self.adopt_units()
-        note_begun(self)
+        self._note_begun()
         self.in_forward = True
         self.agreement.begin_forward()
         self.expects_backward = torch.is_grad_enabled()
@@ -191,6 +198,11 @@ class Root:
             self.post_optim_event = None
         if self.joint_units is not None:
             self.joint_units.begin_forward()
+
+    def _note_begun(self) -> None:
+        roots = _collecting.roots
+        if roots is not None and self not in roots:
+            roots.append(self)
 
     def begin_unit_alone(self) -> None:
         """Begins a forward of one unit outside of the model's; recovers if the model's last step raised."""

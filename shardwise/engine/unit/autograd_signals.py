@@ -19,13 +19,21 @@ gradients of its inputs, before it reaches the outputs.
 A forward may also store tensors in attributes of its modules, beside its output: an auxiliary loss, for example.
 Backward may reach the unit through one of them first, so they get hooks like outputs.
 
-The graph holds the visit (through its hooks), and the visit holds its window. A visit never references a part of the
-graph that leads back to itself: at most the node that produced its input, which backward reaches later.
+The order of units is recorded per root forward, in a *window*:
+
+    window of one forward     layers.0   layers.1   layers.2   (root)
+    backward is here                                   ▲
+    prefetch                                ◀──────────┘   the nearest earlier unit that this backward will use
+
+The graph holds the visit (through its hooks), and the visits of a forward own their window: it is freed with their
+graph, so a forward without a backward leaves nothing behind. A visit never references a part of the graph that leads
+back to itself: at most the node that produced its input, which backward reaches later.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,7 +42,6 @@ from torch.autograd.graph import register_multi_grad_hook
 
 from shardwise.engine.tensor_trees import InputSwaps, map_tensors, tensors_in
 from shardwise.engine.unit.membership import units_of
-from shardwise.planning.schedule import Window
 from shardwise.torch_internals import (
     aside,
     buffers_of,
@@ -47,6 +54,33 @@ from shardwise.torch_internals import (
 if TYPE_CHECKING:
     from shardwise.engine.unit.hooks import UnitHooks
     from shardwise.engine.unit.unit import Unit
+
+
+class Window:
+    """The order in which units ran in one root forward. What stands for a unit is the caller's choice."""
+
+    __slots__ = ("__weakref__", "_units")
+
+    def __init__(self) -> None:
+        self._units: list[Any] = []
+
+    def ran(self, unit: Any) -> int:
+        """Records that ``unit`` has run; returns its position."""
+        self._units.append(unit)
+        return len(self._units) - 1
+
+    def __contains__(self, unit: Any) -> bool:
+        return unit in self._units
+
+    def before(self, position: int, wanted: Callable[[Any], bool]) -> Any:
+        """The nearest ``wanted`` unit that ran before ``position``, which a backward there prefetches; None if none."""
+        units = self._units
+        current = units[position]
+        for earlier in range(position - 1, -1, -1):
+            unit = units[earlier]
+            if unit != current and wanted(unit):
+                return unit
+        return None
 
 
 class Visit:

@@ -7,11 +7,11 @@ belongs to is in ``membership``.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import setitem
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -31,6 +31,9 @@ from shardwise.torch_internals import (
     spec_of,
 )
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 # The name under which a wrapper holds its module; parameter names shown to users leave it out.
 WRAPPED_NAME = "_fsdp_wrapped_module"
 # The same for torch's activation checkpointing; it shows in all names but a state dict's.
@@ -46,6 +49,19 @@ def clean_name(name: str) -> str:
     for added in (WRAPPED_NAME, CHECKPOINTED_NAME):
         name = name.replace(f"{added}.", "").removesuffix(added).removesuffix(".")
     return name
+
+
+class Attachment:
+    """An attribute of a tensor that stays behind when the tensor is copied or saved: copies get an empty one.
+
+    Saved files must load without shardwise, and with ``torch.load(weights_only=True)``.
+    """
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        return type(self)()
+
+    def __reduce__(self) -> tuple[type[OrderedDict[str, object]], tuple[()]]:
+        return (OrderedDict, ())
 
 
 class Place:
@@ -237,6 +253,14 @@ class Slot:
     def drop_gradient(self) -> None:
         self.unsharded.grad = None
         self.stash = None
+
+
+def computed_dtype(slots: list[Slot]) -> torch.dtype:
+    """A dtype that holds the gradients of all these slots without loss."""
+    dtype = slots[0].compute_dtype
+    for slot in slots[1:]:
+        dtype = torch.promote_types(dtype, slot.compute_dtype)
+    return dtype
 
 
 def is_wider(dtype: torch.dtype | None, other: torch.dtype) -> bool:

@@ -13,7 +13,7 @@ from shardwise import trace
 from shardwise.comm.channels.channel import collective_code, listed
 
 if TYPE_CHECKING:
-    from shardwise.engine.reduce.gradient_buffer import Presence
+    from shardwise.engine.buffers import Presence
     from shardwise.engine.reduce.reduce_plan import ReducePlan
 
 _PHASES = {

@@ -17,9 +17,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 from shardwise.comm.dry_run import is_dry
 from shardwise.comm.mesh import DataMesh
-from shardwise.engine.buffers import contiguous_strides
+from shardwise.engine.buffers import GradientView, contiguous_strides
 from shardwise.engine.gather.tensor_extensions import cut_extension, is_tensor_extension
-from shardwise.engine.reduce.gradient_buffer import GradientView
 from shardwise.engine.unit.binding import FoundParameter, ShownEntry, Slot
 from shardwise.errors import ConfigError
 from shardwise.planning.layout import Layout, Packing, RowParam, cut_evenly

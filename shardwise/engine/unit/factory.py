@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from shardwise.comm.mesh import DataMesh
 from shardwise.engine.reduce.reduce_plan import DEFAULT_SUMMATION, Summation
-from shardwise.engine.step.optimizer_hooks import OPTIMIZER_HOOKS
+from shardwise.engine.step.agreement import OPTIMIZER_HOOKS
 from shardwise.engine.step.root import Root
 from shardwise.engine.unit.binding import FoundParameter, Place, Slot, clean_name
 from shardwise.engine.unit.dtensor_form import PlacementFn, ShardedForm, chosen_placement
@@ -31,13 +31,13 @@ from shardwise.engine.unit.settings import UnitSettings, shard_home
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import ConfigAssertionError, ConfigError
 from shardwise.planning.layout import ceil_div
-from shardwise.planning.schedule import AfterForward
+from shardwise.planning.lifecycle import AfterForward
 from shardwise.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardwise.torch_internals import (
     are_other_axes,
     buffers_of,
     is_replicated,
-    local_of,
+    local_part,
     parameters_of,
     refuse_torchs_fsdp,
 )
@@ -259,7 +259,7 @@ def _within_budget(offload: OffloadPolicy, own: list[FoundParameter], mesh: Data
         return offload
     shard_bytes = 0
     for found in own:
-        part = local_of(found.param) if isinstance(found.param, DTensor) else found.param
+        part = local_part(found.param)
         shard_bytes += ceil_div(part.numel(), mesh.shard.world) * part.itemsize
     return OffloadPolicy() if offload.keeps_on_device(mesh.rank, shard_bytes) else offload
 

@@ -19,15 +19,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.comm.mesh import DataMesh
-from shardwise.engine.buffers import alias, contiguous_strides
-from shardwise.engine.reduce.gradient_buffer import GradientView
+from shardwise.engine.buffers import GradientView, alias, contiguous_strides
 from shardwise.engine.unit.binding import FoundParameter, ShownEntry, Slot
 from shardwise.engine.unit.dtensor_form import gradient_views_by_slot, placed_on_both
 from shardwise.errors import StateError
 from shardwise.planning.flat import FlatLayout, FlatPacking, grid_of, plan_flat
 from shardwise.planning.layout import Layout, Packing, RowParam, Span
 from shardwise.policies import MixedPrecisionPolicy
-from shardwise.torch_internals import Spec, dtensor_spec, local_of, parameters_of, spec_of
+from shardwise.torch_internals import Spec, dtensor_spec, local_of, local_part, parameters_of, spec_of
 
 FLAT_NAME = "_flat_param"
 
@@ -71,7 +70,7 @@ class FlatSlot(Slot):
         start: int,
         sharded: nn.Parameter,
     ) -> None:
-        param = part_of(found.param)
+        param = local_part(found.param)
         self.name = found.name
         self.places = found.places
         self.dim = 0
@@ -162,11 +161,6 @@ class FlatSlot(Slot):
         return self.sharded._version + self.sharded.data_ptr()
 
 
-def part_of(param: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a parameter before it is sharded: with tensor parallelism, its part; else all of it."""
-    return local_of(param) if isinstance(param, DTensor) else param
-
-
 def _shown_parameter(param: nn.Parameter) -> nn.Parameter:
     """The parameter that shows the shard under the original name: the same object, unless that is a DTensor."""
     if not isinstance(param, DTensor):
@@ -221,7 +215,7 @@ class FlatForm:
         params, dtypes = [], []
         for each in found:
             given = self._given_dtype(each, precision)
-            dtype, shape = given or each.param.dtype, tuple(part_of(each.param).shape)
+            dtype, shape = given or each.param.dtype, tuple(local_part(each.param).shape)
             kind = (each.param.dtype, dtype, given is not None, each.param.requires_grad)
             lines.setdefault(kind, Line(kind, is_whole=mesh.shard.world == 1))
             dtypes.append(given)

@@ -26,7 +26,6 @@ from shardwise.engine.unit.interfaces import NamedUnit, RootInterface
 from shardwise.engine.unit.unit_buffers import UnitBuffers
 from shardwise.errors import StateError
 from shardwise.planning.lifecycle import SHARDED, UNSHARDED, State
-from shardwise.planning.schedule import Window
 
 
 class _Trained(Protocol):
@@ -68,7 +67,7 @@ class GatheredParameters:
         # The version of the shards that the kept parameters were gathered from; None while a step uses them.
         self.kept_version: int | None = None
         # The forward of the model that they were kept in; None if they were told to stay for others.
-        self._kept_in: Window | None = None
+        self._kept_in: object | None = None
         self._num_optimizer_steps = 0
         # The versions of the shards when autograd was last told of writes to them.
         self._versions: list[int] = []

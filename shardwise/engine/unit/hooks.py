@@ -25,8 +25,7 @@ from shardwise.engine.tensor_trees import (
 )
 from shardwise.engine.unit.autograd_signals import GraphAttributes, Visit
 from shardwise.engine.unit.unit import Unit
-from shardwise.planning.lifecycle import GATHERING, UNSHARDED
-from shardwise.planning.schedule import KEEP
+from shardwise.planning.lifecycle import GATHERING, KEEP, UNSHARDED
 from shardwise.torch_internals import aside, current_backward, inside_backward, untraced
 
 

@@ -1,7 +1,7 @@
 """What a unit knows of the objects above it: its root (``engine/step/root``), its position there, and its hooks.
 
 Root and hooks import ``unit``; it reaches them through these protocols, so that the three can be read one after
-another. Units are ``Any`` here for the same reason.
+another. Units, visits and windows are ``Any`` here for the same reason.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ if TYPE_CHECKING:
     from shardwise.comm.streams import SideStreams
     from shardwise.engine.reduce.reduce_in_flight import Lender, ReduceInFlight
     from shardwise.engine.reduce.reduce_plan import ReducePlan
-    from shardwise.engine.step.non_finite import NonFiniteGuard
+    from shardwise.engine.step.safeguards import NonFiniteGuard
     from shardwise.engine.unit.collective_names import CollectiveNames
-    from shardwise.planning.schedule import Window
 
 
 class NamedUnit(Protocol):
@@ -70,7 +69,7 @@ class RootInterface(Protocol):
     expects_backward: bool
     ends_backward: bool
     is_last_backward: bool
-    window: Window
+    window: Any
     reduces: deque[ReduceInFlight]
     reached: Any
     post_optim_event: torch.Event | None

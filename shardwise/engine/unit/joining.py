@@ -19,7 +19,7 @@ from shardwise.engine.gather.tensor_extensions import is_tensor_extension
 from shardwise.engine.step.root import Root
 from shardwise.engine.unit.dtensor_form import DTensorForm
 from shardwise.engine.unit.hooks import UnitHooks
-from shardwise.engine.unit.membership import UNITS_ATTRIBUTE, move_tags, units_of
+from shardwise.engine.unit.membership import UNITS_ATTRIBUTE, move_tags, units_in, units_of
 from shardwise.engine.unit.unit import Unit
 from shardwise.planning.lifecycle import SHARDED
 
@@ -29,7 +29,7 @@ def join_units(model: nn.Module, group_bytes: int) -> list[Unit]:
 
     Returns the units that were made of several.
     """
-    units = {unit for module in model.modules() for unit in units_of(module)}
+    units = units_in(model.modules())
     bound = {needed for unit in units for needed in unit.needs if len(unit.needs) > 1}
     bound |= {
         chosen
@@ -50,7 +50,7 @@ def _groups(parent: nn.Module, group_bytes: int, bound: set[Unit]) -> list[list[
     children = list(parent.children())
     groups: list[list[Unit]] = []
     num_bytes = 0
-    for unit in dict.fromkeys(unit for child in children for unit in units_of(child)):
+    for unit in units_in(children):
         can_join = unit not in bound and set(unit.modules) <= set(children) and _is_fresh(unit)
         size = sum(slot.sharded.numel() * slot.sharded.element_size() for slot in unit.slots)
         num_bytes += size

@@ -7,7 +7,6 @@ state dicts and modules sharded later find the unit.
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -15,7 +14,7 @@ import torch
 from torch import nn
 
 from shardwise.engine.tensor_trees import tensors_in
-from shardwise.engine.unit.binding import Shown, ShownEntry, Slot
+from shardwise.engine.unit.binding import Attachment, Shown, ShownEntry, Slot
 from shardwise.engine.unit.interfaces import NamedUnit
 from shardwise.errors import StateError
 from shardwise.torch_internals import local_of, without_memory_like
@@ -27,23 +26,15 @@ MEMBERSHIP_ATTRIBUTE = "_shardwise_membership"
 _HIDDEN_ATTRIBUTE = "_shardwise_hidden"
 
 
-class Membership:
+class Membership(Attachment):
     """Unit and slot of a parameter; an attribute of it as it was found, sharded, and gathered.
 
-    A module sharded later that shows the same parameter finds its unit here. Copies and saved parameters get an empty
-    one: they belong to no unit.
+    A module sharded later that shows the same parameter finds its unit here. Copies belong to no unit.
     """
 
     def __init__(self, unit: Unit | None = None, slot: Slot | None = None) -> None:
         self.unit = weakref.ref(unit) if unit is not None else None
         self.slot = slot
-
-    def __deepcopy__(self, memo: dict[int, object]) -> Membership:
-        return Membership()
-
-    def __reduce__(self) -> tuple[type[OrderedDict[str, object]], tuple[()]]:
-        # Saved files must load without shardwise, and with torch.load(weights_only=True).
-        return (OrderedDict, ())
 
     def owner(self) -> tuple[Unit, Slot] | None:
         if self.unit is None or self.slot is None:
@@ -92,6 +83,11 @@ def units_of(module: nn.Module) -> tuple[Unit, ...]:
     """The units of a module: first the one that follows its forward, then its companions on other meshes."""
     units: tuple[Unit, ...] = module.__dict__.get(UNITS_ATTRIBUTE, ())
     return units
+
+
+def units_in(modules: Iterable[nn.Module]) -> list[Unit]:
+    """The units of all these modules, each once, in order."""
+    return list(dict.fromkeys(unit for module in modules for unit in units_of(module)))
 
 
 def share_tag(param: torch.Tensor, sharded: torch.Tensor) -> None:

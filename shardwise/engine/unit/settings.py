@@ -1,16 +1,18 @@
-"""What users chose for a unit, as one record that is replaced as a whole; and where its shards live."""
+"""What users chose for a unit: one record for the unit, one for its reduces; and where its shards live."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from shardwise import trace
-from shardwise.comm.collectives.group import GroupCollectives
+from shardwise.comm.collectives.custom import HookedCollectives
+from shardwise.comm.collectives.group import AllReduceHook, GroupCollectives
 from shardwise.comm.mesh import DataMesh
-from shardwise.planning.schedule import AfterForward
+from shardwise.planning.lifecycle import AfterForward
 from shardwise.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 
@@ -35,6 +37,41 @@ class UnitSettings:
     # Whether all ranks gather and reduce the unit, whichever of them run it (``engine/step/joint_units``).
     is_joint: bool = False
     recorder: trace.Recorder | None = None
+
+
+@dataclass
+class ReduceSettings:
+    """What users set for a unit's reduces; read when one is issued."""
+
+    calls: GroupCollectives
+    divide_factor: float | None = None
+    sums_only: bool = False
+    all_reduces: bool = True
+    includes_unused: bool = False
+    # Used instead of the mesh's own collectives over replicas.
+    replicate_calls: GroupCollectives | None = None
+    hook: AllReduceHook | None = None
+    hook_stream: torch.cuda.Stream | None = None
+    # Called when a unit's gradients have been assigned, with a function that waits until the host may read them, and
+    # whether this is the last backward of the step.
+    listeners: dict[int, Callable[[Callable[[], None], bool], None]] = field(default_factory=dict)
+    # A user's function that reduces, with its state.
+    comm_hook: tuple[Callable[..., object], object] | None = None
+
+    def use_hook(
+        self,
+        shard: GroupCollectives,
+        replicate: GroupCollectives | None,
+        state: object,
+        hook: Callable[..., object],
+    ) -> None:
+        """Replaces the reduce, including its division, by a user's function."""
+        self.comm_hook = (hook, state)
+        self.divide_factor, self.sums_only = 1.0, True
+        if replicate is None:
+            self.calls = HookedCollectives(shard, state, hook)
+        else:
+            self.replicate_calls = HookedCollectives(replicate, state, hook)
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ from shardwise.planning.lifecycle import (
     ARRIVE,
     GATHER,
     GATHERING,
+    KEEP,
     KEEP_PART,
     RESHARD,
     SHARDED,
@@ -42,7 +43,6 @@ from shardwise.planning.lifecycle import (
     TRANSITIONS,
     UNSHARDED,
 )
-from shardwise.planning.schedule import KEEP
 
 
 class Unit:

@@ -16,7 +16,7 @@ from torch import nn
 
 from shardwise import trace
 from shardwise.comm.mesh import DataMesh
-from shardwise.engine.reduce.gradient_buffer import GradientBuffer, presence
+from shardwise.engine.buffers import GradientBuffer, presence
 from shardwise.engine.reduce.reduce_plan import ReducePlan, Summation
 from shardwise.engine.unit.binding import Slot, is_wider
 from shardwise.engine.unit.dtensor_form import ShardedForm

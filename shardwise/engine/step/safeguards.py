@@ -1,7 +1,10 @@
-"""Finds gradients that are not finite: the first parameter and rank that had one, and what the policy does about it.
+"""What ``TrustPolicy`` can add to a step: a check for gradients that are not finite, and undoing a step that raised.
 
 Each rank checks its own gradients before they are summed: afterwards all ranks have them. The check runs on the
-device; the host reads the result once, before an optimizer uses the step.
+device; the host reads the result once, before an optimizer uses the step. It tells the first parameter and rank that
+had one, and does what the policy says.
+
+To undo a step, gradients and buffers are copied before it.
 """
 
 from __future__ import annotations
@@ -12,15 +15,17 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.comm.collectives.agreement import gather_bytes
+from shardwise.engine.buffers import gradient_version
+from shardwise.engine.unit.binding import Slot
 from shardwise.errors import NonFiniteGradients
-from shardwise.torch_internals import unseen_by_modes
+from shardwise.torch_internals import buffers_of, local_part, unseen_by_modes
 
 if TYPE_CHECKING:
     from shardwise.comm.channels.channel import Channel
-    from shardwise.engine.unit.binding import Slot
 
 _LOGGER = logging.getLogger("shardwise")
 _NONE = (1 << 31) - 1
@@ -89,3 +94,52 @@ class NonFiniteGuard:
                 prefix = f"{unit}." if unit else ""
                 return number, self._rank, f"'{prefix}{names[finite.index(False)]}' (unit '{unit or 'root'}')"
         return _NONE, self._rank, ""
+
+
+class Undo:
+    """Copies of one model's gradients and buffers from before its step (``TrustPolicy.undoes_steps``).
+
+    Parameters need no copy: forward and backward do not write them. Gradients are copied when a backward begins,
+    buffers (such as running statistics) when a forward begins; an optimizer's step drops the copies.
+    """
+
+    def __init__(self) -> None:
+        self._gradients: list[tuple[Slot, torch.Tensor | None, torch.Tensor | None, int]] = []
+        self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def keep_buffers(self, modules: Iterable[nn.Module]) -> None:
+        """Copies the buffers when a forward begins; gradients from before that forward are no longer restored."""
+        self._gradients = []
+        with torch.no_grad():
+            self._buffers = [
+                (buffer, buffer.clone())
+                for top in modules
+                for module in top.modules()
+                for buffer in buffers_of(module).values()
+                if buffer is not None
+            ]
+
+    def keep_gradients(self, slots: Iterable[Slot]) -> None:
+        with torch.no_grad():
+            self._gradients = [_kept(slot) for slot in slots]
+
+    def forget(self) -> None:
+        self._gradients, self._buffers = [], []
+
+    def restore(self) -> None:
+        with torch.no_grad():
+            for slot, gradient, values, version in self._gradients:
+                # A gradient that nobody wrote to keeps its version, which others compare.
+                if gradient is not None and values is not None and gradient_version(gradient) != version:
+                    local_part(gradient).copy_(values)
+                slot.sharded.grad = gradient
+            for buffer, values in self._buffers:
+                buffer.copy_(values)
+        self.forget()
+
+
+def _kept(slot: Slot) -> tuple[Slot, torch.Tensor | None, torch.Tensor | None, int]:
+    gradient = slot.sharded.grad
+    if gradient is None:
+        return slot, None, None, 0
+    return slot, gradient, local_part(gradient).clone(), gradient_version(gradient)
