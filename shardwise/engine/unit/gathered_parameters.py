@@ -27,6 +27,7 @@ from shardwise.engine.unit.unit_buffers import UnitBuffers
 from shardwise.errors import StateError
 from shardwise.planning.lifecycle import SHARDED, UNSHARDED, State
 from shardwise.planning.schedule import Window
+from shardwise.torch_internals import without_torch_function
 
 
 class _Trained(Protocol):
@@ -96,7 +97,8 @@ class GatheredParameters:
         """
         unit, before = self._unit, self._versions
         try:
-            self._versions = now = [slot.sharded._version + slot.local._version for slot in unit.slots]
+            with without_torch_function():
+                self._versions = now = [slot.sharded._version + slot.local._version for slot in unit.slots]
         except RuntimeError:
             # Tensors made in inference mode have no versions, and no backward needs them.
             return
