@@ -122,10 +122,10 @@ class CudaSideStream(_CudaStream, SideStream):
 
     def __enter__(self) -> None:
         self._outer = current_cuda_stream(self._key[1])
-        set_cuda_stream(self._key)
+        set_cuda_stream(*self._key)
 
     def __exit__(self, *exception: object) -> None:
-        set_cuda_stream(self._outer)
+        set_cuda_stream(*self._outer)
 
     def wait_compute(self) -> None:
         self._compute.current().record_event().wait(self.stream)

@@ -203,38 +203,34 @@ class PackKernel:
 
     def fill(self, gradients: list[torch.Tensor | None], is_complete: bool) -> None:
         dtype = self._gradient_dtype
-        if dtype not in self._launches or not _all_have(dtype, gradients):
+        if dtype not in self._launches:
             dtype = self._dtype
+        for gradient in gradients:
+            if gradient is not None and gradient.dtype is not dtype:
+                dtype = self._dtype
         rows_address = self._rows.data_ptr()
         for launch in self._launches[dtype]:
-            # alive: copies of gradients, until the kernel is launched
-            packed = [_readable(gradients[member], dtype) for member in launch.members]
-            launch.addresses[: len(packed)] = [
-                0 if gradient is None else gradient.data_ptr() for gradient in packed
-            ]
+            addresses: list[ctypes.c_int64 | int] = []
+            # alive: copies, until the kernel is launched
+            copies = []
+            for member in launch.members:
+                gradient = gradients[member]
+                # The kernel reads contiguous memory in ``dtype``. A tensor subclass may have no memory of its own, and
+                # a tensor with a pending negation or conjugation other values.
+                if gradient is not None and not (
+                    type(gradient) is torch.Tensor
+                    and gradient.dtype is dtype
+                    and gradient.is_contiguous()
+                    and not gradient.is_neg()
+                    and not gradient.is_conj()
+                ):
+                    gradient = torch.empty(gradient.shape, dtype=dtype, device=gradient.device).copy_(
+                        gradient
+                    )
+                    copies.append(gradient)
+                addresses.append(0 if gradient is None else gradient.data_ptr())
+            launch.addresses[: len(addresses)] = addresses
             launch.run(rows_address)
-
-
-def _all_have(dtype: torch.dtype, gradients: list[torch.Tensor | None]) -> bool:
-    return all(gradient is None or gradient.dtype is dtype for gradient in gradients)
-
-
-def _readable(gradient: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """The gradient, or a copy, in memory that the kernel can read: contiguous, in ``dtype``, its values as they are.
-
-    A tensor subclass may have no memory of its own, and a tensor with a pending negation or conjugation other values.
-    """
-    if gradient is None or (
-        type(gradient) is torch.Tensor
-        and gradient.dtype is dtype
-        and gradient.is_contiguous()
-        and not gradient.is_neg()
-        and not gradient.is_conj()
-    ):
-        return gradient
-    copy = torch.empty(gradient.shape, dtype=dtype, device=gradient.device)
-    copy.copy_(gradient)
-    return copy
 
 
 def plan_pack_kernel(

@@ -11,11 +11,11 @@ import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from operator import attrgetter, is_
 from types import FrameType
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch._C._functorch import peek_interpreter_stack
@@ -127,28 +127,22 @@ def unrecorded_view(tensor: torch.Tensor) -> torch.Tensor:
 unseen_by_modes: Callable[[], AbstractContextManager[Any]] = _disable_current_modes
 
 
+Result = TypeVar("Result")
+
 # Modes that record every operation of a forward, to replay it or to save what it overwrites.
 _RECORDING_MODES = (_CachingTorchDispatchMode, _CachedTorchDispatchMode, _CloneArgBeforeMutateMode)
 
 
-def aside() -> AbstractContextManager[None]:
-    """Returns a context for work of the engine that is not part of the model's computation.
+def aside(work: Callable[..., Result], *args: Any) -> Result:
+    """Does work of the engine that is not part of the model's computation: ``work(*args)``.
 
     If a mode recorded that work with a forward, a replay would repeat it, or miss it; and a transform of ``torch.func``
     would apply to its tensors. Modes that count collectives still see it.
     """
     if num_dispatch_modes() or peek_interpreter_stack() is not None:
-        return _aside()
-    return _NOBODY_RECORDS
-
-
-_NOBODY_RECORDS = nullcontext()
-
-
-@contextmanager
-def _aside() -> Iterator[None]:
-    with _unrecorded(), temporarily_clear_interpreter_stack():
-        yield
+        with _unrecorded(), temporarily_clear_interpreter_stack():
+            return work(*args)
+    return work(*args)
 
 
 @contextmanager
@@ -214,23 +208,21 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return local_of(tensor) if isinstance(tensor, DTensor) else tensor
 
 
-_local = attrgetter("_local_tensor")
-_requires_grad = attrgetter("requires_grad")
-
-
-def all_show(columns: Sequence[Sequence[Any]]) -> bool:
+def all_show(shown: Sequence[tuple[dict[str, Any], str, Any, torch.Tensor, bool]]) -> bool:
     """Returns whether each module still has, under that name, the same parameter with the same local tensor and the
-    same ``requires_grad``. The columns are dicts of parameters, names, parameters, local tensors, ``requires_grad``.
+    same ``requires_grad``.
 
     One call for all parameters of a unit, because every step makes it.
     """
-    holders, names, params, locals_, trainable = columns
     with without_torch_function():
-        return (
-            all(map(is_, map(dict.get, holders, names), params))
-            and all(map(is_, map(_local, params), locals_))
-            and all(map(is_, map(_requires_grad, params), trainable))
-        )
+        for params, name, param, local, trainable in shown:
+            if (
+                param._local_tensor is not local
+                or param.requires_grad is not trainable
+                or params.get(name) is not param
+            ):
+                return False
+    return True
 
 
 # A context in which reading attributes of DTensors is as fast as of plain tensors: without ``__torch_function__``.
@@ -239,6 +231,10 @@ without_torch_function = torch._C.DisableTorchFunctionSubclass
 
 # A context inside it for users' code, in which ``__torch_function__`` works as usual.
 with_torch_function = torch._C._EnableTorchFunction
+
+
+_local = attrgetter("_local_tensor")
+_requires_grad = attrgetter("requires_grad")
 
 
 def have_local_tensors(tensors: Collection[torch.Tensor], locals_: Collection[torch.Tensor]) -> bool:
@@ -327,14 +323,16 @@ def norms_of(tensors: list[torch.Tensor], order: float, together: bool) -> list[
 StreamKey = tuple[int, int, int]
 
 
-def current_cuda_stream(device_index: int) -> StreamKey:
-    """Returns a key of the current stream: ten times as fast as the stream object."""
-    return torch._C._cuda_getCurrentStream(device_index)
+# These are missing where torch is built without CUDA.
 
+# Returns a key of a device's current stream: ten times as fast as the stream object.
+current_cuda_stream: Callable[[int], StreamKey] = getattr(torch._C, "_cuda_getCurrentStream", None)  # type: ignore[assignment]
 
-def set_cuda_stream(key: StreamKey) -> None:
-    """``torch.cuda.set_stream`` without its checks."""
-    torch._C._cuda_setStream(*key)
+# ``torch.cuda.set_stream`` without its checks; takes the parts of a key.
+set_cuda_stream: Callable[[int, int, int], None] = getattr(torch._C, "_cuda_setStream", None)  # type: ignore[assignment]
+
+# Returns a device's current stream as a CUDA handle.
+raw_cuda_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # type: ignore[assignment]
 
 
 def cuda_stream(key: StreamKey) -> torch.cuda.Stream:
@@ -345,11 +343,6 @@ def cuda_stream(key: StreamKey) -> torch.cuda.Stream:
 def cuda_event() -> torch.cuda.Event:
     """Returns a blocking event, of the base class of ``torch.cuda.Event``, whose methods only forward to it."""
     return cast(torch.cuda.Event, torch._C._CudaEventBase(blocking=True))
-
-
-def raw_cuda_stream(device_index: int) -> int:
-    """Returns the current stream as a CUDA handle."""
-    return torch._C._cuda_getCurrentRawStream(device_index)
 
 
 # --- what an optimizer runs ------------------------------------------------------------------------------------------

@@ -271,7 +271,9 @@ class ReduceInFlight:
         self._segments = [own_row] if self.plan.needs_no_cast else self._cast_segments(own_row)
         self._own_row = None
         if self._buffer is not None and self._streams.host_runs_ahead and self.plan.mesh.replicate is None:
-            self._divided = self._streams.reduce.record_event()
+            is_changed = self._settings.hook is not None or self._division.after != 1.0
+            # The event of the reduce-scatter serves where nothing has followed it.
+            self._divided = self._streams.reduce.record_event() if is_changed else self._scattered
         self.is_done = True
 
     def _run_all_reduce_hook(self, own_row: torch.Tensor) -> None:

@@ -116,6 +116,9 @@ class ReducePlan:
     # Whether the memory of gradients may be reused in the next backward.
     _reuses_gradients = True
 
+    # Whether all rows fit into the memory of the unit's full parameters; the unit knows.
+    fits_in_full = False
+
     def __init__(
         self,
         slots: list[Slot],

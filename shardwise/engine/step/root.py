@@ -52,8 +52,7 @@ class _EndOfBackward:
         root, self._root = self._root, None
         assert root is not None
         try:
-            with aside():
-                root.end_backward()
+            aside(root.end_backward)
         except BaseException as error:
             root.break_off(f"{type(error).__name__} at the end of backward")
             raise
@@ -104,8 +103,8 @@ class Root:
         self.reached: Visit | None = None
         self._unit_refs: list[weakref.ref[Unit]] = []
         self.has_adopted = False
-        # Freed units whose memory is still to be reclaimed, with the end of their last compute.
-        self._freed: deque[tuple[Unit, StreamEvent]] = deque()
+        # Freed units whose memory is still to be reclaimed, the oldest first, with the end of their last compute.
+        self._freed: dict[Unit, StreamEvent] = {}
         # Reduces in flight, the oldest first.
         self.reduces: deque[ReduceInFlight] = deque()
         self._is_offloaded = False
@@ -240,24 +239,23 @@ class Root:
         for reduction in self.reduces:
             reduction.return_memory(unit.buffers)
         if self._freed:
-            self._reclaim(0 if prefetch or any(freed is unit for freed, _ in self._freed) else 1)
+            self._reclaim(0 if prefetch or unit in self._freed else 1)
 
     def free_after_compute(self, unit: Unit) -> None:
         """Frees a unit's full parameters as soon as the compute stream has passed them."""
         if not self.streams.host_runs_ahead:
             unit.buffers.gather.free()
             return
-        self._freed.append((unit, self.streams.record_compute()))
+        self._freed[unit] = self.streams.record_compute()
         if self.in_backward and (unit.gathered.has_moved or not unit.gradients.may_borrow()):
             # At once: the unit's gradients are packed next, and the next gather takes this memory anyway.
             self._reclaim(0)
 
     def lend_freed(self, unit: Unit, plan: ReducePlan) -> Lender | None:
         """Lends the memory of ``unit``, if it has just been freed, to rows, which compute packs, if they fit."""
-        for index, (freed, _) in enumerate(self._freed):
-            if freed is unit and unit.gradients.may_borrow(plan):
-                del self._freed[index]
-                return unit.buffers
+        if unit in self._freed and unit.gradients.may_borrow(plan):
+            del self._freed[unit]
+            return unit.buffers
         return None
 
     def free_before_prefetch(self) -> None:
@@ -268,7 +266,8 @@ class Root:
 
     def _reclaim(self, keep: int) -> None:
         while len(self._freed) > keep:
-            freed, event = self._freed.popleft()
+            freed = next(iter(self._freed))
+            event = self._freed.pop(freed)
             # order: compute's last use before the memory goes back to the stream, because the next gather writes it
             self.streams.gather.wait_event(event)
             # Returns the memory to the stream it was allocated on, whatever stream is current.

@@ -151,15 +151,12 @@ class DTensorForm:
     def flat_entries(self) -> Sequence[ShownEntry]:
         return ()
 
-    def snapshot(self, slots: list[Slot]) -> tuple[Sequence[Any], ...]:
-        shown = [(place, slot) for slot in slots for place in slot.places]
-        return (
-            [place.params for place, _ in shown],
-            [place.name for place, _ in shown],
-            [slot.sharded for _, slot in shown],
-            [slot.local for _, slot in shown],
-            [slot.sharded.requires_grad for _, slot in shown],
-        )
+    def snapshot(self, slots: list[Slot]) -> list[Any]:
+        return [
+            (place.params, place.name, slot.sharded, slot.local, slot.sharded.requires_grad)
+            for slot in slots
+            for place in slot.places
+        ]
 
     def named(self, slots: list[Slot], shown: Container[int]) -> list[Slot]:
         return [slot for slot in slots if slot.places or id(slot.sharded) in shown]

@@ -26,6 +26,7 @@ from shardwise.engine.unit.interfaces import NamedUnit, RootInterface
 from shardwise.engine.unit.unit_buffers import UnitBuffers
 from shardwise.errors import StateError
 from shardwise.planning.lifecycle import SHARDED, UNSHARDED, State
+from shardwise.torch_internals import without_torch_function
 
 
 class _Trained(Protocol):
@@ -95,7 +96,8 @@ class GatheredParameters:
         """
         unit, before = self._unit, self._versions
         try:
-            self._versions = now = [slot.sharded._version + slot.local._version for slot in unit.slots]
+            with without_torch_function():
+                self._versions = now = [slot.sharded._version + slot.local._version for slot in unit.slots]
         except RuntimeError:
             # Tensors made in inference mode have no versions, and no backward needs them.
             return

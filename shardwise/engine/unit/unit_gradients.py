@@ -94,11 +94,13 @@ class UnitGradients:
             slots = [slot for slot, is_chosen in zip(unit.slots, chosen, strict=True) if is_chosen]
             # Its buffers are for backward, even if a forward in inference mode noticed the change.
             with torch.inference_mode(False):
-                self._plans[key] = (
+                self._plans[key] = plan = (
                     self.sums.plan(slots, unit.form, unit.mesh, unit.settings.precision, unit.home)
                     if slots
                     else None
                 )
+            if plan is not None:
+                plan.fits_in_full = len(plan.slices) == 1 and unit.buffers.has_room_for(plan.rows.size_bytes)
         return self._plans[key]
 
     def _plan_with_stash(self) -> ReducePlan | None:
@@ -113,11 +115,11 @@ class UnitGradients:
 
         The next gathers then wait for the reduce, so not where users asked for both at once.
         """
+        calls, gather_calls = self.settings.calls, self._unit.settings.gather_calls
         return (
-            len(plan.slices) == 1
+            plan.fits_in_full
             and self.max_inputs == 1
-            and self.settings.calls.channel is self._unit.settings.gather_calls.channel
-            and self._unit.buffers.has_room_for(plan.rows.size_bytes)
+            and (calls is gather_calls or calls.channel is gather_calls.channel)
         )
 
     def may_borrow(self, plan: ReducePlan | None = None) -> bool:
