@@ -10,7 +10,9 @@ given the budget and no more, and the model takes training steps. Where nothing 
 least are tried: they must run out.
 
 *tiny* and *1b*: fifty settings by hand for each, and the one that was chosen, without a limit. All of them take the
-same tokens a step. In the end the fastest and the chosen one take turns: it is to be within 5 % of the fastest.
+same tokens a step. Each runs alone first, for its peak. Then all of *tiny*'s take turns, in another order every round,
+because a host is half as fast at one moment as at another; they are ranked by the medians of their turns. In the end
+the fastest and the chosen one take turns: it is to be within 5 % of the fastest. A turn has an untimed step first.
 
 Each predicted step and peak is written beside the measured one. A fake group of 8: communication takes no time. Steps
 have forward, backward and torch's fused AdamW. The results file is written after every trial.
@@ -36,15 +38,16 @@ import auto_models
 import torch
 import torch.distributed as dist
 from auto_summary import summary_of
+from auto_trials import Trial, allow, clear, in_rounds, take_turns, tried, warm_up
 from measuring import RESULTS, expect, machine
 from models import start_group
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise
 from shardwise.forecast.choice import choose_for, least_memory
 from shardwise.forecast.device_files import load_device, with_links
 from shardwise.forecast.plan import Plan, Question, answer, question_of
-from shardwise.forecast.rehearsal import block_bytes, sharded_as
+from shardwise.forecast.rehearsal import block_bytes
 from shardwise.forecast.settings import Settings
 
 RANKS = 8
@@ -52,6 +55,8 @@ PREPARED = RESULTS / "auto_plan_prepared.json"
 MEASURED = RESULTS / "auto_plan.json"
 # How much a random model may need and how long its step may take, with nothing recomputed or offloaded, as predicted.
 LEAST_BYTES, MOST_BYTES, MOST_SECONDS = 2**30, 100 * 2**30, 0.35
+# What the models of a grid may hold together, so that all of them take turns.
+ROOM_BYTES = 16 * 2**30
 GIB = 2**30
 
 # --- what is asked ------------------------------------------------------------------------------------------------
@@ -69,11 +74,6 @@ def question(spec: dict[str, Any], **settings: Any) -> Question:
         mp_policy=auto_models.precision(spec),
         **settings,
     )
-
-
-def settings_of(spec: dict[str, Any], changed: dict[str, Any]) -> Settings:
-    alone = tuple(changed.get("alone", ()))
-    return Settings(mp_policy=auto_models.precision(spec), **{**changed, "alone": alone})
 
 
 def as_record(plan: Plan) -> dict[str, Any]:
@@ -178,97 +178,6 @@ def prepare(args: argparse.Namespace) -> None:
 # --- what happens -------------------------------------------------------------------------------------------------
 
 
-class Trial:
-    """A model that is sharded as a record says, and takes steps on the device."""
-
-    def __init__(self, record: dict[str, Any], mesh: DeviceMesh) -> None:
-        device = torch.device(mesh.device_type)
-        self.name = record.get("name", "")
-        spec = record["model"]
-        self._device = device
-        self._settings = settings_of(spec, record["settings"])
-        with torch.device("meta"):
-            model = auto_models.build(spec)
-        self._model = sharded_as(model, self._settings, mesh)
-        self._model.to_empty(device="cpu" if self._settings.offload else device)
-        fill_quickly(self._model)
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4, fused=True)
-        micro_batches = self._settings.micro_batches
-        self._inputs = auto_models.inputs(spec, spec["batch"] // micro_batches, device)
-
-    def step(self) -> float:
-        """Takes one step and returns its milliseconds."""
-        wait(self._device)
-        begun = time.perf_counter()
-        for _ in range(self._settings.micro_batches):
-            output = self._model(*self._inputs)
-            loss = output if output.dim() == 0 else output.sum()
-            (loss / self._settings.micro_batches).backward()
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        wait(self._device)
-        return 1e3 * (time.perf_counter() - begun)
-
-
-def fill_quickly(model: Any) -> None:
-    with torch.no_grad():
-        for param in model.parameters():
-            local = param.to_local()
-            local.fill_(1.0) if param.dim() == 1 else local.normal_(0.0, 0.02)
-
-
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def clear(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-
-
-def peaks(device: torch.device) -> dict[str, int]:
-    if device.type != "cuda":
-        return {}
-    return {
-        "allocated": torch.cuda.max_memory_allocated(),
-        "reserved": torch.cuda.max_memory_reserved(),
-        "retries": torch.cuda.memory_stats()["num_alloc_retries"],
-    }
-
-
-def allow(device: torch.device, num_bytes: int | None) -> None:
-    """Gives torch's allocator so many bytes; None: all that there are."""
-    if device.type == "cuda":
-        whole = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(1.0 if num_bytes is None else min(1.0, num_bytes / whole))
-
-
-def tried(record: dict[str, Any], mesh: DeviceMesh, steps: int, warmup: int) -> dict[str, Any]:
-    """Runs one trial and returns what came of it; an error is a result as well."""
-    device = torch.device(mesh.device_type)
-    clear(device)
-    begun, found = time.perf_counter(), {}
-    before = peaks(device)
-    try:
-        trial = Trial(record, mesh)
-        found["ms"] = [trial.step() for _ in range(warmup + steps)][warmup:]
-        found |= {"ended": "ok", "median_ms": statistics.median(found["ms"]), "least_ms": min(found["ms"])}
-    except torch.OutOfMemoryError as error:
-        found |= {"ended": "out of memory", "error": str(error)[:600]}
-    except Exception as error:  # noqa: BLE001  one failure must not end the others
-        found |= {"ended": type(error).__name__, "error": traceback.format_exc()[-1500:]}
-    after = peaks(device)
-    if after:
-        after["retries"] -= before["retries"]
-        # What other trials have left behind was there before.
-        after["held_before"] = before["allocated"]
-    return {**found, "peak": after, "took_s": round(time.perf_counter() - begun, 2)}
-
-
 def shown(record: dict[str, Any], measured: dict[str, Any]) -> str:
     name = record.get("name", record.get("number"))
     predicted = record.get("predicted") or record["least"]["predicted"]
@@ -297,7 +206,10 @@ class Report:
         }
 
     def begin(self, part: str) -> None:
-        self.content.pop(part, None)
+        if part in PARTS:
+            self.content.pop(part, None)
+            for kind in ("turns", "final"):
+                self.content.get(kind, {}).pop(part, None)
         self._end = time.monotonic() + self._seconds
 
     @property
@@ -307,6 +219,10 @@ class Report:
     def add(self, part: str, record: dict[str, Any], measured: dict[str, Any]) -> None:
         self.content.setdefault(part, []).append({**record, "measured": measured})
         print(f"{part} {shown(record, measured)}", flush=True)
+        self.write()
+
+    def note(self, kind: str, part: str, found: dict[str, Any]) -> None:
+        self.content.setdefault(kind, {})[part] = found
         self.write()
 
     def write(self) -> None:
@@ -328,13 +244,6 @@ def measure_random(trials: list[dict[str, Any]], args: argparse.Namespace, repor
     allow(device, None)
 
 
-def warm_up(device: torch.device) -> None:
-    """Lets cuBLAS take its workspaces, of forward's thread and of backward's, as a plan has it."""
-    for dtype in (torch.bfloat16, torch.float32):
-        weight = torch.ones(256, 256, device=device, dtype=dtype, requires_grad=True)
-        (weight @ weight).sum().backward()
-
-
 def measure_grid(name: str, trials: list[dict[str, Any]], args: argparse.Namespace, report: Report) -> None:
     device = torch.device(args.device)
     warm_up(device)
@@ -354,31 +263,55 @@ def measure_grid(name: str, trials: list[dict[str, Any]], args: argparse.Namespa
 def final(
     name: str, done: list[tuple[float, dict[str, Any]]], args: argparse.Namespace, report: Report
 ) -> None:
-    """The fastest and the chosen one take turns, and so share whatever disturbs them."""
+    """Settings take turns, and so share whatever disturbs them: all if there is room, then the fastest of them."""
     device = torch.device(args.device)
-    fastest = sorted(done, key=lambda item: item[0])[: args.finalists]
-    chosen = [item for item in done if item[1]["name"] == "chosen"]
-    records = [record for _, record in fastest if record["name"] != "chosen"] + [item[1] for item in chosen]
     clear(device)
-    trials = [Trial(record, report.mesh) for record in records]
-    times: dict[str, list[float]] = {trial.name: [] for trial in trials}
-    for trial in trials:
-        trial.step()
-    for turn in range(args.rounds):
-        at = turn % len(trials)
-        for trial in trials[at:] + trials[:at]:
-            times[trial.name].append(trial.step())
+    fastest = [record for _, record in sorted(done, key=lambda item: item[0])]
+    if sum(map(held_bytes, fastest)) > ROOM_BYTES:
+        fastest = with_chosen(fastest, args.finalists)
+    trials = [Trial(record, report.mesh) for record in fastest]
+    report.begin("turns")
+    if len(trials) > args.finalists + 1:
+        times = take_turns(trials, args.rounds, 2, lambda: report.is_late)
+        report.note("turns", name, times)
+        order = {each: statistics.median(found) for each, found in times.items()}
+        trials = with_chosen(sorted(trials, key=lambda trial: order[trial.name]), args.finalists)
+    times = take_turns(trials, args.rounds, 3, lambda: False)
     medians = {each: statistics.median(found) for each, found in times.items()}
     if "chosen" in medians:
-        ratio = medians["chosen"] / min(medians.values())
-        report.content.setdefault("final", {})[name] = {"chosen / fastest": ratio, "ms": times}
-        print(f"{name}: chosen {medians['chosen']:.2f} ms, {ratio:.3f} of the fastest", flush=True)
-        report.write()
+        best = min(medians, key=lambda each: medians[each])
+        ratio = medians["chosen"] / medians[best]
+        rounds = zip(in_rounds(times["chosen"], 3), in_rounds(times[best], 3), strict=True)
+        by_round = sorted(one / other for one, other in rounds)
+        found = {"chosen / fastest": ratio, "fastest": best, "by_round": by_round, "ms": times}
+        report.note("final", name, found)
+        print(
+            f"{name}: chosen {medians['chosen']:.2f} ms, {ratio:.3f} of the fastest, {best}; "
+            f"by round {by_round[0]:.3f} to {by_round[-1]:.3f}",
+            flush=True,
+        )
+
+
+def held_bytes(record: dict[str, Any]) -> int:
+    """What a model holds between steps."""
+    kinds = record["predicted"]["by_kind"]
+    return int(kinds.get("shards", 0) + kinds.get("optimizer", 0) + kinds.get("gathered parameters", 0))
+
+
+def with_chosen(sorted_ones: list[Any], most: int) -> list[Any]:
+    """The first ones, and the chosen one wherever it is."""
+
+    def name_of(each: Any) -> str:
+        return str(each["name"] if isinstance(each, dict) else each.name)
+
+    return [each for at, each in enumerate(sorted_ones) if at < most or name_of(each) == "chosen"]
 
 
 def summarize(report: Report) -> None:
     found = {
-        part: summary_of(report.content[part], is_grid=part != "random")
+        part: summary_of(
+            report.content[part], part != "random", report.content.get("turns", {}).get(part, {})
+        )
         for part in PARTS
         if report.content.get(part)
     }
@@ -429,11 +362,14 @@ def main() -> int:
         "--count", type=int, default=20, help="with --prepare: random models that are chosen for"
     )
     made.add_argument("--steps", type=int, default=4, help="timed steps of each setting of a grid")
-    made.add_argument("--rounds", type=int, default=12, help="steps of each finalist")
+    made.add_argument("--rounds", type=int, default=12, help="turns of each setting, and of each finalist")
     made.add_argument("--finalists", type=int, default=4)
     made.add_argument("--most", type=int, default=0, help="take only so many trials of a part")
     made.add_argument(
-        "--seconds", type=float, default=55, help="begin no further trial of a part after so long"
+        "--seconds",
+        type=float,
+        default=55,
+        help="begin no further trial of a part, and no further round of all, after so long",
     )
     made.add_argument("--out", type=Path)
     args = made.parse_args()

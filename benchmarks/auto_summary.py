@@ -10,11 +10,20 @@ def spread(ratios: list[float]) -> dict[str, float]:
     return {"least": min(ratios), "median": statistics.median(ratios), "most": max(ratios)} if ratios else {}
 
 
-def summary_of(trials: list[dict[str, Any]], is_grid: bool) -> dict[str, Any]:
-    """How close predictions were, which trials failed, and how many settings of a grid were ranked wrong."""
+def summary_of(
+    trials: list[dict[str, Any]], is_grid: bool, turns: dict[str, list[float]] | None = None
+) -> dict[str, Any]:
+    """How close predictions were, which trials failed, and how many settings of a grid were ranked wrong.
+
+    Settings that took turns are ranked by these, others by the steps that each took alone.
+    """
+    by_turns = {name: statistics.median(found) for name, found in (turns or {}).items()}
     chosen = [trial for trial in trials if "refused" not in trial]
     ran = [trial for trial in chosen if trial["measured"]["ended"] == "ok"]
-    times = [(trial["predicted"]["ms"], trial["measured"]["median_ms"]) for trial in ran]
+    times = [
+        (trial["predicted"]["ms"], by_turns.get(trial_name(trial), trial["measured"]["median_ms"]))
+        for trial in ran
+    ]
     wrong = [
         slower / faster
         for (first, slower) in times
@@ -39,8 +48,11 @@ def summary_of(trials: list[dict[str, Any]], is_grid: bool) -> dict[str, Any]:
         **{f"predicted / measured, {kind}": spread(ratios) for kind, ratios in peaks_of.items()},
     }
     if is_grid:
+        pairs = len(times) * (len(times) - 1) // 2
         found |= {
-            "pairs": len(times) * (len(times) - 1) // 2,
+            "ranked by": "turns" if by_turns else "steps alone",
+            "pairs": pairs,
+            "share of pairs ranked wrong": len(wrong) / max(1, pairs),
             "pairs ranked wrong by more than 5 %": len(wrong),
             "the worst of them": max(wrong, default=1.0),
         }

@@ -216,6 +216,27 @@ def _questions() -> list[Question]:
             )
             for what in ("set-up", "steps")
         ),
+        *(
+            Question(
+                "step with settings that `choose` chose / the fastest of 50 by hand",
+                f"GPU, {where}, fake 8",
+                1.05,
+                "auto_plan",
+                ("final", name, "chosen / fastest"),
+                ("final", name, "by_round"),
+            )
+            for where, name in (("tiny", "tiny"), ("1B", "1b"))
+        ),
+        *(
+            Question(
+                "pairs of those settings that differ by 5 % and were ranked wrong / all pairs",
+                f"GPU, {where}, fake 8",
+                None,
+                "auto_plan",
+                ("summary", name, "share of pairs ranked wrong"),
+            )
+            for where, name in (("tiny", "tiny"), ("1B", "1b"))
+        ),
         of_figures("training step / FSDP2's", "CPU, 4 gloo ranks", 0.6, "gloo_step", "shardwise / FSDP2"),
         of_figures("bytes on the wire / parameter bytes", "CPU, 4 gloo ranks", 2.3, "gloo_step", wire),
         *(

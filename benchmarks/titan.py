@@ -6,12 +6,15 @@ checkpointing of single operations, AdamW, bfloat16 parameters in compute, float
     8 GPUs: 5,762 tokens/s a GPU at 82.4 GiB; compiled 6,667 at 77.0
     128 GPUs: 5,605 tokens/s a GPU at 67.0 GiB; compiled 6,514 at 62.0
 
-Assumed: their model as below, of single operations; 8 GPUs on a node, and between nodes the links of
-`devices/h100-96gb.json`; our schedule for FSDP2's, which allocates the same. FSDP2 reserves more of what it allocates:
-the second row of memory takes what it reserved for each byte of the 8B model on an H200
-(results/step_memory_8b_8_cuda.json and step_memory_8b_64_cuda.json). Its step is longer than ours, too: the second row
-of throughput adds what it took more on an H200 (step_time_8b_8_cuda.json, and compiled), which is copies, at the
-bandwidth of theirs. Not predicted: clipping, their logging, and what the allocator does in a run of thousands of steps.
+Assumed: FlashAttention-2, which torch's attention then was, at 35 % of the peak as its successor's authors measured
+it (arXiv 2407.08608), where torch 2.11 reaches 46 % on an H200; a clock that falls with the square root of the power
+limit; their model as below, of single operations; 8 GPUs on a node, and between nodes the links of
+`devices/h100-96gb.json`; our schedule for FSDP2's, which allocates the same. FSDP2 reserves more of what it
+allocates: the second row of memory takes what it reserved for each byte of the 8B model on an H200
+(results/step_memory_8b_8_cuda.json and step_memory_8b_64_cuda.json). Its step is longer than ours, too: the second
+row of throughput adds what it took more on an H200 (step_time_8b_8_cuda.json, and compiled), which is copies, at the
+bandwidth of theirs. Not predicted: clipping, their logging, and what the allocator does in a run of thousands of
+steps.
 """
 
 from __future__ import annotations

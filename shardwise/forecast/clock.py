@@ -226,7 +226,7 @@ class _Playing:
             return
         is_engines = op.stream != COMPUTE or op.name in _OF_OP
         self._host += self._price(_OF_OP.get(op.name, "copy_in" if is_engines else "op"))
-        seconds = seconds_of_op(self._device, op.kind, op.flops, op.num_bytes, op.dtype)
+        seconds = seconds_of_op(self._device, op.kind, op.flops, op.num_bytes, op.dtype, op.share)
         start, end = self._run(op.stream, seconds)
         self.result.flops += op.flops
         if op.stream == COMPUTE:
@@ -238,10 +238,10 @@ class _Playing:
 
     def _collective(self, sent: Collective) -> None:
         links, world = self._device.links, sent.ranks
-        self._host += self._price(self._host_call(sent))
+        self._host += self._call_seconds(sent)
         self._host += self._price("issue_of_a_collective") + self._price("streams_of_a_collective")
         local = self._ranks_per_node(sent.axis, world)
-        seconds = seconds_of_collective(links, sent.kind, sent.num_bytes, world, local)
+        seconds = seconds_of_collective(links, sent.kind, sent.num_bytes, world, local, sent.num_tensors)
         start, end = self._run(sent.stream, seconds)
         if self._device.type == "cpu":
             self.result.exposed += seconds
@@ -252,12 +252,10 @@ class _Playing:
         self.result.sent[sent.axis] += rounds * sent.num_bytes * (world - 1) // max(1, world)
         self._open.append((sent.stream, start, end, sent.kind, f"{sent.num_bytes / 2**20:,.1f} MiB"))
 
-    def _host_call(self, sent: Collective) -> str:
-        if self._device.links.within.name == "fake":
-            return f"fake_{sent.kind}_of_8"
-        if sent.num_tensors > 1:
-            return "coalesced_all_gathers_of_9"
-        return sent.kind
+    def _call_seconds(self, sent: Collective) -> float:
+        """What the process group's own call costs the host: more for each tensor that it gathers into its place."""
+        call = f"fake_{sent.kind}_of_8" if self._device.links.within.name == "fake" else sent.kind
+        return self._price(call) + (sent.num_tensors - 1) * self._price(f"{call}_of_one_more")
 
     def _transfer(self, copy: Transfer) -> None:
         self._host += self._price("cast_copy")

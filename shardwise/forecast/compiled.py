@@ -150,9 +150,10 @@ class _Kernel:
         kind = "reduction" if "reduction" in kinds else "elementwise"
         dtype = str((written or read)[0].dtype).removeprefix("torch.") if written or read else "float32"
         num_bytes = bytes_of("fused", read, written, False)
-        yield Op("fused", kind, recorder.stream, 0, num_bytes, dtype)
+        yield Op("fused", kind, recorder.stream, 0, num_bytes, dtype, share="fused")
         if any(_sums_over_rows(node) for node in self.members):
-            yield Op("fused", kind, recorder.stream, 0, bytes_of("fused", read, (), False), dtype)
+            num_bytes = bytes_of("fused", read, (), False)
+            yield Op("fused", kind, recorder.stream, 0, num_bytes, dtype, share="fused")
 
 
 def _sums_over_rows(node: Node) -> bool:

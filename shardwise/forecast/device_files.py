@@ -114,6 +114,7 @@ def device_from_json(content: Any, where: str) -> Device:
         fractions={kind: file.curve(kind) for kind in OPS},
         host_microseconds=file.prices("host_microseconds", needed=HOST_CALLS, least=0),
         links=file.links(int(file.price("multiprocessors", least=0))),
+        shares=file.prices("shares", needed=()) if "shares" in content else {},
         spread=file.prices("spread", needed=("compute", "host", "links"), least=0),
         sources=file.sources,
         notes=str(content.get("notes", "")),
@@ -246,6 +247,7 @@ class _Reader:
             is_shared=bool(block.get("is_shared", False)),
             share_of={kind: self._number(f"share_of.{kind}", share) for kind, share in shares.items()},
             free=free,
+            one_by_one=bool(block.get("one_by_one", False)),
         )
 
     def _block(self, block: Any, entry: str) -> dict[str, Any]:

@@ -34,6 +34,7 @@ _PARTS = (
 # How often a unit does each in a step that reshards after forward; the root's work is shared by all units.
 _TIMES = {"unit_gather": 2, "unit_reshard": 2, "copy_in": 2, "copy_out": 2, "root_step": 0}
 
+_OF_NINE = "all-gathers of nine tensors"
 _KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 
 
@@ -114,6 +115,8 @@ def host_calls(clock: Clock) -> dict[str, float]:
         "reduce_scatter": lambda: group.issue_reduce_scatter(own, rows, False),
         "all_reduce": lambda: group.issue_all_reduce(own, False),
     }
+    if group.gathers_each:
+        runs[_OF_NINE] = lambda: group.issue_all_gather_each([rows] * 9, [own] * 9)
     found = {}
     for name, run in runs.items():
         times = []
@@ -124,6 +127,8 @@ def host_calls(clock: Clock) -> dict[str, float]:
             times.append(time.perf_counter() - begun)
             work.wait()
         found[name] = lower_quartile(times) * 1e6
+    if group.gathers_each:
+        found["all_gather_of_one_more"] = max(0.0, found.pop(_OF_NINE) - found["all_gather"]) / 8
     return found
 
 

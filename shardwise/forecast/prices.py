@@ -21,6 +21,7 @@ __all__ = [
     "COLLECTIVES",
     "HOST_CALLS",
     "OPS",
+    "SHARES",
     "Curve",
     "Device",
     "Link",
@@ -34,6 +35,9 @@ __all__ = [
 OPS: Final = ("matmul", "attention", "elementwise", "reduction", "copy", "optimizer")
 # Limited by arithmetic or by memory, whichever takes longer; the others by memory alone.
 BY_FLOPS: Final = ("matmul", "attention")
+# Why kernels reach less than others of their kind: rows of a 16-bit matrix begin at odd places; torch.compile has made
+# them, of several ops.
+SHARES: Final = ("unaligned", "fused")
 COLLECTIVES: Final = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "p2p")
 # What every device file must price on the host, in microseconds; it may name more.
 HOST_CALLS: Final = ("op", "view", "all_gather", "reduce_scatter", "all_reduce")
@@ -76,6 +80,8 @@ class Link:
     share_of: Mapping[str, float] = field(default_factory=dict)
     # Kinds of collectives that take no time: those that torch's fake process group does not carry out.
     free: tuple[str, ...] = ()
+    # Tensors that are gathered by one call come one after another, as torch's fake process group copies them.
+    one_by_one: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +114,8 @@ class Device:
     fractions: Mapping[str, Curve]
     host_microseconds: Mapping[str, float]
     links: Links
+    # What kernels reach of these fractions, by why they reach less (``SHARES``).
+    shares: Mapping[str, float]
     # How far "compute", "host" and "links" prices may be off, as fractions: for intervals of predictions.
     spread: Mapping[str, float]
     # Where each price comes from, by its name in the file.
@@ -118,7 +126,14 @@ class Device:
 # --- seconds ------------------------------------------------------------------------------------------------------
 
 
-def seconds_of_op(device: Device, kind: str, flops: float, bytes: float, dtype: str) -> float:  # noqa: A002
+def seconds_of_op(
+    device: Device,
+    kind: str,
+    flops: float,
+    bytes: float,  # noqa: A002
+    dtype: str,
+    share: str = "",
+) -> float:
     """Returns how long the device works on one op.
 
     Args:
@@ -127,16 +142,26 @@ def seconds_of_op(device: Device, kind: str, flops: float, bytes: float, dtype: 
         flops: floating-point operations, a multiplication and an addition counting as two.
         bytes: bytes read and written.
         dtype: of the arithmetic, such as ``"bfloat16"``; a dtype without a price is taken for float32.
+        share: one of ``SHARES``, or "" for kernels that reach what others of their kind do.
     """
     if kind not in device.fractions:
         raise unknown_price("kind of op", kind, OPS)
+    reached = device.shares.get(share, 1.0)
     moving = (
         bytes / (device.memory_bytes_per_second * _moving_curve(device, kind).at(bytes)) if bytes else 0.0
     )
     if kind not in BY_FLOPS or not flops:
-        return device.launch_seconds + moving
+        return device.launch_seconds + moving / reached
+    peak = _peak(device, kind, dtype) * device.fractions[kind].at(flops)
+    return device.launch_seconds + max(flops / peak, moving) / reached
+
+
+def _peak(device: Device, kind: str, dtype: str) -> float:
     peak = device.peak_flops.get(dtype, device.peak_flops["float32"])
-    return device.launch_seconds + max(flops / (peak * device.fractions[kind].at(flops)), moving)
+    if kind == "attention" and dtype == "float32":
+        # The memory-efficient kernel makes each product of three in TF32.
+        return max(peak, device.peak_flops.get("tf32", 0.0) / 3)
+    return peak
 
 
 def _moving_curve(device: Device, kind: str) -> Curve:
@@ -158,6 +183,7 @@ def seconds_of_collective(
     bytes: int,  # noqa: A002
     ranks: int,
     ranks_per_node: int,
+    num_tensors: int = 1,
 ) -> float:
     """Returns how long a collective runs once all ranks have started it.
 
@@ -168,6 +194,7 @@ def seconds_of_collective(
             rank holds before an all-to-all, the message of a p2p.
         ranks: in the group.
         ranks_per_node: ranks of this group on one node; others of the node use links of their own.
+        num_tensors: that ``bytes`` are divided into, all gathered by one call.
     """
     if kind not in COLLECTIVES:
         raise unknown_price("kind of collective", kind, COLLECTIVES)
@@ -182,7 +209,8 @@ def seconds_of_collective(
     if kind == "all_reduce":
         ring = _ring_seconds(links, kind, 2 * bytes, 2, ranks, local, nodes)
         return min(ring, _tree_seconds(links, kind, bytes, local, nodes))
-    return _ring_seconds(links, kind, bytes, 1, ranks, local, nodes)
+    times = num_tensors if links.within.one_by_one else 1
+    return times * _ring_seconds(links, kind, bytes / times, 1, ranks, local, nodes)
 
 
 def _rate(link: Link, kind: str, local: int) -> float:
@@ -195,7 +223,7 @@ def _p2p_seconds(link: Link, num_bytes: int) -> float:
 
 
 def _ring_seconds(
-    links: Links, kind: str, num_bytes: int, rounds: int, ranks: int, local: int, nodes: int
+    links: Links, kind: str, num_bytes: float, rounds: int, ranks: int, local: int, nodes: int
 ) -> float:
     """One ring over all ranks per local rank: each crosses a node's boundary at a different rank's network card."""
     moved = num_bytes * (ranks - 1) / ranks

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise import trace
 from shardwise.comm.streams import SideStream, SideStreams
-from shardwise.forecast.costs import bytes_of, flops_of, kind_of, temporaries_of
+from shardwise.forecast.costs import bytes_of, flops_of, is_aligned, kind_of, temporaries_of
 from shardwise.forecast.tape import (
     ACTIVATIONS,
     COMPUTE,
@@ -246,7 +246,8 @@ class TorchCalls(TorchDispatchMode):
         widest = max(outputs or inputs, key=torch.Tensor.numel, default=None)
         dtype = "" if widest is None else str(widest.dtype).removeprefix("torch.")
         temporaries = temporaries_of(packet, inputs)
-        recorder.tape.append(Op(packet, kind, recorder.stream, flops, touched, dtype, temporaries))
+        share = "" if is_aligned(packet, (*inputs, *outputs)) else "unaligned"
+        recorder.tape.append(Op(packet, kind, recorder.stream, flops, touched, dtype, temporaries, share))
 
     def _on_host(
         self, func: Any, packet: str, args: Any, kwargs: Any, inputs: list[torch.Tensor]

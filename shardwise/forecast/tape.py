@@ -29,6 +29,8 @@ class Op:
     dtype: str = "float32"
     # The memory that it takes while it runs, and no tensor shows.
     temporaries: tuple[int, ...] = ()
+    # Why its kernels reach less than others of its kind (``prices.SHARES``), if they do.
+    share: str = ""
 
 
 @dataclass(slots=True)

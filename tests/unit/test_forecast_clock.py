@@ -9,7 +9,7 @@ import pytest
 from shardwise.forecast.clock import COPY_SHARE, time_step
 from shardwise.forecast.device_files import load_device
 from shardwise.forecast.prices import Curve
-from shardwise.forecast.tape import COMPUTE, GATHER, HostWork, Mark, Op, Record, Transfer, Wait
+from shardwise.forecast.tape import COMPUTE, GATHER, Collective, HostWork, Mark, Op, Record, Transfer, Wait
 
 MS = 1e-3
 
@@ -84,3 +84,13 @@ def test_every_micro_batch_after_the_third_takes_as_long_as_the_second():
     found = time_step(tape, device(), lambda axis, world: world, micro_batches=10)
     assert found.seconds == pytest.approx((1 + 2 * 8 + 4 + 8) * MS)
     assert found.by_kind["copy"] == pytest.approx(29 * MS)
+
+
+def test_every_tensor_that_one_call_gathers_costs_the_host_time():
+    prices = {"all_gather": 10.0, "all_gather_of_one_more": 2.0}
+    one, nine = (
+        played(Collective("all_gather", 0, 8, "shard", GATHER, num_tensors=count), **prices).host
+        for count in (1, 9)
+    )
+    assert one == pytest.approx(10e-6)
+    assert nine == pytest.approx((10 + 8 * 2) * 1e-6)

@@ -89,3 +89,11 @@ def test_recomputation_within_what_is_compiled_is_the_partitioners():
     )
     assert recomputed.memory.by_kind["activations"] < kept.memory.by_kind["activations"]
     assert recomputed.step.flops > kept.step.flops
+
+
+def test_fused_kernels_are_priced_as_such():
+    kinds = {
+        (op.name, op.share) for op in ops_of(planned(compile=True)) if op.kind in ("elementwise", "reduction")
+    }
+    assert ("fused", "fused") in kinds
+    assert all(share == "" for name, share in kinds if name != "fused")

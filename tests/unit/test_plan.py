@@ -20,6 +20,7 @@ from shardwise.forecast.recording import TapeRecorder
 from shardwise.forecast.rehearsal import block_bytes, large_modules, sharded_as
 from shardwise.forecast.report import comparison_text
 from shardwise.forecast.settings import Settings
+from shardwise.forecast.tape import Collective, Op
 from shardwise.planning import memory as planned_kinds
 from shardwise.training_step.planned_memory import planned_memory
 
@@ -143,6 +144,32 @@ def test_attention_norms_and_dropout_are_the_kernels_that_cuda_runs():
     assert "_softmax" not in calls
     # And torch's own functions are back.
     assert functional.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention
+
+
+@pytest.mark.parametrize(("vocabulary", "share"), [(50_257, "unaligned"), (50_264, "")])
+def test_products_of_matrices_whose_rows_begin_at_odd_places_are_slower(vocabulary, share):
+    x = torch.empty(32, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    found = planned(
+        lambda: nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, vocabulary, bias=False)),
+        x,
+        wrap=nn.Linear,
+        mp_policy=MIXED,
+    )
+    tape = found.rehearsal.tape[found.rehearsal.steps[-1] :]
+    shares = [op.share for op in tape if isinstance(op, Op) and op.kind == "matmul"]
+    # Forward, two products of backward, and one where the inputs need no gradient.
+    assert shares == ["", share, share, share, ""]
+
+
+@pytest.mark.parametrize(("width", "tensors"), [(64, 1), (2048, 2)])
+def test_small_parameters_are_gathered_together_however_many_they_are(width, tensors):
+    model = stack if width == WIDTH else lambda: nn.Sequential(*(MeasuredBlock(width) for _ in range(512)))
+    found = planned(model, torch.empty(4, width, device="meta"), group_bytes=0 if width == WIDTH else 2**30)
+    gathers = [
+        each for each in found.rehearsal.tape if isinstance(each, Collective) and each.kind == "all_gather"
+    ]
+    assert max(each.num_bytes for each in gathers) >= 2**26
+    assert {each.num_tensors for each in gathers} == {tensors}
 
 
 def test_the_text_says_what_holds_memory_where_time_goes_and_whether_it_fits():

@@ -21,6 +21,7 @@ from shardwise.forecast.device_files import (
 from shardwise.forecast.prices import (
     COLLECTIVES,
     OPS,
+    SHARES,
     Link,
     Links,
     host_seconds,
@@ -138,6 +139,29 @@ def test_torch_s_fake_group_copies_and_reduces_nothing():
     links = with_links(load_device("h200"), within="fake").links
     assert seconds_of_collective(links, "all_gather", MIB, 8, 8) > 0
     assert seconds_of_collective(links, "reduce_scatter", MIB, 8, 8) == 0
+
+
+def test_torch_s_fake_group_copies_tensor_after_tensor_and_nccl_gathers_them_together():
+    device = load_device("h200")
+    for links, is_longer in ((with_links(device, within="fake").links, True), (device.links, False)):
+        one, nine = (seconds_of_collective(links, "all_gather", MIB, 8, 8, count) for count in (1, 9))
+        assert (nine > one) is is_longer
+        assert nine - one == pytest.approx(8 * 7 * links.within.hop_seconds if is_longer else 0)
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_kernels_that_reach_a_share_take_longer_in_proportion(share):
+    device = replace(load_device("h200"), launch_seconds=0.0)
+    for kind, flops in (("matmul", 1e12), ("elementwise", 0)):
+        whole, part = (seconds_of_op(device, kind, flops, 1e9, "bfloat16", which) for which in ("", share))
+        assert part * device.shares[share] == pytest.approx(whole)
+
+
+def test_attention_in_float32_is_three_products_in_tf32():
+    device = replace(load_device("h200"), launch_seconds=0.0)
+    seconds = seconds_of_op(device, "attention", 1e12, 0, "float32")
+    expected = device.peak_flops["bfloat16"] / (device.peak_flops["tf32"] / 3)
+    assert seconds / seconds_of_op(device, "attention", 1e12, 0, "bfloat16") == pytest.approx(expected)
 
 
 def test_a_device_file_survives_being_written_and_read(content, tmp_path):

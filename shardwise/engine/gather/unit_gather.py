@@ -30,8 +30,8 @@ from shardwise.planning.memory import GATHERED, GATHERING
 from shardwise.planning.rows import RowsLayout
 from shardwise.torch_internals import copy_all
 
-# From this size on a copy-out takes longer than gathering the parameters one by one.
-_IN_PLACE_BYTES = 16 << 20
+# From this size of a parameter on, on average, a copy-out takes longer than gathering the parameters one by one.
+_IN_PLACE_BYTES = 2 << 20
 
 
 def _plan_in_place(
@@ -39,7 +39,7 @@ def _plan_in_place(
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
     """Outputs and inputs of a gather straight into the full parameters; None where that is impossible or slower."""
     shards = layout.even_shards()
-    if layout.is_in_place or shards is None or layout.full_bytes < _IN_PLACE_BYTES:
+    if layout.is_in_place or not shards or layout.full_bytes < _IN_PLACE_BYTES * len(shards):
         return None
     outputs, inputs = [], []
     for shard in shards:
