@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch
 from torch._C._functorch import peek_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch.autograd import Variable
 from torch.autograd.graph import _CloneArgBeforeMutateMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -120,8 +121,14 @@ def unrecorded_view(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view_as(tensor)
 
 
-# A context without dispatch modes, so that control traffic is not counted as the model's.
-unseen_by_modes: Callable[[], AbstractContextManager[Any]] = _disable_current_modes
+def unseen_by_modes() -> AbstractContextManager[Any]:
+    """Returns a context without dispatch modes, so that control traffic is not counted as the model's."""
+    if num_dispatch_modes() or _len_torch_dispatch_stack_pre_dispatch():
+        return _disable_current_modes()
+    return _NO_MODES
+
+
+_NO_MODES = nullcontext()
 
 
 # Modes that record every operation of a forward, to replay it or to save what it overwrites.
@@ -136,10 +143,7 @@ def aside() -> AbstractContextManager[None]:
     """
     if num_dispatch_modes() or peek_interpreter_stack() is not None:
         return _aside()
-    return _NOBODY_RECORDS
-
-
-_NOBODY_RECORDS = nullcontext()
+    return _NO_MODES
 
 
 @contextmanager
