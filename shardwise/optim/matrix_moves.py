@@ -10,9 +10,9 @@ is computed until it is waited for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -21,12 +21,14 @@ import torch
 
 from shardwise.comm.channels.channel import collective_code
 from shardwise.comm.collectives.agreement import gather_bytes
-from shardwise.comm.collectives.group import GroupCollectives, drain
+from shardwise.comm.collectives.group import DONE, GroupCollectives, drain
 from shardwise.planning.matrix_owners import Held, HeldBlock, RowsPlan, Shape, plan_messages, senders
 from shardwise.torch_internals import copy_all, unseen_by_modes
 
 _TO_OWNERS = collective_code("send shards to the owners of matrices")
 _FROM_OWNERS = collective_code("send stepped matrices back to their shards")
+_NO_ROWS = torch.empty(0, dtype=torch.uint8, device="cpu")
+_CURRENT = nullcontext()
 
 
 class Route(NamedTuple):
@@ -52,39 +54,84 @@ class Batch:
 
 
 class Movement:
-    """A movement that has been issued; ``wait`` returns once the values are in place."""
+    """A batch on its way. ``send`` starts it; ``wait`` returns once the values are in place.
+
+    Packing and copying out are the current stream's. *Beside* compute, they run on the side stream: what was computed
+    until now is sent, and what is computed from now on need not end first, even if ``send`` comes later.
+    """
 
     def __init__(
-        self, work: Any, event: torch.cuda.Event | None, finish: Callable[[], None], alive: object
+        self,
+        moves: MatrixMoves,
+        plan: _Plan,
+        sources: Sequence[torch.Tensor | None],
+        targets: Sequence[torch.Tensor | None],
+        *,
+        is_beside: bool,
     ) -> None:
-        self._work, self._event, self._finish = work, event, finish
-        self._is_over = False
-        self._alive = alive  # alive: what is sent, until it has been sent
+        self._moves, self._plan = moves, plan
+        self._sources, self._targets = sources, targets
+        self._beside = moves.stream if is_beside else None
+        self._work: Any = None
+        self._event: torch.cuda.Event | None = None
+        self._is_sent = self._is_over = False
+        with unseen_by_modes():
+            # Allocated by the current stream, which waits for the movement before it frees them: memory of the side
+            # stream would be lost to compute.
+            self._rows = torch.empty(moves.world * plan.row_bytes, dtype=torch.uint8, device=moves.device)
+            self._arrived = torch.empty_like(self._rows)
+        if self._beside is not None:
+            # order: compute before packing, because it wrote what is sent, and used the memory that is written
+            self._beside.wait_stream(torch.cuda.current_stream())
+
+    def send(self) -> None:
+        """Starts it, unless it has started."""
+        if self._is_sent:
+            return
+        self._is_sent = True
+        stream = self._moves.stream
+        with unseen_by_modes(), _on(self._beside):
+            self._plan.pack(self._rows, self._sources, self._targets)
+            self._sources = ()
+            if self._plan.row_bytes and stream is not None and self._beside is None:
+                # order: packing before the exchange, because it sends what was packed
+                stream.wait_stream(torch.cuda.current_stream())
+            with _on(stream):
+                self._work = self._moves.exchange(self._arrived, self._rows, self._plan)
+                if self._beside is not None:
+                    self._work.wait()
+                    self._plan.unpack(self._arrived, self._targets)
+                if stream is not None:
+                    self._event = stream.record_event()
 
     def wait(self) -> None:
         if self._is_over:
             return
+        self.send()
         with unseen_by_modes():
-            if self._work is not None:
+            if self._beside is None:
                 self._work.wait()
             if self._event is not None:
-                # order: the exchange before compute, because compute reads what it received
+                # order: the movement before compute, because compute reads what it received
                 torch.cuda.current_stream().wait_event(self._event)
-            self._finish()
+            if self._beside is None:
+                self._plan.unpack(self._arrived, self._targets)
         self._end()
 
     def abandon(self) -> None:
         """Drops the movement after its group has failed."""
-        if self._event is not None:
-            # order: the exchange before compute, because compute's allocator reuses its memory
-            torch.cuda.current_stream().wait_event(self._event)
+        if self._moves.stream is not None:
+            # order: the movement before compute, because compute's allocator reuses its memory
+            torch.cuda.current_stream().wait_stream(self._moves.stream)
         if self._work is None or drain(self._work):
             self._end()
 
     def _end(self) -> None:
-        self._is_over = True
-        self._alive = self._work = None
-        self._finish = _nothing
+        self._is_sent = self._is_over = True
+        # alive: what is sent, until it has been sent
+        self._rows = self._arrived = _NO_ROWS
+        self._sources = self._targets = ()
+        self._work = None
 
 
 class MatrixMoves:
@@ -92,7 +139,8 @@ class MatrixMoves:
 
     def __init__(self, calls: GroupCollectives) -> None:
         self._calls = calls
-        self._stream = torch.cuda.Stream() if calls.device.type == "cuda" and calls.world > 1 else None
+        self.world, self.device = calls.world, calls.device
+        self.stream = torch.cuda.Stream() if calls.device.type == "cuda" and calls.world > 1 else None
         self.bytes_sent = 0
 
     def to_owners(
@@ -100,18 +148,18 @@ class MatrixMoves:
         batch: Batch,
         shards: Sequence[torch.Tensor | None],
         wholes: Sequence[torch.Tensor | None],
+        *,
+        is_beside: bool = False,
     ) -> Movement:
-        """Fills ``wholes``, given on their owners, from all ranks' ``shards``; values are cast to their dtype."""
+        """Fills ``wholes``, given on their owners, from all ranks' ``shards``; values are cast to their dtype.
+
+        It has started, unless ``is_beside`` on a GPU: then it starts when it is sent.
+        """
         plan = self._plan(batch, is_to_owners=True)
-        targets, sources = [], []
-        for position, block in plan.kept:
-            whole, shard = wholes[position], shards[position]
-            if whole is not None and shard is not None:
-                targets.append(view_of(whole, block))
-                # Cast like what travels, so that results do not depend on who the owner is.
-                sources.append(shard.to(batch.routes[position].dtype).view(block.sizes))
-        _copy(targets, sources)
-        return self._issue(plan, shards, wholes, _TO_OWNERS)
+        movement = Movement(self, plan, shards, wholes, is_beside=is_beside)
+        if not is_beside or self.stream is None:
+            movement.send()
+        return movement
 
     def from_owners(
         self,
@@ -120,68 +168,44 @@ class MatrixMoves:
         shards: Sequence[torch.Tensor | None],
     ) -> Movement:
         """Fills every rank's ``shards`` from ``wholes``, which their owners pass."""
-        plan = self._plan(batch, is_to_owners=False)
-        targets, sources = [], []
-        for position, block in plan.kept:
-            whole, shard = wholes[position], shards[position]
-            if whole is not None and shard is not None:
-                targets.append(shard)
-                sources.append(view_of(whole, block).view(shard.shape))
-        _copy(targets, sources)
-        return self._issue(plan, wholes, shards, _FROM_OWNERS)
+        movement = Movement(self, self._plan(batch, is_to_owners=False), wholes, shards, is_beside=False)
+        movement.send()
+        return movement
 
-    def _issue(
-        self,
-        plan: _Plan,
-        sources: Sequence[torch.Tensor | None],
-        targets: Sequence[torch.Tensor | None],
-        code: int,
-    ) -> Movement:
-        calls = self._calls
+    def exchange(self, arrived: torch.Tensor, rows: torch.Tensor, plan: _Plan) -> Any:
+        """Issues the exchange of rows on the current stream."""
         if not plan.row_bytes:
-            return Movement(None, None, _nothing, None)
-        with unseen_by_modes():
-            rows = torch.empty(calls.world * plan.row_bytes, dtype=torch.uint8, device=calls.device)
-            arrived = torch.empty_like(rows)
-            in_rows, sent = plan.sent.pair(rows, sources)
-            _copy(in_rows, sent)
-            work, event = self._exchange(arrived, rows, code)
-        self.bytes_sent += plan.row_bytes * (calls.world - 1)
-        return Movement(work, event, partial(_unpack, plan.received, arrived, targets), (rows, arrived))
+            return DONE
+        work = self._calls.issue_exchange(arrived, rows, plan.code)
+        self._calls.channel.after_backend_collective()
+        self.bytes_sent += plan.row_bytes * (self.world - 1)
+        return work
 
     def gather(self, own: bytes, code: int) -> list[bytes]:
         """Returns every rank's bytes, all of the same length; on CUDA it does not wait for compute."""
         calls = self._calls
         if calls.world == 1:
             return [own]
-        with unseen_by_modes(), torch.inference_mode(False), torch.cuda.stream(self._stream):
+        with unseen_by_modes(), torch.inference_mode(False), _on(self.stream):
             return gather_bytes(own, calls, calls.device, code)
-
-    def _exchange(self, arrived: torch.Tensor, rows: torch.Tensor, code: int) -> tuple[Any, Any]:
-        if self._stream is None:
-            return self._calls.issue_exchange(arrived, rows, code), None
-        # order: packing before the exchange, because it sends what was packed
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            work = self._calls.issue_exchange(arrived, rows, code)
-            self._calls.channel.after_backend_collective()
-            return work, self._stream.record_event()
 
     def _plan(self, batch: Batch, *, is_to_owners: bool) -> _Plan:
         known = batch.plans.get(is_to_owners)
         if known is None:
             calls, routes = self._calls, batch.routes
             planned = plan_messages(_journeys(routes, is_to_owners), calls.world)
-            own = [
-                (position, route.held[calls.rank])
-                for position, route in enumerate(routes)
-                if route.owner == calls.rank
-            ]
             known = batch.plans[is_to_owners] = _Plan(
+                _TO_OWNERS if is_to_owners else _FROM_OWNERS,
                 planned.row_bytes,
                 _cut(planned, routes, calls, is_to_owners, sends=True),
                 _cut(planned, routes, calls, is_to_owners, sends=False),
-                [(position, block) for position, block in own if block is not None and block.numel],
+                [
+                    (position, block, route.dtype)
+                    for position, route in enumerate(routes)
+                    if route.owner == calls.rank
+                    and (block := route.held[calls.rank]) is not None
+                    and block.numel
+                ],
             )
         return known
 
@@ -248,12 +272,45 @@ class _Cuts:
 
 
 class _Plan(NamedTuple):
-    """``kept``: positions of the matrices that this rank owns, and the blocks of them that it holds itself."""
+    """How a batch moves one way.
 
+    ``kept``: the matrices that this rank owns, by position, the blocks of them that it holds itself, and the dtype in
+    which others' travel.
+    """
+
+    code: int
     row_bytes: int
     sent: _Cuts
     received: _Cuts
-    kept: list[tuple[int, HeldBlock]]
+    kept: list[tuple[int, HeldBlock, torch.dtype]]
+
+    def pack(
+        self,
+        rows: torch.Tensor,
+        sources: Sequence[torch.Tensor | None],
+        targets: Sequence[torch.Tensor | None],
+    ) -> None:
+        """Fills the rows; and copies what does not travel."""
+        ours, theirs = [], []
+        for position, block, dtype in self.kept:
+            source, target = sources[position], targets[position]
+            if source is None or target is None:
+                continue
+            if self.code == _TO_OWNERS:
+                # Cast like what travels, so that results do not depend on who the owner is.
+                source, target = source.to(dtype).view(block.sizes), view_of(target, block)
+            else:
+                source = view_of(source, block).view(target.shape)
+            ours.append(target)
+            theirs.append(source)
+        _copy(ours, theirs)
+        if self.row_bytes:
+            _copy(*self.sent.pair(rows, sources))
+
+    def unpack(self, arrived: torch.Tensor, targets: Sequence[torch.Tensor | None]) -> None:
+        if self.row_bytes:
+            in_arrived, received = self.received.pair(arrived, targets)
+            _copy(received, in_arrived)
 
 
 def _cut(
@@ -348,15 +405,10 @@ def view_of(whole: torch.Tensor, block: HeldBlock) -> torch.Tensor:
     return whole.as_strided(block.sizes, strides, whole.storage_offset() + start)
 
 
-def _unpack(cuts: _Cuts, arrived: torch.Tensor, targets: Sequence[torch.Tensor | None]) -> None:
-    in_arrived, received = cuts.pair(arrived, targets)
-    _copy(received, in_arrived)
+def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
+    return _CURRENT if stream is None else torch.cuda.stream(stream)
 
 
 def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     if targets:
         copy_all(targets, sources)
-
-
-def _nothing() -> None:
-    pass

@@ -43,7 +43,10 @@ _CODE = 0x3F
 # What a step moves is then at most 2.1 times the parameters' bytes: gradients once, with this, and parameters once.
 _MOST_PADDING = 1.1
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128)
-_CODES = {dtype: code for code, dtype in enumerate(_DTYPES, start=_FIRST_DTYPE)}
+_CODES: dict[torch.dtype | None, int] = {
+    dtype: code for code, dtype in enumerate(_DTYPES, start=_FIRST_DTYPE)
+}
+_CODES[None] = _NO_GRADIENT
 # Which parameters have gradients may differ from step to step.
 _KEPT_BATCHES = 1000
 
@@ -139,7 +142,7 @@ class StepGradients:
         dtypes = {index: self._held[index].param.dtype for index in chosen}
         # On the reduce stream, which has just written the gradients; what follows backward waits for it.
         with torch.no_grad(), unseen_by_modes(), unit.root.streams.reduce:
-            movement, wholes = self._issue(self._gradient_batch(chosen, dtypes), dtypes)
+            movement, wholes = self._issue(self._gradient_batch(chosen, dtypes), dtypes, False)
         for index in chosen:
             gradient = self._held[index].param.grad
             reference = None if gradient is None else weakref.ref(gradient)
@@ -209,15 +212,16 @@ class StepGradients:
         for index in self._sent:
             if not self._held[index].has_elements or self._is_as_sent(index):
                 late[index] = 0
-        report = bytearray()
-        for held, was, now, is_late in zip(self._held, known, versions_of(self._held), late, strict=True):
-            if not held.has_elements:
-                report.append(_NOTHING_HELD | is_late)
-                continue
-            gradient = held.param.grad
-            code = _NO_GRADIENT if gradient is None else _CODES[gradient.dtype]
-            report.append(code | is_late if was == now else code | is_late | _IS_STALE)
-        return bytes(report)
+        gradients = [held.param.grad for held in self._held]
+        codes = [_CODES[None if gradient is None else gradient.dtype] for gradient in gradients]
+        stale = [
+            _IS_STALE if was != now else 0 for was, now in zip(known, versions_of(self._held), strict=True)
+        ]
+        columns = zip(self._held, codes, stale, late, strict=True)
+        return bytes(
+            code | is_stale | is_late if held.has_elements else _NOTHING_HELD | is_late
+            for held, code, is_stale, is_late in columns
+        )
 
     def _read(self, records: Sequence[bytes]) -> Agreed:
         """Returns what all ranks' reports mean together."""
@@ -254,25 +258,34 @@ class StepGradients:
 
     def by_round(self, agreed: Agreed) -> Iterator[dict[int, torch.Tensor]]:
         """Yields this rank's whole gradients; those of the next round are on their way meanwhile."""
-        issued = (self._issue(batch, agreed.active) for batch in agreed.late)
+        issued = (self._issue(batch, agreed.active, True) for batch in agreed.late)
         early = self._rounds_of_sent()
         looks_ahead = self._at_once > 1
         current: tuple[Movement, dict[int, torch.Tensor]] | None = None
-        for number, members in enumerate(early, start=1):
-            if number == len(early) and looks_ahead:
+        following: tuple[Movement, dict[int, torch.Tensor]] | None = None
+        try:
+            for number, members in enumerate(early, start=1):
+                if number == len(early) and looks_ahead:
+                    current = next(issued, None)
+                gradients = self._take(members)
+                yield gradients
+                gradients.clear()
+            if current is None:
                 current = next(issued, None)
-            gradients = self._take(members)
-            yield gradients
-            gradients.clear()
-        if current is None:
-            current = next(issued, None)
-        while current is not None:
-            following = next(issued, None) if looks_ahead else None
-            movement, gradients = current
-            movement.wait()
-            yield gradients
-            gradients.clear()
-            current = following if looks_ahead else next(issued, None)
+            while current is not None:
+                movement, gradients = current
+                # Before the next ones are prepared: those wait for what is computed by then, and these need not.
+                movement.send()
+                following = next(issued, None) if looks_ahead else None
+                movement.wait()
+                yield gradients
+                gradients.clear()
+                current = following if looks_ahead else next(issued, None)
+        finally:
+            for each in (current, following):
+                if each is not None:
+                    # The step was broken off.
+                    each[0].abandon()
 
     def _rounds_of_sent(self) -> list[list[int]]:
         """Divides what was sent in backward into rounds, first come, first stepped."""
@@ -308,7 +321,7 @@ class StepGradients:
         return known
 
     def _issue(
-        self, batch: Batch, dtypes: Mapping[int, torch.dtype]
+        self, batch: Batch, dtypes: Mapping[int, torch.dtype], is_beside: bool
     ) -> tuple[Movement, dict[int, torch.Tensor]]:
         """Starts to send gradients to their owners; returns the whole gradients that will arrive here."""
         wholes: dict[int, torch.Tensor] = {}
@@ -318,7 +331,9 @@ class StepGradients:
                 wholes[index] = torch.empty(like.shape, dtype=dtypes[index], device=like.device)
         with without_torch_function():
             shards = [self._held[index].local_gradient() for index in batch.members]
-        movement = self._moves.to_owners(batch, shards, [wholes.get(index) for index in batch.members])
+        movement = self._moves.to_owners(
+            batch, shards, [wholes.get(index) for index in batch.members], is_beside=is_beside
+        )
         return movement, wholes
 
 
