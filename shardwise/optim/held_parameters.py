@@ -7,7 +7,8 @@ elements under its own name (``FullyShardedDataParallel``), or a plain tensor th
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +32,10 @@ from shardwise.planning.matrix_owners import Held, HeldBlock, is_complete
 from shardwise.torch_internals import local_of
 
 WHERE = "shardwise.optim.whole"
+
+Version = tuple[int, int, int, int]
+_version = attrgetter("_version")
+_data_ptr = methodcaller("data_ptr")
 
 
 class HeldParameter:
@@ -59,6 +64,7 @@ class HeldParameter:
             self.slot.shape if isinstance(self.slot, FlatSlot) else tuple(param.shape)
         )
         self.block = self._own_block()
+        self.has_elements = self.block.numel > 0
 
     @property
     def name(self) -> str:
@@ -120,17 +126,27 @@ class HeldParameter:
             return local_elements(self.slot, tensor.detach())
         return tensor.detach()
 
-    def version(self) -> tuple[int, ...]:
-        """Differs after any write to the parameter, or after it was replaced."""
-        local = local_of(self.param) if isinstance(self.param, DTensor) else self.param
-        return (id(self.param), self.param._version, local.data_ptr(), local._version)
-
     def replacement(self) -> torch.Tensor | None:
         """The parameter that replaced this one in its unit, as ``load_state_dict(assign=True)`` does; mostly None."""
         slot = self.slot
         if slot is None or slot.sharded is self.param or type(slot.sharded) is not type(self.param):
             return None
         return slot.sharded
+
+
+def versions_of(held: Iterable[HeldParameter]) -> list[Version]:
+    """For each parameter, what differs after any write to it, or after it was replaced."""
+    params = [each.param for each in held]
+    locals_ = [local_of(param) if isinstance(param, DTensor) else param for param in params]
+    return list(
+        zip(
+            map(id, params),
+            map(_version, params),
+            map(_data_ptr, locals_),
+            map(_version, locals_),
+            strict=True,
+        )
+    )
 
 
 def block_of(tensor: DTensor) -> HeldBlock:

@@ -19,6 +19,7 @@ from shardwise.errors import ConfigError, ConfigTypeError
 from shardwise.optim.elementwise_classes import is_elementwise, rows_together
 from shardwise.optim.flat_optimizer import banded, flat
 from shardwise.optim.quantized_states import quantizes_state
+from shardwise.optim.step_gradients import Agreed
 from shardwise.optim.whole_optimizer import WholeOptimizer, check_class, whole
 from shardwise.planning.matrix_owners import rows_fit
 from shardwise.torch_internals import (
@@ -166,17 +167,17 @@ class MixedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
-            prepared: list[tuple[WholeOptimizer, dict[int, torch.dtype]]] = []
+            prepared: list[tuple[WholeOptimizer, Agreed]] = []
             try:
                 for part in self.parts:
                     if isinstance(part, WholeOptimizer):
                         prepared.append((part, part.prepare_step()))
             except BaseException:
-                for part, active in prepared:
-                    part.cancel_step(active)
+                for part, agreed in prepared:
+                    part.cancel_step(agreed)
                 raise
-            for part, active in prepared:
-                part.finish_step(active)
+            for part, agreed in prepared:
+                part.finish_step(agreed)
         for other in self.parts:
             if not isinstance(other, WholeOptimizer):
                 _step_alone(other)

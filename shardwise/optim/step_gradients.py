@@ -18,7 +18,7 @@ What changes a gradient after that, such as clipping, raises its version; ``step
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -29,8 +29,8 @@ from shardwise.comm.collectives.group import GroupCollectives
 from shardwise.engine.buffers import gradient_version
 from shardwise.engine.unit.unit import Unit
 from shardwise.errors import RankDisagreement
-from shardwise.optim.held_parameters import HeldParameter
-from shardwise.optim.matrix_moves import MatrixMoves, Movement, Route
+from shardwise.optim.held_parameters import HeldParameter, Version, versions_of
+from shardwise.optim.matrix_moves import Batch, MatrixMoves, Movement, Route
 from shardwise.optim.owned_matrices import OwnedMatrices
 from shardwise.planning.matrix_owners import padding, plan_rounds
 from shardwise.torch_internals import unseen_by_modes, without_torch_function
@@ -43,18 +43,30 @@ _CODE = 0x3F
 # What a step moves is then at most 2.1 times the parameters' bytes: gradients once, with this, and parameters once.
 _MOST_PADDING = 1.1
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128)
+_CODES: dict[torch.dtype | None, int] = {
+    dtype: code for code, dtype in enumerate(_DTYPES, start=_FIRST_DTYPE)
+}
+_CODES[None] = _NO_GRADIENT
+# Which parameters have gradients may differ from step to step.
+_KEPT_BATCHES = 1000
 
 
 class Agreed(NamedTuple):
-    """What all ranks know at the beginning of a step.
+    """What all ranks know at the beginning of a step; the same as in the step before if ranks say the same.
 
     By parameter with a gradient, its dtype; the parameters of which owners have no current copy; and those whose
-    gradients were sent in backward and have not changed since.
+    gradients were sent in backward and have not changed since. Round by round, the gradients that are still to be
+    sent, and the matrices that return.
     """
 
     active: dict[int, torch.dtype]
     stale: list[int]
     sent: set[int]
+    late: list[Batch]
+    stepped: list[Batch]
+
+
+NOTHING_AGREED = Agreed({}, [], set(), [], [])
 
 
 class _Sent(NamedTuple):
@@ -89,6 +101,10 @@ class StepGradients:
         self._held: Sequence[HeldParameter] = ()
         self._routes: Sequence[Route] = ()
         self.rounds: list[list[int]] = []
+        self._batches: dict[Hashable, Batch] = {}
+        # What ranks reported for the last step, and what that means.
+        self._records: list[bytes] = []
+        self._agreed = NOTHING_AGREED
         self._of_unit: dict[Unit, list[int]] = {}
         self._sent: dict[int, _Sent] = {}
         # Reduced in this backward, and not sent yet.
@@ -99,6 +115,7 @@ class StepGradients:
         self._held, self._routes = held, routes
         owners = [route.owner for route in routes]
         self.rounds = plan_rounds(owners, [each.numel for each in held], self._calls.world, self._a_round)
+        self._records = []
         if not self._in_backward:
             return
         self._of_unit = {}
@@ -125,7 +142,7 @@ class StepGradients:
         dtypes = {index: self._held[index].param.dtype for index in chosen}
         # On the reduce stream, which has just written the gradients; what follows backward waits for it.
         with torch.no_grad(), unseen_by_modes(), unit.root.streams.reduce:
-            movement, wholes = self._issue(chosen, dtypes)
+            movement, wholes = self._issue(self._gradient_batch(chosen, dtypes), dtypes, False)
         for index in chosen:
             gradient = self._held[index].param.grad
             reference = None if gradient is None else weakref.ref(gradient)
@@ -172,11 +189,42 @@ class StepGradients:
 
     # --- in a step ------------------------------------------------------------------------------------------------
 
-    def agree(self, is_stale: Callable[[int], bool]) -> Agreed:
-        """Returns what ranks agree on; raises on all of them if they have different gradients."""
+    def agree(self, known: Sequence[Version | None]) -> Agreed:
+        """Returns what ranks agree on; raises on all of them if they have different gradients.
+
+        Args:
+            known: by parameter, the version of the shards that its owner has a copy of.
+        """
         with without_torch_function():
-            own = bytes(self._report(index, is_stale) for index in range(len(self._held)))
+            own = self._report(known)
         records = self._moves.gather(own, _AGREE)
+        if records != self._records:
+            self._agreed = self._read(records)
+            self._records = records
+        agreed = self._agreed
+        self._drop(self._sent.keys() - agreed.sent)
+        self._waiting = []
+        return agreed
+
+    def _report(self, known: Sequence[Version | None]) -> bytes:
+        """What this rank says of each parameter."""
+        late = [_IS_LATE] * len(self._held)
+        for index in self._sent:
+            if not self._held[index].has_elements or self._is_as_sent(index):
+                late[index] = 0
+        gradients = [held.param.grad for held in self._held]
+        codes = [_CODES[None if gradient is None else gradient.dtype] for gradient in gradients]
+        stale = [
+            _IS_STALE if was != now else 0 for was, now in zip(known, versions_of(self._held), strict=True)
+        ]
+        columns = zip(self._held, codes, stale, late, strict=True)
+        return bytes(
+            code | is_stale | is_late if held.has_elements else _NOTHING_HELD | is_late
+            for held, code, is_stale, is_late in columns
+        )
+
+    def _read(self, records: Sequence[bytes]) -> Agreed:
+        """Returns what all ranks' reports mean together."""
         active: dict[int, torch.dtype] = {}
         stale = []
         sent = set()
@@ -190,21 +238,13 @@ class StepGradients:
                     stale.append(index)
                 if not any(report & _IS_LATE for report in reports):
                     sent.add(index)
-        self._drop(self._sent.keys() - sent)
-        self._waiting = []
-        return Agreed(active, stale, sent)
-
-    def _report(self, index: int, is_stale: Callable[[int], bool]) -> int:
-        held = self._held[index]
-        if not held.block.numel:
-            return _NOTHING_HELD | (0 if index in self._sent else _IS_LATE)
-        gradient = held.param.grad
-        code = _NO_GRADIENT if gradient is None else _FIRST_DTYPE + _DTYPES.index(gradient.dtype)
-        return (
-            code
-            | (_IS_STALE if is_stale(index) else 0)
-            | (0 if self._in_backward and self._is_as_sent(index) else _IS_LATE)
-        )
+        late, stepped = [], []
+        for members in self.rounds:
+            if chosen := [index for index in members if index in active]:
+                stepped.append(self._batch(chosen, [self._routes[index].dtype for index in chosen]))
+            if chosen := [index for index in chosen if index not in sent]:
+                late.append(self._gradient_batch(chosen, active))
+        return Agreed(active, stale, sent, late, stepped)
 
     def _raise_different(self, index: int, reports: Sequence[int]) -> None:
         words = ", ".join(
@@ -218,30 +258,34 @@ class StepGradients:
 
     def by_round(self, agreed: Agreed) -> Iterator[dict[int, torch.Tensor]]:
         """Yields this rank's whole gradients; those of the next round are on their way meanwhile."""
-        late = [
-            chosen
-            for members in self.rounds
-            if (chosen := [index for index in members if index in agreed.active and index not in agreed.sent])
-        ]
-        issued = (self._issue(members, agreed.active) for members in late)
+        issued = (self._issue(batch, agreed.active, True) for batch in agreed.late)
         early = self._rounds_of_sent()
         looks_ahead = self._at_once > 1
         current: tuple[Movement, dict[int, torch.Tensor]] | None = None
-        for number, members in enumerate(early, start=1):
-            if number == len(early) and looks_ahead:
+        following: tuple[Movement, dict[int, torch.Tensor]] | None = None
+        try:
+            for number, members in enumerate(early, start=1):
+                if number == len(early) and looks_ahead:
+                    current = next(issued, None)
+                gradients = self._take(members)
+                yield gradients
+                gradients.clear()
+            if current is None:
                 current = next(issued, None)
-            gradients = self._take(members)
-            yield gradients
-            gradients.clear()
-        if current is None:
-            current = next(issued, None)
-        while current is not None:
-            following = next(issued, None) if looks_ahead else None
-            movement, gradients = current
-            movement.wait()
-            yield gradients
-            gradients.clear()
-            current = following if looks_ahead else next(issued, None)
+            while current is not None:
+                movement, gradients = current
+                # Before the next ones are prepared: those wait for what is computed by then, and these need not.
+                movement.send()
+                following = next(issued, None) if looks_ahead else None
+                movement.wait()
+                yield gradients
+                gradients.clear()
+                current = following if looks_ahead else next(issued, None)
+        finally:
+            for each in (current, following):
+                if each is not None:
+                    # The step was broken off.
+                    each[0].abandon()
 
     def _rounds_of_sent(self) -> list[list[int]]:
         """Divides what was sent in backward into rounds, first come, first stepped."""
@@ -259,22 +303,37 @@ class StepGradients:
                 taken[index] = sent.whole
         return taken
 
+    def _gradient_batch(self, members: Sequence[int], dtypes: Mapping[int, torch.dtype]) -> Batch:
+        return self._batch(members, [self._gradient_dtype or dtypes[index] for index in members])
+
+    def _batch(self, members: Sequence[int], dtypes: Sequence[torch.dtype]) -> Batch:
+        """Parameters that travel together, in these dtypes."""
+        key = (*members, *dtypes)
+        known = self._batches.get(key)
+        if known is None:
+            if len(self._batches) >= _KEPT_BATCHES:
+                self._batches.clear()
+            routes = [
+                self._routes[index]._replace(dtype=dtype)
+                for index, dtype in zip(members, dtypes, strict=True)
+            ]
+            known = self._batches[key] = Batch(routes, tuple(members))
+        return known
+
     def _issue(
-        self, members: list[int], dtypes: dict[int, torch.dtype]
+        self, batch: Batch, dtypes: Mapping[int, torch.dtype], is_beside: bool
     ) -> tuple[Movement, dict[int, torch.Tensor]]:
         """Starts to send gradients to their owners; returns the whole gradients that will arrive here."""
         wholes: dict[int, torch.Tensor] = {}
-        routes = []
-        for index in members:
-            own = self._routes[index]
-            routes.append(own._replace(dtype=self._gradient_dtype or dtypes[index]))
-            if own.owner == self._calls.rank:
-                like = self._owned.copies[index]
+        for index in batch.members:
+            like = self._owned.copies.get(index)
+            if like is not None:
                 wholes[index] = torch.empty(like.shape, dtype=dtypes[index], device=like.device)
         with without_torch_function():
-            shards = [self._held[index].local_gradient() for index in members]
-        key = (*members, *(own.dtype for own in routes))
-        movement = self._moves.to_owners(routes, shards, [wholes.get(index) for index in members], key)
+            shards = [self._held[index].local_gradient() for index in batch.members]
+        movement = self._moves.to_owners(
+            batch, shards, [wholes.get(index) for index in batch.members], is_beside=is_beside
+        )
         return movement, wholes
 
 

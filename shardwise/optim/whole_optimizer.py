@@ -25,10 +25,17 @@ from shardwise.comm.channels.channel import collective_code
 from shardwise.engine.step.agreement import forget_torn_steps
 from shardwise.errors import ConfigError, ConfigTypeError, PeerFailure, RankDisagreement, StateError
 from shardwise.optim.flat_optimizer import sharded_parameters
-from shardwise.optim.held_parameters import WHERE, HeldParameter, find_group, gather_held
-from shardwise.optim.matrix_moves import MatrixMoves, Movement, Route, route
+from shardwise.optim.held_parameters import (
+    WHERE,
+    HeldParameter,
+    Version,
+    find_group,
+    gather_held,
+    versions_of,
+)
+from shardwise.optim.matrix_moves import Batch, MatrixMoves, Movement, Route, route
 from shardwise.optim.owned_matrices import OwnedMatrices, group_options
-from shardwise.optim.step_gradients import Agreed, StepGradients
+from shardwise.optim.step_gradients import NOTHING_AGREED, Agreed, StepGradients
 from shardwise.optim.whole_state import WholeState
 from shardwise.planning.matrix_owners import Held, matrix_work, plan_owners
 from shardwise.torch_internals import (
@@ -154,7 +161,7 @@ class WholeOptimizer(Optimizer):
         self._loads = [0] * self._calls.world
         self._routes: list[Route] = []
         # By parameter, the version of the shards that the owner's copy equals; None before it has one.
-        self._versions: list[tuple[int, ...] | None] = []
+        self._versions: list[Version | None] = []
         for group in self.param_groups:
             self._adopt_group(group)
         self.defaults = self.owned.optim.defaults
@@ -233,59 +240,55 @@ class WholeOptimizer(Optimizer):
             self.finish_step(self.prepare_step(**kwargs))
         return loss
 
-    def prepare_step(self, **kwargs: Any) -> dict[int, torch.dtype]:
-        """Steps owners' copies alone; returns the parameters that were stepped, with the dtypes of their gradients.
+    def prepare_step(self, **kwargs: Any) -> Agreed:
+        """Steps owners' copies alone; returns what ranks have agreed on.
 
         Then either ``finish_step`` or ``cancel_step``, on all ranks.
         """
         self._adopt_replaced()
         channel = self._calls.channel
         epoch = channel.log.epoch
-        active: dict[int, torch.dtype] = {}
+        agreed = NOTHING_AGREED
         try:
-            agreed = self._gradients.agree(self._is_stale)
-            active = agreed.active
+            agreed = self._gradients.agree(self._versions)
             self._fetch(agreed.stale)
             self.owned.pull_options(self.param_groups)
             error = self._step_rounds(agreed, kwargs)
             failures = self._gather_failures(error)
         except BaseException as raised:
-            self.cancel_step(active)
+            self.cancel_step(agreed)
             if channel.log.epoch == epoch and not isinstance(raised, RankDisagreement):
                 channel.abort_step(f"{type(raised).__name__} in the step of {self._class.__name__}")
             raise
         if failures:
-            self.cancel_step(active)
+            self.cancel_step(agreed)
             self._raise_failure(error, failures)
-        return active
+        return agreed
 
-    def finish_step(self, active: dict[int, torch.dtype]) -> None:
+    def finish_step(self, agreed: Agreed) -> None:
         """Sends what was stepped back to the shards."""
-        self._return_to_shards(active)
+        self._return_to_shards(agreed.stepped)
         self.owned.forget_undo()
         self.owned.push_options(self.param_groups)
-        self._publish(active)
+        self._publish(agreed.active)
 
-    def cancel_step(self, active: Iterable[int]) -> None:
+    def cancel_step(self, agreed: Agreed) -> None:
         """Goes back to before the step. Owners' copies are fetched again from the shards, which have not changed."""
         self.owned.undo()
-        for index in active:
+        for index in agreed.active:
             self._versions[index] = None
         if self._undoes_steps:
-            self._publish(index for index in active if self._held[index].param in self.state)
+            self._publish(index for index in agreed.active if self._held[index].param in self.state)
             forget_torn_steps({held.unit: None for held in self._held if held.unit is not None})
-
-    def _is_stale(self, index: int) -> bool:
-        return self._versions[index] != self._held[index].version()
 
     def _fetch(self, stale: list[int]) -> None:
         """Brings owners' copies of matrices up to date."""
         chosen = set(stale)
         for members in self._gradients.rounds:
             if indices := [index for index in members if index in chosen]:
-                routes = [self._routes[index] for index in indices]
+                batch = Batch([self._routes[index] for index in indices])
                 shards = [self._held[index].local() for index in indices]
-                self.moves.to_owners(routes, shards, [self.owned.allocate(index) for index in indices]).wait()
+                self.moves.to_owners(batch, shards, [self.owned.allocate(index) for index in indices]).wait()
 
     def _step_rounds(self, agreed: Agreed, kwargs: dict[str, Any]) -> Exception | None:
         """Steps round by round; returns the first error of this rank, which goes on taking part in the movements."""
@@ -297,29 +300,28 @@ class WholeOptimizer(Optimizer):
             # Counters that the class keeps in its groups must be the same on all ranks.
             return error or self.owned.try_step({}, kwargs, keeps_undo=False)
 
-    def _return_to_shards(self, active: Iterable[int]) -> None:
-        previous: tuple[Movement, list[int]] | None = None
-        for members in self._gradients.rounds:
-            indices = [index for index in members if index in active]
-            routes = [self._routes[index] for index in indices]
+    def _return_to_shards(self, batches: list[Batch]) -> None:
+        previous: tuple[Movement, list[HeldParameter]] | None = None
+        for batch in batches:
+            held = [self._held[index] for index in batch.members]
             with without_torch_function():
-                shards = [self._held[index].local() for index in indices]
-            wholes = [self.owned.copies.get(index) for index in indices]
-            movement = self.moves.from_owners(routes, wholes, shards, key=tuple(indices))
+                shards = [each.local() for each in held]
+            wholes = [self.owned.copies.get(index) for index in batch.members]
+            movement = self.moves.from_owners(batch, wholes, shards)
             self._finish_return(previous)
-            previous = movement, indices
+            previous = movement, held
         self._finish_return(previous)
 
-    def _finish_return(self, issued: tuple[Movement, list[int]] | None) -> None:
+    def _finish_return(self, issued: tuple[Movement, list[HeldParameter]] | None) -> None:
         if issued is None:
             return
-        movement, indices = issued
+        movement, held = issued
         movement.wait()
         with without_torch_function():
             # Tells autograd and the units of the writes to shards.
-            increment_version([self._held[index].param for index in indices])
-            for index in indices:
-                self._versions[index] = self._held[index].version()
+            increment_version([each.param for each in held])
+            for each, version in zip(held, versions_of(held), strict=True):
+                self._versions[each.index] = version
 
     def _publish(self, stepped: Iterable[int]) -> None:
         """Shows owners' state as this optimizer's; that of other ranks' matrices is empty here."""

@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import Placement
 from shardwise.comm.collectives.agreement import gather_objects
 from shardwise.comm.collectives.group import GroupCollectives
 from shardwise.optim.held_parameters import HeldParameter, block_of, ranks_of
-from shardwise.optim.matrix_moves import MatrixMoves, Route, route
+from shardwise.optim.matrix_moves import Batch, MatrixMoves, Route, route
 from shardwise.optim.owned_matrices import OwnedMatrices, State
 from shardwise.planning.layout import cut_evenly
 from shardwise.planning.matrix_owners import Held, HeldBlock
@@ -97,7 +97,7 @@ class WholeState:
                 locals_.append(local)
                 source = flat[index][position] if index in flat else None
                 wholes.append(None if source is None else source.detach())
-        self._moves.from_owners(routes, wholes, locals_).wait()
+        self._moves.from_owners(Batch(routes), wholes, locals_).wait()
         return {index: _as_lists(with_leaves(described[index], values)) for index, values in made.items()}
 
     # --- to owners ------------------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ class WholeState:
             shards.append(None if own is None else _elements(own))
             wholes.append(whole)
             values.append(whole)
-        self._moves.to_owners(routes, shards, wholes).wait()
+        self._moves.to_owners(Batch(routes), shards, wholes).wait()
         if not is_owner:
             return None
         existing = self._owned.state_of(index)

@@ -79,14 +79,17 @@ def plan_owners(works: Sequence[int], held: Sequence[Held], loads: Sequence[int]
 def plan_rounds(
     owners: Sequence[int], numels: Sequence[int], world: int, matrices_a_round: int
 ) -> list[list[int]]:
-    """Divides matrices into rounds, in each at most ``matrices_a_round`` of each owner; large ones meet large ones."""
+    """Divides matrices into rounds, in each at most ``matrices_a_round`` of each owner; large ones meet large ones.
+
+    If one round is shorter, it is the first: nothing is stepped before that has arrived.
+    """
     queues: list[list[int]] = [[] for _ in range(world)]
     for index in sorted(range(len(owners)), key=lambda index: -numels[index]):
         queues[owners[index]].append(index)
     longest = max(map(len, queues), default=0)
+    ends = range(longest % matrices_a_round or matrices_a_round, longest + 1, matrices_a_round)
     return [
-        [index for queue in queues for index in queue[start : start + matrices_a_round]]
-        for start in range(0, longest, matrices_a_round)
+        [index for queue in queues for index in queue[max(0, end - matrices_a_round) : end]] for end in ends
     ]
 
 

@@ -11,7 +11,7 @@ import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from operator import attrgetter, is_
 from types import FrameType
@@ -20,6 +20,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch._C._functorch import peek_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch.autograd import Variable
 from torch.autograd.graph import _CloneArgBeforeMutateMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -123,8 +124,14 @@ def unrecorded_view(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view_as(tensor)
 
 
-# A context without dispatch modes, so that control traffic is not counted as the model's.
-unseen_by_modes: Callable[[], AbstractContextManager[Any]] = _disable_current_modes
+def unseen_by_modes() -> AbstractContextManager[Any]:
+    """Returns a context without dispatch modes, so that control traffic is not counted as the model's."""
+    if num_dispatch_modes() or _len_torch_dispatch_stack_pre_dispatch():
+        return _disable_current_modes()
+    return _NO_MODES
+
+
+_NO_MODES = nullcontext()
 
 
 Result = TypeVar("Result")

@@ -96,8 +96,11 @@ def test_rounds_hold_each_matrix_once_and_few_of_each_owner(found, world, at_onc
     assert sorted(index for members in rounds for index in members) == list(range(len(found)))
     for members in rounds:
         assert max([owners[index] for index in members].count(rank) for rank in range(world)) <= at_once
-    # As few rounds as the bound allows.
-    assert len(rounds) == math.ceil(max(owners.count(rank) for rank in range(world)) / at_once)
+    # As few rounds as the bound allows, the shortest first.
+    longest = max(range(world), key=owners.count)
+    lengths = [[owners[index] for index in members].count(longest) for members in rounds]
+    assert len(rounds) == math.ceil(owners.count(longest) / at_once)
+    assert lengths[1:] == [at_once] * (len(rounds) - 1)
 
 
 @given(st.tuples(st.integers(1, 30), st.integers(1, 5)), worlds, st.integers(1, 3), st.data())

@@ -68,8 +68,9 @@ def gather_bytes(
     sent = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(device)
     received = torch.empty(len(own) * calls.world, dtype=torch.uint8, device=device)
     calls.issue_all_gather(received, sent, code).wait()
-    everything = bytes(received.cpu().tolist())
-    return [everything[start : start + len(own)] for start in range(0, len(everything), len(own))]
+    everything = bytearray(received.numel())
+    torch.frombuffer(everything, dtype=torch.uint8).copy_(received)
+    return [bytes(everything[start : start + len(own)]) for start in range(0, len(everything), len(own))]
 
 
 def _gather_padded(own: bytes, calls: GroupCollectives, device: torch.device) -> list[bytes]:
