@@ -2,7 +2,7 @@
 
     micro-batches       0   1   2   3   4   5   6   7
     on 2 ranks, rank    0   1   0   1   0   1   0   1
-    after a backward    └─┬─┘   └─┬─┘   └─┬─┘   └─┬─┘     tree over ranks (``engine/exact/exact_collectives``)
+    after a backward    └─┬─┘   └─┬─┘   └─┬─┘   └─┬─┘     tree over ranks (``engine/reduce/exact_collectives``)
     across backwards      └───┬───┘       └───┬───┘       subtrees that gradients carry (``Tally``)
                               └───────┬───────┘
 
@@ -24,7 +24,7 @@ import torch
 from shardwise.comm.mesh import DataMesh
 from shardwise.comm.streams import SideStreams
 from shardwise.engine.buffers import GradientView, gradient_version
-from shardwise.engine.exact.exact_collectives import ExactCollectives
+from shardwise.engine.reduce.exact_collectives import ExactCollectives
 from shardwise.engine.reduce.reduce_in_flight import ReduceInFlight
 from shardwise.engine.reduce.reduce_plan import ReducePlan, Summation
 from shardwise.engine.unit.binding import Attachment, Slot, computed_dtype
