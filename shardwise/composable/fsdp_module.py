@@ -23,8 +23,7 @@ from shardwise.comm.collectives.custom import (
 )
 from shardwise.comm.collectives.group import AllReduceHook, GroupCollectives
 from shardwise.composable.state_dicts import check_fits
-from shardwise.engine.exact.exact_collectives import ExactCollectives
-from shardwise.engine.exact.exact_sums import check_not_exact
+from shardwise.engine.reduce.exact_sums import ExactCollectives, check_not_exact
 from shardwise.engine.step.agreement import forget_torn_steps
 from shardwise.engine.step.joint_units import set_joint
 from shardwise.engine.unit.binding import not_copied, shallow_copy

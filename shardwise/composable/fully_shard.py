@@ -28,7 +28,7 @@ from shardwise.comm.mesh import (
 from shardwise.composable.fsdp_module import FSDPModule, become_fsdp_module
 from shardwise.composable.planned import shard_as_planned
 from shardwise.composable.state_dicts import keep_state_dicts_sharded
-from shardwise.engine.exact.exact_sums import EXACT_SUMMATION, check_mesh
+from shardwise.engine.reduce.exact_sums import EXACT_SUMMATION, check_mesh
 from shardwise.engine.reduce.reduce_plan import DEFAULT_SUMMATION
 from shardwise.engine.unit.dtensor_form import DTensorForm, PlacementFn, chosen_placement
 from shardwise.engine.unit.factory import check_unit, find_parameters, make_unit

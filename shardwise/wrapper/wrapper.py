@@ -19,8 +19,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.engine.exact.exact_sums import check_not_exact
 from shardwise.engine.gather.full_tensors import is_flat
+from shardwise.engine.reduce.exact_sums import check_not_exact
 from shardwise.engine.step.joint_units import set_joint
 from shardwise.engine.unit.binding import (
     CHECKPOINTED_NAME,

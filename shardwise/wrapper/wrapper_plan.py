@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.comm.mesh import DataMesh
-from shardwise.engine.exact.exact_sums import EXACT_SUMMATION, check_mesh
+from shardwise.engine.reduce.exact_sums import EXACT_SUMMATION, check_mesh
 from shardwise.engine.reduce.reduce_plan import DEFAULT_SUMMATION
 from shardwise.engine.unit.binding import WRAPPED_NAME, FoundParameter, is_wrapper
 from shardwise.engine.unit.factory import (

@@ -26,7 +26,7 @@ from shardwise import (
     fully_shard,
     set_trust,
 )
-from shardwise.engine.exact.exact_sums import TALLY_ATTRIBUTE
+from shardwise.engine.reduce.exact_sums import TALLY_ATTRIBUTE
 from shardwise.engine.unit.membership import units_of
 from shardwise.optim import flat
 from shardwise.testing import run_ranks

@@ -1,7 +1,7 @@
 """The collectives of a process group, as the engine calls them: a channel, or what a user has put around one.
 
 ``Channel`` (``comm/channels``) has the group's own. ``WrappedCollectives`` does some of them in another way and leaves
-the rest to what it wraps: a user's collectives (``custom``), or sums in a fixed order (``engine/exact``).
+the rest to what it wraps: a user's collectives (``custom``), or sums in a fixed order (``engine/reduce/exact_sums``).
 
 Two properties of a group decide how the engine uses it:
 

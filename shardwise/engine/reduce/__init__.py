@@ -1,1 +1,1 @@
-"""Reduces: from full gradients to averaged gradients of shards."""
+"""Reduces: from full gradients to averaged gradients of shards, in any order or always in the same one."""

@@ -24,7 +24,7 @@ import torch
 
 from shardwise import trace
 from shardwise.comm.streams import StreamEvent, side_streams_for, take_workspaces
-from shardwise.engine.exact.exact_sums import check_model
+from shardwise.engine.reduce.exact_sums import check_model
 from shardwise.engine.reduce.reduce_in_flight import Lender, ReduceInFlight, run_user_hooks
 from shardwise.engine.reduce.reduce_plan import ReducePlan
 from shardwise.engine.step.agreement import StepAgreement

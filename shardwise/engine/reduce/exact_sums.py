@@ -2,12 +2,16 @@
 
     micro-batches       0   1   2   3   4   5   6   7
     on 2 ranks, rank    0   1   0   1   0   1   0   1
-    after a backward    └─┬─┘   └─┬─┘   └─┬─┘   └─┬─┘     tree over ranks (``engine/exact/exact_collectives``)
+    after a backward    └─┬─┘   └─┬─┘   └─┬─┘   └─┬─┘     tree over ranks (``ExactCollectives``)
     across backwards      └───┬───┘       └───┬───┘       subtrees that gradients carry (``Tally``)
                               └───────┬───────┘
 
 Each backward is one micro-batch of every rank. Its gradients are sent in the dtype they were computed in and added in
-float32: first over ranks, then over replicas, then over backwards, always in the order of ``planning/sums``.
+float32: first over ranks, then over replicas, then over backwards, always in the order of ``planning/sums``. The order
+in which a group's own reduce adds depends on the number of ranks and on the network: here the terms are sent unsummed,
+and the rank that owns an element adds its terms.
+
+    rows of all ranks ──one all-to-all, in the dtype they are in──▶ terms of the own row ──tree over ranks──▶ own row
 
 A gradient always is the sum of the backwards up to now. The subtrees of that sum, needed to add the next micro-batch in
 the right order, are attached to the gradients and dropped with them, so accumulation needs no explicit begin or end. If
@@ -21,18 +25,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from shardwise.comm.collectives.group import DONE, GroupCollectives, Work, WrappedCollectives
 from shardwise.comm.mesh import DataMesh
 from shardwise.comm.streams import SideStreams
 from shardwise.engine.buffers import GradientView, gradient_version
-from shardwise.engine.exact.exact_collectives import ExactCollectives
 from shardwise.engine.reduce.reduce_in_flight import ReduceInFlight
 from shardwise.engine.reduce.reduce_plan import ReducePlan, Summation
 from shardwise.engine.unit.binding import Attachment, Slot, computed_dtype
 from shardwise.engine.unit.dtensor_form import ShardedForm
 from shardwise.engine.unit.settings import ReduceSettings, ShardHome
 from shardwise.errors import ConfigError, StateError
-from shardwise.planning.layout import Packing
-from shardwise.planning.sums import is_power_of_two, total, with_term
+from shardwise.planning.layout import Packing, ceil_div
+from shardwise.planning.sums import is_power_of_two, total, tree_sum, with_term
 from shardwise.policies import MixedPrecisionPolicy
 from shardwise.torch_internals import local_part, post_accumulate_hooks
 
@@ -262,3 +266,93 @@ class ExactReduceInFlight(ReduceInFlight):
             # order: the transfer before the sum, because the host adds
             self._streams.host_waits_for(self._streams.reduce.record_event())
         return torch.add(base, gradient)
+
+
+# --- over ranks ------------------------------------------------------------------------------------------------------
+
+
+class ExactCollectives(WrappedCollectives):
+    """A group whose reduces are tree sums over its ranks, in the dtype of their output."""
+
+    set_by = "exact=True"
+
+    def __init__(self, inner: GroupCollectives) -> None:
+        super().__init__(inner)
+        self.averages = False
+
+    def lend(self, num_bytes: int) -> torch.Tensor | None:
+        return self.inner.lend(num_bytes)
+
+    def issue_reduce_scatter(
+        self, output: torch.Tensor, rows: torch.Tensor, average: bool, code: int
+    ) -> Work:
+        if self.world == 1:
+            output.copy_(rows)
+            return DONE
+        arrived = torch.empty_like(rows)
+        return _ReduceScatterWork(
+            self.inner.issue_exchange(arrived, rows, code), arrived.view(self.world, -1), output
+        )
+
+    def issue_all_reduce(self, tensor: torch.Tensor, average: bool, code: int) -> Work:
+        if self.world == 1:
+            return DONE
+        # Each rank sums a shard of the tensor: fewer bytes are sent than if every rank received all terms.
+        shard_numel = ceil_div(tensor.numel(), self.world)
+        shards = tensor
+        if shard_numel * self.world != tensor.numel():
+            shards = tensor.new_zeros(shard_numel * self.world)
+            shards[: tensor.numel()] = tensor
+        arrived = torch.empty_like(shards)
+        work = self.inner.issue_exchange(arrived, shards, code)
+        return _AllReduceWork(self.inner, work, code, arrived.view(self.world, -1), shards, tensor)
+
+
+class _ReduceScatterWork:
+    """An exchange of the own row's terms, ``carried_by``, whose ``wait`` sums them."""
+
+    def __init__(self, carried_by: Work, arrived: torch.Tensor, output: torch.Tensor) -> None:
+        self.carried_by = carried_by
+        self._arrived = arrived
+        self._output = output
+
+    def wait(self) -> None:
+        self.carried_by.wait()
+        self._output.copy_(_sum(self._arrived, self._output.dtype))
+
+
+class _AllReduceWork:
+    """The same for a shard of the tensor; ``wait`` then gathers the sums of all ranks."""
+
+    def __init__(
+        self,
+        calls: GroupCollectives,
+        carried_by: Work,
+        code: int,
+        arrived: torch.Tensor,
+        shards: torch.Tensor,
+        tensor: torch.Tensor,
+    ) -> None:
+        self.carried_by = carried_by
+        self._calls = calls
+        self._code = code
+        self._arrived = arrived
+        self._shards = shards
+        self._tensor = tensor
+
+    def wait(self) -> None:
+        self.carried_by.wait()
+        own = _sum(self._arrived, self._tensor.dtype)
+        self.carried_by = self._calls.issue_all_gather(self._shards, own, self._code)
+        self.carried_by.wait()
+        if self._shards is not self._tensor:
+            self._tensor.copy_(self._shards[: self._tensor.numel()])
+
+
+def _sum(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The tree sum of rows, which are overwritten where they have ``dtype`` already."""
+
+    def add(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        return left.to(dtype).add_(right)
+
+    return tree_sum(rows.unbind(), add)

@@ -1,1 +1,0 @@
-"""Gradient sums that are the same on any number of ranks."""
