@@ -112,7 +112,7 @@ class ElasticBuffer:
 
     def frees(self, tensor: torch.Tensor) -> bool:
         """Whether shrinking this buffer frees the memory of ``tensor``."""
-        if tensor.device.type == "meta":
+        if tensor.is_meta:
             return bool(tensor.untyped_storage()._cdata == self._storage._cdata)
         try:
             return 0 <= tensor.data_ptr() - self._storage.data_ptr() < self.size_bytes

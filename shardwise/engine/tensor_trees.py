@@ -121,16 +121,15 @@ NO_SWAPS = InputSwaps(())
 
 def change_inputs(change: Change, args: tuple[Any, ...], kwargs: dict[str, Any], swaps: InputSwaps) -> Any:
     """Returns the arguments of a forward with every tensor replaced, for as long as the module runs."""
-    if not kwargs and len(args) == 1 and isinstance(args[0], torch.Tensor):
-        # The usual input of a block.
+    if swaps is NO_SWAPS:
         return (change(args[0]),), kwargs
     return swaps.change(change, (args, kwargs))
 
 
 def cast_inputs(dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any], swaps: InputSwaps) -> Any:
     """Returns the arguments of a forward with every floating-point tensor cast."""
-    if not kwargs and len(args) == 1 and isinstance(args[0], torch.Tensor) and args[0].dtype is dtype:
-        # The usual input of a block, most often already in this dtype.
+    if swaps is NO_SWAPS and args[0].dtype is dtype:
+        # As most often: the output of the block before.
         return args, kwargs
     return change_inputs(
         lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, args, kwargs, swaps

@@ -274,7 +274,7 @@ class GroupChannel(Channel):
     def issue_all_gather(self, output: torch.Tensor, own: torch.Tensor, code: int = UNNAMED) -> Work:
         self.record(code)
         try:
-            return self._all_gather(self.group, output, own, self._gather_options) or DONE
+            return self._all_gather(self._group() or self.group, output, own, self._gather_options) or DONE
         except dist.DistBackendError as error:
             self.fail(error)
 
@@ -290,7 +290,7 @@ class GroupChannel(Channel):
         self.record(code)
         options = self._average_options if average else self._sum_options
         try:
-            return self._reduce_scatter(self.group, output, rows, options) or DONE
+            return self._reduce_scatter(self._group() or self.group, output, rows, options) or DONE
         except dist.DistBackendError as error:
             self.fail(error)
 
@@ -309,7 +309,7 @@ class GroupChannel(Channel):
     def _issue(self, call: Callable[..., Any], *args: Any) -> Work:
         """Calls one of the group's own collectives; if it raises because the epoch has failed, raises that failure.
 
-        The two calls that every unit makes in every step do this inline.
+        The two calls that every unit makes in every step do this inline, and ask for the group without a call.
         """
         try:
             return call(*args) or DONE

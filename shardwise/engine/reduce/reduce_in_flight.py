@@ -86,7 +86,7 @@ class ReduceInFlight:
         self._own_row: torch.Tensor | None = None
         self._holds_rows = False
         # Whose memory the rows are in; None: their own.
-        self._lender: Lender | None = None
+        self.lender: Lender | None = None
         # On the reduce stream, after the last use of the rows.
         self._scattered: StreamEvent | None = None
         # After the gradients are complete, if their memory is compute's; until compute has waited for it. Not with
@@ -107,7 +107,7 @@ class ReduceInFlight:
         # Their own memory is the compute stream's, where backward is freeing activations.
         lent = calls.lend(plan.rows.size_bytes) if lender is None else lender.full_memory
         plan.rows.grow_in(lent)
-        self._lender, self._holds_rows = lender, True
+        self.lender, self._holds_rows = lender, True
         packs_at_once = len(plan.slices) == 1
         if packs_at_once:
             # On the compute stream, so that backward may reuse the gradients' memory at once, for the own row first.
@@ -152,7 +152,7 @@ class ReduceInFlight:
 
     def release_rows(self) -> None:
         """Returns the memory of the rows, and of gradients packed on the reduce stream, to whom it belongs."""
-        if self._lender is not None:
+        if self.lender is not None:
             self.return_memory()
         elif self._holds_rows:
             self._return_to_compute()
@@ -166,18 +166,15 @@ class ReduceInFlight:
         self._holds_rows = False
         self.plan.rows.shrink()
 
-    def return_memory(self, of: Lender | None = None) -> None:
-        """Frees the memory that the rows have borrowed, as soon as the reduce has read them; compute does not wait.
-
-        ``of``: only if they have borrowed it from this unit.
-        """
-        lender = self._lender
-        if lender is None or (of is not None and of is not lender):
+    def return_memory(self) -> None:
+        """Frees the memory that the rows have borrowed, as soon as the reduce has read them; compute does not wait."""
+        lender = self.lender
+        if lender is None:
             return
         assert self._scattered is not None
         # order: the reduce-scatter before later gathers, because they write to the memory that the rows were in
         self._streams.gather.wait_event(self._scattered)
-        self._lender, self._holds_rows = None, False
+        self.lender, self._holds_rows = None, False
         self.plan.rows.shrink()
         lender.free_full()
 

@@ -237,7 +237,8 @@ class Root:
             # order: writes to the shards before this gather, because no step began that would have waited for them
             self.streams.gather.wait_compute()
         for reduction in self.reduces:
-            reduction.return_memory(unit.buffers)
+            if reduction.lender is unit.buffers:
+                reduction.return_memory()
         if self._freed:
             self._reclaim(0 if prefetch or unit in self._freed else 1)
 
@@ -261,8 +262,10 @@ class Root:
     def free_before_prefetch(self) -> None:
         """Reclaims what freed units have lent to rows, so that the next gather finds that memory."""
         for reduction in self.reduces:
-            reduction.return_memory()
-        self._reclaim(0)
+            if reduction.lender is not None:
+                reduction.return_memory()
+        if self._freed:
+            self._reclaim(0)
 
     def _reclaim(self, keep: int) -> None:
         while len(self._freed) > keep:

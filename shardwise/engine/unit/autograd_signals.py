@@ -40,7 +40,7 @@ import torch
 from torch import Tensor, is_grad_enabled, nn
 from torch.autograd.graph import register_multi_grad_hook
 
-from shardwise.engine.tensor_trees import InputSwaps, map_tensors, tensors_in
+from shardwise.engine.tensor_trees import NO_SWAPS, InputSwaps, map_tensors, tensors_in
 from shardwise.engine.unit.membership import units_of
 from shardwise.torch_internals import (
     aside,
@@ -131,7 +131,7 @@ class Visit:
         """
         is_first = not self.has_input_signal
         done = self.inputs_gradients_are_done if is_first else self.later_inputs_gradients_are_done
-        if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
+        if swaps is NO_SWAPS:
             # The usual input of a block: nothing to walk, nothing to rebuild.
             if not args[0].requires_grad:
                 return args, kwargs

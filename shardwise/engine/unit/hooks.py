@@ -218,8 +218,12 @@ class UnitHooks:
             if needed.settings.after_forward is not KEEP:
                 output = _without_parameters(needed, output)
         if visit is not None and is_grad_enabled():
-            if side_outputs := self._side_outputs(module, args, swaps):
-                visit.signal_side_outputs(side_outputs)
+            found = self._attributes.graph_tensors(module)
+            if swaps is not NO_SWAPS:
+                found = found + swaps.written()
+            if found:
+                inputs = {id(tensor) for tensor in (*args, *swaps.known)}
+                visit.signal_side_outputs([tensor for tensor in found if id(tensor) not in inputs])
             output = visit.signal_outputs(output, recomputes)
         if not recomputes:
             self._modules_to_run.discard(module)
@@ -227,15 +231,6 @@ class UnitHooks:
                 aside(self._end_forward, visit)
         self._leave_call()
         return output
-
-    def _side_outputs(self, module: nn.Module, args: tuple[Any, ...], swaps: InputSwaps) -> list[Tensor]:
-        found = self._attributes.graph_tensors(module)
-        if swaps is not NO_SWAPS:
-            found = found + swaps.written()
-        if not found:
-            return found
-        inputs = {id(tensor) for tensor in (*args, *swaps.known)}
-        return [tensor for tensor in found if id(tensor) not in inputs]
 
     def _leave_call(self) -> None:
         _, swaps = self._calls.pop()
