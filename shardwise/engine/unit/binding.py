@@ -7,10 +7,9 @@ belongs to is in ``membership``.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from operator import setitem
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -278,15 +277,14 @@ ShownEntry = tuple[dict[str, Any], str, Any]
 class Shown:
     """What to write where, for modules to show one form of their parameters."""
 
-    __slots__ = ("_columns", "entries")
+    __slots__ = ("entries",)
 
     def __init__(self, entries: Sequence[ShownEntry] = ()) -> None:
         self.entries = entries
-        self._columns = tuple(zip(*entries, strict=True)) or ((), (), ())
 
     def show(self) -> None:
-        # In one call, because every step shows both forms of every unit.
-        deque(map(setitem, *self._columns), maxlen=0)
+        for holder, name, param in self.entries:
+            holder[name] = param
 
     def is_shown(self) -> bool:
         """Whether modules still show all of this."""
