@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 
 import pytest
@@ -241,6 +242,59 @@ def gradients_at_once(at_once):
 def test_no_more_gradients_are_whole_at_once_than_allowed(at_once):
     # Of those that have arrived; as many more may be on their way, if more than one is allowed.
     assert run_ranks(gradients_at_once, 2, at_once) == [max(1, at_once // 2)] * 2
+
+
+class SideStream:
+    """Stands in for a stream of a GPU, on which movements run that are sent after a step was issued."""
+
+    def wait_stream(self, other):
+        pass
+
+    def record_event(self):
+        return None
+
+
+def step_beside(at_once, in_backward):
+    """Returns what happens in a step, in order, when gradients move on a stream of their own."""
+    model, twin = shard(seeded(Wide())), shard(seeded(Wide()))
+    events = []
+
+    class Watching(Muon):
+        def step(self, closure=None):
+            events.append("step")
+            return super().step(closure)
+
+    optimizer = whole(Watching, model.parameters(), at_once=at_once, in_backward=in_backward)
+    expected = whole(Muon, twin.parameters())
+    moves = optimizer.moves
+    moves.stream, exchange = SideStream(), moves.exchange
+
+    def watched(*args):
+        events.append("send")
+        return exchange(*args)
+
+    moves.exchange = watched
+    for step in range(3):
+        for trained, optim in ((model, optimizer), (twin, expected)):
+            trained(data(step, dist.get_rank(), 2, 64)).square().mean().backward()
+            events.clear()
+            optim.step()
+            optim.zero_grad()
+            if optim is optimizer:
+                found = list(events)
+    for (name, value), other in zip(values_of(model).items(), values_of(twin).values(), strict=True):
+        same(value, other, name)
+    return " ".join(found)
+
+
+def test_beside_compute_gradients_are_sent_once_the_step_before_is_under_way(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", SideStream)
+    two, four = ["send step send step send send"] * 2, ["send step" + " send step" * 3 + " send" * 4] * 2
+    assert run_ranks(step_beside, 2, 4, False) == two
+    assert run_ranks(step_beside, 2, 1, False) == four
+    # Three of four arrive in backward.
+    assert run_ranks(step_beside, 2, 3, True) == ["step step step send step" + " send" * 4] * 2
 
 
 def send_short(gradient_dtype):
