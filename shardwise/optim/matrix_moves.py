@@ -4,8 +4,8 @@
                      ╲ one all-to-all each way ╱
     whole       rank 0 [a0 a1 a2]   rank 1 [b0 b1 b2]   rank 2 [c0 c1 c2]
 
-Bytes travel, so matrices of several dtypes share a message. On CUDA a movement runs on a side stream, beside whatever
-is computed until it is waited for.
+Bytes travel, so matrices of several dtypes share a message. On CUDA an exchange runs on a side stream, beside whatever
+is computed until it is waited for; so does packing and copying out, if asked.
 """
 
 from __future__ import annotations
