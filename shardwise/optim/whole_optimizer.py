@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -294,8 +295,10 @@ class WholeOptimizer(Optimizer):
         """Steps round by round; returns the first error of this rank, which goes on taking part in the movements."""
         with self.owned.one_step():
             error = self.owned.try_keep(agreed.active) if self._undoes_steps else None
-            for gradients in self._gradients.by_round(agreed):
-                error = error or self.owned.try_step(gradients, kwargs)
+            # Closed at once if the step is broken off: what is on its way must arrive before its memory is freed.
+            with closing(self._gradients.by_round(agreed)) as rounds:
+                for gradients in rounds:
+                    error = error or self.owned.try_step(gradients, kwargs)
             # Counters that the class keeps in its groups must be the same on all ranks.
             return error or self.owned.try_step({}, kwargs)
 
