@@ -4,8 +4,8 @@
                      ╲ one all-to-all each way ╱
     whole       rank 0 [a0 a1 a2]   rank 1 [b0 b1 b2]   rank 2 [c0 c1 c2]
 
-Bytes travel, so matrices of several dtypes share a message. On CUDA a movement runs on a side stream, beside whatever
-is computed until it is waited for.
+Bytes travel, so matrices of several dtypes share a message. On CUDA an exchange runs on a side stream, beside whatever
+is computed until it is waited for; so does packing and copying out, if asked.
 """
 
 from __future__ import annotations
@@ -92,7 +92,9 @@ class Movement:
         stream = self._moves.stream
         with unseen_by_modes(), _on(self._beside):
             self._plan.pack(self._rows, self._sources, self._targets)
-            self._sources = ()
+            if self._beside is None:
+                # Gradients that are sent in backward may be dropped before the movement is over.
+                self._sources = ()
             if self._plan.row_bytes and stream is not None and self._beside is None:
                 # order: packing before the exchange, because it sends what was packed
                 stream.wait_stream(torch.cuda.current_stream())
@@ -128,7 +130,7 @@ class Movement:
 
     def _end(self) -> None:
         self._is_sent = self._is_over = True
-        # alive: what is sent, until it has been sent
+        # alive: what is sent, until it has been sent; and what the side stream packs, which compute may have allocated
         self._rows = self._arrived = _NO_ROWS
         self._sources = self._targets = ()
         self._work = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.optim.held_parameters import HeldParameter
-from shardwise.torch_internals import map_tree
+from shardwise.torch_internals import copy_all, map_tree
 
 _MEMBERS = ("params", "param_names")
 State = dict[str, Any]
@@ -100,15 +100,27 @@ class OwnedMatrices:
         self._has_stepped = False
         yield
 
-    def try_step(
-        self, gradients: Mapping[int, torch.Tensor], kwargs: dict[str, Any], *, keeps_undo: bool
-    ) -> Exception | None:
+    def try_keep(self, indices: Iterable[int]) -> Exception | None:
+        """Copies the state of those matrices that are here, for ``undo``; returns what was raised, such as no memory.
+
+        All at once, before any is stepped: a GPU copies them while the host sends the first gradients.
+        """
+        found = {
+            index: self.optim.state.get(param)
+            for index in indices
+            if (param := self.copies.get(index)) is not None
+        }
+        try:
+            self._undo = _cloned(found)
+        except Exception as error:  # noqa: BLE001  all ranks raise, once all know
+            return error
+        return None
+
+    def try_step(self, gradients: Mapping[int, torch.Tensor], kwargs: dict[str, Any]) -> Exception | None:
         """Steps the matrices that have a gradient here; returns what the class raised."""
         if not gradients and self._has_stepped:
             return None
         try:
-            if keeps_undo:
-                self._keep_undo(gradients)
             self._step(gradients, kwargs)
         except Exception as error:  # noqa: BLE001  all ranks raise, once all know
             return error
@@ -138,11 +150,6 @@ class OwnedMatrices:
         for group, before in zip(self.optim.param_groups, self._undo_groups, strict=True):
             group.update(before)
         vars(self.optim).update(self._counters)
-
-    def _keep_undo(self, indices: Iterator[int] | Mapping[int, Any]) -> None:
-        for index in indices:
-            state = self.optim.state.get(self.copies[index])
-            self._undo[index] = None if state is None else _cloned(state)
 
     def undo(self) -> None:
         """Goes back to before the step, as far as copies were kept."""
@@ -175,10 +182,26 @@ class OwnedMatrices:
         )
 
 
-def _cloned(state: State) -> State:
-    if all(isinstance(value, torch.Tensor) for value in state.values()):
-        return {key: value.clone() for key, value in state.items()}
-    cloned: State = map_tree(torch.clone, state)
+def _cloned(states: Mapping[int, State | None]) -> dict[int, State | None]:
+    """Copies states; plain tensors in one call."""
+    targets: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
+
+    def clone(value: torch.Tensor) -> torch.Tensor:
+        if type(value) is not torch.Tensor or not value.dim():
+            return value.clone()
+        sources.append(value)
+        targets.append(torch.empty_like(value))
+        return targets[-1]
+
+    cloned: dict[int, State | None] = {}
+    for index, state in states.items():
+        if state is not None and all(isinstance(value, torch.Tensor) for value in state.values()):
+            cloned[index] = {key: clone(value) for key, value in state.items()}
+        else:
+            cloned[index] = map_tree(clone, state)
+    if targets:
+        copy_all(targets, sources)
     return cloned
 
 

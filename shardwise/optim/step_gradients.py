@@ -18,7 +18,7 @@ What changes a gradient after that, such as clipping, raises its version; ``step
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -256,7 +256,7 @@ class StepGradients:
             fix="compute or drop this gradient on all ranks, in one dtype",
         )
 
-    def by_round(self, agreed: Agreed) -> Iterator[dict[int, torch.Tensor]]:
+    def by_round(self, agreed: Agreed) -> Generator[dict[int, torch.Tensor]]:
         """Yields this rank's whole gradients; those of the next round are on their way meanwhile."""
         issued = (self._issue(batch, agreed.active, True) for batch in agreed.late)
         early = self._rounds_of_sent()
@@ -284,7 +284,6 @@ class StepGradients:
         finally:
             for each in (current, following):
                 if each is not None:
-                    # The step was broken off.
                     each[0].abandon()
 
     def _rounds_of_sent(self) -> list[list[int]]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -292,13 +293,14 @@ class WholeOptimizer(Optimizer):
 
     def _step_rounds(self, agreed: Agreed, kwargs: dict[str, Any]) -> Exception | None:
         """Steps round by round; returns the first error of this rank, which goes on taking part in the movements."""
-        error: Exception | None = None
         with self.owned.one_step():
-            for gradients in self._gradients.by_round(agreed):
-                if error is None:
-                    error = self.owned.try_step(gradients, kwargs, keeps_undo=self._undoes_steps)
+            error = self.owned.try_keep(agreed.active) if self._undoes_steps else None
+            # Closed at once if the step is broken off: what is on its way must arrive before its memory is freed.
+            with closing(self._gradients.by_round(agreed)) as rounds:
+                for gradients in rounds:
+                    error = error or self.owned.try_step(gradients, kwargs)
             # Counters that the class keeps in its groups must be the same on all ranks.
-            return error or self.owned.try_step({}, kwargs, keeps_undo=False)
+            return error or self.owned.try_step({}, kwargs)
 
     def _return_to_shards(self, batches: list[Batch]) -> None:
         previous: tuple[Movement, list[HeldParameter]] | None = None

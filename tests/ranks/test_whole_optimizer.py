@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 
 import pytest
@@ -243,6 +244,59 @@ def test_no_more_gradients_are_whole_at_once_than_allowed(at_once):
     assert run_ranks(gradients_at_once, 2, at_once) == [max(1, at_once // 2)] * 2
 
 
+class SideStream:
+    """Stands in for a stream of a GPU, on which movements run that are sent after a step was issued."""
+
+    def wait_stream(self, other):
+        pass
+
+    def record_event(self):
+        return None
+
+
+def step_beside(at_once, in_backward):
+    """Returns what happens in a step, in order, when gradients move on a stream of their own."""
+    model, twin = shard(seeded(Wide())), shard(seeded(Wide()))
+    events = []
+
+    class Watching(Muon):
+        def step(self, closure=None):
+            events.append("step")
+            return super().step(closure)
+
+    optimizer = whole(Watching, model.parameters(), at_once=at_once, in_backward=in_backward)
+    expected = whole(Muon, twin.parameters())
+    moves = optimizer.moves
+    moves.stream, exchange = SideStream(), moves.exchange
+
+    def watched(*args):
+        events.append("send")
+        return exchange(*args)
+
+    moves.exchange = watched
+    for step in range(3):
+        for trained, optim in ((model, optimizer), (twin, expected)):
+            trained(data(step, dist.get_rank(), 2, 64)).square().mean().backward()
+            events.clear()
+            optim.step()
+            optim.zero_grad()
+            if optim is optimizer:
+                found = list(events)
+    for (name, value), other in zip(values_of(model).items(), values_of(twin).values(), strict=True):
+        same(value, other, name)
+    return " ".join(found)
+
+
+def test_beside_compute_gradients_are_sent_once_the_step_before_is_under_way(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", SideStream)
+    two, four = ["send step send step send send"] * 2, ["send step" + " send step" * 3 + " send" * 4] * 2
+    assert run_ranks(step_beside, 2, 4, False) == two
+    assert run_ranks(step_beside, 2, 1, False) == four
+    # Three of four arrive in backward.
+    assert run_ranks(step_beside, 2, 3, True) == ["step step step send step" + " send" * 4] * 2
+
+
 def send_short(gradient_dtype):
     model = shard(Wide())
     optimizer = whole(Muon, model.parameters(), lr=0.02, gradient_dtype=gradient_dtype)
@@ -284,11 +338,20 @@ class Failing(Muon):
             raise ValueError("no root")
 
 
-def fail_once(at_once):
+class FailingShampoo(Shampoo):
+    """Its state is a number and lists of tensors, some of them written to and some replaced."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        if Failing.fails_on == dist.get_rank() and any(group["params"] for group in self.param_groups):
+            raise ValueError("no root")
+
+
+def fail_once(at_once, failing=Failing, kind=Muon):
     model = shard(seeded(Model()))
     twin = shard(seeded(Model()))
-    optimizer = whole(Failing, matrices(model.parameters()), lr=0.02, at_once=at_once)
-    expected = whole(Muon, matrices(twin.parameters()), lr=0.02)
+    optimizer = whole(failing, matrices(model.parameters()), lr=0.02, at_once=at_once)
+    expected = whole(kind, matrices(twin.parameters()), lr=0.02)
     for step in range(4):
         loss_of(model, step, dist.get_rank()).backward()
         before = values_of(model)
@@ -309,9 +372,13 @@ def fail_once(at_once):
             same(value, other, f"after step {step}: {name}")
 
 
-@pytest.mark.parametrize("at_once", [2, 8])
-def test_an_error_in_an_owners_step_leaves_all_ranks_where_they_were(at_once):
-    run_ranks(fail_once, 3, at_once)
+def test_an_error_in_an_owners_step_leaves_all_ranks_where_they_were():
+    cases = [
+        {"at_once": 2},
+        {"at_once": 8},
+        {"at_once": 2, "failing": FailingShampoo, "kind": Shampoo},
+    ]
+    run_cases(fail_once, 3, cases)
 
 
 def fail_without_undo():
