@@ -169,6 +169,7 @@ def host_bound_steps() -> Iterator[Row]:
     plain = 1e3 * on_fake_group(lambda: Tiny().bfloat16(), x, api="none").seconds
     ours = 1e3 * on_fake_group(Tiny, x).seconds
     wrapped = 1e3 * on_fake_group(Tiny, x, api="wrapper").seconds
+    joined = 1e3 * on_fake_group(Tiny, x, wrap=Block, group_bytes=13_000_000).seconds
     for file in ("host_profile_cuda", "host_overhead_cuda"):
         yield Row("tiny, plain", "ms", plain, median_ms(file, "plain"), file, True)
     for file in ("host_profile_cuda", "host_overhead_cuda"):
@@ -185,6 +186,12 @@ def host_bound_steps() -> Iterator[Row]:
         name = "wrapper" if step is wrapped else "fully_shard"
         measured = median_ms(file, "shardwise") / median_ms(file, "plain")
         yield Row(f"tiny, {name} / plain", "ratio", step / plain, measured, file, file == "host_profile_cuda")
+    file = "host_overhead_cuda_joined"
+    measured = (median_ms(file, "joined") - median_ms(file, "plain")) / (
+        median_ms(file, "shardwise") - median_ms(file, "plain")
+    )
+    predicted = (joined - plain) / (ours - plain)
+    yield Row("tiny, what four blocks a unit add / one", "ratio", predicted, measured, file, True)
 
 
 def compute_bound_steps() -> Iterator[Row]:

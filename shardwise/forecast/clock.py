@@ -52,6 +52,8 @@ _AT_EVENT = {
     trace.PRE_BACKWARD: ("unit_hooks_backward", "unit_prefetch"),
     trace.POST_BACKWARD: ("unit_beside_hooks",),
 }
+# Of the units in which these prices were measured; each parameter beyond costs some more.
+_PARAMS_OF_A_UNIT = 9
 _OF_OP = {"pack": "pack", "copy-out": "copy_out"}
 _ELASTIC = frozenset((GATHERED, GATHERING, ROWS, SHARD_GRADIENTS))
 _LANE_OF = {COMPUTE: "compute", GATHER: "gather", REDUCE: "reduce", REPLICATE: "reduce"}
@@ -306,6 +308,8 @@ class _Playing:
             self._begin_phase(mark.phase)
             return
         self._host += sum(map(self._price, _AT_EVENT.get(mark.kind, ())))
+        if mark.kind == trace.REDUCE:
+            self._host += max(0, mark.num_params - _PARAMS_OF_A_UNIT) * self._price("unit_param")
         if mark.kind in (trace.PRE_FORWARD, trace.PRE_BACKWARD):
             self._unit = mark.unit
         elif mark.kind in (trace.POST_FORWARD, trace.POST_BACKWARD):

@@ -128,8 +128,8 @@ class TapeRecorder:
     def wait(self, stream: str, event: Any) -> None:
         self.tape.append(Wait(event, stream))
 
-    def mark(self, kind: str, unit: str = "", phase: str = "") -> None:
-        self.tape.append(Mark(kind, unit, phase))
+    def mark(self, kind: str, unit: str = "", phase: str = "", num_params: int = 0) -> None:
+        self.tape.append(Mark(kind, unit, phase, num_params))
 
     def begin_phase(self, phase: str) -> None:
         self.phase = phase
@@ -196,10 +196,12 @@ class EngineEvents(trace.Recorder):
     def __init__(self, recorder: TapeRecorder) -> None:
         super().__init__()
         self._recorder = recorder
+        # By the name of their unit.
+        self.num_params: dict[str, int] = {}
 
     def add(self, kind: str, unit: str, phase: str, rank: int) -> None:
         super().add(kind, unit, phase, rank)
-        self._recorder.mark(kind, unit, phase)
+        self._recorder.mark(kind, unit, phase, self.num_params.get(unit, 0))
 
 
 class TorchCalls(TorchDispatchMode):

@@ -97,6 +97,8 @@ def rehearse(job: Job, settings: Settings, ranks: int, num_steps: int = 2, on_cu
             is_last = number == num_steps - 1
             starts.append(len(recorder.tape))
             events.clear()
+            # A forward gives units their names.
+            events.num_params = {unit.name: len(unit.slots) for unit in units}
             # The first step only allocates what stays; more than three micro-batches only repeat the second.
             micro_batches = min(settings.micro_batches, MOST_MICRO_BATCHES if is_last else 1)
             _step(job, settings, sharded, optimizer, recorder, micro_batches)

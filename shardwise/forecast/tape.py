@@ -91,6 +91,8 @@ class Mark:
     kind: str
     unit: str
     phase: str
+    # Of the unit.
+    num_params: int = 0
 
 
 @dataclass(slots=True)

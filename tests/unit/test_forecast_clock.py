@@ -94,3 +94,11 @@ def test_every_tensor_that_one_call_gathers_costs_the_host_time():
     )
     assert one == pytest.approx(10e-6)
     assert nine == pytest.approx((10 + 8 * 2) * 1e-6)
+
+
+def test_a_unit_of_more_parameters_costs_the_host_more():
+    found = [
+        played(Mark("reduce", "unit", "backward", count), unit_reduce=100, unit_param=20).host
+        for count in (1, 9, 12)
+    ]
+    assert found == pytest.approx([100e-6, 100e-6, 160e-6])

@@ -20,7 +20,7 @@ from shardwise.forecast.recording import TapeRecorder
 from shardwise.forecast.rehearsal import block_bytes, large_modules, sharded_as
 from shardwise.forecast.report import comparison_text
 from shardwise.forecast.settings import Settings
-from shardwise.forecast.tape import Collective, Op
+from shardwise.forecast.tape import Collective, Mark, Op
 from shardwise.planning import memory as planned_kinds
 from shardwise.training_step.planned_memory import planned_memory
 
@@ -169,6 +169,8 @@ def test_small_parameters_are_gathered_together_however_many_they_are(width, ten
         each for each in found.rehearsal.tape if isinstance(each, Collective) and each.kind == "all_gather"
     ]
     assert max(each.num_bytes for each in gathers) >= 2**26
+    marks = [each for each in found.rehearsal.tape if isinstance(each, Mark) and each.kind == "reduce"]
+    assert marks[-1].num_params == (2 if width == WIDTH else 1024)
     assert {each.num_tensors for each in gathers} == {tensors}
 
 
