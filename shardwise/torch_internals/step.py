@@ -12,7 +12,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import wraps
+from functools import partial, wraps
 from operator import attrgetter, is_
 from types import FrameType
 from typing import Any, TypeVar, cast
@@ -140,16 +140,21 @@ Result = TypeVar("Result")
 _RECORDING_MODES = (_CachingTorchDispatchMode, _CachedTorchDispatchMode, _CloneArgBeforeMutateMode)
 
 
-def aside(work: Callable[..., Result], *args: Any) -> Result:
-    """Does work of the engine that is not part of the model's computation: ``work(*args)``.
+def aside(work: Callable[..., Result]) -> Callable[..., Result]:
+    """Returns ``work``, done so that it is not part of the model's computation.
 
     If a mode recorded that work with a forward, a replay would repeat it, or miss it; and a transform of ``torch.func``
     would apply to its tensors. Modes that count collectives still see it.
     """
+    # Nearly always as it is: without a context, which takes time, and without a frame of its own.
     if num_dispatch_modes() or peek_interpreter_stack() is not None:
-        with _unrecorded(), temporarily_clear_interpreter_stack():
-            return work(*args)
-    return work(*args)
+        return partial(_aside, work)
+    return work
+
+
+def _aside(work: Callable[..., Result], *args: Any) -> Result:
+    with _unrecorded(), temporarily_clear_interpreter_stack():
+        return work(*args)
 
 
 @contextmanager

@@ -52,7 +52,7 @@ class _EndOfBackward:
         root, self._root = self._root, None
         assert root is not None
         try:
-            aside(root.end_backward)
+            aside(root.end_backward)()
         except BaseException as error:
             root.break_off(f"{type(error).__name__} at the end of backward")
             raise

@@ -232,7 +232,7 @@ class Visit:
         follower = self.follower() if self.follower is not None else None
         if follower is not None:
             follower.inputs_gradients_are_done(gradient)
-        aside(self.hooks.pre_backward, self)
+        aside(self.hooks.pre_backward)(self)
 
     def views_gradient_arrives(self, gradient: Tensor) -> None:
         self.seen_in = current_backward()
@@ -245,7 +245,7 @@ class Visit:
     def inputs_gradients_are_done(self, gradients: Any) -> None:
         if is_grad_enabled():
             self._await_second_backward(gradients)
-        aside(self.hooks.post_backward, self)
+        aside(self.hooks.post_backward)(self)
 
     def later_inputs_gradients_are_done(self, gradients: Any) -> None:
         if is_grad_enabled():
@@ -258,7 +258,7 @@ class Visit:
                 hook_gradient(gradient, self._gradients_gradient_arrives)
 
     def _gradients_gradient_arrives(self, gradient: Tensor) -> None:
-        aside(self.hooks.pre_backward, self)
+        aside(self.hooks.pre_backward)(self)
 
 
 # Attributes that every module has, which never hold a result.

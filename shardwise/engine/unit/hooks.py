@@ -40,7 +40,7 @@ def _weak_hook(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
     def call(param: Tensor) -> None:
         alive = reference()
         if alive is not None:
-            aside(alive, param)
+            aside(alive)(param)
 
     return call
 
@@ -121,14 +121,14 @@ class UnitHooks:
         enters = self._input_device is not None and (unit.position.is_top or not root.in_forward)
         visit: Visit | None
         if root.in_backward and inside_backward():
-            visit = aside(self._gather_for_recompute)
+            visit = aside(self._gather_for_recompute)()
         elif self.has_several and self._calls:
             # A module that calls itself, or another of the unit's: one visit for all of them.
             visit = self._calls[-1][0]
         elif self._modules_to_run:
             visit = self._shared_visit
         else:
-            visit = aside(self._begin_forward, module)
+            visit = aside(self._begin_forward)(module)
         is_usual = not kwargs and len(args) == 1 and isinstance(args[0], Tensor)
         swaps = NO_SWAPS if is_usual else InputSwaps((args, kwargs))
         self._calls.append((visit, swaps))
@@ -228,7 +228,7 @@ class UnitHooks:
         if not recomputes:
             self._modules_to_run.discard(module)
             if self._is_last_call():
-                aside(self._end_forward, visit)
+                aside(self._end_forward)(visit)
         self._leave_call()
         return output
 
@@ -299,7 +299,7 @@ class UnitHooks:
             if self._is_last_call():
                 self._shared_visit = None
                 if visit is not None:
-                    aside(self._release_after_error, visit)
+                    aside(self._release_after_error)(visit)
         self._leave_call()
         if self.unit.position.is_top and not self._calls:
             root.break_off_forward(error)
