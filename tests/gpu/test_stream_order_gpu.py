@@ -31,7 +31,8 @@ from shardwise.engine.unit.membership import units_of
 from shardwise.testing import run_ranks
 
 NUMEL = 1 << 18
-SLEEP_CYCLES = 50_000_000  # a few hundredths of a second: far longer than the host takes to issue a step
+# A few hundredths of a second, far longer than the host takes to issue a step; more where other work slows it down.
+SLEEP_CYCLES = (50_000_000, 400_000_000, 3_200_000_000)
 WEIGHTS = (
     1.0,
     2.0,
@@ -48,9 +49,13 @@ class Site(NamedTuple):
     method: str
 
 
+class Delay:
+    cycles = SLEEP_CYCLES[0]
+
+
 def sleep() -> None:
     if torch.cuda.is_available():
-        torch.cuda._sleep(SLEEP_CYCLES)
+        torch.cuda._sleep(Delay.cycles)
 
 
 class LateLane:
@@ -532,18 +537,23 @@ def is_right(outcome: Outcome) -> bool:
     return got.dtype == want.dtype and torch.equal(got, want)
 
 
-def with_and_without(name: str) -> tuple[bool, bool]:
-    wait = WAITS[name]
+def with_and_without(name: str, cycles: int) -> tuple[bool, bool]:
+    wait, Delay.cycles = WAITS[name], cycles
     return is_right(wait.scenario(None)), is_right(wait.scenario(wait.site))
 
 
 @pytest.mark.gpu
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", WAITS)
 def test_results_are_right_with_the_wait_and_wrong_without_it(name):
-    outcomes = run_ranks(with_and_without, WAITS[name].world_size, name, kind="nccl", timeout_seconds=120)
-    assert all(right for right, _ in outcomes), "wrong with all waits in place"
-    assert not all(right for _, right in outcomes), "right without the wait: nothing shows that it is needed"
+    for cycles in SLEEP_CYCLES:
+        outcomes = run_ranks(
+            with_and_without, WAITS[name].world_size, name, cycles, kind="nccl", timeout_seconds=120
+        )
+        assert all(right for right, _ in outcomes), "wrong with all waits in place"
+        if not all(right for _, right in outcomes):
+            return
+    pytest.fail("right without the wait: nothing shows that it is needed")
 
 
 # --- a user's stream for the all-reduce hook --------------------------------------------------------------------------
@@ -581,17 +591,21 @@ def row_doubled(row: Tensor) -> None:
     row.mul_(2)
 
 
-def hook_streams() -> dict[str | None, bool]:
-    return {deaf: is_right(hook_on_a_stream(deaf)) for deaf in (None, "hook", "lane")}
+def hook_streams(deaf: str, cycles: int) -> tuple[bool, bool]:
+    Delay.cycles = cycles
+    return is_right(hook_on_a_stream(None)), is_right(hook_on_a_stream(deaf))
 
 
 @pytest.mark.gpu
-@pytest.mark.timeout(150)
-def test_an_all_reduce_hook_on_a_stream_of_its_own_waits_and_is_waited_for():
-    (right,) = run_ranks(hook_streams, 1, kind="nccl", timeout_seconds=120)
-    assert right[None], "wrong with both waits in place"
-    assert not right["hook"], "right though the hook did not wait for the reduced row"
-    assert not right["lane"], "right though the gradients did not wait for the hook"
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("deaf", ["hook", "lane"])
+def test_an_all_reduce_hook_on_a_stream_of_its_own_waits_and_is_waited_for(deaf):
+    for cycles in SLEEP_CYCLES:
+        ((right, right_if_deaf),) = run_ranks(hook_streams, 1, deaf, cycles, kind="nccl", timeout_seconds=120)
+        assert right, "wrong with both waits in place"
+        if not right_if_deaf:
+            return
+    pytest.fail("right without the wait: nothing shows that it is needed")
 
 
 # --- what needs no GPU ------------------------------------------------------------------------------------------------

@@ -47,19 +47,13 @@ def planned(model=stack, inputs=None, **settings):
     return shardwise.plan(model, inputs, **{**options, **settings})
 
 
-# Measured before the rows of a reduce came to lie in the memory of its parameters.
-OLDER = pytest.mark.xfail(
-    strict=True, reason="backward_memory_cuda.json is to be measured again: backward needs less now"
-)
-
-
 @pytest.mark.parametrize("ranks", [2, 8])
 @pytest.mark.parametrize(
     ("mode", "settings"),
     [
-        pytest.param("freed after forward", {}, marks=OLDER),
-        pytest.param("kept after forward", {"reshard_after_forward": False}, marks=OLDER),
-        pytest.param("offloaded", {"offload": True}, marks=OLDER),
+        ("freed after forward", {}),
+        ("kept after forward", {"reshard_after_forward": False}),
+        ("offloaded", {"offload": True}),
         ("bf16", {"mp_policy": MIXED}),
     ],
 )
