@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from shardwise import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from shardwise.comm.streams import SideStream, SideStreams
 from shardwise.engine.unit.membership import units_of
+from shardwise.testing import run_ranks
 from shardwise.testing.workloads import seeded
 from tests.ranks.models import Layers, RunsALayerTwice, TwoLayers, data, same, sgd
 from tests.ranks.subject import beyond_torch
@@ -219,3 +220,34 @@ def test_rows_have_memory_of_their_own_where_they_do_not_fit_or_more_overlap_is_
 
 def test_replicas_and_parts_kept_after_forward_borrow_too():
     run_cases(same_bits, 4, [{"borrows": True, "replicas": 2}, {"borrows": True, "reshard_after_forward": 2}])
+
+
+class NotesWaits(SideStream):
+    def __init__(self, noted):
+        self._noted = noted
+
+    def wait_event(self, event):
+        self._noted.append("the gather stream waits for compute")
+
+
+def replaced_in_forward():
+    """What happens before a unit makes new buffers, because one of its gathered parameters has other memory."""
+    model = by_fully_shard(seeded(Layers(width=WIDTH)))
+    act_like_a_device(model, True)
+    model(data(0, 0, 4, WIDTH)).sum().backward()
+    layer = model.layers[1]
+    (unit,) = units_of(layer)
+    noted = []
+    unit.root.streams = RunsAhead(NotesWaits(noted), SideStream(), SideStream())
+    build = unit.build
+    unit.build = lambda: (noted.append("new buffers"), build())
+    layer.unshard()
+    layer.in_proj.weight.data = layer.in_proj.weight.data.clone()
+    del noted[:]
+    model(data(0, 0, 4, WIDTH))
+    return noted[: noted.index("new buffers") + 1][-2:]
+
+
+def test_memory_of_a_unit_goes_back_before_it_makes_new_buffers():
+    expected = ["the gather stream waits for compute", "new buffers"]
+    assert run_ranks(replaced_in_forward, 2) == [expected, expected]

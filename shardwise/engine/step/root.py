@@ -248,8 +248,8 @@ class Root:
             unit.buffers.gather.free()
             return
         self._freed[unit] = self.streams.record_compute()
-        if self.in_backward and (unit.gathered.has_moved or not unit.gradients.may_borrow()):
-            # At once: the unit's gradients are packed next, and the next gather takes this memory anyway.
+        if unit.gathered.has_moved or (self.in_backward and not unit.gradients.may_borrow()):
+            # At once: the unit makes new buffers next; or packs its gradients, and the next gather takes this memory.
             self._reclaim(0)
 
     def lend_freed(self, unit: Unit, plan: ReducePlan) -> Lender | None:
