@@ -104,7 +104,8 @@ class StepProfiler:
             with self._measuring(number):
                 yield
         else:
-            with torch.profiler.profile() as self._torch_trace:
+            # acc_events: torch 2.11 otherwise warns that it forgets what came before the one step.
+            with torch.profiler.profile(acc_events=True) as self._torch_trace:
                 yield
 
     @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -366,7 +367,9 @@ def with_a_default_device():
         for _ in range(2):
             for each, optimizer in zip((model, composed), optimizers, strict=True):
                 each(x).sum().backward()
-                optimizer.step()
+                # torch 2.11 counts steps on the default device.
+                with nullcontext() if optimizer.state else torch.device("cpu"):
+                    optimizer.step()
                 optimizer.zero_grad()
         state = FSDP.optim_state_dict(model, optimizers[0])
         FSDP.optim_state_dict_to_load(model, optimizers[0], state, load_directly=True)
