@@ -330,3 +330,26 @@ def test_parameters_of_one_buffer_cannot_have_different_dtypes():
         assert len(model.state_dict()) == 4
 
     run_ranks(on_a_rank, 2)
+
+
+def test_a_second_tie_that_an_inner_wrapper_notices_before_any_forward_is_gathered_by_the_outer_one():
+    def losses(is_wrapped):
+        model = seeded(Outer())
+        model.outer.weight = model.inner.third.weight
+        if is_wrapped:
+            model.inner.third = FSDP(model.inner.third, use_orig_params=True)
+            model.inner = FSDP(model.inner, use_orig_params=True)
+            model = FSDP(model, use_orig_params=True)
+        model.outer.weight = inside(model.inner).first.weight
+        with FSDP.summon_full_params(inside(model.inner).third) if is_wrapped else nullcontext():
+            pass
+        found = []
+        for _ in range(2):
+            found.append(loss_of(model).detach())
+            step(model)
+        return torch.stack(found)
+
+    def on_a_rank():
+        torch.testing.assert_close(losses(True), losses(False))
+
+    run_ranks(on_a_rank, 2)

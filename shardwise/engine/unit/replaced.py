@@ -82,9 +82,9 @@ def _follow_ties(unit: Unit) -> None:
     for owner, places in moved.items():
         if owner is unit:
             continue
-        for other in unit.root.units:
-            if unit in other.needs:
-                other.need(owner)
+        # Before a model's first forward they are not of one root yet.
+        for other in (unit, *unit.needed_by):
+            other.need(owner)
         if not owner.gathered.holders:
             # Otherwise what was frozen or thawed since its last gather would go unnoticed.
             owner.note_trainable()

@@ -8,6 +8,7 @@ order and prefetch through ``engine/step/root``.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -71,6 +72,7 @@ class Unit:
         self.settings = settings
         # Units whose parameters this unit's modules show: itself, and the owners of tied parameters.
         self.needs: tuple[Unit, ...] = (self,) if slots else ()
+        self.needed_by: weakref.WeakSet[Unit] = weakref.WeakSet()
         self.state = SHARDED
         self.shown = ShownForms(Shown(), Shown(), None)
         self.gathered = GatheredParameters(self)
@@ -111,6 +113,7 @@ class Unit:
         """Gathers ``owner`` together with this unit, because this unit's modules show a parameter of it."""
         if owner not in self.needs:
             self.needs = (*self.needs, owner)
+            owner.needed_by.add(self)
 
     def drop_nameless_slots(self) -> None:
         """Drops slots whose names were all tied to other parameters, unless a tie to them is still to be noticed."""
