@@ -13,8 +13,8 @@ __all__ = ["forget_capture"]
 def forget_capture(graph: torch.cuda.CUDAGraph, pool: tuple[int, int]) -> None:
     """Ends what belongs to a capture that failed, if torch has not.
 
-    After a capture that CUDA made invalid, torch's allocator still takes memory for it, so that memory of other streams
-    is never reused, and the random generators raise in every eager operation.
+    After a capture that CUDA made invalid, torch's allocator keeps the memory that was taken for it, and the random
+    generators raise in every eager operation.
     """
     try:
         graph.pool()

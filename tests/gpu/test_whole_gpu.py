@@ -97,7 +97,7 @@ def sleep() -> None:
 
 
 def trained(slow: str, in_backward: bool = False) -> bool:
-    """Whether all parameters are what one process has."""
+    """Whether all parameters are what one process has. ``slow``: "compute", or what a patch makes slow."""
     world, rank = dist.get_world_size(), dist.get_rank()
     mesh = init_device_mesh(DEVICE, (world,))
     model: Any = Terms()
